@@ -1,0 +1,23 @@
+"""The error that a user's own input can cause: a wrong config, case, plan, file or checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class InputError(ValueError):
+    """Says which field is wrong, what it holds, why that is wrong, and what to do about it.
+
+    Raised at the edge, where input enters; commands print it and exit with code 2.
+    """
+
+    def __init__(self, field: str, value: Any, problem: str, remedy: str):
+        """Keep the four parts; `field` is a dotted path such as ``case.rules.max_jump``."""
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.remedy = remedy
+        shown = repr(value)
+        if len(shown) > 200:
+            shown = shown[:197] + "..."
+        super().__init__(f"{field} = {shown}: {problem}. {remedy}.")

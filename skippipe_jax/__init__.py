@@ -1,0 +1,1 @@
+"""Trains LLaMA models over partial, reordered pipeline paths, on one machine or on many hosts."""
