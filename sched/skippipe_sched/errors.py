@@ -1,8 +1,12 @@
-"""The error that a user's own input can cause: a wrong config, case, plan, file or checkpoint."""
+"""The error that a user's own input can cause, and how a command reports it."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
+
+INPUT_ERROR_EXIT_CODE = 2
 
 
 class InputError(ValueError):
@@ -21,3 +25,12 @@ class InputError(ValueError):
         if len(shown) > 200:
             shown = shown[:197] + "..."
         super().__init__(f"{field} = {shown}: {problem}. {remedy}.")
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; an `InputError` becomes one line and code 2."""
+    try:
+        return command()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return INPUT_ERROR_EXIT_CODE

@@ -1,0 +1,51 @@
+"""What a method decides: which nodes serve which stage, and which way every microbatch goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from skippipe_sched.case import Case
+from skippipe_sched.plan import NodePath
+from skippipe_sched.rules import fair_shares
+
+
+@dataclass(frozen=True)
+class Routes:
+    """A placement (the nodes of each stage) and a path for every microbatch."""
+
+    stages: tuple[tuple[int, ...], ...]
+    paths: tuple[NodePath, ...]
+
+
+def place_in_order(case: Case) -> tuple[tuple[int, ...], ...]:
+    """The nodes on stages in the order in which the case lists them."""
+    ends = list(accumulate(case.stages))
+    return tuple(
+        tuple(range(end - size, end)) for end, size in zip(ends, case.stages, strict=True)
+    )
+
+
+def data_node_of_microbatches(
+    case: Case, stages: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """The data node of each microbatch: the data nodes in turn, each until it has sent its own."""
+    rounds = range(max(case.microbatches))
+    return tuple(
+        node
+        for sent in rounds
+        for node, count in zip(stages[0], case.microbatches, strict=True)
+        if sent < count
+    )
+
+
+def visits_of_replicas(case: Case, nodes: Sequence[int], visits: int) -> dict[int, int]:
+    """How many of a stage's `visits` each replica gets under TC1: shares rounded to whole ones."""
+    shares = np.array(fair_shares(case, nodes, visits))
+    counts = np.floor(shares + 1e-9).astype(int)
+    largest_remainders = np.argsort(counts - shares, kind="stable")[: visits - counts.sum()]
+    counts[largest_remainders] += 1
+    return dict(zip(nodes, counts.tolist(), strict=True))

@@ -1,0 +1,245 @@
+"""A plan: nodes on stages, a path for every microbatch, an order for every node.
+
+It is the only contract between planner and runtime, so what a path means is said here once:
+`microbatch_chain` lists the operations of a microbatch, and everything else uses that list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from skippipe_sched import fields
+from skippipe_sched.case import Case, parse_case
+from skippipe_sched.errors import InputError
+
+FORMAT = "skippipe-plan"
+VERSION = 1
+
+Kind = Literal["F", "L", "B"]
+KINDS: tuple[Kind, ...] = ("F", "L", "B")
+NodePath = tuple[int, ...]
+
+
+class Operation(NamedTuple):
+    """One piece of work on one node: forward (F), loss and its gradient (L) or backward (B)."""
+
+    kind: Kind
+    microbatch: int
+    node: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of microbatch {self.microbatch} on node {self.node}"
+
+
+def microbatch_chain(microbatch: int, path: Sequence[int]) -> list[Operation]:
+    """The operations of one microbatch in the order in which each needs the one before.
+
+    F on the data node and along the path, L back on the data node, B along the path reversed and
+    at last on the data node. Between two operations on different nodes lies a transfer.
+    """
+    return [
+        *(Operation("F", microbatch, node) for node in path),
+        Operation("L", microbatch, path[0]),
+        *(Operation("B", microbatch, node) for node in reversed(path)),
+    ]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the timing model says of a plan, in seconds.
+
+    `iteration_s` is when the last stage has averaged, `pipeline_s` when the last backward ends,
+    `averaging_s` the longest averaging of one stage, and `lower_bound_s` a time that no plan of
+    the case can beat.
+    """
+
+    iteration_s: float
+    pipeline_s: float
+    averaging_s: float
+    lower_bound_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Who serves which stage, which way every microbatch goes, and what each node runs when.
+
+    `stages[s]` are the nodes of stage s (stage 0: the data nodes), `microbatches[m]` the path of
+    microbatch m as nodes, its data node first, `order[n]` what node n runs, in order.
+    """
+
+    method: str
+    stages: tuple[tuple[int, ...], ...]
+    microbatches: tuple[NodePath, ...]
+    order: tuple[tuple[Operation, ...], ...]
+    predicted: Predicted
+    case: Case
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage that each node serves."""
+        return stage_of_nodes(self.stages)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as DESIGN's JSON object."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "method": self.method,
+            "stages": [list(nodes) for nodes in self.stages],
+            "microbatches": [list(path) for path in self.microbatches],
+            "order": [[[op.kind, op.microbatch] for op in node] for node in self.order],
+            "predicted": asdict(self.predicted),
+            "case": dict(self.case.source),
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the plan as JSON, replacing the file only when the new one is whole."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def stage_of_nodes(stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The stage of each node, from the nodes of each stage."""
+    stage_of = [0] * sum(len(nodes) for nodes in stages)
+    for stage, nodes in enumerate(stages):
+        for node in nodes:
+            stage_of[node] = stage
+    return tuple(stage_of)
+
+
+def load_plan(path: Path) -> Plan:
+    """Read and check a plan file."""
+    return parse_plan(fields.load_json(path, "plan"))
+
+
+def parse_plan(value: Any) -> Plan:
+    """Check a plan given as a mapping.
+
+    What makes a plan meaningful is checked here: its form, that every node serves one stage, that
+    every path starts at a data node and visits no stage twice (CC1), and that the orders hold
+    exactly the operations of the paths. `rules.violations` checks what makes it a good one.
+
+    Raises:
+        InputError: naming the field, its value, and what to write instead.
+    """
+    keys = ("format", "version", "method", "stages", "microbatches", "order", "predicted", "case")
+    given = fields.mapping(value, "plan", keys, keys)
+    fields.text(given["format"], "plan.format", (FORMAT,))
+    fields.integer(given["version"], "plan.version", VERSION, VERSION)
+    case = parse_case(given["case"])
+    stages = _stages(given["stages"], case)
+    paths = _paths(given["microbatches"], stages)
+    return Plan(
+        method=fields.text(given["method"], "plan.method"),
+        stages=stages,
+        microbatches=paths,
+        order=_order(given["order"], len(case.nodes), paths),
+        predicted=_predicted(given["predicted"]),
+        case=case,
+    )
+
+
+def _stages(value: Any, case: Case) -> tuple[tuple[int, ...], ...]:
+    stages: list[tuple[int, ...]] = []
+    seen: dict[int, str] = {}
+    for stage, nodes in enumerate(fields.sequence(value, "plan.stages")):
+        field = f"plan.stages[{stage}]"
+        for position, node in enumerate(fields.sequence(nodes, field)):
+            where = f"{field}[{position}]"
+            fields.integer(node, where, 0, len(case.nodes) - 1)
+            if node in seen:
+                raise InputError(
+                    where, node, f"this node is in {seen[node]} already", "Name each node once"
+                )
+            seen[node] = where
+        stages.append(tuple(nodes))
+    missing = sorted(set(range(len(case.nodes))) - set(seen))
+    if missing:
+        raise InputError(
+            "plan.stages", value, f"node {missing[0]} serves no stage", "Add it to a stage"
+        )
+    return tuple(stages)
+
+
+def _paths(value: Any, stages: Sequence[Sequence[int]]) -> tuple[NodePath, ...]:
+    stage_of = stage_of_nodes(stages)
+    paths = []
+    for microbatch, path in enumerate(fields.sequence(value, "plan.microbatches")):
+        field = f"plan.microbatches[{microbatch}]"
+        for position, node in enumerate(fields.sequence(path, field)):
+            fields.integer(node, f"{field}[{position}]", 0, len(stage_of) - 1)
+        if path[0] not in stages[0]:
+            raise InputError(
+                f"{field}[0]",
+                path[0],
+                "a path begins at a data node (CC1), and this node serves another stage",
+                f"Begin with one of {list(stages[0])}",
+            )
+        for position, node in enumerate(path):
+            earlier = [other for other in path[:position] if stage_of[other] == stage_of[node]]
+            if earlier:
+                raise InputError(
+                    f"{field}[{position}]",
+                    node,
+                    f"the path visits stage {stage_of[node]} twice (CC1), "
+                    f"first on node {earlier[0]}",
+                    "Visit each stage once at most",
+                )
+        paths.append(tuple(path))
+    return tuple(paths)
+
+
+def _order(
+    value: Any, nodes: int, paths: Sequence[NodePath]
+) -> tuple[tuple[Operation, ...], ...]:
+    expected: list[set[Operation]] = [set() for _ in range(nodes)]
+    for microbatch, path in enumerate(paths):
+        for operation in microbatch_chain(microbatch, path):
+            expected[operation.node].add(operation)
+    entries = fields.sequence(value, "plan.order")
+    if len(entries) != nodes:
+        raise InputError(
+            "plan.order", f"{len(entries)} entries", f"there are {nodes} nodes", "Give each one"
+        )
+    order = []
+    for node, operations in enumerate(entries):
+        missing = set(expected[node])
+        ordered = []
+        for position, entry in enumerate(
+            fields.sequence(operations, f"plan.order[{node}]", minimum_length=0)
+        ):
+            field = f"plan.order[{node}][{position}]"
+            if len(fields.sequence(entry, field)) != 2:
+                raise InputError(field, entry, "must be two values", 'Write ["F", microbatch]')
+            kind = fields.text(entry[0], field, KINDS)
+            operation = Operation(kind, fields.integer(entry[1], field, 0), node)  # pyright: ignore[reportArgumentType]
+            if operation not in missing:
+                raise InputError(
+                    field,
+                    entry,
+                    "stands there twice, or no path has this operation on this node",
+                    "List each operation of the paths once, on the node that runs it",
+                )
+            missing.remove(operation)
+            ordered.append(operation)
+        if missing:
+            raise InputError(
+                f"plan.order[{node}]", operations, f"lacks the {min(missing)}", "Add it"
+            )
+        order.append(tuple(ordered))
+    return tuple(order)
+
+
+def _predicted(value: Any) -> Predicted:
+    names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s")
+    given: Mapping[str, Any] = fields.mapping(value, "plan.predicted", names, names)
+    return Predicted(
+        **{name: fields.number(given[name], f"plan.predicted.{name}", 0.0) for name in names}
+    )

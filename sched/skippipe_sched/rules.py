@@ -1,0 +1,137 @@
+"""The rules that paths keep (CC1-CC3 and TC1), as one checker that everything uses.
+
+SkipPipe (arXiv 2502.19913, section 4) names them; DESIGN fixes the wording. TC2, that microbatches
+do not meet, is a goal of the search and no rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skippipe_sched.case import Case, Rules
+from skippipe_sched.errors import InputError
+from skippipe_sched.plan import Plan, stage_of_nodes
+
+# Shares of nodes with different speeds are real numbers; this much of a visit is rounding.
+SHARE_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A rule that does not hold: which one, in which field of the plan, and how."""
+
+    rule: str
+    field: str
+    value: object
+    problem: str
+
+
+def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
+    """Why a sequence of stages breaks CC1 or CC2, or None if it keeps them.
+
+    `stages` is what a path visits in order, stage 0 first.
+    """
+    if not stages or stages[0] != 0:
+        return "CC1: it does not begin at stage 0"
+    if len(set(stages)) < len(stages):
+        return "CC1: it visits a stage twice"
+    swaps = 0
+    highest = 0
+    for previous, stage in zip(stages, stages[1:], strict=False):
+        passed_over = stage - previous - 1
+        if passed_over > rules.max_jump:
+            return (
+                f"CC2: the step from stage {previous} to {stage} passes over {passed_over} "
+                f"stages, more than max_jump = {rules.max_jump}"
+            )
+        if stage < highest:
+            swaps += 1
+            if highest - stage > rules.max_swap_distance:
+                return (
+                    f"CC2: stage {stage} comes after stage {highest}, farther back than "
+                    f"max_swap_distance = {rules.max_swap_distance}"
+                )
+        highest = max(highest, stage)
+    if swaps > rules.max_swaps:
+        return f"CC2: it has {swaps} swaps, more than max_swaps = {rules.max_swaps}"
+    return None
+
+
+def fair_shares(case: Case, nodes: Sequence[int], visits: int) -> list[float]:
+    """TC1's share of `visits` for each replica of a stage: in proportion to its speed."""
+    speeds = [1.0 / case.nodes[node].forward_s for node in nodes]
+    return [visits * speed / sum(speeds) for speed in speeds]
+
+
+def violations(
+    case: Case, stages: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]
+) -> list[Violation]:
+    """Every rule that a placement and its paths break; empty if they keep them all."""
+    stage_of = stage_of_nodes(stages)
+    found = []
+    sizes = tuple(len(nodes) for nodes in stages)
+    if sizes != case.stages:
+        found.append(
+            Violation("placement", "plan.stages", sizes, f"the case has stages {case.stages}")
+        )
+    for microbatch, path in enumerate(paths):
+        problem = sequence_problem([stage_of[node] for node in path], case.rules)
+        if problem:
+            found.append(Violation(problem[:3], f"plan.microbatches[{microbatch}]", path, problem))
+    visits = Counter(node for path in paths for node in path)
+    stage_visits = [sum(visits[node] for node in nodes) for nodes in stages]
+    inner = stage_visits[1:]
+    if inner and max(inner) - min(inner) > 1:
+        found.append(
+            Violation(
+                "CC3",
+                "plan.microbatches",
+                inner,
+                "CC3: these visits of the inner stages differ by more than one",
+            )
+        )
+    own = [visits[node] for node in stages[0]]
+    if len(own) == len(case.microbatches) and tuple(own) != case.microbatches:
+        found.append(
+            Violation(
+                "TC1",
+                "plan.microbatches",
+                own,
+                f"TC1: the data nodes {list(stages[0])} send other numbers of microbatches than "
+                f"the case's {list(case.microbatches)}",
+            )
+        )
+    for stage, nodes in enumerate(stages[1:], start=1):
+        for node, share in zip(
+            nodes, fair_shares(case, nodes, stage_visits[stage]), strict=True
+        ):
+            low = math.floor(share + SHARE_TOLERANCE)
+            high = math.ceil(share - SHARE_TOLERANCE)
+            if not low <= visits[node] <= high:
+                found.append(
+                    Violation(
+                        "TC1",
+                        "plan.microbatches",
+                        visits[node],
+                        f"TC1: node {node} of stage {stage} has this many microbatches, its "
+                        f"share is {low}" + (f" to {high}" if high > low else ""),
+                    )
+                )
+    return found
+
+
+def require(plan: Plan) -> Plan:
+    """The plan itself, if it keeps every rule; otherwise `InputError` for the first broken one."""
+    broken = violations(plan.case, plan.stages, plan.microbatches)
+    if broken:
+        more = f" ({len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise InputError(
+            broken[0].field,
+            broken[0].value,
+            broken[0].problem + more,
+            "Change the paths, or the rules in plan.case",
+        )
+    return plan

@@ -1,0 +1,314 @@
+"""The timing model: an exact discrete-event simulation of one iteration of a plan.
+
+The model is DESIGN's: a node runs one operation at a time; a transfer takes the hop time of its
+link, and with contention `link` transfers on one directed link follow one another, whole hop after
+whole hop, in the order in which their data became ready; a microbatch is in flight on a node from
+the start of its forward to the end of its backward there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from skippipe_sched.averaging import averaging_s, best_ring
+from skippipe_sched.case import Case
+from skippipe_sched.errors import InputError
+from skippipe_sched.plan import NodePath, Operation, Plan, microbatch_chain, stage_of_nodes
+
+
+@dataclass(frozen=True)
+class Run:
+    """One operation and when its node ran it [s]. `arrived_s`: when its input was there."""
+
+    operation: Operation
+    arrived_s: float
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """An activation or gradient on its way [s]: ready at the source, on the link, arrived."""
+
+    source: int
+    target: int
+    operation: Operation
+    ready_s: float
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """The replicas of one stage averaging their gradients [s]."""
+
+    stage: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Everything that happens in one iteration, each list in the order of starting."""
+
+    nodes: int
+    runs: tuple[Run, ...]
+    transfers: tuple[Transfer, ...]
+    averagings: tuple[Averaging, ...]
+
+    @cached_property
+    def pipeline_s(self) -> float:
+        """When the last backward ends."""
+        return max(run.end_s for run in self.runs)
+
+    @cached_property
+    def averaging_s(self) -> float:
+        """The longest averaging of one stage."""
+        return max(averaging.end_s - averaging.start_s for averaging in self.averagings)
+
+    @cached_property
+    def iteration_s(self) -> float:
+        """When the last stage has averaged."""
+        return max(averaging.end_s for averaging in self.averagings)
+
+    @cached_property
+    def order(self) -> tuple[tuple[Operation, ...], ...]:
+        """What each node runs, in order."""
+        order: list[list[Operation]] = [[] for _ in range(self.nodes)]
+        for run in self.runs:
+            order[run.operation.node].append(run.operation)
+        return tuple(tuple(operations) for operations in order)
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds that each node spends on operations."""
+        busy = [0.0] * self.nodes
+        for run in self.runs:
+            busy[run.operation.node] += run.end_s - run.start_s
+        return tuple(busy)
+
+
+def simulate_plan(plan: Plan) -> Timeline:
+    """One iteration of a plan in the plan's own order.
+
+    Raises:
+        InputError: if the order breaks a memory limit or locks nodes against each other.
+    """
+    require_memory(plan)
+    return simulate(plan.case, plan.stages, plan.microbatches, plan.order)
+
+
+def simulate(
+    case: Case,
+    stages: Sequence[Sequence[int]],
+    paths: Sequence[NodePath],
+    order: Sequence[Sequence[Operation]] | None = None,
+) -> Timeline:
+    """One iteration, from the first forward to the last averaging.
+
+    With `order`, each node runs its operations in that order. Without, a free node takes among the
+    operations whose input has arrived: backward before the others, then first come first served;
+    it starts a forward only within its memory limit, and only if all microbatches in flight can
+    still end afterwards, so that nodes never lock against each other.
+
+    Raises:
+        InputError: if nodes given an `order` wait for each other for ever.
+    """
+    return _Simulation(case, stages, paths, order).run()
+
+
+def require_memory(plan: Plan) -> None:
+    """Refuse an order that puts more microbatches in flight on a node than its memory holds."""
+    for node, operations in enumerate(plan.order):
+        limit = plan.case.nodes[node].memory
+        in_flight = 0
+        for position, operation in enumerate(operations):
+            in_flight += {"F": 1, "L": 0, "B": -1}[operation.kind]
+            if in_flight > limit:
+                raise InputError(
+                    f"plan.order[{node}][{position}]",
+                    [operation.kind, operation.microbatch],
+                    f"puts {in_flight} microbatches in flight on node {node}, whose memory "
+                    f"holds {limit}",
+                    "Put a backward before it, or raise the node's memory in plan.case",
+                )
+
+
+_ARRIVAL, _END = 0, 1
+
+
+class _Simulation:
+    """The state of one simulation: events to come, and what each node and link is doing."""
+
+    def __init__(
+        self,
+        case: Case,
+        stages: Sequence[Sequence[int]],
+        paths: Sequence[NodePath],
+        order: Sequence[Sequence[Operation]] | None,
+    ):
+        self.case = case
+        self.stages = stages
+        self.hop_s = case.hop_s
+        self.paths = paths
+        self.chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
+        self.position = [0] * len(paths)
+        self.queues = None if order is None else [deque(operations) for operations in order]
+        self.arrived: list[dict[Operation, float]] = [{} for _ in case.nodes]
+        self.busy = [False] * len(case.nodes)
+        self.free_slots = [node.memory for node in case.nodes]
+        self.holds: list[set[int]] = [set() for _ in paths]
+        # Paths that visit stages in ascending order take memory in one order and cannot lock.
+        stage_of = stage_of_nodes(stages)
+        self.can_lock = order is None and any(
+            stage_of[a] > stage_of[b] for path in paths for a, b in zip(path, path[1:], strict=False)
+        )
+        self.link_free_s: dict[tuple[int, int], float] = {}
+        self.events: list[tuple[float, int, int, Operation]] = []
+        self.event_count = 0
+        self.runs: list[Run] = []
+        self.transfers: list[Transfer] = []
+
+    def run(self) -> Timeline:
+        for chain in self.chains:
+            self.push(0.0, _ARRIVAL, chain[0])
+        waiting: set[int] = set()
+        while self.events:
+            now = self.events[0][0]
+            touched = waiting
+            while self.events and self.events[0][0] == now:
+                _, _, event, operation = heapq.heappop(self.events)
+                if event == _ARRIVAL:
+                    self.arrived[operation.node][operation] = now
+                else:
+                    self.end(operation, now)
+                touched.add(operation.node)
+            # A forward held back as unsafe may become safe when any microbatch ends.
+            waiting = {node for node in sorted(touched) if not self.start_next(node, now)}
+            if not self.can_lock:
+                waiting = set()
+        self.require_finished()
+        return Timeline(
+            len(self.case.nodes), tuple(self.runs), tuple(self.transfers), self.averagings()
+        )
+
+    def push(self, time_s: float, event: int, operation: Operation) -> None:
+        heapq.heappush(self.events, (time_s, self.event_count, event, operation))
+        self.event_count += 1
+
+    def start_next(self, node: int, now: float) -> bool:
+        """Start the node's next operation if it can; False if it holds one back."""
+        if self.busy[node]:
+            return True
+        operation = self.choose(node)
+        if operation is None:
+            return not self.arrived[node]
+        arrived_s = self.arrived[node].pop(operation)
+        if self.queues is not None:
+            self.queues[node].popleft()
+        if operation.kind == "F":
+            self.free_slots[node] -= 1
+            self.holds[operation.microbatch].add(node)
+        self.busy[node] = True
+        end_s = now + self.case.duration(operation.kind, node)
+        self.runs.append(Run(operation, arrived_s, now, end_s))
+        self.push(end_s, _END, operation)
+        return True
+
+    def choose(self, node: int) -> Operation | None:
+        arrived = self.arrived[node]
+        if self.queues is not None:
+            head = self.queues[node][0] if self.queues[node] else None
+            return head if head in arrived else None
+        # Arrivals are kept in the order in which they came.
+        for operation in arrived:
+            if operation.kind == "B":
+                return operation
+        for operation in arrived:
+            if operation.kind == "L" or self.may_start(operation):
+                return operation
+        return None
+
+    def may_start(self, forward: Operation) -> bool:
+        """Whether a forward keeps the node's memory limit and leaves a way for all to end."""
+        if self.free_slots[forward.node] == 0:
+            return False
+        return not self.can_lock or self.is_safe(forward)
+
+    def is_safe(self, forward: Operation) -> bool:
+        """The banker's algorithm: after `forward`, can the microbatches in flight end one by one?"""
+        free = list(self.free_slots)
+        free[forward.node] -= 1
+        holds = {m: set(nodes) for m, nodes in enumerate(self.holds) if nodes}
+        holds.setdefault(forward.microbatch, set()).add(forward.node)
+        needs = {
+            m: set(self.paths[m]) - held - self.released(m) for m, held in holds.items()
+        }
+        while holds:
+            ending = next(
+                (m for m in holds if all(free[node] > 0 for node in needs[m])), None
+            )
+            if ending is None:
+                return False
+            for node in holds.pop(ending):
+                free[node] += 1
+        return True
+
+    def released(self, microbatch: int) -> set[int]:
+        chain = self.chains[microbatch][: self.position[microbatch]]
+        return {operation.node for operation in chain if operation.kind == "B"}
+
+    def end(self, operation: Operation, now: float) -> None:
+        microbatch = operation.microbatch
+        self.busy[operation.node] = False
+        if operation.kind == "B":
+            self.free_slots[operation.node] += 1
+            self.holds[microbatch].discard(operation.node)
+        self.position[microbatch] += 1
+        chain = self.chains[microbatch]
+        if self.position[microbatch] == len(chain):
+            return
+        following = chain[self.position[microbatch]]
+        if following.node == operation.node:
+            self.push(now, _ARRIVAL, following)
+            return
+        link = (operation.node, following.node)
+        start_s = now
+        if self.case.contention == "link":
+            start_s = max(now, self.link_free_s.get(link, 0.0))
+        end_s = start_s + float(self.hop_s[link])
+        self.link_free_s[link] = end_s
+        self.transfers.append(Transfer(*link, following, now, start_s, end_s))
+        self.push(end_s, _ARRIVAL, following)
+
+    def require_finished(self) -> None:
+        if len(self.runs) == sum(len(chain) for chain in self.chains):
+            return
+        assert self.queues is not None, "dispatch without an order starts only what can end"
+        heads = [queue[0] for queue in self.queues if queue]
+        waits = "; ".join(
+            f"the {head} waits for the "
+            f"{self.chains[head.microbatch][self.chains[head.microbatch].index(head) - 1]}"
+            for head in heads
+        )
+        raise InputError(
+            "plan.order",
+            [[head.kind, head.microbatch] for head in heads],
+            f"these operations wait for each other for ever: {waits}",
+            "Reorder the operations of one of these nodes",
+        )
+
+    def averagings(self) -> tuple[Averaging, ...]:
+        ends = [0.0] * len(self.case.nodes)
+        for run in self.runs:
+            ends[run.operation.node] = run.end_s
+        averagings = []
+        for stage, nodes in enumerate(self.stages):
+            start_s = max(ends[node] for node in nodes)
+            end_s = start_s + averaging_s(self.case, best_ring(self.case, nodes))
+            averagings.append(Averaging(stage, start_s, end_s))
+        return tuple(sorted(averagings, key=lambda averaging: averaging.start_s))
