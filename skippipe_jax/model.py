@@ -1,0 +1,355 @@
+"""The LLaMA 2 and 3 family, cut into stages.
+
+A `Block` is one transformer layer, a `Stage` consecutive blocks, and the `DataStage` holds what
+touches tokens as well: the embedding, its own blocks, the final norm and the head. A microbatch
+starts and ends at a data stage, so tokens and targets never leave their node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.extend.core.primitives import convert_element_type_p
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+from skippipe_sched.errors import InputError
+
+INITIAL_DEVIATION = 0.02
+RECOMPUTE = ("none", "block", "stage")
+ATTENTION = ("xla", "cudnn")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of rotary wavelengths beyond the context that it was trained with."""
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and numerics of the model.
+
+    `preset` fills in every shape that is not given. `layers` are spread over the stages evenly,
+    or as `stage_layers` says. `recompute` is what the backward pass computes again: nothing, each
+    block from its input, or the whole stage from its input.
+    """
+
+    preset: str | None = None
+    vocabulary_size: int = 259
+    width: int = 192
+    layers: int = 8
+    heads: int = 6
+    kv_heads: int = 6
+    ffn_width: int = 512
+    context: int = 256
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied_head: bool = False
+    norm_epsilon: float = 1e-6
+    stage_layers: tuple[int, ...] | None = None
+    parameter_dtype: str = "float32"
+    compute_dtype: str = "float32"
+    recompute: str = "none"
+    attention: str = "xla"
+
+    def __post_init__(self):
+        """Refuse shapes and names that fit no model."""
+        for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "ffn_width"):
+            if getattr(self, name) < 1:
+                raise InputError(
+                    f"model.{name}", getattr(self, name), "must be at least 1", "Write 1 or more"
+                )
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise InputError(
+                "model.heads",
+                self.heads,
+                f"width {self.width} does not split into heads of an even width",
+                "Choose heads so that width / heads is a whole even number",
+            )
+        if self.heads % self.kv_heads:
+            raise InputError(
+                "model.kv_heads",
+                self.kv_heads,
+                f"{self.heads} heads do not share it evenly",
+                "Choose a divisor of model.heads",
+            )
+        for name, choices in (
+            ("recompute", RECOMPUTE),
+            ("attention", ATTENTION),
+            ("parameter_dtype", DTYPES),
+            ("compute_dtype", DTYPES),
+        ):
+            if getattr(self, name) not in choices:
+                raise InputError(
+                    f"model.{name}",
+                    getattr(self, name),
+                    "unknown name",
+                    f"Use one of: {', '.join(choices)}",
+                )
+
+    @property
+    def head_width(self) -> int:
+        """The width of one attention head."""
+        return self.width // self.heads
+
+    def layers_of_stages(self, stages: int) -> tuple[int, ...]:
+        """How many blocks each of `stages` stages holds.
+
+        Raises:
+            InputError: if the layers do not spread over the stages.
+        """
+        if self.stage_layers is None:
+            if self.layers % stages:
+                raise InputError(
+                    "model.layers",
+                    self.layers,
+                    f"does not spread evenly over the plan's {stages} stages",
+                    "Choose a multiple, or say in model.stage_layers how many each stage holds",
+                )
+            return (self.layers // stages,) * stages
+        if len(self.stage_layers) != stages or min(self.stage_layers) < 1:
+            raise InputError(
+                "model.stage_layers",
+                list(self.stage_layers),
+                f"must give one number, at least 1, for each of the plan's {stages} stages",
+                f"Write {stages} numbers",
+            )
+        if sum(self.stage_layers) != self.layers:
+            raise InputError(
+                "model.stage_layers",
+                list(self.stage_layers),
+                f"adds up to {sum(self.stage_layers)}, but model.layers is {self.layers}",
+                "Make the two agree",
+            )
+        return self.stage_layers
+
+
+# Published shapes: 500m and 1.5b are the paper's models, 8b is Llama 3 8B.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "500m": {
+        "vocabulary_size": 32000,
+        "width": 1024,
+        "layers": 24,
+        "heads": 16,
+        "kv_heads": 16,
+        "ffn_width": 4096,
+        "context": 1024,
+    },
+    "1.5b": {
+        "vocabulary_size": 32000,
+        "width": 2048,
+        "layers": 24,
+        "heads": 16,
+        "kv_heads": 16,
+        "ffn_width": 8192,
+        "context": 4096,
+    },
+    "8b": {
+        "vocabulary_size": 128256,
+        "width": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn_width": 14336,
+        "context": 4096,
+        "rope_theta": 500000.0,
+        "norm_epsilon": 1e-5,
+    },
+}
+
+
+def rotary_frequencies(config: ModelConfig) -> Float[Array, " half_head"]:
+    """Radians per position of each rotated pair, with Llama 3's scaling if the config has it."""
+    exponents = jnp.arange(0, config.head_width, 2, dtype=jnp.float32) / config.head_width
+    frequencies = config.rope_theta**-exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_context * frequencies / (2 * jnp.pi)
+    smooth = (turns - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
+    smooth = jnp.clip(smooth, 0.0, 1.0)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def rotate(
+    x: Float[Array, "batch time heads head_width"], frequencies: Float[Array, " half_head"]
+) -> Float[Array, "batch time heads head_width"]:
+    """Turn each pair (first half, second half) of a head by its position times its frequency."""
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
+    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm, computed in float32 whatever the compute dtype."""
+
+    def __init__(self, config: ModelConfig):
+        """One scale per channel, at first 1."""
+        self.scale = nnx.Param(jnp.ones(config.width, config.parameter_dtype))
+        self.epsilon = config.norm_epsilon
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """Normalise the last axis."""
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * inverse * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """A matrix without bias, kept in the parameter dtype and applied in the compute dtype."""
+
+    def __init__(self, config: ModelConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
+        """Draw the kernel from N(0, 0.02)."""
+        initial = jax.random.normal(rngs.params(), (inputs, outputs), config.parameter_dtype)
+        self.kernel = nnx.Param(initial * INITIAL_DEVIATION)
+        self.compute_dtype = config.compute_dtype
+
+    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+        """Multiply the last axis by the kernel."""
+        return x @ self.kernel[...].astype(self.compute_dtype)
+
+
+class Block(nnx.Module):
+    """One layer: attention and SwiGLU, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        """Create the parameters of one layer."""
+        self.config = config
+        kv_width = config.kv_heads * config.head_width
+        self.attention_norm = RMSNorm(config)
+        self.query = Linear(config, config.width, config.width, rngs)
+        self.key = Linear(config, config.width, kv_width, rngs)
+        self.value = Linear(config, config.width, kv_width, rngs)
+        self.output = Linear(config, config.width, config.width, rngs)
+        self.ffn_norm = RMSNorm(config)
+        self.gate = Linear(config, config.width, config.ffn_width, rngs)
+        self.up = Linear(config, config.width, config.ffn_width, rngs)
+        self.down = Linear(config, config.ffn_width, config.width, rngs)
+
+    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+        """The residual stream after this layer."""
+        x = x + self.attend(self.attention_norm(x))
+        hidden = self.ffn_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(hidden)) * self.up(hidden))
+
+    def attend(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+        """Causal grouped-query attention with rotary positions that count from 0."""
+        heads = (*x.shape[:2], -1, self.config.head_width)
+        frequencies = rotary_frequencies(self.config)
+        attended = jax.nn.dot_product_attention(
+            rotate(self.query(x).reshape(heads), frequencies),
+            rotate(self.key(x).reshape(heads), frequencies),
+            self.value(x).reshape(heads),
+            is_causal=True,
+            implementation="cudnn" if self.config.attention == "cudnn" else "xla",
+        )
+        return self.output(attended.reshape(x.shape))
+
+
+class Stage(nnx.Module):
+    """Consecutive blocks, run under `jax.lax.scan` so that compile time does not grow with depth.
+
+    A block's parameters are drawn from the seed and its place in the whole model, so they do not
+    depend on how the model is cut into stages.
+    """
+
+    def __init__(self, config: ModelConfig, layers: int, first_layer: int | Array, key: PRNGKeyArray):
+        """Create `layers` blocks, the first of which is layer `first_layer` of the model."""
+        self.config = config
+        keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(
+            first_layer + jnp.arange(layers)
+        )
+        self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(keys)
+
+    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+        """The residual stream after all blocks."""
+        structure, parameters = nnx.split(self.blocks)
+
+        def apply_block(x: Array, block_parameters: Any) -> tuple[Array, None]:
+            return nnx.merge(structure, block_parameters)(x), None
+
+        x, _ = jax.lax.scan(recomputed(apply_block, self.config), x, parameters)
+        return x
+
+
+class DataStage(Stage):
+    """The stage where microbatches begin and end: embedding, blocks, final norm, head and loss."""
+
+    def __init__(self, config: ModelConfig, layers: int, first_layer: int | Array, key: PRNGKeyArray):
+        """Create the blocks and what touches tokens."""
+        super().__init__(config, layers, first_layer, key)
+        embedding_key, head_key = jax.random.split(jax.random.fold_in(key, 2**31 - 1))
+        shape = (config.vocabulary_size, config.width)
+        initial = jax.random.normal(embedding_key, shape, config.parameter_dtype)
+        self.embedding = nnx.Param(initial * INITIAL_DEVIATION)
+        self.final_norm = RMSNorm(config)
+        if not config.tied_head:
+            self.head = Linear(config, config.width, config.vocabulary_size, nnx.Rngs(head_key))
+
+    def __call__(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time width"]:
+        """Embed tokens and run the stage's own blocks."""
+        return super().__call__(self.embedding[...][tokens].astype(self.config.compute_dtype))
+
+    def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:
+        """Scores of the next token, in float32."""
+        x = self.final_norm(x)
+        if self.config.tied_head:
+            kernel = self.embedding[...].astype(self.config.compute_dtype).T
+        else:
+            kernel = self.head.kernel[...].astype(self.config.compute_dtype)
+        return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+
+    def loss(
+        self, x: Float[Array, "batch time width"], targets: Int[Array, "batch time"]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Sum of the cross-entropy over target tokens in nats, and how many those are.
+
+        A negative target does not count.
+        """
+        counted = targets >= 0
+        nats = optax.softmax_cross_entropy_with_integer_labels(
+            self.logits(x), jnp.where(counted, targets, 0)
+        )
+        return jnp.sum(jnp.where(counted, nats, 0.0)), jnp.sum(counted, dtype=jnp.float32)
+
+
+def create_stage(
+    config: ModelConfig, stage: int, stage_layers: Sequence[int], key: PRNGKeyArray
+) -> Stage:
+    """Stage number `stage` of a model cut into stages of `stage_layers` blocks."""
+    kind = DataStage if stage == 0 else Stage
+    return kind(config, stage_layers[stage], sum(stage_layers[:stage]), key)
+
+
+def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
+    """The scanned block with what `config.recompute` says is kept for the backward pass."""
+    if config.recompute == "block":
+        return jax.checkpoint(apply_block, prevent_cse=False)
+    if config.parameter_dtype != config.compute_dtype:
+        # Casting is cheap, and a copy of all cast weights for every microbatch in flight is not.
+        return jax.checkpoint(apply_block, prevent_cse=False, policy=_keep_all_but_casts)
+    return apply_block
+
+
+def _keep_all_but_casts(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive is not convert_element_type_p
+
+
+def parameter_count(parameters: Any) -> int:
+    """How many numbers a tree of parameters (or of their shapes) holds."""
+    return sum(leaf.size for leaf in jax.tree.leaves(parameters))

@@ -1,0 +1,136 @@
+"""Compiling a plan: from one global order of operations to a program for each host.
+
+Every host runs its part of the same order, so the earliest operation not yet run always has what it
+needs: no two hosts can wait for each other. A plan whose orders could deadlock, or that puts more
+microbatches in flight on a node than its memory holds, is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skippipe_sched.errors import InputError
+from skippipe_sched.plan import Operation, Plan, microbatch_chain
+from skippipe_sched.simulate import simulate_plan
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One transfer of an iteration: an activation or a gradient from node to node.
+
+    `number` names it among all hops of the iteration, on every host alike.
+    """
+
+    number: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run an operation; its input comes by `arrives` and its output leaves by `leaves`.
+
+    Either is None where the neighbouring operation runs on the same node, or where there is none.
+    """
+
+    operation: Operation
+    arrives: Hop | None
+    leaves: Hop | None
+
+
+@dataclass(frozen=True)
+class SumReplicas:
+    """Sum the gradients of a stage over its replicas."""
+
+    stage: int
+
+
+Instruction = Compute | SumReplicas
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one host does in an iteration, in order."""
+
+    host: int
+    nodes: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+
+
+def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
+    """The program of every host, where `host_of[n]` is the host that serves node n.
+
+    Raises:
+        InputError: if the plan's orders break a memory limit or wait for each other for ever.
+    """
+    order = global_order(plan)
+    stage_of = plan.stage_of
+
+    def concerns(instruction: Instruction, host: int) -> bool:
+        if isinstance(instruction, Compute):
+            return host_of[instruction.operation.node] == host
+        return any(host_of[node] == host for node in plan.stages[instruction.stage])
+
+    return tuple(
+        Program(
+            host=host,
+            nodes=tuple(node for node in range(len(stage_of)) if host_of[node] == host),
+            instructions=tuple(step for step in order if concerns(step, host)),
+        )
+        for host in range(max(host_of) + 1)
+    )
+
+
+def global_order(plan: Plan) -> tuple[Instruction, ...]:
+    """Everything that one iteration does, in the order in which the simulator starts it."""
+    timeline = simulate_plan(plan)
+    arrives: dict[Operation, Hop] = {}
+    leaves: dict[Operation, Hop] = {}
+    for microbatch, path in enumerate(plan.microbatches):
+        chain = microbatch_chain(microbatch, path)
+        for before, after in zip(chain, chain[1:], strict=False):
+            if before.node != after.node:
+                leaves[before] = arrives[after] = Hop(len(arrives), before.node, after.node)
+    timed: list[tuple[float, Instruction]] = [
+        (run.start_s, Compute(run.operation, arrives.get(run.operation), leaves.get(run.operation)))
+        for run in timeline.runs
+    ]
+    timed += [
+        (averaging.start_s, SumReplicas(averaging.stage)) for averaging in timeline.averagings
+    ]
+    # The sort is stable, and both lists are in the order of starting: what starts at the same
+    # moment keeps its order, and a sum comes after the operations that it waits for.
+    return tuple(instruction for _, instruction in sorted(timed, key=lambda entry: entry[0]))
+
+
+def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple[int, ...]:
+    """The host that serves each node: as `given`, or the nodes in order, evenly over the hosts.
+
+    Raises:
+        InputError: if the plan is not one for this number of hosts.
+    """
+    if given is None:
+        if hosts > nodes:
+            raise InputError(
+                "--hosts",
+                hosts,
+                f"the plan has {nodes} nodes, and a host needs one at least",
+                f"Start {nodes} hosts or fewer, or make a plan with more nodes",
+            )
+        return tuple(node * hosts // nodes for node in range(nodes))
+    if len(given) != nodes:
+        raise InputError(
+            "cluster.host_of_node",
+            list(given),
+            f"has {len(given)} entries, but the plan has {nodes} nodes",
+            "Give the host of each node",
+        )
+    if set(given) != set(range(hosts)):
+        raise InputError(
+            "cluster.host_of_node",
+            list(given),
+            f"the run has {hosts} hosts, and each of 0 to {hosts - 1} must serve a node",
+            f"Start {max(given) + 1} hosts, or spread the nodes over {hosts}",
+        )
+    return tuple(given)

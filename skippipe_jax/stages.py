@@ -1,0 +1,180 @@
+"""The jitted functions of one stage: forward, loss, backward and update.
+
+Each is compiled once and serves every microbatch: which one it is, and where it goes, never enters
+a trace. Two values travel through all calls on a node, so that its device runs them in order:
+
+- `gradients`, to which every backward adds. They are of the sum of token losses over the number of
+  tokens in a microbatch; `update` turns them into the gradient of the mean over all target tokens.
+- `gauge`, how many microbatches are in flight on the node now, and the most there ever were.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from skippipe_jax.model import DataStage, ModelConfig, Stage
+from skippipe_jax.optimizer import OptimizerConfig, adamw
+
+Parameters = dict[str, Any]
+Gradients = dict[str, Any]
+Gauge = Int[Array, "2"]
+
+# What an iteration sums over all nodes: token losses in nats, target tokens, the squared norm of
+# the gradients, and how many hosts were asked to stop.
+Totals = Float[Array, "4"]
+LOSS, TOKENS, SQUARED_NORM, STOP = range(4)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Saved:
+    """What a forward pass leaves for its backward pass: the leaves of a function of `jax.vjp`.
+
+    Leaves that are parameters need no second copy: of them only the number is kept, and the
+    backward pass puts them back in.
+    """
+
+    arrays: list[Array]
+    parameter_of_leaf: tuple[int | None, ...] = field(metadata={"static": True})
+    structure: Any = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, vjp: Callable, parameters: Parameters) -> Saved:
+        """Take a function of `jax.vjp` apart."""
+        leaves, structure = jax.tree.flatten(vjp)
+        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(parameters))}
+        parameter_of_leaf = tuple(numbers.get(id(leaf)) for leaf in leaves)
+        arrays = [leaf for leaf in leaves if id(leaf) not in numbers]
+        return cls(arrays, parameter_of_leaf, structure)
+
+    def vjp(self, parameters: Parameters) -> Callable:
+        """The function of `jax.vjp` again."""
+        own, shared = iter(self.arrays), jax.tree.leaves(parameters)
+        leaves = [next(own) if n is None else shared[n] for n in self.parameter_of_leaf]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+@dataclass(frozen=True)
+class StageFunctions:
+    """The jitted functions that stages of one shape share.
+
+    `inputs` are tokens [batch, time] on a data stage and activations [batch, time, width] on the
+    others; `saved` is whatever the recomputation setting keeps.
+    """
+
+    create: Callable[[PRNGKeyArray, int], tuple[Parameters, PyTree, Gradients]]
+    """(key, first layer) -> parameters, optimizer state, zero gradients"""
+    forward: Callable[[Parameters, Gauge, Array], tuple[Array, PyTree, Gauge]]
+    """(parameters, gauge, inputs) -> outputs, saved, gauge"""
+    loss: Callable[..., tuple[Array, Gradients, Totals]]
+    """(parameters, gradients, totals, activations, targets) -> their gradient, gradients, totals"""
+    backward: Callable[..., tuple[Array | None, Gradients, Gauge]]
+    """(parameters, gradients, gauge, saved, gradient of outputs) -> of inputs, gradients, gauge"""
+    squared_norm: Callable[[Gradients], Totals]
+    """gradients -> totals that hold their squared norm alone"""
+    update: Callable[..., tuple[Parameters, PyTree, Gradients]]
+    """(parameters, optimizer state, gradients, totals) -> updated ones and zero gradients"""
+
+
+@functools.cache
+def stage_functions(
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    steps: int,
+    is_data_stage: bool,
+    layers: int,
+    microbatch_tokens: int,
+) -> StageFunctions:
+    """The functions of a stage of `layers` blocks in a run of `steps` iterations."""
+    kind = DataStage if is_data_stage else Stage
+    transformation = adamw(optimizer, steps)
+    structure = nnx.graphdef(
+        nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0)))
+    )
+
+    def apply(parameters: Parameters, inputs: Array) -> Array:
+        return nnx.merge(structure, parameters)(inputs)
+
+    def linearized(parameters: Parameters, inputs: Array) -> tuple[Array, Callable]:
+        if is_data_stage:
+            return jax.vjp(lambda parameters: apply(parameters, inputs), parameters)
+        return jax.vjp(apply, parameters, inputs)
+
+    def create(key: PRNGKeyArray, first_layer: int):
+        parameters = nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
+        return parameters, transformation.init(parameters), zero_gradients(parameters)
+
+    def forward(parameters: Parameters, gauge: Gauge, inputs: Array):
+        in_flight = gauge[0] + 1
+        gauge = jnp.stack([in_flight, jnp.maximum(gauge[1], in_flight)])
+        if model.recompute == "stage":
+            return apply(parameters, inputs), inputs, gauge
+        outputs, vjp = linearized(parameters, inputs)
+        return outputs, Saved.of(vjp, parameters), gauge
+
+    def backward(
+        parameters: Parameters, gradients: Gradients, gauge: Gauge, saved: PyTree, cotangent: Array
+    ):
+        if model.recompute == "stage":
+            _, vjp = linearized(parameters, saved)
+        else:
+            vjp = saved.vjp(parameters)
+        of_parameters, *of_inputs = vjp(cotangent)
+        gauge = gauge.at[0].add(-1)
+        return (of_inputs[0] if of_inputs else None), add(gradients, of_parameters), gauge
+
+    def loss(
+        parameters: Parameters, gradients: Gradients, totals: Totals, activations: Array, targets
+    ):
+        def scaled_loss(parameters: Parameters, activations: Array):
+            nats, tokens = nnx.merge(structure, parameters).loss(activations, targets)
+            return nats / microbatch_tokens, (nats, tokens)
+
+        (of_parameters, of_activations), (nats, tokens) = jax.grad(
+            scaled_loss, argnums=(0, 1), has_aux=True
+        )(parameters, activations)
+        totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens)
+        return of_activations, add(gradients, of_parameters), totals
+
+    def squared_norm(gradients: Gradients) -> Totals:
+        squares = sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients))
+        return jnp.zeros(4).at[SQUARED_NORM].set(squares)
+
+    def update(parameters: Parameters, optimizer_state: PyTree, gradients: Gradients, totals: Totals):
+        scale = microbatch_tokens / totals[TOKENS]
+        norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
+        scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm)
+        mean = jax.tree.map(lambda leaf: leaf * scale, gradients)
+        updates, optimizer_state = transformation.update(mean, optimizer_state, parameters)
+        return optax.apply_updates(parameters, updates), optimizer_state, zero_gradients(parameters)
+
+    # A cotangent can be overwritten by the gradient of the inputs, which has the same shape; a
+    # data stage's inputs are tokens, which have none.
+    overwritten = (1, 2) if is_data_stage else (1, 2, 4)
+    return StageFunctions(
+        create=jax.jit(create),
+        forward=jax.jit(forward, donate_argnums=1),
+        loss=jax.jit(loss, donate_argnums=(1, 2, 3)),
+        backward=jax.jit(backward, donate_argnums=overwritten),
+        squared_norm=jax.jit(squared_norm),
+        update=jax.jit(update, donate_argnums=(0, 1, 2)),
+    )
+
+
+def zero_gradients(parameters: Parameters) -> Gradients:
+    """Zeros to add gradients to, in float32 whatever the parameters are."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), parameters)
+
+
+def add(gradients: Gradients, more: Gradients) -> Gradients:
+    """The sum of two trees, in the dtype of the first."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, more)
