@@ -22,7 +22,15 @@ from skippipe_jax.links import Link
 from skippipe_jax.model import ModelConfig
 from skippipe_jax.optimizer import OptimizerConfig
 from skippipe_jax.program import Compute, Program
-from skippipe_jax.stages import STOP, Gauge, Gradients, Parameters, StageFunctions, Totals, stage_functions
+from skippipe_jax.stages import (
+    STOP,
+    Gauge,
+    Gradients,
+    Parameters,
+    StageFunctions,
+    Totals,
+    stage_functions,
+)
 from skippipe_jax.summing import sum_over_devices
 
 
@@ -34,6 +42,14 @@ class StageState:
     parameters: Parameters
     optimizer_state: PyTree
     gradients: Gradients
+
+    def to_save(self) -> dict[str, PyTree]:
+        """What a checkpoint holds of a stage."""
+        return {"parameters": self.parameters, "optimizer_state": self.optimizer_state}
+
+    def restore(self, saved: dict[str, PyTree]) -> None:
+        """Take over what a checkpoint holds."""
+        self.parameters, self.optimizer_state = saved["parameters"], saved["optimizer_state"]
 
 
 @dataclass
@@ -159,6 +175,14 @@ class Executor:
         gauges = {node: jnp.copy(state.gauge) for node, state in self.nodes.items()}
         return Outcome(summed, gauges)
 
+    def owned_stages(self) -> dict[int, StageState]:
+        """The stages whose first replica is served here: this host saves them."""
+        return {
+            stage: self.states[stage, replicas[0]]
+            for stage, replicas in enumerate(self.replicas)
+            if (stage, replicas[0]) in self.states
+        }
+
     def _batches_of_microbatches(self, batches: Mapping[int, Sequence[Batch]]) -> dict[int, Batch]:
         unused = {node: iter(own) for node, own in batches.items()}
         return {
@@ -219,8 +243,15 @@ class Executor:
     def _sum_replicas(self, stage: int) -> list[Totals]:
         """Sum a stage's gradients over its replicas; the squared norm, on its first replica."""
         replicas = self.replicas[stage]
-        own = {device: self.states[key] for key in self.states for device in [key[1]] if key[0] == stage}
-        summed = sum_over_devices(replicas, {device: state.gradients for device, state in own.items()})
+        own = {
+            device: self.states[key]
+            for key in self.states
+            for device in [key[1]]
+            if key[0] == stage
+        }
+        summed = sum_over_devices(
+            replicas, {device: state.gradients for device, state in own.items()}
+        )
         for device, state in own.items():
             state.gradients = summed[device]
         return [

@@ -268,7 +268,9 @@ class Stage(nnx.Module):
     depend on how the model is cut into stages.
     """
 
-    def __init__(self, config: ModelConfig, layers: int, first_layer: int | Array, key: PRNGKeyArray):
+    def __init__(
+        self, config: ModelConfig, layers: int, first_layer: int | Array, key: PRNGKeyArray
+    ):
         """Create `layers` blocks, the first of which is layer `first_layer` of the model."""
         self.config = config
         keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(
@@ -290,7 +292,9 @@ class Stage(nnx.Module):
 class DataStage(Stage):
     """The stage where microbatches begin and end: embedding, blocks, final norm, head and loss."""
 
-    def __init__(self, config: ModelConfig, layers: int, first_layer: int | Array, key: PRNGKeyArray):
+    def __init__(
+        self, config: ModelConfig, layers: int, first_layer: int | Array, key: PRNGKeyArray
+    ):
         """Create the blocks and what touches tokens."""
         super().__init__(config, layers, first_layer, key)
         embedding_key, head_key = jax.random.split(jax.random.fold_in(key, 2**31 - 1))
@@ -334,6 +338,20 @@ def create_stage(
     """Stage number `stage` of a model cut into stages of `stage_layers` blocks."""
     kind = DataStage if stage == 0 else Stage
     return kind(config, stage_layers[stage], sum(stage_layers[:stage]), key)
+
+
+def stage_shapes(config: ModelConfig, stages: int) -> list[Any]:
+    """Shape and dtype of every parameter of every stage, without creating one."""
+    layers = config.layers_of_stages(stages)
+
+    def create() -> list[Any]:
+        key = jax.random.key(0)
+        return [
+            nnx.to_pure_dict(nnx.state(create_stage(config, stage, layers, key)))
+            for stage in range(stages)
+        ]
+
+    return jax.eval_shape(create)
 
 
 def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:

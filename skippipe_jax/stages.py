@@ -97,9 +97,7 @@ def stage_functions(
     """The functions of a stage of `layers` blocks in a run of `steps` iterations."""
     kind = DataStage if is_data_stage else Stage
     transformation = adamw(optimizer, steps)
-    structure = nnx.graphdef(
-        nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0)))
-    )
+    structure = nnx.graphdef(nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0))))
 
     def apply(parameters: Parameters, inputs: Array) -> Array:
         return nnx.merge(structure, parameters)(inputs)
@@ -149,7 +147,9 @@ def stage_functions(
         squares = sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients))
         return jnp.zeros(4).at[SQUARED_NORM].set(squares)
 
-    def update(parameters: Parameters, optimizer_state: PyTree, gradients: Gradients, totals: Totals):
+    def update(
+        parameters: Parameters, optimizer_state: PyTree, gradients: Gradients, totals: Totals
+    ):
         scale = microbatch_tokens / totals[TOKENS]
         norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
         scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm)

@@ -14,9 +14,9 @@ Tree = TypeVar("Tree")
 AXIS = "replica"
 
 
-def sum_over_devices(devices: Sequence[jax.Device], local: Mapping[jax.Device, Tree]) -> dict[
-    jax.Device, Tree
-]:
+def sum_over_devices(
+    devices: Sequence[jax.Device], local: Mapping[jax.Device, Tree]
+) -> dict[jax.Device, Tree]:
     """The sum of one tree per device, on every device: a jitted collective.
 
     `local` holds the trees of those `devices` that belong to this process; the processes of all
@@ -33,7 +33,9 @@ def sum_over_devices(devices: Sequence[jax.Device], local: Mapping[jax.Device, T
         shape = (len(devices) * parts[0].shape[0], *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, split, list(parts))
 
-    summed = _sum(same)(jax.tree.map(joined, *(local[device] for device in devices if device in local)))
+    summed = _sum(same)(
+        jax.tree.map(joined, *(local[device] for device in devices if device in local))
+    )
 
     def part_on(device: jax.Device) -> Callable[[jax.Array], jax.Array]:
         return lambda array: next(s.data for s in array.addressable_shards if s.device == device)

@@ -80,5 +80,3 @@ def relative_error(tree: Any, expected: Any) -> float:
         return float(np.linalg.norm(np.asarray(array, np.float64) - truth) / np.linalg.norm(truth))
 
     return max(jax.tree.leaves(jax.tree.map(error, tree, expected)))
-
-

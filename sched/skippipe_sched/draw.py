@@ -1,0 +1,443 @@
+"""A timeline as a picture: one SVG that explains itself, with no script and no file beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+import numpy as np
+
+from skippipe_sched.plan import Operation, Plan
+from skippipe_sched.simulate import Timeline, Transfer
+
+# Pixels. The picture is as wide as the text of a README, so that it is shown at its own size.
+WIDTH = 900
+MARGIN = 16
+TITLE_Y = 32
+LEGEND_Y = 56
+PLOT_TOP = 100
+STAGE_HEADER = 20
+ROW = 27
+BAR_TOP = 2
+BAR = 15
+LANES_TOP = 18.5
+LANES = 5
+AXIS = 30
+# Room for a character of a label and a digit in a bar, in the widest of the fonts of STYLE.
+CHARACTER = 6.2
+DIGIT = 5.6
+HALF_DIGIT_HEIGHT = 3
+
+LONGEST_LABEL = 24
+MOST_TICKS = 12
+NAMES = {"F": "Forward", "L": "Loss", "B": "Backward"}
+
+# Hues this many degrees apart lie evenly around the circle, however many there are.
+GOLDEN_ANGLE = 137.508
+CONES_FROM_OKLAB = np.array(
+    [
+        [1, 0.3963377774, 0.2158037573],
+        [1, -0.1055613458, -0.0638541728],
+        [1, -0.0894841775, -1.2914855480],
+    ]
+)
+RGB_FROM_CONES = np.array(
+    [
+        [4.0767416621, -3.3077115913, 0.2309699292],
+        [-1.2684380046, 2.6097574011, -0.3413193965],
+        [-0.0041960863, -0.7034186147, 1.7076147010],
+    ]
+)
+
+# Every rule is scoped, for a picture inlined in a page (a notebook) shares the page's styles.
+STYLE = """
+.gantt text{font:11px system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#3d4450}
+.gantt .paper{fill:#fff;stroke:#d5d9e0}
+.gantt .band{fill:#f4f6f9}
+.gantt .title{font-size:15px;font-weight:600;fill:#171b22}
+.gantt .figures{font-size:12px;font-weight:400;fill:#3d4450}
+.gantt .stage{font-weight:600;fill:#171b22}
+.gantt .end{text-anchor:end}
+.gantt .middle{text-anchor:middle}
+.gantt .grid{stroke:#dde1e8}
+.gantt .number{font-size:9px;text-anchor:middle;fill:#10141a;pointer-events:none}
+.gantt .number.B{fill:#fff}
+.gantt .side{font-size:8px}
+.gantt rect.L{stroke-width:1.2}
+.gantt .wait{fill:url(#gantt-wait)}
+.gantt .hatch{stroke:#b4bac5;stroke-width:1.2}
+.gantt .queued{opacity:.4}
+.gantt .averaging{fill:#d9dde5;stroke:#a3abb8;stroke-width:.8}
+.gantt .marker{stroke:#171b22;stroke-width:1.2;stroke-dasharray:4 3}
+"""
+
+
+def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
+    """One iteration of `plan`, predicted or measured, as the text of an SVG.
+
+    A row for every node, grouped by stage. A bar for every operation in the colour of its
+    microbatch; under the bars the transfers that the node receives; hatched where the node is idle
+    while the input of its next operation is on its way; a grey bar where a stage averages.
+
+    `title` stands before the figures; without one it is the plan's method. Times are drawn from 0
+    to the timeline's own end.
+    """
+    layout = _layout(plan, timeline)
+    svg = Element("svg", _root_attributes(layout))
+    _draw_paper(svg, layout, len(plan.microbatches))
+    _draw_title(svg, layout, plan, timeline, title or plan.method)
+    _draw_legend(svg)
+    _draw_stages(svg, layout, plan, timeline)
+    _draw_axis(svg, layout)
+    _draw_waits(svg, layout, timeline)
+    _draw_transfers(svg, layout, timeline)
+    _draw_runs(svg, layout, plan, timeline)
+    _draw_markers(svg, layout, timeline)
+    _draw_averagings(svg, layout, plan, timeline)
+    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where things are [pixels], and how times are written."""
+
+    left: float
+    bottom: float
+    stage_tops: tuple[float, ...]
+    row_tops: Mapping[int, float]
+    end_s: float
+    decimals: int
+
+    def x(self, time_s: float) -> float:
+        return self.left + (WIDTH - MARGIN - self.left) * time_s / self.end_s
+
+    def seconds(self, time_s: float) -> str:
+        return f"{time_s:.{self.decimals}f} s"
+
+    def span(self, start_s: float, end_s: float) -> str:
+        return f"{start_s:.{self.decimals}f}\N{EN DASH}{self.seconds(end_s)}"
+
+
+def _layout(plan: Plan, timeline: Timeline) -> _Layout:
+    y = PLOT_TOP
+    stage_tops = []
+    row_tops = {}
+    for nodes in plan.stages:
+        stage_tops.append(y)
+        y += STAGE_HEADER
+        for node in nodes:
+            row_tops[node] = y
+            y += ROW
+    longest = max(len(_node_label(plan, node)) for node in row_tops)
+    return _Layout(
+        left=MARGIN + longest * CHARACTER + 12,
+        bottom=y,
+        stage_tops=tuple(stage_tops),
+        row_tops=row_tops,
+        end_s=timeline.iteration_s,
+        decimals=max(2, 2 - math.floor(math.log10(timeline.iteration_s))),
+    )
+
+
+def _node_label(plan: Plan, node: int) -> str:
+    label = f"node {node} · {plan.case.nodes[node].location}"
+    return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
+
+
+def _root_attributes(layout: _Layout) -> dict[str, str]:
+    height = _number(layout.bottom + AXIS)
+    return {
+        "xmlns": "http://www.w3.org/2000/svg",
+        "class": "gantt",
+        "width": str(WIDTH),
+        "height": height,
+        "viewBox": f"0 0 {WIDTH} {height}",
+        "role": "img",
+        "aria-label": f"Timeline of one iteration of {layout.seconds(layout.end_s)}",
+    }
+
+
+def _draw_paper(svg: Element, layout: _Layout, microbatches: int) -> None:
+    SubElement(svg, "style").text = STYLE + "".join(map(_microbatch_style, range(microbatches)))
+    pattern = SubElement(
+        SubElement(svg, "defs"),
+        "pattern",
+        {
+            "id": "gantt-wait",
+            "width": "5",
+            "height": "5",
+            "patternUnits": "userSpaceOnUse",
+            "patternTransform": "rotate(45)",
+        },
+    )
+    _line(pattern, "hatch", (2.5, 0), (2.5, 5))
+    _rect(svg, "paper", (0.5, WIDTH - 0.5), (0.5, layout.bottom + AXIS - 0.5), radius=8)
+
+
+def _draw_title(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, title: str) -> None:
+    text = _text(svg, "title", MARGIN, TITLE_Y, title)
+    figures = SubElement(text, "tspan", {"class": "figures", "dx": "10"})
+    figures.text = (
+        f"iteration {layout.seconds(timeline.iteration_s)} · "
+        f"pipeline {layout.seconds(timeline.pipeline_s)} · "
+        f"lower bound {layout.seconds(plan.predicted.lower_bound_s)}"
+    )
+
+
+def _draw_legend(svg: Element) -> None:
+    """The samples look as in the plot; the colour is that of microbatch 0."""
+    middle = LEGEND_Y - 4
+    x = MARGIN
+    for sample, label, room in (
+        ("F", "forward", 82),
+        ("L", "loss", 48),
+        ("B", "backward", 92),
+        ("transfer", "transfer to the node", 154),
+        ("queued", "waiting for a busy link", 168),
+        ("wait", "node waits for a transfer", 178),
+        ("averaging", "averaging", 0),
+    ):
+        width = 4 if sample == "L" else 20
+        if sample in ("transfer", "queued"):
+            _line(svg, f"{sample} T0", (x, middle), (x + width, middle), width=2)
+        else:
+            _bar(svg, f"{sample} m0" if sample in NAMES else sample, x, x + width, middle - 7)
+        _text(svg, "", x + width + 5, LEGEND_Y, label)
+        x += room
+
+
+def _draw_stages(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
+    for stage, (top, nodes) in enumerate(zip(layout.stage_tops, plan.stages, strict=True)):
+        bottom = layout.row_tops[nodes[-1]] + ROW
+        if stage % 2 == 0:
+            _rect(svg, "band", (1, WIDTH - 1), (top, bottom))
+        label = f"Stage {stage} · data" if stage == 0 else f"Stage {stage}"
+        _text(svg, "stage", MARGIN, top + 15, label)
+        for node in nodes:
+            y = layout.row_tops[node] + BAR_TOP + 12
+            text = _text(svg, "", MARGIN, y, _node_label(plan, node))
+            busy = layout.seconds(timeline.busy_s[node])
+            _tip(text, f"Node {node} in {plan.case.nodes[node].location}: busy {busy}")
+
+
+def _draw_axis(svg: Element, layout: _Layout) -> None:
+    for tick_s in _ticks(layout.end_s):
+        x = layout.x(tick_s)
+        _line(svg, "grid", (x, PLOT_TOP), (x, layout.bottom + 4))
+        _text(svg, "middle", x, layout.bottom + 17, f"{tick_s:g}")
+    _text(svg, "", MARGIN, layout.bottom + 17, "seconds")
+
+
+def _ticks(end_s: float) -> list[float]:
+    """Round times from 0 to `end_s`, at most `MOST_TICKS` + 1 of them."""
+    power = 10.0 ** math.floor(math.log10(end_s / MOST_TICKS))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * MOST_TICKS >= end_s)
+    return [step * index for index in range(math.floor(end_s / step) + 1)]
+
+
+class _Wait(NamedTuple):
+    """A node idle while the input of its next operation is on its way [s]."""
+
+    transfer: Transfer
+    start_s: float
+    end_s: float
+
+
+def _waits(timeline: Timeline) -> list[_Wait]:
+    """What the network costs the nodes: not the time in which another node still computes."""
+    transfers = {transfer.operation: transfer for transfer in timeline.transfers}
+    free_s = [0.0] * timeline.nodes
+    waits = []
+    for run in timeline.runs:
+        node = run.operation.node
+        transfer = transfers.get(run.operation)
+        if transfer is not None and transfer.end_s > free_s[node]:
+            start_s = max(free_s[node], transfer.ready_s)
+            waits.append(_Wait(transfer, start_s, transfer.end_s))
+        free_s[node] = run.end_s
+    return waits
+
+
+def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
+    for transfer, start_s, end_s in _waits(timeline):
+        row_top = layout.row_tops[transfer.target]
+        bar = _bar(svg, "wait", layout.x(start_s), layout.x(end_s), row_top)
+        _tip(
+            bar,
+            f"Node {transfer.target} waits for microbatch {transfer.operation.microbatch} "
+            f"from node {transfer.source}: {layout.span(start_s, end_s)}",
+        )
+
+
+def _draw_transfers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
+    for node in range(timeline.nodes):
+        lanes = _lanes([t for t in timeline.transfers if t.target == node])
+        for lane, transfers in enumerate(lanes):
+            y = layout.row_tops[node] + LANES_TOP + LANES * (lane + 0.5) / len(lanes)
+            for transfer in transfers:
+                _draw_transfer(svg, layout, transfer, y, min(2.0, LANES / len(lanes)))
+
+
+def _lanes(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
+    """The fewest lanes in which no two transfers lie over each other."""
+    lanes: list[list[Transfer]] = []
+    for transfer in sorted(transfers, key=lambda transfer: transfer.ready_s):
+        for lane in lanes:
+            if lane[-1].end_s <= transfer.ready_s:
+                lane.append(transfer)
+                break
+        else:
+            lanes.append([transfer])
+    return lanes
+
+
+def _draw_transfer(
+    svg: Element, layout: _Layout, transfer: Transfer, y: float, width: float
+) -> None:
+    colour = f"T{transfer.operation.microbatch}"
+    ready, start, end = map(layout.x, (transfer.ready_s, transfer.start_s, transfer.end_s))
+    link = f"node {transfer.source} to node {transfer.target}"
+    line = _line(svg, f"transfer {colour}", (start, y), (end, y), width)
+    _tip(
+        line,
+        f"Microbatch {transfer.operation.microbatch} from {link}: "
+        f"{layout.span(transfer.start_s, transfer.end_s)}",
+    )
+    if transfer.start_s > transfer.ready_s:
+        queued = _line(svg, f"queued {colour}", (ready, y), (start, y), width)
+        _tip(
+            queued,
+            f"Microbatch {transfer.operation.microbatch} waits for the link from {link}: "
+            f"{layout.span(transfer.ready_s, transfer.start_s)}",
+        )
+
+
+def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
+    for run in timeline.runs:
+        kind, microbatch, node = run.operation
+        start, end = layout.x(run.start_s), layout.x(run.end_s)
+        bar = _bar(svg, f"{kind} m{microbatch}", start, end, layout.row_tops[node])
+        _tip(
+            bar,
+            f"{NAMES[kind]} of microbatch {microbatch} on node {node} "
+            f"(stage {plan.stage_of[node]}): {layout.span(run.start_s, run.end_s)}",
+        )
+        _draw_number(svg, run.operation, (start + end) / 2, layout.row_tops[node], end - start)
+
+
+def _draw_number(svg: Element, operation: Operation, x: float, row_top: float, room: float) -> None:
+    """The microbatch in the middle of a bar, upright, or on its side where that is too wide."""
+    label = str(operation.microbatch)
+    y = row_top + BAR_TOP + BAR / 2
+    if room > DIGIT * len(label):
+        _text(svg, f"number {operation.kind}", x, y + HALF_DIGIT_HEIGHT, label)
+    elif room > 2 * HALF_DIGIT_HEIGHT:
+        text = _text(svg, f"number side {operation.kind}", 0, HALF_DIGIT_HEIGHT, label)
+        text.set("transform", f"translate({_number(x)} {_number(y)}) rotate(-90)")
+
+
+def _draw_averagings(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
+    for averaging in timeline.averagings:
+        if averaging.end_s == averaging.start_s:
+            continue
+        nodes = plan.stages[averaging.stage]
+        start, end = layout.x(averaging.start_s), layout.x(averaging.end_s)
+        top = layout.row_tops[nodes[0]] + BAR_TOP
+        bottom = layout.row_tops[nodes[-1]] + ROW - 3
+        bar = _rect(svg, "averaging", (start, end), (top, bottom), radius=3)
+        _tip(
+            bar,
+            f"Averaging of stage {averaging.stage}: "
+            f"{layout.span(averaging.start_s, averaging.end_s)}",
+        )
+        label = f"averaging {layout.seconds(averaging.end_s - averaging.start_s)}"
+        if end - start > len(label) * CHARACTER:
+            _text(svg, "middle", (start + end) / 2, (top + bottom) / 2 + 4, label)
+
+
+def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
+    for rise, label, time_s in (
+        (5, "end of pipeline", timeline.pipeline_s),
+        (19, "end of iteration", timeline.iteration_s),
+    ):
+        x = layout.x(time_s)
+        _line(svg, "marker", (x, PLOT_TOP - rise - 10), (x, layout.bottom))
+        _text(svg, "end", x - 4, PLOT_TOP - rise, f"{label} {layout.seconds(time_s)}")
+
+
+def _microbatch_style(microbatch: int) -> str:
+    """Light with dark numbers for forward, dark with white numbers for backward.
+
+    Neighbours differ in lightness too, for readers who see few hues.
+    """
+    hue = 250 + GOLDEN_ANGLE * microbatch
+    shade = 0.04 * (microbatch % 3 - 1)
+    light, dark = _colour(0.82 + shade, 0.095, hue), _colour(0.49 + shade, 0.12, hue)
+    return (
+        f".gantt .F.m{microbatch}{{fill:{light}}}"
+        f".gantt .B.m{microbatch}{{fill:{dark}}}"
+        f".gantt .L.m{microbatch}{{fill:#fff;stroke:{dark}}}"
+        f".gantt .T{microbatch}{{stroke:{dark}}}\n"
+    )
+
+
+def _colour(lightness: float, chroma: float, hue: float) -> str:
+    """An OKLCH colour as #rrggbb: the same lightness looks as light in every hue."""
+    a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
+    linear = (RGB_FROM_CONES @ (CONES_FROM_OKLAB @ [lightness, a, b]) ** 3).clip(0, 1)
+    encoded = np.where(linear < 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+    return "#" + "".join(f"{round(255 * value):02x}" for value in encoded)
+
+
+def _bar(svg: Element, classes: str, start: float, end: float, row_top: float) -> Element:
+    top = row_top + BAR_TOP
+    return _rect(svg, classes, (start, end), (top, top + BAR), radius=2)
+
+
+def _rect(
+    parent: Element,
+    classes: str,
+    across: tuple[float, float],
+    down: tuple[float, float],
+    radius: int = 0,
+) -> Element:
+    attributes = {
+        "class": classes,
+        "x": _number(across[0]),
+        "y": _number(down[0]),
+        "width": _number(across[1] - across[0]),
+        "height": _number(down[1] - down[0]),
+    }
+    return SubElement(parent, "rect", attributes | ({"rx": str(radius)} if radius else {}))
+
+
+def _line(
+    parent: Element,
+    classes: str,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    width: float = 0,
+) -> Element:
+    names = ("x1", "y1", "x2", "y2")
+    places = dict(zip(names, map(_number, (*start, *end)), strict=True))
+    stroke = {"stroke-width": _number(width)} if width else {}
+    return SubElement(parent, "line", {"class": classes, **places, **stroke})
+
+
+def _text(parent: Element, classes: str, x: float, y: float, content: str) -> Element:
+    attributes = {"class": classes} if classes else {}
+    text = SubElement(parent, "text", {**attributes, "x": _number(x), "y": _number(y)})
+    text.text = content
+    return text
+
+
+def _tip(element: Element, content: str) -> None:
+    SubElement(element, "title").text = content
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

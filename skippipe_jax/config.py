@@ -1,0 +1,199 @@
+"""The configuration of a run: one tree of frozen dataclasses, YAML on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import METHODS
+
+from skippipe_jax.checkpoint import CheckpointConfig
+from skippipe_jax.cluster import ClusterConfig
+from skippipe_jax.data import DataConfig
+from skippipe_jax.model import PRESETS, ModelConfig
+from skippipe_jax.optimizer import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Where the plan comes from: a plan file, or a case that is planned for when the run starts.
+
+    `file` is a plan (JSON). `case` is a case: the path of a YAML file, or the case itself, whose
+    link table then lies beside the config file. `method` and `seed` are the planner's.
+    """
+
+    file: str | None = None
+    case: str | dict | None = None
+    method: str = "balanced"
+    seed: int = 0
+
+    def __post_init__(self):
+        """Refuse a plan from two places, or from none."""
+        fields.text(self.method, "plan.method", METHODS)
+        fields.integer(self.seed, "plan.seed", 0)
+        if self.file is not None and self.case is not None:
+            raise InputError(
+                "plan.file", self.file, "plan.case is given too", "Remove one of the two"
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train: `steps` iterations."""
+
+    steps: int = 100
+
+    def __post_init__(self):
+        """Refuse a run without iterations."""
+        fields.integer(self.steps, "train.steps", 1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run. Relative paths start at the current directory.
+
+    `run_dir` is the folder that the run writes; `seed` draws the first parameters. Programs
+    compiled by XLA are kept in `compilation_cache` and found there by later runs.
+    """
+
+    run_dir: str = "runs/default"
+    seed: int = 0
+    compilation_cache: str | None = "~/.cache/skippipe_jax"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def __post_init__(self):
+        """Refuse a sequence that is longer than the model's context."""
+        fields.integer(self.seed, "seed", 0, 2**32 - 1)
+        if self.data.sequence_length > self.model.context:
+            raise InputError(
+                "data.sequence_length",
+                self.data.sequence_length,
+                f"is longer than model.context = {self.model.context}",
+                "Shorten it, or raise model.context",
+            )
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config file and apply overrides of the form ``key.sub=value``.
+
+    Raises:
+        InputError: for unknown keys, wrong types and values out of range.
+    """
+    tree = fields.load_yaml(path, "--config")
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise InputError("--config", str(path), "is not a mapping", "Write key: value lines")
+    for override in overrides:
+        _override(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """The configuration that a mapping describes, its model preset filled in."""
+    tree = dict(tree)
+    model = tree.get("model")
+    if isinstance(model, dict) and model.get("preset") is not None:
+        preset = fields.text(model["preset"], "model.preset", PRESETS)
+        tree["model"] = PRESETS[preset] | model
+    return _parse(Config, tree, "")
+
+
+def to_tree(config: Any) -> Any:
+    """The mapping that `parse_config` reads, every key in it."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    return list(config) if isinstance(config, tuple) else config
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration in full, as YAML."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def require_same_run(config: Config, saved: Config) -> None:
+    """Refuse to resume a run under a configuration that would make it another run.
+
+    What decides the result must be as it was: everything but how long to train, how often to
+    save, and where and on which hosts to run.
+    """
+    new, old = to_tree(config), to_tree(saved)
+    for section in ("seed", "model", "plan", "data", "optimizer"):
+        for name, now, before in _differences(section, new[section], old[section]):
+            raise InputError(
+                name,
+                now,
+                f"the run that is to be resumed has {before!r}",
+                f"Set {name}={before}, or start another run with another run_dir",
+            )
+
+
+def _differences(name: str, new: Any, old: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(new, dict) and isinstance(old, dict):
+        found = []
+        for key in dict.fromkeys([*old, *new]):
+            found += _differences(f"{name}.{key}", new.get(key), old.get(key))
+        return found
+    return [(name, new, old)] if new != old else []
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise InputError("--set", override, "is not key.sub=value", "Write --set train.steps=200")
+    *parents, last = name.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise InputError("--set", override, f"{parent} holds no keys", "Name another key")
+    tree[last] = fields.parse_yaml(text, "--set", override)
+
+
+def _parse(kind: Any, value: Any, name: str) -> Any:
+    """`value` as a value of type `kind`, where `name` is its place in the tree."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        given = fields.mapping(value, name or "config", hints)
+        prefix = f"{name}." if name else ""
+        return typing.cast(Any, kind)(
+            **{key: _parse(hints[key], entry, prefix + key) for key, entry in given.items()}
+        )
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _parse_union(arguments, value, name)
+    if origin is tuple:
+        entries = fields.sequence(value, name)
+        return tuple(_parse(arguments[0], entry, f"{name}[{i}]") for i, entry in enumerate(entries))
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise InputError(name, value, "must be true or false", "Write true or false")
+        return value
+    if kind is dict:
+        if not isinstance(value, dict):
+            raise InputError(name, value, "must be a mapping", "Write key: value lines")
+        return value
+    readers = {int: fields.integer, float: fields.number, str: fields.text}
+    return readers[kind](value, name)
+
+
+def _parse_union(kinds: Sequence[Any], value: Any, name: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    choices = [kind for kind in kinds if kind is not type(None)]
+    if dict in choices and isinstance(value, dict):
+        return value
+    return _parse(choices[0], value, name)

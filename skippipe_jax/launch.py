@@ -1,0 +1,112 @@
+"""Start all hosts of a run as processes of this machine.
+
+python -m skippipe_jax.launch --config FILE --hosts N
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+from skippipe_sched import fields
+from skippipe_sched.errors import run_command
+
+from skippipe_jax.train import add_config_arguments
+
+POLL_S = 0.1
+
+
+def main() -> int:
+    """Parse the command line, run all hosts; returns 0, or the code of the first that failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m skippipe_jax.launch",
+        description="Start N processes of python -m skippipe_jax.train on this machine, one for "
+        "each host of a run, and show what they print. When one fails, all are stopped.",
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--hosts", type=int, required=True, metavar="N", help="how many hosts")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long hosts may take to stop before they are killed (default: %(default)s)",
+    )
+    arguments = parser.parse_args()
+    return run_command(lambda: launch(arguments))
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Run all hosts until they end."""
+    hosts = fields.integer(arguments.hosts, "--hosts", 1)
+    coordinator = f"127.0.0.1:{_free_port()}"
+    command = [sys.executable, "-m", "skippipe_jax.train", "--config", str(arguments.config)]
+    command += [word for override in arguments.set for word in ("--set", override)]
+    command += ["--resume"] * arguments.resume
+    command += ["--coordinator", coordinator, "--hosts", str(hosts)]
+    processes = [
+        subprocess.Popen(
+            [*command, "--host-id", str(host)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # Signals come from here, once each, whether from the terminal or from a scheduler.
+            start_new_session=True,
+        )
+        for host in range(hosts)
+    ]
+    readers = [
+        threading.Thread(target=_show, args=(host, process.stdout), daemon=True)
+        for host, process in enumerate(processes)
+    ]
+    for reader in readers:
+        reader.start()
+
+    def forward(number: int, _: object) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, forward)
+    code = _wait(processes, arguments.grace)
+    for reader in readers:
+        reader.join()
+    return code
+
+
+def _wait(processes: list[subprocess.Popen[str]], grace_s: float) -> int:
+    """Wait for all; once one has failed, the others have `grace_s` seconds before they are killed."""
+    failed_at: float | None = None
+    first_code = 0
+    while any(process.poll() is None for process in processes):
+        codes = [process.returncode for process in processes if process.returncode]
+        if codes and failed_at is None:
+            failed_at, first_code = time.monotonic(), codes[0]
+        if failed_at is not None and time.monotonic() - failed_at > grace_s:
+            for process in processes:
+                process.kill()
+        time.sleep(POLL_S)
+    return first_code or next((p.returncode for p in processes if p.returncode), 0)
+
+
+def _show(host: int, output: IO[str]) -> None:
+    for line in output:
+        print(f"[host {host}] {line}", end="", flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

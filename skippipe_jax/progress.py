@@ -1,0 +1,191 @@
+"""What a run shows and writes while it trains: metrics, a progress bar, and what it checks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+from skippipe_sched.plan import Plan, microbatch_chain
+from tqdm import tqdm
+
+from skippipe_jax import run_folder
+from skippipe_jax.config import Config
+from skippipe_jax.executor import Outcome
+from skippipe_jax.model import parameter_count, stage_shapes
+from skippipe_jax.optimizer import learning_rate_schedule
+from skippipe_jax.stages import LOSS, SQUARED_NORM, STOP, TOKENS
+
+# Where there is no terminal to draw a bar on, a line is written this often.
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class CompilationCounter:
+    """Counts the programs that XLA compiles, or loads from its cache, in this process."""
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self):
+        """Start at zero; counting begins on entering."""
+        self.count = 0
+
+    def take(self) -> int:
+        """How many there were since the last call."""
+        count, self.count = self.count, 0
+        return count
+
+    def __enter__(self) -> CompilationCounter:
+        """Begin to count."""
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_s: float, **_: Any) -> None:
+        self.count += event == self.EVENT
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An iteration that has ended: its totals, this host's peaks in flight, and when it ended."""
+
+    step: int
+    totals: np.ndarray
+    peaks: dict[int, int]
+    compilations: int
+    at_s: float
+
+
+class Progress:
+    """Reads the outcome of each iteration, checks it, and shows and writes it on host 0."""
+
+    def __init__(self, config: Config, plan: Plan, step: int, folder: Path | None):
+        """Begin after `step`; `folder` is the run folder on host 0 and None on the others."""
+        self.config = config
+        self.plan = plan
+        self.folder = folder
+        self.bytes_sent = bytes_sent(plan, config)
+        self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
+        self.learning_rate(step)  # Compiled now, not while training.
+        self.watcher = ThreadPoolExecutor(1, thread_name_prefix="progress")
+        self.watched: deque[Future[Finished]] = deque()
+        self.last_s = time.perf_counter()
+        self.last_line_s = -math.inf
+        self.bar = tqdm(
+            total=config.train.steps,
+            initial=step,
+            unit="iteration",
+            # None: no bar where stderr is no terminal.
+            disable=None if folder else True,
+        )
+
+    def watch(self, step: int, outcome: Outcome, compilations: int) -> None:
+        """Wait in the background for the end of the iteration that leads to `step`."""
+
+        def wait() -> Finished:
+            totals = np.asarray(outcome.totals)
+            peaks = {node: int(gauge[1]) for node, gauge in outcome.gauges.items()}
+            return Finished(step, totals, peaks, compilations, time.perf_counter())
+
+        self.watched.append(self.watcher.submit(wait))
+
+    def report(self, leave: int = 0) -> bool:
+        """Report the watched iterations in order, but for the last `leave` of them.
+
+        Returns whether a host was asked to stop, by the last iteration reported.
+
+        Raises:
+            RuntimeError: if a node held more microbatches than its memory, or the loss is not a
+                number any more.
+        """
+        stop = False
+        while len(self.watched) > leave:
+            stop = self._report_one(self.watched.popleft().result())
+        return stop
+
+    def _report_one(self, finished: Finished) -> bool:
+        step, totals, peaks = finished.step, finished.totals, finished.peaks
+        for node, peak in peaks.items():
+            if peak > self.plan.case.nodes[node].memory:
+                raise RuntimeError(
+                    f"node {node} had {peak} microbatches in flight; its memory holds "
+                    f"{self.plan.case.nodes[node].memory}. This is a defect of the program"
+                )
+        seconds, self.last_s = finished.at_s - self.last_s, finished.at_s
+        loss = float(totals[LOSS] / totals[TOKENS])
+        if not math.isfinite(loss):
+            raise RuntimeError(
+                f"the loss of step {step} is {loss}: resume from the last checkpoint with a lower "
+                "optimizer.learning_rate"
+            )
+        batch_tokens = self.config.data.microbatch_size * self.config.data.sequence_length
+        if self.folder is not None:
+            line = {
+                "step": step,
+                "loss": loss,
+                "tokens": int(totals[TOKENS]),
+                "tokens_per_second": float(totals[TOKENS]) / seconds,
+                "seconds_per_iteration": seconds,
+                "bytes_sent": self.bytes_sent,
+                "gradient_norm": float(
+                    np.sqrt(totals[SQUARED_NORM]) * batch_tokens / totals[TOKENS]
+                ),
+                "learning_rate": float(self.learning_rate(step - 1)),
+                "compilations": finished.compilations,
+                "peak_in_flight": peaks,
+            }
+            run_folder.append_metrics(self.folder, line)
+            self._show(line)
+        return bool(totals[STOP] > 0)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self.watcher.shutdown()
+        self.bar.close()
+
+    def _show(self, line: dict[str, Any]) -> None:
+        speed = f"{line['tokens_per_second']:,.0f} tokens/s"
+        self.bar.set_postfix_str(f"loss {line['loss']:.3f}, {speed}", refresh=False)
+        self.bar.update()
+        is_last = line["step"] == self.config.train.steps
+        if self.bar.disable and (
+            is_last or time.perf_counter() - self.last_line_s > SECONDS_BETWEEN_LINES
+        ):
+            self.last_line_s = time.perf_counter()
+            left_s = (self.config.train.steps - line["step"]) * line["seconds_per_iteration"]
+            print(
+                f"step {line['step']}/{self.config.train.steps}  loss {line['loss']:.3f}  {speed}  "
+                f"{left_s:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def bytes_sent(plan: Plan, config: Config) -> int:
+    """Bytes that nodes send in one iteration: activations, their gradients, and the averaging.
+
+    Nodes count as if each had its own device; averaging is a ring, 2(n-1) times the gradients of
+    a stage with n replicas.
+    """
+    chains = [microbatch_chain(m, path) for m, path in enumerate(plan.microbatches)]
+    hops = sum(a.node != b.node for chain in chains for a, b in itertools.pairwise(chain))
+    batch_tokens = config.data.microbatch_size * config.data.sequence_length
+    element = jnp.dtype(config.model.compute_dtype).itemsize
+    gradients = sum(
+        2 * (len(nodes) - 1) * parameter_count(shapes)
+        for nodes, shapes in zip(
+            plan.stages, stage_shapes(config.model, len(plan.stages)), strict=True
+        )
+    )
+    return hops * batch_tokens * config.model.width * element + gradients * 4

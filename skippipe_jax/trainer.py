@@ -1,0 +1,275 @@
+"""The training loop: what one host does from its configuration to the last checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from skippipe_sched.case import load_case, parse_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import make_plan
+from skippipe_sched.plan import Plan, load_plan
+from skippipe_sched.rules import require
+
+from skippipe_jax import run_folder
+from skippipe_jax.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    prepare_run,
+    read_data_state,
+    read_stage,
+)
+from skippipe_jax.cluster import Membership
+from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
+from skippipe_jax.data import ShardIterator, check_vocabulary, load_corpus, training_batches
+from skippipe_jax.executor import Executor, devices_of_nodes, functions_of_stages
+from skippipe_jax.links import open_links
+from skippipe_jax.program import Program, compile_plan, hosts_of_nodes
+from skippipe_jax.progress import CompilationCounter, Progress
+
+# The results of an iteration are read when this many later ones have been dispatched, so that
+# devices have work while the host reads.
+ITERATIONS_AHEAD = 1
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: after which step, and which signal cut it short, if one did."""
+
+    step: int
+    cut_short_by: signal.Signals | None
+
+
+def train(config: Config, host: Membership, *, resume: bool, config_folder: Path) -> Ending:
+    """Train as `config` says, as one host of the run; returns when the last checkpoint is written.
+
+    `config_folder` is where the link table of a case inside the config lies.
+
+    Raises:
+        InputError: before the first iteration, if the configuration, the plan, the data or the
+            checkpoint cannot be used.
+    """
+    folder = Path(config.run_dir)
+    if host.index == 0:
+        plan = _plan_of_run(config, resume, config_folder)
+    else:
+        plan = _plan_of_host_0(config, host)
+    host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
+    program = compile_plan(plan, host_of)[host.index]
+    shards = _open_shards(config, plan, program)
+    config.model.layers_of_stages(len(plan.stages))
+    # Nothing is written before all that was given has been found good.
+    if host.index == 0:
+        if not resume:
+            run_folder.start_run(folder, config, plan)
+        host.put("run", json.dumps(_description(config, plan)))
+    _require_same_text(config, host, host_of[plan.stages[0][0]], shards)
+    executor = _make_executor(config, plan, host, host_of, program)
+
+    found = prepare_run(folder, host)
+    step = 0 if found is None else found.step
+    if found is not None:
+        _restore(found, executor, shards)
+    if host.index == 0 and resume:
+        run_folder.continue_run(folder, config, step)
+    writer = CheckpointWriter(
+        folder,
+        host,
+        stages=len(plan.stages),
+        data_nodes=len(plan.stages[0]),
+        keep=config.checkpoint.keep,
+    )
+    progress = Progress(config, plan, step, folder if host.index == 0 else None)
+
+    saved_step, stopping = step, False
+    with _stop_signals() as received, CompilationCounter() as compilations:
+        while step < config.train.steps and not stopping:
+            outcome = executor.run(step, _next_batches(plan, shards), stop=bool(received))
+            step += 1
+            progress.watch(step, outcome, compilations.take())
+            stopping = progress.report(leave=ITERATIONS_AHEAD)
+            if step % config.checkpoint.every == 0:
+                _save(writer, step, executor, shards)
+                saved_step = step
+        progress.report()
+        if saved_step != step:
+            _save(writer, step, executor, shards)
+        writer.close()
+        progress.close()
+    if step == config.train.steps:
+        return Ending(step, None)
+    # All hosts stop when one is asked to; those that were not asked stop as if they had been.
+    return Ending(step, received[0] if received else signal.SIGTERM)
+
+
+def _plan_of_run(config: Config, resume: bool, config_folder: Path) -> Plan:
+    folder = Path(config.run_dir)
+    if resume:
+        require_same_run(config, run_folder.saved_config(folder, "run_dir"))
+        return run_folder.saved_plan(folder)
+    run_folder.require_new(folder)
+    return plan_of(config.plan, config_folder)
+
+
+def _plan_of_host_0(config: Config, host: Membership) -> Plan:
+    """The plan that host 0 has put into the run folder, if this host was started like host 0."""
+    theirs = json.loads(host.get("run", config.cluster.connect_timeout_s, source=0))
+    mine = json.loads(json.dumps(to_tree(config)))
+    for section, value in theirs["config"].items():
+        if mine[section] != value:
+            raise InputError(
+                section,
+                mine[section],
+                f"host 0 has {value!r}, and host {host.index} has this",
+                "Start all hosts with the same configuration",
+            )
+    path = Path(config.run_dir) / run_folder.PLAN
+    if not path.exists() or _digest(run_folder.saved_plan(Path(config.run_dir))) != theirs["plan"]:
+        raise InputError(
+            "run_dir",
+            config.run_dir,
+            f"host {host.index} does not find there what host 0 has written",
+            "Name a folder that all hosts share",
+        )
+    return run_folder.saved_plan(Path(config.run_dir))
+
+
+def _description(config: Config, plan: Plan) -> dict[str, Any]:
+    return {"config": to_tree(config), "plan": _digest(plan)}
+
+
+def _digest(plan: Plan) -> str:
+    return hashlib.sha256(json.dumps(plan.to_json()).encode()).hexdigest()
+
+
+def plan_of(config: PlanConfig, config_folder: Path) -> Plan:
+    """The plan that a configuration names, or one made for the case that it names.
+
+    Raises:
+        InputError: if it names neither, or the plan breaks a rule of its case.
+    """
+    if config.file is not None:
+        return require(load_plan(Path(config.file)))
+    if config.case is None:
+        raise InputError(
+            "plan.case", None, "there is no plan to train by", "Give plan.case or plan.file"
+        )
+    if isinstance(config.case, str):
+        case = load_case(Path(config.case))
+    else:
+        case = parse_case(config.case, config_folder)
+    return make_plan(case, config.method, config.seed)
+
+
+def _open_shards(config: Config, plan: Plan, program: Program) -> dict[int, ShardIterator]:
+    """The batches of each data node served here, by its position in stage 0."""
+    check_vocabulary(config.model.vocabulary_size)
+    data_nodes = plan.stages[0]
+    return {
+        position: training_batches(config.data, position, len(data_nodes))
+        for position, node in enumerate(data_nodes)
+        if node in program.nodes
+    }
+
+
+def _require_same_text(
+    config: Config, host: Membership, first: int, shards: Mapping[int, ShardIterator]
+) -> None:
+    """Shards are parts of one text: refuse a host with a data node that reads another."""
+    if not shards:
+        return
+    fingerprint = load_corpus(config.data).fingerprint
+    host.put(f"text/{host.index}", fingerprint)
+    if fingerprint != host.get(f"text/{first}", config.cluster.connect_timeout_s, source=first):
+        raise InputError(
+            "data.source",
+            config.data.source,
+            f"host {host.index} reads other text than host {first}",
+            "Give all hosts with data nodes the same files",
+        )
+
+
+def _make_executor(
+    config: Config, plan: Plan, host: Membership, host_of: Sequence[int], program: Program
+) -> Executor:
+    batch, time = config.data.microbatch_size, config.data.sequence_length
+    devices = devices_of_nodes(plan, host_of)
+    links = open_links(
+        program,
+        host_of,
+        {node: devices[node] for node in program.nodes},
+        jax.ShapeDtypeStruct((batch, time, config.model.width), config.model.compute_dtype),
+        host.address,
+        lambda address: _exchange(host, address, config.cluster.connect_timeout_s),
+    )
+    functions = functions_of_stages(
+        plan, config.model, config.optimizer, config.train.steps, batch * time
+    )
+    return Executor(plan, program, devices, functions, links, host_of, config.model, config.seed)
+
+
+def _exchange(host: Membership, address: str, timeout_s: float) -> list[str]:
+    host.put(f"transfer_server/{host.index}", address)
+    return [
+        host.get(f"transfer_server/{index}", timeout_s, source=index) for index in range(host.count)
+    ]
+
+
+def _next_batches(plan: Plan, shards: Mapping[int, ShardIterator]) -> dict[int, list[Any]]:
+    """The next batches of each data node served here, one for each of its microbatches."""
+    sent = [path[0] for path in plan.microbatches]
+    return {
+        node: list(itertools.islice(shards[position], sent.count(node)))
+        for position, node in enumerate(plan.stages[0])
+        if position in shards
+    }
+
+
+def _save(
+    writer: CheckpointWriter, step: int, executor: Executor, shards: Mapping[int, ShardIterator]
+) -> None:
+    writer.save(
+        step,
+        {stage: state.to_save() for stage, state in executor.owned_stages().items()},
+        {position: shard.get_state() for position, shard in shards.items()},
+    )
+
+
+def _restore(found: Checkpoint, executor: Executor, shards: Mapping[int, ShardIterator]) -> None:
+    for (stage, device), state in executor.states.items():
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        abstract = jax.tree.map(
+            lambda leaf, sharding=sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            state.to_save(),
+        )
+        state.restore(read_stage(found, stage, abstract))
+    for position, shard in shards.items():
+        shard.set_state(read_data_state(found, position))
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[signal.Signals]]:
+    """Collects SIGINT and SIGTERM; a second one ends the program at once."""
+    received: list[signal.Signals] = []
+
+    def receive(number: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,130 @@
+"""Two real processes write one checkpoint; run as a program, this file is one of them."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import distributed
+
+from skippipe_jax.checkpoint import (
+    CheckpointWriter,
+    latest_step,
+    open_checkpoint,
+    prepare_run,
+    read_data_state,
+    read_stage,
+    saved_steps,
+)
+
+STEPS = [2, 4, 6, 8]
+
+
+class ProcessHost:
+    """A process of jax.distributed, whose coordinator keeps what hosts tell one another."""
+
+    def __init__(self):
+        self.index = jax.process_index()
+        self.count = jax.process_count()
+        client = distributed.global_state.client
+        assert client is not None
+        self._client = client
+
+    def put(self, key, value):
+        self._client.key_value_set(key, value)
+
+    def get(self, key, timeout_s):
+        return self._client.blocking_key_value_get(key, int(timeout_s * 1000))
+
+
+class LoneHost:
+    """A host that shares its checkpoints with no other."""
+
+    index = 0
+    count = 1
+
+    def __init__(self):
+        self._said = {}
+
+    def put(self, key, value):
+        self._said[key] = value
+
+    def get(self, key, timeout_s):
+        return self._said[key]
+
+
+@jax.jit
+def make_state(step, stage):
+    weights = jnp.arange(2**20, dtype=jnp.float32).reshape(1024, 1024)
+    half = jnp.full((33,), step + stage, jnp.bfloat16)
+    return {"params": {"w": weights + 1000 * step + stage, "b": half}, "optimizer": {"n": step}}
+
+
+def run_host(index, port, run_dir):
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
+    host = ProcessHost()
+    assert prepare_run(run_dir, host, timeout_s=60) is None
+
+    other = 1 - index
+    advance = jax.jit(lambda old: make_state(old["optimizer"]["n"] + 2, index), donate_argnums=0)
+    writer = CheckpointWriter(run_dir, host, stages=3, data_nodes=2, keep=2, timeout_s=60)
+    state = make_state(STEPS[0], index)
+    for step in STEPS:
+        # Both processes save at once; one of them has two stages.
+        stages = {0: state} if index == 0 else {1: state, 2: make_state(step, 2)}
+        writer.save(step, stages, {index: {"at": step}})
+        state = advance(state)
+    writer.wait()
+    assert latest_step(run_dir) == STEPS[-1]
+
+    device = jax.local_devices()[0]
+    here = jax.sharding.SingleDeviceSharding(device)
+    checkpoint = open_checkpoint(run_dir)
+    for stage in (index, other, 2):
+        expected = make_state(STEPS[-1], stage)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), expected
+        )
+        found = read_stage(checkpoint, stage, shapes)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(found))
+    assert read_data_state(checkpoint, other) == {"at": STEPS[-1]}
+    writer.close()
+
+    # Saves of one process must not meet those of another that happen to run at the same time.
+    writer = CheckpointWriter(run_dir / str(index), LoneHost(), stages=1, data_nodes=0, keep=1)
+    for step in range(60):
+        writer.save(step, {0: {"step": jnp.int32(step)}}, {})
+    writer.close()
+
+
+def test_two_processes_write_and_read_one_checkpoint(tmp_path):
+    (tmp_path / "checkpoints" / "00000004" / "stage_0").mkdir(parents=True)  # left by a crash
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(index), str(port), tmp_path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [host.communicate(timeout=120)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert [host.returncode for host in hosts] == [0, 0], "\n".join(outputs)
+    assert saved_steps(tmp_path) == STEPS[-2:]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+if __name__ == "__main__":
+    run_host(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,341 @@
+"""The picture of a timeline holds what the timeline holds, and nothing else."""
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from skippipe_sched.case import parse_case
+from skippipe_sched.draw import gantt
+from skippipe_sched.plan import Plan, Predicted, microbatch_chain, parse_plan
+from skippipe_sched.simulate import Averaging, Run, Timeline, simulate, simulate_plan
+
+LOCATIONS = [
+    *("Belgium", "Canada", "Germany", "Iowa", "Japan", "LA", "NL", "Oregon"),
+    *("Singapore", "Taiwan", "London", "Australia"),
+]
+BASE = {
+    "locations": LOCATIONS,
+    "links": "gcp12",
+    "hop_overhead_s": 0.35,
+    "activation_bytes": 33554432,
+    "stage_bytes": 268468224,
+    "forward_s": 0.44,
+    "memory": 3,
+    "rules": {"max_swaps": 2, "max_swap_distance": 1, "max_jump": 4},
+}
+NINE = {"nodes": 9, "stages": [3, 2, 2, 2], "path_length": 3, "microbatches_per_data_node": 4}
+NINE_STAGES = [[0, 1, 2], [3, 4], [5, 6], [7, 8]]
+NINE_PATHS = [
+    *([0, 3, 5], [1, 4, 6], [2, 4, 5], [0, 4, 7], [1, 3, 8], [2, 3, 7]),
+    *([0, 6, 8], [1, 5, 7], [2, 6, 8], [0, 3, 6], [1, 3, 7], [2, 4, 8]),
+]
+TWENTY = {
+    "nodes": 20,
+    "stages": [5, 3, 3, 3, 3, 3],
+    "path_length": 4,
+    "microbatches_per_data_node": 6,
+}
+TWENTY_STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
+TWENTY_PATHS = [[0, 14, 6, 12], [3, 15, 17, 5], [4, 7, 13, 19], [10, 1, 18, 2], [11, 8, 16, 9]] * 6
+ONE = {
+    "nodes": 1,
+    "stages": [1],
+    "path_length": 1,
+    "microbatches_per_data_node": 4,
+    "forward_s": 0.0004,
+}
+
+
+def _planned(case_fields, stages, paths):
+    case = parse_case(BASE | case_fields)
+    timeline = simulate(case, stages, paths)
+    predicted = Predicted(
+        timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 0.5 * timeline.pipeline_s
+    )
+    stages, paths = tuple(map(tuple, stages)), tuple(map(tuple, paths))
+    return Plan("example", stages, paths, timeline.order, predicted, case), timeline
+
+
+@cache
+def _example(name) -> tuple[Plan, Timeline]:
+    return {
+        "nine": lambda: _planned(NINE, NINE_STAGES, NINE_PATHS),
+        "twenty": lambda: _planned(TWENTY, TWENTY_STAGES, TWENTY_PATHS),
+        "one": lambda: _planned(ONE, [[0]], [[0]] * 4),
+    }[name]()
+
+
+class _Picture:
+    """What a reader of the SVG finds in it."""
+
+    def __init__(self, svg):
+        self.root = ElementTree.fromstring(svg)
+        for element in self.root.iter():
+            element.tag = element.tag.removeprefix("{http://www.w3.org/2000/svg}")
+        grid = [float(line.get("x1", "")) for line in self.root.iter("line")
+                if line.get("class") == "grid"]  # fmt: skip
+        self.left = grid[0]
+        ends = [line for line in self.root.iter("line") if line.get("class") == "marker"]
+        self.right = max(float(line.get("x1", "")) for line in ends)
+        self.texts = ["".join(text.itertext()) for text in self.root.iter("text")]
+
+    def marks(self, tag, name):
+        """Elements of this class with a tooltip (the legend has none), and the tooltip."""
+        return [
+            (element, element.findtext("title", ""))
+            for element in self.root.iter(tag)
+            if name in element.get("class", "").split() and element.find("title") is not None
+        ]
+
+    def times(self, element, timeline):
+        """From and until when a bar or line says that something lasts [s]."""
+        if element.tag == "rect":
+            start = float(element.get("x"))
+            end = start + float(element.get("width"))
+        else:
+            start, end = float(element.get("x1")), float(element.get("x2"))
+        scale = timeline.iteration_s / (self.right - self.left)
+        return (start - self.left) * scale, (end - self.left) * scale
+
+    def tolerance(self, timeline):
+        """Seconds of two hundredths of a pixel, the rounding of a start and a width."""
+        return 0.02 * timeline.iteration_s / (self.right - self.left)
+
+
+def _drawn(name):
+    plan, timeline = _example(name)
+    return plan, timeline, _Picture(gantt(plan, timeline))
+
+
+@pytest.mark.parametrize("name", ["nine", "twenty", "one"])
+def test_every_operation_has_one_bar_at_its_time(name):
+    plan, timeline, picture = _drawn(name)
+    pattern = re.compile(r"(\w+) of microbatch (\d+) on node (\d+) \(stage (\d+)\): ")
+    drawn = {}
+    for kind, word in (("F", "Forward"), ("L", "Loss"), ("B", "Backward")):
+        for bar, tip in picture.marks("rect", kind):
+            found = pattern.match(tip)
+            assert found is not None
+            assert found[1] == word
+            microbatch, node, stage = map(int, found.groups()[1:])
+            assert stage == plan.stage_of[node]
+            assert f"m{microbatch}" in bar.get("class", "").split()
+            assert (kind, microbatch, node) not in drawn
+            drawn[kind, microbatch, node] = picture.times(bar, timeline)
+    expected = {run.operation: (run.start_s, run.end_s) for run in timeline.runs}
+    assert set(drawn) == set(expected)
+    for operation, times in expected.items():
+        assert drawn[operation] == pytest.approx(times, abs=picture.tolerance(timeline))
+        assert 0 <= drawn[operation][0] < drawn[operation][1] <= timeline.iteration_s * 1.0001
+
+
+def test_tooltip_of_an_operation():
+    _, timeline, picture = _drawn("nine")
+    run = next(run for run in timeline.runs if run.operation == ("B", 3, 7))
+    span = f"{run.start_s:.2f}\N{EN DASH}{run.end_s:.2f} s"
+    assert f"Backward of microbatch 3 on node 7 (stage 3): {span}" in [
+        tip for _, tip in picture.marks("rect", "B")
+    ]
+
+
+def test_bars_of_a_node_lie_in_its_row_and_rows_of_a_stage_together():
+    plan, _, picture = _drawn("twenty")
+    rows = {}
+    for node in range(20):
+        ys = {
+            float(bar.get("y", ""))
+            for kind in "FLB"
+            for bar, tip in picture.marks("rect", kind)
+            if f"on node {node} " in tip
+        }
+        assert len(ys) == 1
+        rows[node] = ys.pop()
+    drawn = sorted(rows, key=rows.__getitem__)
+    assert drawn == [node for nodes in plan.stages for node in nodes]
+    labels = [text for text in picture.texts if text.startswith("node ") and "·" in text]
+    expected = [f"node {node} · {LOCATIONS[node % 12]}" for node in drawn]
+    assert all(map(str.startswith, labels, expected))
+    assert len(labels) == len(expected)
+    assert [text for text in picture.texts if text.startswith("Stage")] == [
+        "Stage 0 · data",
+        *(f"Stage {stage}" for stage in range(1, 6)),
+    ]
+
+
+def _expected_waits(plan, timeline):
+    """From the definition: per node, what it waited for, from when and until when."""
+    runs = {run.operation: run for run in timeline.runs}
+    sources = {}
+    for microbatch, path in enumerate(plan.microbatches):
+        for before, after in pairwise(microbatch_chain(microbatch, path)):
+            if before.node != after.node:
+                sources[after] = before
+    waits = defaultdict(list)
+    for node, operations in enumerate(plan.order):
+        free_s = 0.0
+        for operation in operations:
+            run = runs[operation]
+            if operation in sources and run.arrived_s > free_s:
+                ready_s = runs[sources[operation]].end_s
+                waits[node].append((max(free_s, ready_s), run.arrived_s))
+            free_s = run.end_s
+    return waits
+
+
+@pytest.mark.parametrize("name", ["nine", "twenty", "one"])
+def test_every_wait_for_the_network_is_drawn(name):
+    plan, timeline, picture = _drawn(name)
+    drawn = defaultdict(list)
+    for bar, tip in picture.marks("rect", "wait"):
+        found = re.match(r"Node (\d+) waits for microbatch", tip)
+        assert found is not None
+        drawn[int(found[1])].append(picture.times(bar, timeline))
+    expected = _expected_waits(plan, timeline)
+    assert sum(map(len, drawn.values())) == sum(map(len, expected.values()))
+    for node, waits in expected.items():
+        for times, wait in zip(sorted(drawn[node]), sorted(waits), strict=True):
+            assert times == pytest.approx(wait, abs=picture.tolerance(timeline))
+
+
+@pytest.mark.parametrize("name", ["nine", "twenty"])
+def test_every_transfer_is_a_line_of_its_own(name):
+    _, timeline, picture = _drawn(name)
+    lines = picture.marks("line", "transfer")
+    queued = picture.marks("line", "queued")
+    assert len(lines) == len(timeline.transfers)
+    held_back = [t for t in timeline.transfers if t.start_s > t.ready_s]
+    assert held_back
+    assert len(queued) == len(held_back)
+    tolerance = picture.tolerance(timeline)
+    drawn = sorted(picture.times(line, timeline) for line, _ in lines)
+    for times, transfer in zip(
+        drawn, sorted((t.start_s, t.end_s) for t in timeline.transfers), strict=True
+    ):
+        assert times == pytest.approx(transfer, abs=tolerance)
+    lanes = defaultdict(list)
+    for line, _ in lines + queued:
+        lanes[line.get("y1")].append(picture.times(line, timeline))
+    for spans in lanes.values():
+        for (_, end), (start, _) in pairwise(sorted(spans)):
+            assert end <= start + tolerance
+
+
+def test_without_contention_no_transfer_waits_for_its_link():
+    plan, timeline = _planned(NINE | {"contention": "none"}, NINE_STAGES, NINE_PATHS)
+    assert not _Picture(gantt(plan, timeline)).marks("line", "queued")
+
+
+def test_averaging_spans_the_rows_of_its_stage():
+    _, timeline, picture = _drawn("nine")
+    bars = picture.marks("rect", "averaging")
+    assert len(bars) == 4
+    for bar, tip in bars:
+        stage = int(tip.split("stage ")[1].split(":")[0])
+        averaging = next(a for a in timeline.averagings if a.stage == stage)
+        assert picture.times(bar, timeline) == pytest.approx(
+            (averaging.start_s, averaging.end_s), abs=picture.tolerance(timeline)
+        )
+        top, height = float(bar.get("y", "")), float(bar.get("height", ""))
+        for operation, tip in picture.marks("rect", "B"):
+            y = float(operation.get("y", ""))
+            assert (top <= y <= top + height) == (f"(stage {stage})" in tip)
+
+
+def test_a_stage_of_one_node_has_nothing_to_average():
+    _, _, picture = _drawn("one")
+    assert not picture.marks("rect", "averaging")
+
+
+def test_title_line_and_ends():
+    plan, timeline, picture = _drawn("nine")
+    iteration, pipeline = f"{timeline.iteration_s:.2f} s", f"{timeline.pipeline_s:.2f} s"
+    bound = f"{plan.predicted.lower_bound_s:.2f} s"
+    figures = f"iteration {iteration} · pipeline {pipeline} · lower bound {bound}"
+    assert picture.texts[0] == f"example{figures}"
+    assert f"end of pipeline {pipeline}" in picture.texts
+    assert f"end of iteration {iteration}" in picture.texts
+    assert _Picture(gantt(plan, timeline, "measured")).texts[0] == f"measured{figures}"
+
+
+def test_short_times_keep_their_digits():
+    _, timeline, picture = _drawn("one")
+    assert timeline.iteration_s == pytest.approx(0.0044)
+    assert "end of iteration 0.00440 s" in picture.texts
+    assert "0.0005" in picture.texts
+
+
+def test_a_measured_timeline_needs_no_transfers():
+    plan, predicted = _example("nine")
+    measured = Timeline(
+        predicted.nodes,
+        tuple(
+            Run(run.operation, 3 * run.arrived_s, 3 * run.start_s, 3 * run.end_s)
+            for run in predicted.runs
+        ),
+        (),
+        tuple(Averaging(a.stage, 3 * a.start_s, 3 * a.end_s) for a in predicted.averagings),
+    )
+    picture = _Picture(gantt(plan, measured, "measured"))
+    assert f"end of iteration {3 * predicted.iteration_s:.2f} s" in picture.texts
+    assert not picture.marks("rect", "wait")
+    assert len(picture.marks("rect", "B")) == 36
+
+
+def test_names_are_escaped():
+    nodes = [{"location": "Iowa"}, {"location": "<A&B>"}]
+    case_fields = {
+        "nodes": nodes,
+        "links": [["Iowa", "<A&B>", 10, 1]],
+        "stages": [1, 1],
+        "path_length": 2,
+        "microbatches_per_data_node": 2,
+    }
+    plan, timeline = _planned(case_fields, [[0], [1]], [[0, 1]] * 2)
+    svg = gantt(replace(plan, method="</text>"), timeline)
+    assert "<A&B>" not in svg
+    picture = _Picture(svg)
+    assert any(text.startswith("node 1 · <A&B>") for text in picture.texts)
+    assert picture.texts[0].startswith("</text>")
+
+
+def test_a_long_location_is_cut_and_named_whole_in_its_tooltip():
+    location = "a-data-centre-with-a-name-that-nobody-remembers"
+    plan, timeline = _planned(ONE | {"locations": [location]}, [[0]], [[0]] * 4)
+    picture = _Picture(gantt(plan, timeline))
+    label = next(text for text in picture.root.iter("text") if "node 0" in (text.text or ""))
+    assert label.text == "node 0 · a-data-centre-…"
+    assert location in label.findtext("title", "")
+
+
+def test_it_is_small_and_needs_no_other_file():
+    svg = gantt(*_example("twenty"))
+    assert len(svg.encode()) < 300_000
+    assert "href" not in svg
+    assert "<script" not in svg
+    assert re.findall(r"url\(([^)]*)\)", svg) == ["#gantt-wait"]
+
+
+def test_the_same_plan_gives_the_same_picture():
+    plan, timeline = _example("nine")
+    again = parse_plan(plan.to_json())
+    assert gantt(plan, timeline) == gantt(again, simulate_plan(again))
+
+
+def _luminance(colour):
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_colours_differ_and_numbers_can_be_read_on_them():
+    svg = gantt(*_example("twenty"))
+    forward = re.findall(r"\.F\.m\d+{fill:(#\w{6})}", svg)
+    backward = re.findall(r"\.B\.m\d+{fill:(#\w{6})}", svg)
+    assert len(set(forward)) == len(set(backward)) == 30
+    number = _luminance("#10141a") + 0.05
+    assert min((_luminance(colour) + 0.05) / number for colour in forward) > 4.5
+    assert min(1.05 / (_luminance(colour) + 0.05) for colour in backward) > 4.5

@@ -1,0 +1,149 @@
+"""Training equals the one-device oracle, on random plans and models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from skippipe_sched.case import parse_case
+from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.simulate import simulate
+
+from skippipe_jax.data import Batch
+from skippipe_jax.executor import Executor, Outcome, functions_of_stages
+from skippipe_jax.links import open_links
+from skippipe_jax.model import RECOMPUTE, ModelConfig, RopeScaling
+from skippipe_jax.optimizer import OptimizerConfig
+from skippipe_jax.program import compile_plan
+from skippipe_jax.stages import LOSS, TOKENS
+from tests import oracle
+
+ITERATIONS = 3
+BATCH, TIME = 2, 6
+TOLERANCE = 2e-5
+# A large step: a gradient that is slightly wrong must move the parameters visibly.
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, warmup_steps=1, decay_steps=10, weight_decay=0.1, clip_norm=0.5
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Random placements and paths, balanced or not, in the order that the simulator gives them."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=5))
+    stages = []
+    for size in sizes:
+        first = sum(len(nodes) for nodes in stages)
+        stages.append(tuple(range(first, first + size)))
+    sent = draw(st.lists(st.integers(1, 2), min_size=sizes[0], max_size=sizes[0]))
+    paths = []
+    for data_node, count in zip(stages[0], sent, strict=True):
+        for _ in range(count):
+            inner = draw(st.permutations(range(1, len(sizes))))
+            visited = inner[: draw(st.integers(0, len(inner)))]
+            paths.append((data_node, *(draw(st.sampled_from(stages[s])) for s in visited)))
+    forward_s = draw(st.lists(st.sampled_from([0.1, 0.2, 0.5]), min_size=sum(sizes), max_size=sum(sizes)))
+    case = parse_case(
+        {
+            "nodes": [
+                {"forward_s": seconds, "memory": draw(st.integers(1, 3))} for seconds in forward_s
+            ],
+            "locations": ["here"],
+            "links": [],
+            "activation_bytes": draw(st.sampled_from([1e3, 1e9])),
+            "stage_bytes": 1e6,
+            "forward_s": 0.1,
+            "stages": sizes,
+            "path_length": 1,
+            "microbatches_per_data_node": sent,
+            "memory": 1,
+        }
+    )
+    order = simulate(case, stages, paths).order
+    return Plan("random", tuple(stages), tuple(paths), order, Predicted(0, 0, 0, 0), case)
+
+
+@st.composite
+def models(draw: st.DrawFn, stages: int) -> ModelConfig:
+    layers = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    return ModelConfig(
+        vocabulary_size=11,
+        width=8,
+        layers=sum(layers),
+        stage_layers=tuple(layers),
+        heads=2,
+        kv_heads=draw(st.sampled_from([1, 2])),
+        ffn_width=12,
+        context=TIME,
+        tied_head=draw(st.booleans()),
+        rope_scaling=draw(st.sampled_from([None, RopeScaling(original_context=4)])),
+        recompute=draw(st.sampled_from(RECOMPUTE)),
+    )
+
+
+def random_batches(plan: Plan, seed: int) -> list[list[Batch]]:
+    """A batch for every microbatch of every iteration, some targets left out."""
+    random = np.random.default_rng(seed)
+
+    def batch() -> Batch:
+        ids = random.integers(0, 11, (BATCH, TIME + 1), dtype=np.int32)
+        counted = random.random((BATCH, TIME)) < 0.8
+        return {"tokens": ids[:, :-1], "targets": np.where(counted, ids[:, 1:], -1)}
+
+    return [[batch() for _ in plan.microbatches] for _ in range(ITERATIONS)]
+
+
+def run(plan: Plan, model: ModelConfig, batches: list[list[Batch]], devices: int) -> tuple[
+    Executor, list[Outcome]
+]:
+    """Train in this process, with the nodes spread over some of its devices."""
+    nodes = len(plan.case.nodes)
+    host_of = (0,) * nodes
+    [program] = compile_plan(plan, host_of)
+    device_of = [jax.devices()[node % devices] for node in range(nodes)]
+    functions = functions_of_stages(plan, model, OPTIMIZER, ITERATIONS, BATCH * TIME)
+    links = open_links(program, host_of, dict(enumerate(device_of)), _activation(model), "", list)
+    executor = Executor(plan, program, device_of, functions, links, host_of, model, seed=0)
+    outcomes = []
+    for iteration, of_microbatch in enumerate(batches):
+        of_node: dict[int, list[Any]] = {node: [] for node in plan.stages[0]}
+        for path, batch in zip(plan.microbatches, of_microbatch, strict=True):
+            of_node[path[0]].append(batch)
+        outcomes.append(executor.run(iteration, of_node))
+    return executor, outcomes
+
+
+def _activation(model: ModelConfig) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((BATCH, TIME, model.width), model.compute_dtype)
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(st.data())
+def test_training_equals_the_oracle(data: st.DataObject):
+    plan = data.draw(plans())
+    model = data.draw(models(len(plan.stages)))
+    batches = random_batches(plan, seed=data.draw(st.integers(0, 99)))
+
+    executor, outcomes = run(plan, model, batches, devices=data.draw(st.sampled_from([1, 3])))
+
+    stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
+    expected, losses = oracle.train(
+        model, OPTIMIZER, stage_paths, len(plan.stages), batches, seed=0
+    )
+    for (stage, device), state in executor.states.items():
+        error = oracle.relative_error(state.parameters, expected[stage])
+        assert error < TOLERANCE, f"stage {stage} on {device}: {error}"
+    for outcome, loss in zip(outcomes, losses, strict=True):
+        assert abs(float(outcome.totals[LOSS] / outcome.totals[TOKENS]) - loss) < 1e-5
+    for node, gauge in outcomes[-1].gauges.items():
+        now, peak = gauge.tolist()
+        assert now == 0
+        assert peak <= plan.case.nodes[node].memory
