@@ -128,11 +128,11 @@ def to_yaml(config: Config) -> str:
 def require_same_run(config: Config, saved: Config) -> None:
     """Refuse to resume a run under a configuration that would make it another run.
 
-    What decides the result must be as it was: everything but how long to train, how often to
-    save, and where and on which hosts to run.
+    Model, plan and data must be as they were. How the optimizer goes on, how long to train, how
+    often to save, and on which hosts to run may change.
     """
     new, old = to_tree(config), to_tree(saved)
-    for section in ("seed", "model", "plan", "data", "optimizer"):
+    for section in ("seed", "model", "plan", "data"):
         for name, now, before in _differences(section, new[section], old[section]):
             raise InputError(
                 name,

@@ -98,9 +98,7 @@ def held_out_loss(config: Config, parameters: Sequence[Any], sequences: int) -> 
 
 def full_model_loss(
     model: ModelConfig, stages: int
-) -> Callable[
-    [Sequence[Any], Int[Array, "batch time"], Int[Array, "batch time"]], Float[Array, "2"]
-]:
+) -> Callable[[Sequence[Any], Int[Array, "batch time"], Int[Array, "batch time"]], Float[Array, 2]]:
     """(parameters of all stages, tokens, targets) -> sum of the losses in nats, target tokens."""
     layers = model.layers_of_stages(stages)
     structures = [

@@ -83,7 +83,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def _wait(processes: list[subprocess.Popen[str]], grace_s: float) -> int:
-    """Wait for all; once one has failed, the others have `grace_s` seconds before they are killed."""
+    """Wait for all; once one has failed, the others are killed after `grace_s` seconds."""
     failed_at: float | None = None
     first_code = 0
     while any(process.poll() is None for process in processes):

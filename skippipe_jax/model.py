@@ -46,11 +46,11 @@ class ModelConfig:
 
     preset: str | None = None
     vocabulary_size: int = 259
-    width: int = 192
-    layers: int = 8
-    heads: int = 6
-    kv_heads: int = 6
-    ffn_width: int = 512
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 4
+    ffn_width: int = 704
     context: int = 256
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -134,9 +134,18 @@ class ModelConfig:
         return self.stage_layers
 
 
-# Published shapes: 500m and 1.5b are the paper's models, 8b is Llama 3 8B.
+# tiny is the quickstart's model, 3.3 million parameters. Published shapes: 500m and 1.5b are the
+# paper's models, 8b is Llama 3 8B.
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {},
+    "tiny": {
+        "vocabulary_size": 259,
+        "width": 256,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn_width": 704,
+        "context": 256,
+    },
     "500m": {
         "vocabulary_size": 32000,
         "width": 1024,

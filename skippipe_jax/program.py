@@ -7,6 +7,7 @@ microbatches in flight on a node than its memory holds, is refused here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ def global_order(plan: Plan) -> tuple[Instruction, ...]:
     leaves: dict[Operation, Hop] = {}
     for microbatch, path in enumerate(plan.microbatches):
         chain = microbatch_chain(microbatch, path)
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in itertools.pairwise(chain):
             if before.node != after.node:
                 leaves[before] = arrives[after] = Hop(len(arrives), before.node, after.node)
     timed: list[tuple[float, Instruction]] = [

@@ -15,6 +15,7 @@ from typing import Any
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
+from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan, microbatch_chain
 from tqdm import tqdm
 
@@ -52,7 +53,7 @@ class CompilationCounter:
         """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration_s: float, **_: Any) -> None:
+    def _listen(self, event: str, duration: float, **_: Any) -> None:
         self.count += event == self.EVENT
 
 
@@ -106,8 +107,8 @@ class Progress:
         Returns whether a host was asked to stop, by the last iteration reported.
 
         Raises:
-            RuntimeError: if a node held more microbatches than its memory, or the loss is not a
-                number any more.
+            RuntimeError: if a node held more microbatches than its memory.
+            InputError: if the loss is no finite number any more.
         """
         stop = False
         while len(self.watched) > leave:
@@ -125,9 +126,11 @@ class Progress:
         seconds, self.last_s = finished.at_s - self.last_s, finished.at_s
         loss = float(totals[LOSS] / totals[TOKENS])
         if not math.isfinite(loss):
-            raise RuntimeError(
-                f"the loss of step {step} is {loss}: resume from the last checkpoint with a lower "
-                "optimizer.learning_rate"
+            raise InputError(
+                "optimizer.learning_rate",
+                self.config.optimizer.learning_rate,
+                f"the loss of step {step} is {loss}",
+                "Resume from the last checkpoint with a lower rate, or a lower clip_norm",
             )
         batch_tokens = self.config.data.microbatch_size * self.config.data.sequence_length
         if self.folder is not None:
@@ -141,7 +144,7 @@ class Progress:
                 "gradient_norm": float(
                     np.sqrt(totals[SQUARED_NORM]) * batch_tokens / totals[TOKENS]
                 ),
-                "learning_rate": float(self.learning_rate(step - 1)),
+                "learning_rate": float(np.asarray(self.learning_rate(step - 1))),
                 "compilations": finished.compilations,
                 "peak_in_flight": peaks,
             }

@@ -30,7 +30,11 @@ exit codes: 0 trained to the end; 2 the input is wrong; 75 another host was lost
 def main() -> int:
     """Parse the command line and train; returns the exit code."""
     arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    try:
+        return run_command(lambda: _run(arguments))
+    except KeyboardInterrupt:
+        print("interrupted at once; what the last checkpoint holds is kept", file=sys.stderr)
+        return 130
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Tests run on the CPU, on four virtual devices, and share compiled programs with their processes."""
+"""Tests run on four virtual CPU devices, and share compiled programs with their processes."""
 
 import os
 import tempfile

@@ -6,6 +6,7 @@ each path and lets `jax.grad` differentiate the mean over all target tokens of a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,33 +42,42 @@ def train(
     transformation = optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm), adamw(optimizer, steps or len(iterations))
     )
-    step = jax.jit(_step(structures, stage_paths, transformation))
+    step = _step(structures, stage_paths, transformation)
     state = transformation.init(parameters)
     losses = []
     for batches in iterations:
-        tokens = jnp.stack([batch["tokens"] for batch in batches])
-        targets = jnp.stack([batch["targets"] for batch in batches])
-        parameters, state, loss = step(parameters, state, tokens, targets)
+        parameters, state, loss = step(parameters, state, batches)
         losses.append(float(loss))
     return parameters, losses
 
 
 def _step(structures: Sequence[Any], stage_paths: Sequence[Sequence[int]], transformation: Any):
-    def loss(parameters: list[Any], tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        nats, count = 0.0, 0.0
-        for microbatch, stages in enumerate(stage_paths):
-            modules = {s: nnx.merge(structures[s], parameters[s]) for s in stages}
-            x = tokens[microbatch]
-            for stage in stages:
-                x = modules[stage](x)
-            more_nats, more_tokens = modules[stages[0]].loss(x, targets[microbatch])
-            nats, count = nats + more_nats, count + more_tokens
-        return nats / count
+    @functools.partial(jax.jit, static_argnums=0)
+    def apply(structure: Any, parameters: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(structure, parameters)(x)
 
-    def step(parameters: list[Any], state: Any, tokens: jax.Array, targets: jax.Array):
-        value, gradients = jax.value_and_grad(loss)(parameters, tokens, targets)
+    @functools.partial(jax.jit, static_argnums=0)
+    def loss_of(structure: Any, parameters: Any, x: jax.Array, targets: jax.Array):
+        return nnx.merge(structure, parameters).loss(x, targets)
+
+    def loss(parameters: list[Any], batches: Sequence[Batch]) -> jax.Array:
+        nats = tokens = jnp.zeros(())
+        for stages, batch in zip(stage_paths, batches, strict=True):
+            x = batch["tokens"]
+            for stage in stages:
+                x = apply(structures[stage], parameters[stage], x)
+            own = loss_of(structures[0], parameters[0], x, batch["targets"])
+            nats, tokens = nats + own[0], tokens + own[1]
+        return nats / tokens
+
+    @jax.jit
+    def update(parameters: list[Any], state: Any, gradients: list[Any]):
         updates, state = transformation.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state, value
+        return optax.apply_updates(parameters, updates), state
+
+    def step(parameters: list[Any], state: Any, batches: Sequence[Batch]):
+        value, gradients = jax.value_and_grad(loss)(parameters, batches)
+        return *update(parameters, state, gradients), value
 
     return step
 

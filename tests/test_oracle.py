@@ -45,7 +45,9 @@ def plans(draw: st.DrawFn) -> Plan:
             inner = draw(st.permutations(range(1, len(sizes))))
             visited = inner[: draw(st.integers(0, len(inner)))]
             paths.append((data_node, *(draw(st.sampled_from(stages[s])) for s in visited)))
-    forward_s = draw(st.lists(st.sampled_from([0.1, 0.2, 0.5]), min_size=sum(sizes), max_size=sum(sizes)))
+    forward_s = draw(
+        st.lists(st.sampled_from([0.1, 0.2, 0.5]), min_size=sum(sizes), max_size=sum(sizes))
+    )
     case = parse_case(
         {
             "nodes": [
@@ -96,9 +98,9 @@ def random_batches(plan: Plan, seed: int) -> list[list[Batch]]:
     return [[batch() for _ in plan.microbatches] for _ in range(ITERATIONS)]
 
 
-def run(plan: Plan, model: ModelConfig, batches: list[list[Batch]], devices: int) -> tuple[
-    Executor, list[Outcome]
-]:
+def run(
+    plan: Plan, model: ModelConfig, batches: list[list[Batch]], devices: int
+) -> tuple[Executor, list[Outcome]]:
     """Train in this process, with the nodes spread over some of its devices."""
     nodes = len(plan.case.nodes)
     host_of = (0,) * nodes

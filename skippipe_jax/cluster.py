@@ -1,0 +1,769 @@
+"""How this process joins the other hosts of a run, and how it learns that one of them is lost.
+
+Every host keeps one TCP connection to host 0, the hub. Heartbeats and small messages travel on it
+as JSON lines; the hub passes messages on to all hosts and decides, once for all, who is lost: a
+host whose connection ends without a farewell (its process died), that is silent for the heartbeat
+timeout (it hangs, or the network is cut), or that says itself that it failed. A verdict makes every
+other host print one message and end with `LOST_HOST_EXIT_CODE`. When the hub itself goes, each host
+reaches that verdict alone.
+
+All of this runs on an event loop in a thread of its own, since the main thread may be blocked for
+ever in a collective whose peer is gone. JAX's coordination service gets its connections through
+the same port, relayed by these threads: JAX's client aborts its process within milliseconds after
+its connection to a dying host 0 closes, so each host keeps the near end of that relay open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+from jax._src.clusters import ClusterEnv
+from skippipe_sched.errors import InputError
+
+LOST_HOST_EXIT_CODE = 75
+"""With this code a process ends because another host was lost (EX_TEMPFAIL: run it again)."""
+
+_BEATS = 10
+"""Heartbeats sent per heartbeat timeout, and how many may stay away before a host is lost."""
+
+_MESSAGE_CHARACTERS = 1 << 17
+"""The longest key and value together."""
+
+_LINE_BYTES = 16 * _MESSAGE_CHARACTERS
+"""The longest line; JSON may write a character in twelve bytes."""
+
+_OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+"""JAX's errors that start with one of these do not come from another host."""
+
+_HELLO_S = 10.0
+"""How long a new connection may take to say what it is."""
+
+_LINGER_S = 2.0
+"""How long a process that must end waits for others to read why."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Which host serves which node, and when hosts give each other up.
+
+    Attributes:
+        host_of_node: the host that serves each node; by default the plan's nodes in order, evenly
+            over the hosts.
+        heartbeat_timeout_s: seconds of silence after which a host is lost.
+        connect_timeout_s: seconds in which all hosts must have found each other; also the longest
+            that a host which has finished waits for the others to finish.
+    """
+
+    host_of_node: tuple[int, ...] | None = None
+    heartbeat_timeout_s: float = 30.0
+    connect_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Refuse timeouts that no host could keep."""
+        for field in ("heartbeat_timeout_s", "connect_timeout_s"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value > 0):
+                raise InputError(
+                    f"cluster.{field}", value, "not a positive time", "give seconds above 0"
+                )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this host belongs in a run of several."""
+
+    index: int
+    count: int
+    coordinator: tuple[str, int]  # where host 0 is reached
+    bind: tuple[str, int]  # where host 0 listens; an empty name means every interface
+
+
+@contextlib.contextmanager
+def joined(
+    config: ClusterConfig,
+    coordinator: str | None = None,
+    hosts: int | None = None,
+    host_id: int | None = None,
+    distributed: bool = False,
+) -> Iterator[Membership]:
+    """Be one of the run's hosts for the length of a block, begun before JAX's backend starts.
+
+    Hosts come from ``coordinator``, ``hosts`` and ``host_id`` where given; else from SLURM (a step
+    of several tasks) or a TPU pod (several workers) as JAX detects them, or, with ``distributed``,
+    from any cluster that JAX detects. Otherwise the membership has one host, and
+    `jax.distributed` stays untouched.
+
+    A block that ends well leaves. One that raises ends the whole process, unless the host is alone:
+    if the error came from a lost host then with `LOST_HOST_EXIT_CODE` and the message about that
+    host; else the error is printed, the others learn it, and the exit code is 2 for an
+    `InputError`, 130 for an interrupt and 1 for anything else.
+
+    Args:
+        config: the timeouts.
+        coordinator: ``HOST:PORT`` on host 0 that all hosts can reach. Host 0 listens on that
+            address only, or on that in ``JAX_COORDINATOR_BIND_ADDRESS``.
+        hosts: number of processes in the run.
+        host_id: this process's index among them.
+        distributed: ask JAX to detect the cluster, even if nothing here hints at one.
+
+    Raises:
+        InputError: for arguments that contradict each other, an address that does not answer, and
+            hosts that do not appear within ``connect_timeout_s``.
+    """
+    membership = _join(config, _place(config, coordinator, hosts, host_id, distributed))
+    try:
+        yield membership
+        membership.leave()
+    except BaseException as error:
+        if membership.count > 1:
+            _abandon(membership, error)
+        raise
+
+
+def _join(config: ClusterConfig, place: _Place | None) -> Membership:
+    if place is None or place.count == 1:
+        return Membership(config, 0, 1)
+    membership = Membership(config, place.index, place.count)
+    # In /tmp, since the path of a socket may have about 100 bytes only and TMPDIR can be longer.
+    # The sockets outlive their names, which nobody needs once JAX has connected.
+    with tempfile.TemporaryDirectory(prefix="skippipe-", dir="/tmp") as sockets:
+        membership._enter(place, sockets)
+        _start_jax(config, place, sockets)
+    return membership
+
+
+def _abandon(membership: Membership, error: BaseException) -> NoReturn:
+    """End this process because of an error of its own, or of the host that caused it."""
+    membership.explain(error)
+    if isinstance(error, InputError):
+        _say(f"error: {error}")
+    else:
+        traceback.print_exception(error)
+    membership.fail(f"{type(error).__name__}: {error}")
+    # Not by raising: at exit JAX waits for collectives and hosts that will never come.
+    codes = {InputError: 2, KeyboardInterrupt: 130}
+    _exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
+
+
+class Membership:
+    """This host's part in a run: who it is, what hosts tell each other, and its end.
+
+    All methods may be called from any thread.
+
+    Attributes:
+        index: this host among the others, from 0.
+        count: the number of hosts.
+        address: the IP address by which this host is connected with the others.
+        last_words: called when another host is lost, for a sentence that the final message ends
+            with, such as the checkpoint to resume from. Set it to your own; it has two seconds.
+    """
+
+    def __init__(self, config: ClusterConfig, index: int, count: int):
+        """Start alone; `joined` connects a host that has others."""
+        self.index = index
+        self.count = count
+        self.address = "127.0.0.1"
+        self.last_words: Callable[[], str] = str
+        self._config = config
+        self._name = f"host {index} (process {os.getpid()} on {socket.gethostname()})"
+        self._board: dict[str, str] = {}
+        self._news = threading.Condition()
+        # The rest belongs to the event loop's thread, and exists only among several hosts.
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread
+        self._link: _Link
+        self._hub_name: str
+        self._hub: _Hub | None = None
+        self._leaving = False
+        self._failing = threading.Event()
+        self._failure_is_known = threading.Event()
+
+    def put(self, key: str, value: str) -> None:
+        """Tell every host a value, replacing an earlier one; returns before they know it.
+
+        Raises:
+            ValueError: if key and value together exceed 2**17 characters.
+        """
+        if len(key) + len(value) > _MESSAGE_CHARACTERS:
+            raise ValueError(f"put({key!r}): {len(value)} characters are no small message")
+        if self.count == 1:
+            self._post(key, value)
+        else:
+            self._loop.call_soon_threadsafe(self._link.send, "put", key, value)
+
+    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
+        """Return the latest value of a key, waiting for it if nobody has put it yet.
+
+        Args:
+            key: what to read.
+            timeout_s: how many seconds to wait at most.
+            source: the host that should put it, where there is one, for the error message.
+
+        Raises:
+            TimeoutError: says what was waited for, from whom, and since when.
+        """
+        since = time.strftime("%H:%M:%S")
+        with self._news:
+            if not self._news.wait_for(lambda: key in self._board, timeout_s):
+                sender = "any host" if source is None else f"host {source}"
+                raise TimeoutError(
+                    f"{self._name} has waited for {key!r} from {sender} since {since}, "
+                    f"{timeout_s:g} s, in vain"
+                )
+            return self._board[key]
+
+    def barrier(self, name: str, timeout_s: float) -> None:
+        """Wait until every host has come to the barrier of this name, which is used only once.
+
+        Raises:
+            TimeoutError: names a host that did not come within ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.put(f"barrier/{name}/{self.index}", "")
+        for host in range(self.count):
+            self.get(f"barrier/{name}/{host}", max(0.0, deadline - time.monotonic()), source=host)
+
+    def leave(self) -> None:
+        """Part from the others at the end of a run, once all of them have come to it.
+
+        Raises:
+            TimeoutError: if a host does not come to its end within ``connect_timeout_s``.
+        """
+        if self.count == 1:
+            return
+        self.barrier("leave", self._config.connect_timeout_s)
+        # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients. A
+        # host that is lost meanwhile ends this process by its verdict.
+        jax.distributed.shutdown()
+        asyncio.run_coroutine_threadsafe(self._depart(), self._loop).result()
+        self._thread.join()
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this host ends by its own fault, so that they stop and name it.
+
+        Returns when they know, or after four seconds. The caller must then end the process by
+        `os._exit`, as `joined` does: an ordinary exit waits for hosts that have gone.
+        """
+        if self.count == 1:
+            return
+        self._failing.set()
+        self._loop.call_soon_threadsafe(self._link.send, "fail", reason[:_MESSAGE_CHARACTERS])
+        self._failure_is_known.wait(2 * _LINGER_S)
+
+    def explain(self, error: BaseException) -> None:
+        """Find out whether an error of this host comes from the loss of another.
+
+        If so, it does not return: the process ends with the message about the lost host. That can
+        take the whole heartbeat timeout. It returns if no host was lost, and at once for an error
+        that no other host can cause; raise the error then.
+        """
+        if self.count == 1 or not _may_stem_from_a_peer(error):
+            return
+        # A death shows at once; only a host that hangs takes the whole timeout.
+        time.sleep(_LINGER_S)
+        summary = f"{type(error).__name__}: {error}".splitlines()[0]
+        _say(f"{self._name} is finding out whether a lost host is behind this error: {summary}")
+        time.sleep(self._config.heartbeat_timeout_s * (1 + 2 / _BEATS))
+
+    def _post(self, key: str, value: str) -> None:
+        with self._news:
+            self._board[key] = value
+            self._news.notify_all()
+
+    def _enter(self, place: _Place, sockets: str) -> None:
+        """Meet the other hosts and watch them from now on; returns when all are there."""
+        entered: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._attend(place, sockets, entered)),
+            name="skippipe-cluster",
+            daemon=True,
+        )
+        self._thread.start()
+        entered.result()
+
+    async def _attend(self, place: _Place, sockets: str, entered: Future[None]) -> None:
+        """The life of the event loop: meet the others, then watch them until the end."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._meet(place, sockets)
+        except Exception as error:
+            entered.set_exception(error)
+            return
+        entered.set_result(None)
+        try:
+            watches = {asyncio.create_task(self._listen()), asyncio.create_task(self._beat())}
+            finished, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            for watch in finished:
+                verdict = watch.result()
+                if verdict is not None:
+                    await self._end(verdict)
+        except Exception:
+            # A host that watches no longer would hang at the next loss.
+            traceback.print_exc()
+            _exit(1)
+
+    async def _meet(self, place: _Place, sockets: str) -> None:
+        if place.index == 0:
+            self._hub = _Hub(place.count, self._config, f"{sockets}/service")
+            self._link = await self._hub.open(place.bind)
+        else:
+            self._link = _Link(*await _reach(place.coordinator, self._config.connect_timeout_s))
+            relay = partial(_relay_jax, place.coordinator)
+            await asyncio.start_unix_server(_each_in_a_task(relay), f"{sockets}/relay")
+        self._link.send("join", place.index, place.count, self._name)
+        # The hub keeps the deadline; this one is for a hub that hangs.
+        patience = self._config.connect_timeout_s + _HELLO_S
+        try:
+            answer = await asyncio.wait_for(self._link.receive(), patience)
+        except (TimeoutError, ValueError):
+            answer = None
+        match answer:
+            case ["welcome", str(hub_name)]:
+                self._hub_name = hub_name
+                link = self._link if self._hub is None else self._hub.any_link()
+                self.address = link.writer.get_extra_info("sockname")[0]
+            case ["refused", str(field), value, str(problem), str(remedy)]:
+                raise InputError(field, value, problem, remedy)
+            case _:
+                raise InputError(
+                    "--coordinator",
+                    "{}:{}".format(*place.coordinator),
+                    "what listens there ended the connection, or is not host 0 of a run",
+                    "look at the output of host 0, and whether another program uses this port",
+                )
+
+    async def _listen(self) -> str | None:
+        """Take in what the hub sends; return a verdict that ends this host, or None at its end."""
+        while (message := await self._link.receive()) is not None:
+            match message:
+                case ["put", str(key), str(value)]:
+                    self._post(key, value)
+                case ["verdict", int(culprit), str(text)]:
+                    if culprit != self.index:
+                        return text
+                    if not self._failing.is_set():
+                        return f"{text}; that is this host, it was stopped or cut off"
+                    if self._hub is not None:
+                        await self._hub.disperse(_LINGER_S)
+                    self._failure_is_known.set()
+        return None if self._leaving else f"{self._hub_name} is lost: {self._link.ending}"
+
+    async def _beat(self) -> str:
+        """Show the others that this host lives; return when the hub has been silent too long."""
+        # Silence is counted in beats of this host: one that was itself stopped for a while wakes up
+        # with a single beat counted, and reads what the others sent before it blames them.
+        while True:
+            await asyncio.sleep(self._config.heartbeat_timeout_s / _BEATS)
+            self._link.send("beat")
+            if self._link.is_silent():
+                silence = _silence(self._config)
+                self._link.send("hub lost", silence)  # should it only have been stopped
+                return f"{self._hub_name} is lost: {silence}"
+            if self._hub is not None:
+                self._hub.beat()
+
+    async def _end(self, verdict: str) -> NoReturn:
+        """Say why, and end the process whatever its main thread is doing."""
+        try:
+            words = await asyncio.wait_for(asyncio.to_thread(self.last_words), _LINGER_S)
+        except Exception as error:  # the verdict matters more than a fault in the last words
+            words = f"What to resume from could not be told: {error!r}"
+        ending = f"{self._name} stops, exit code {LOST_HOST_EXIT_CODE}."
+        try:
+            _say("\n".join([f"{verdict}.", f"{ending} {words}".strip()]))
+            if self._hub is not None:
+                await self._hub.disperse(_LINGER_S)
+        finally:
+            _exit(LOST_HOST_EXIT_CODE)
+
+    async def _depart(self) -> None:
+        self._leaving = True
+        self._link.send("leave")
+        if self._hub is not None:
+            await self._hub.disperse(self._config.heartbeat_timeout_s)
+        self._link.writer.close()
+
+
+class _Link:
+    """One end of the connection between a host and the hub."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader = reader
+        self.writer = writer
+        self.ending = "its connection closed without a farewell"
+        self._silent_beats = 0
+
+    def send(self, *message: str | int) -> None:
+        """Send a message without waiting; to an end that has gone, nothing."""
+        if not self.writer.is_closing():
+            self.writer.write(json.dumps(message).encode() + b"\n")
+
+    async def receive(self) -> list[Any] | None:
+        """The next message, or None once the connection has ended, then `ending` says how."""
+        try:
+            line = await self.reader.readline()
+        except OSError as error:
+            self.ending = f"its connection broke ({error})"
+            return None
+        self._silent_beats = 0
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def is_silent(self) -> bool:
+        """Count one more beat of this end; say whether the other let too many pass in silence."""
+        self._silent_beats += 1
+        return self._silent_beats > _BEATS
+
+
+class _Hub:
+    """Host 0's other half: it connects the hosts, passes messages on, and judges who is lost."""
+
+    def __init__(self, count: int, config: ClusterConfig, service_path: str):
+        self._count = count
+        self._config = config
+        self._service_path = service_path
+        self._links: dict[int, _Link] = {}
+        self._names: dict[int, str] = {}
+        self._serving: dict[int, asyncio.Task[None]] = {}
+        self._left: set[int] = set()
+        self._culprit: int | None = None
+
+    async def open(self, bind: tuple[str, int]) -> _Link:
+        """Listen for the other hosts, and return host 0's own link to this hub."""
+        self._server = await asyncio.start_server(
+            _each_in_a_task(self._welcome), sock=_listening_socket(*bind), limit=_LINE_BYTES
+        )
+        inner, outer = socket.socketpair()
+        connection = await asyncio.open_connection(sock=inner, limit=_LINE_BYTES)
+        self._own = asyncio.create_task(self._welcome(*connection))
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._config.connect_timeout_s, self._give_up_gathering)
+        return _Link(*await asyncio.open_connection(sock=outer, limit=_LINE_BYTES))
+
+    def any_link(self) -> _Link:
+        """A link to another host: its near end has the address that others know host 0 by."""
+        return next(link for index, link in self._links.items() if index != 0)
+
+    def beat(self) -> None:
+        """Show every host that this one lives, and judge those that have been silent too long."""
+        for index, link in self._links.items():
+            link.send("beat")
+            if link.is_silent() and index not in self._left:
+                self._judge(index, f"is lost: {_silence(self._config)}")
+
+    async def disperse(self, timeout_s: float) -> None:
+        """Wait until the other hosts, but for a lost one, have closed their connections."""
+        going = [task for i, task in self._serving.items() if i not in (0, self._culprit)]
+        if going:
+            await asyncio.wait(going, timeout=timeout_s)
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = _Link(reader, writer)
+        try:
+            hello = await asyncio.wait_for(link.receive(), _HELLO_S)
+        except (TimeoutError, ValueError):
+            hello = None
+        match hello:
+            case ["join", int(index), int(count), str(name)]:
+                await self._serve(index, count, name, link)
+            case ["jax"]:
+                await self._relay_jax(link)
+            case _:
+                peer = writer.get_extra_info("peername")
+                _say(f"host 0 refused a connection from {peer}: it is no host of this run")
+        writer.close()
+
+    async def _serve(self, index: int, count: int, name: str, link: _Link) -> None:
+        """Attend to one host until its connection ends."""
+        if count != self._count:
+            problem = f"host 0 was started with --hosts {self._count}"
+            return link.send("refused", "--hosts", count, problem, "give all hosts the same number")
+        if index in self._links:
+            problem = f"{self._names[index]} has joined with this id"
+            return link.send("refused", "--host-id", index, problem, "give every host its own id")
+        task = asyncio.current_task()
+        assert task is not None
+        self._links[index], self._names[index], self._serving[index] = link, name, task
+        if len(self._links) == count:
+            self._broadcast("welcome", self._names[0])
+        while (message := await link.receive()) is not None:
+            match message:
+                case ["put", str(), str()]:
+                    self._broadcast(*message)
+                case ["fail", str(reason)]:
+                    self._judge(index, f"failed: {reason}")
+                case ["hub lost", str(reason)]:
+                    self._judge(0, f"is lost: {reason}")
+                case ["leave"]:
+                    self._left.add(index)
+        if len(self._links) < count:
+            del self._links[index]  # nothing has begun: it may be started again
+        elif index not in self._left:
+            self._judge(index, f"is lost: {link.ending}")
+
+    async def _relay_jax(self, host: _Link) -> None:
+        """Connect a host's JAX client with JAX's service in this process."""
+        reader, writer = await _open_once_there(self._service_path)
+        there = asyncio.create_task(_pump(host.reader, writer))
+        back = asyncio.create_task(_pump(reader, host.writer))
+        await asyncio.wait({there, back}, return_when=asyncio.FIRST_COMPLETED)
+        writer.close()
+
+    def _broadcast(self, *message: str | int) -> None:
+        for link in self._links.values():
+            link.send(*message)
+
+    def _judge(self, culprit: int, text: str) -> None:
+        """Pass the verdict unless there is one: who goes after the first goes because of it."""
+        if self._culprit is None:
+            self._culprit = culprit
+            self._broadcast("verdict", culprit, f"{self._names[culprit]} {text}")
+
+    def _give_up_gathering(self) -> None:
+        missing = sorted(set(range(self._count)) - set(self._links))
+        if missing:
+            self._broadcast(
+                "refused",
+                "--hosts",
+                self._count,
+                f"of these, {missing} did not connect within {self._config.connect_timeout_s:g} s",
+                "start every host with its own --host-id and the same --coordinator and --hosts, "
+                "or give them more time in cluster.connect_timeout_s",
+            )
+
+
+def _place(
+    config: ClusterConfig,
+    coordinator: str | None,
+    hosts: int | None,
+    host_id: int | None,
+    distributed: bool,
+) -> _Place | None:
+    """Find this host's place from the arguments or the environment; None if it is alone."""
+    if (coordinator, hosts, host_id) != (None, None, None):
+        return _given_place(coordinator, hosts, host_id)
+    if distributed or _is_launched_with_others():
+        return _detected_place(config)
+    return None
+
+
+def _given_place(coordinator: str | None, hosts: int | None, host_id: int | None) -> _Place:
+    together = "give --coordinator HOST:PORT, --hosts N and --host-id I together, or none of them"
+    if coordinator is None:
+        raise InputError("--coordinator", None, "missing beside --hosts or --host-id", together)
+    if hosts is None:
+        raise InputError("--hosts", None, "missing beside --coordinator", together)
+    if host_id is None:
+        raise InputError("--host-id", None, "missing beside --coordinator", together)
+    if hosts < 1:
+        raise InputError("--hosts", hosts, "a run has at least one host", "give their number")
+    if not 0 <= host_id < hosts:
+        remedy = f"give each host its own id from 0 to {hosts - 1}"
+        raise InputError("--host-id", host_id, f"out of range for {hosts} hosts", remedy)
+    address = _address("--coordinator", coordinator)
+    return _Place(host_id, hosts, address, _bind_address(address))
+
+
+def _is_launched_with_others() -> bool:
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1"
+    # A batch script has tasks as well, but only in a step (srun) do they all run this program.
+    if "SLURM_STEP_NODELIST" in os.environ and int(tasks) > 1:
+        return True
+    addresses = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
+    return addresses is not None and "," in addresses
+
+
+def _detected_place(config: ClusterConfig) -> _Place:
+    try:
+        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            coordinator_address=os.environ.get("JAX_COORDINATOR_ADDRESS"),
+            num_processes=None,
+            process_id=None,
+            local_device_ids=None,
+            cluster_detection_method=None,
+            initialization_timeout=math.ceil(config.connect_timeout_s),
+        )
+        problem = "JAX detects no cluster here"
+    except RuntimeError as error:
+        address = count = index = None
+        problem = f"JAX could not detect the cluster: {error}"
+    if address is None or count is None or index is None:
+        remedy = "give --coordinator HOST:PORT, --hosts N and --host-id I"
+        raise InputError("--distributed", True, problem, remedy)
+    host, port = _address("the detected coordinator", address)
+    # The name of the first host may mean a loopback address on that host itself.
+    return _Place(index, count, (host, port), _bind_address(("", port)))
+
+
+def _address(field: str, text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InputError(field, text, "not an address", "write HOST:PORT, such as 10.0.0.1:1234")
+    return host.strip("[]"), int(port)
+
+
+def _bind_address(default: tuple[str, int]) -> tuple[str, int]:
+    variable = "JAX_COORDINATOR_BIND_ADDRESS"
+    return _address(variable, os.environ[variable]) if variable in os.environ else default
+
+
+def _start_jax(config: ClusterConfig, place: _Place, sockets: str) -> None:
+    """Connect JAX's distributed runtime by way of the links that this module keeps."""
+    # It would catch SIGTERM, so that a host told to end would run on.
+    jax.config.update("jax_enable_preemption_service", False)
+    # JAX's own loss detection aborts with a stack trace instead of a message: it comes second.
+    late = math.ceil(2 * config.heartbeat_timeout_s + 60)
+    service = f"unix:{sockets}/service"
+    jax.distributed.initialize(
+        coordinator_address=service if place.index == 0 else f"unix:{sockets}/relay",
+        coordinator_bind_address=service,
+        num_processes=place.count,
+        process_id=place.index,
+        initialization_timeout=math.ceil(config.connect_timeout_s),
+        heartbeat_timeout_seconds=late,
+        shutdown_timeout_seconds=late,
+    )
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    """Listen on one address, or for an empty host on all of them."""
+    try:
+        if host in ("", "::") and socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise InputError(
+            "--coordinator",
+            f"{host}:{port}",
+            f"host 0 cannot listen there ({error})",
+            "give an address of host 0 and a free port; where the others know host 0 by an address "
+            "that is not its own, set JAX_COORDINATOR_BIND_ADDRESS to HOST:PORT of its own",
+        ) from error
+
+
+def _each_in_a_task(
+    attend: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]],
+) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+    """Attend to every connection in a task that may be cancelled; those of asyncio complain."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(attend(reader, writer))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    return connected
+
+
+async def _reach(
+    address: tuple[str, int], timeout_s: float
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the hub, which may start later than this host."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            connecting = asyncio.open_connection(*address, limit=_LINE_BYTES)
+            return await asyncio.wait_for(connecting, min(_HELLO_S, max(remaining, 0.1)))
+        except (OSError, TimeoutError) as error:
+            if remaining <= 0:
+                raise InputError(
+                    "--coordinator",
+                    "{}:{}".format(*address),
+                    f"no connection in {timeout_s:g} s (last: {str(error) or 'no answer'})",
+                    "check that host 0 is running with this address, that this machine can reach "
+                    "it, and that no firewall stops the port",
+                ) from error
+        await asyncio.sleep(min(0.5, max(remaining, 0)))
+
+
+async def _relay_jax(
+    coordinator: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Connect this host's JAX client with JAX's service on host 0, by way of the hub."""
+    try:
+        far_reader, far_writer = await asyncio.open_connection(*coordinator)
+    except OSError:
+        # Host 0 is gone, which the link to it tells; closing this end would abort the process.
+        await asyncio.get_running_loop().create_future()
+        return
+    far_writer.write(b'["jax"]\n')
+    back = asyncio.create_task(_pump(far_reader, writer))
+    # When the far end closes this one stays open, for the same reason.
+    await _pump(reader, far_writer)
+    far_writer.close()
+    await back
+    writer.close()
+
+
+async def _open_once_there(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    while True:
+        try:
+            return await asyncio.open_unix_connection(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            await asyncio.sleep(0.05)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass bytes on until the reader's connection ends; those for a closed writer are dropped."""
+    with contextlib.suppress(ConnectionError):  # an end like any other
+        while data := await reader.read(1 << 16):
+            if not writer.is_closing():
+                writer.write(data)
+
+
+def _may_stem_from_a_peer(error: BaseException) -> bool:
+    """Whether the loss of another host can have caused this error or one that it followed."""
+    chain: BaseException | None = error
+    while chain is not None:
+        text = str(chain)
+        # gloo's errors surface as ValueError.
+        if (
+            isinstance(chain, jax.errors.JaxRuntimeError | ConnectionError | TimeoutError)
+            or "Gloo" in text
+        ):
+            return not text.startswith(_OWN_FAULTS)
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+def _silence(config: ClusterConfig) -> str:
+    return f"nothing was heard from it for {config.heartbeat_timeout_s:g} s"
+
+
+def _say(text: str) -> None:
+    # Not through sys.stderr, whose lock the main thread may hold for ever.
+    os.write(2, f"{text}\n".encode())
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process at once, with what it has printed but not what it is waiting for."""
+    try:
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(_LINGER_S / 2)
+    finally:
+        os._exit(code)
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError):  # a closed stream has no reader to lose
+        sys.stdout.flush()
+        sys.stderr.flush()

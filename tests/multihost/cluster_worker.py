@@ -1,0 +1,68 @@
+"""One host of a run that sums over all hosts again and again; started by test_cluster.py."""
+
+import argparse
+import itertools
+import time
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from skippipe_jax.cluster import ClusterConfig, Membership, joined
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--coordinator")
+    parser.add_argument("--hosts", type=int)
+    parser.add_argument("--host-id", type=int)
+    parser.add_argument("--heartbeat-timeout-s", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=300.0, help="how long host 0 goes on")
+    parser.add_argument("--linger-s", type=float, default=0.0, help="sleep before the end")
+    parser.add_argument("--fail-at", type=int, help="the step after which this host raises")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    config = ClusterConfig(heartbeat_timeout_s=args.heartbeat_timeout_s, connect_timeout_s=60.0)
+    with joined(config, args.coordinator, args.hosts, args.host_id) as membership:
+        print(f"host {membership.index} of {membership.count}", flush=True)
+        exchange(membership)
+        sum_repeatedly(membership, args.seconds, args.fail_at)
+        time.sleep(args.linger_s)
+    print("ended well", flush=True)
+
+
+def exchange(membership: Membership) -> None:
+    """Every host tells every other its index, and replaces what it told."""
+    membership.put(f"square/{membership.index}", "unknown")
+    membership.put(f"square/{membership.index}", str(membership.index**2))
+    membership.barrier("told", 30.0)
+    for host in range(membership.count):
+        assert membership.get(f"square/{host}", 30.0, source=host) == str(host**2)
+
+
+def sum_repeatedly(membership: Membership, seconds: float, fail_at: int | None) -> None:
+    """Add up what every device contributes, until host 0's contribution says that time is up."""
+    mesh = jax.make_mesh((jax.device_count(),), ("device",))
+    sharding = NamedSharding(mesh, P("device"))
+    add = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, "device"), mesh=mesh, in_specs=P("device"), out_specs=P()
+        )
+    )
+    end = time.monotonic() + seconds
+    for step in itertools.count():
+        membership.last_words = lambda step=step: f"Resume from step {step}."
+        is_over = membership.index == 0 and time.monotonic() > end
+        own = np.full(jax.local_device_count(), -1.0 if is_over else 1.0, np.float32)
+        total = add(jax.make_array_from_process_local_data(sharding, own)).item()
+        if total < jax.device_count():
+            return
+        if step == 3:
+            print("summing", flush=True)
+        if step == fail_at:
+            raise ValueError("the data ran out")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Hosts are real processes: they join, end together, and name the one that is lost."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster import LOST_HOST_EXIT_CODE, ClusterConfig, joined
+
+WORKER = Path(__file__).with_name("cluster_worker.py")
+HEARTBEAT_TIMEOUT_S = 3.0
+START_S = 60.0
+PORTS = (61440, 65536)
+
+
+class Run:
+    """The hosts of one run, as processes that write into files."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *arguments: str, **environment: str) -> None:
+        index = len(self.processes)
+        with open(self.folder / f"host{index}", "wb") as output:
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), *arguments],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                )
+            )
+
+    def start_all(self, hosts: int, *arguments: str, last: tuple[str, ...] = ()) -> None:
+        """Start hosts that find each other by an address; the last gets arguments of its own."""
+        common = ["--coordinator", f"127.0.0.1:{free_port()}", "--hosts", str(hosts)]
+        for host in range(hosts):
+            own = last if host == hosts - 1 else ()
+            self.start(*common, "--host-id", str(host), *arguments, *own)
+
+    def output(self, host: int) -> str:
+        return (self.folder / f"host{host}").read_text()
+
+    def wait_until_summing(self) -> None:
+        deadline = time.monotonic() + START_S
+        for host, process in enumerate(self.processes):
+            while "summing" not in self.output(host):
+                assert process.poll() is None, self.output(host)
+                assert time.monotonic() < deadline, self.output(host)
+                time.sleep(0.1)
+
+    def exit_code(self, host: int, timeout_s: float) -> int:
+        try:
+            return self.processes[host].wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"host {host} did not end in {timeout_s:g} s:\n{self.output(host)}")
+
+    def name(self, host: int) -> str:
+        return f"host {host} (process {self.processes[host].pid} on {socket.gethostname()})"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    hosts = Run(tmp_path)
+    yield hosts
+    for process in hosts.processes:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port on which nobody listens, from those that are not given to outgoing connections."""
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def enter(*arguments: Any, **options: Any) -> None:
+    """Join and do nothing, where already joining must fail."""
+    with joined(*arguments, **options):
+        pass
+
+
+def assert_stopped_by(run: Run, host: int, verdict: str, timeout_s: float) -> None:
+    """The host has ended by one message with the verdict, and by nothing else."""
+    assert run.exit_code(host, timeout_s) == LOST_HOST_EXIT_CODE, run.output(host)
+    output = run.output(host)
+    assert output.count("stops, exit code 75. Resume from step ") == 1, output
+    assert verdict in output
+    assert "Traceback" not in output
+    assert "Check failure" not in output
+
+
+def test_hosts_that_end_well_are_not_lost(run: Run):
+    # Long enough that silence would be noticed, and the last host stays behind the others.
+    run.start_all(4, "--seconds", "1", last=("--linger-s", "4"))
+    for host in range(4):
+        assert run.exit_code(host, START_S) == 0, run.output(host)
+        assert "ended well" in run.output(host)
+        assert "lost" not in run.output(host)
+
+
+@pytest.mark.parametrize(
+    ("victim", "blow"),
+    [(2, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
+)
+def test_survivors_name_the_lost_host(run: Run, victim: int, blow: signal.Signals):
+    run.start_all(3)
+    run.wait_until_summing()
+    run.processes[victim].send_signal(blow)
+    struck = time.monotonic()
+    verdict = f"{run.name(victim)} is lost: "
+    for host in {0, 1, 2} - {victim}:
+        remaining = HEARTBEAT_TIMEOUT_S + 5 - (time.monotonic() - struck)
+        assert_stopped_by(run, host, verdict, remaining)
+    if blow == signal.SIGSTOP:
+        run.processes[victim].send_signal(signal.SIGCONT)
+        assert_stopped_by(run, victim, verdict, HEARTBEAT_TIMEOUT_S + 5)
+
+
+def test_others_stop_at_once_for_a_host_that_fails_and_say_why(run: Run):
+    # With this timeout, only the host's own word can be what stops the others.
+    run.start_all(3, "--heartbeat-timeout-s", "300", last=("--fail-at", "5"))
+    assert run.exit_code(2, START_S) == 1
+    assert "ValueError: the data ran out" in run.output(2)
+    for host in (0, 1):
+        assert_stopped_by(run, host, f"{run.name(2)} failed: ValueError: the data ran out", 5.0)
+
+
+def test_slurm_tasks_find_each_other(run: Run):
+    # JAX derives the port from the job's number: these 4096, in their order.
+    job = free_port() - PORTS[0]
+    for task in range(2):
+        run.start(
+            *("--seconds", "0.5"),
+            SLURM_JOB_ID=str(job),
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_NTASKS="2",
+            SLURM_PROCID=str(task),
+            SLURM_LOCALID=str(task),
+        )
+    for host in range(2):
+        assert run.exit_code(host, START_S) == 0, run.output(host)
+        assert f"host {host} of 2" in run.output(host)
+
+
+def test_a_host_alone_talks_with_itself():
+    with joined(ClusterConfig()) as membership:
+        assert (membership.index, membership.count) == (0, 1)
+        membership.put("key", "old")
+        membership.put("key", "new")
+        assert membership.get("key", 0.0) == "new"
+        membership.barrier("all", 0.0)
+        threading.Timer(0.1, membership.put, ("later", "value")).start()
+        assert membership.get("later", 10.0) == "value"
+        with pytest.raises(TimeoutError, match=r"waited for 'never' from host 3 since .*, 0.1 s"):
+            membership.get("never", 0.1, source=3)
+        with pytest.raises(ValueError, match="no small message"):
+            membership.put("key", "x" * (1 << 20))
+
+
+def test_an_error_of_a_host_alone_is_raised():
+    with pytest.raises(ValueError, match="mine"), joined(ClusterConfig()):
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ((None, 2, None), "--coordinator"),
+        ((None, None, 0), "--coordinator"),
+        (("localhost:1234", None, 0), "--hosts"),
+        (("localhost:1234", 2, None), "--host-id"),
+        (("localhost:1234", 0, 0), "--hosts"),
+        (("localhost:1234", 2, 2), "--host-id"),
+        (("localhost:1234", 2, -1), "--host-id"),
+        (("localhost", 2, 0), "--coordinator"),
+        (("localhost:http", 2, 0), "--coordinator"),
+        ((":1234", 2, 0), "--coordinator"),
+        # An address that belongs to no machine (RFC 5737), so that host 0 cannot listen there.
+        (("192.0.2.1:1234", 2, 0), "--coordinator"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: tuple[str | None, int | None, int | None], field: str
+):
+    with pytest.raises(InputError) as caught:
+        enter(ClusterConfig(), *arguments)
+    assert caught.value.field == field
+
+
+def test_distributed_without_a_cluster_is_refused():
+    with pytest.raises(InputError, match="--distributed"):
+        enter(ClusterConfig(), distributed=True)
+
+
+@pytest.mark.parametrize("field", ["heartbeat_timeout_s", "connect_timeout_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_timeouts_are_positive(field: str, value: float):
+    with pytest.raises(InputError, match=f"cluster.{field}"):
+        ClusterConfig(**{field: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unreachable_coordinator_is_reported_in_time():
+    address = f"127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    with pytest.raises(InputError, match=f"{address}.*no connection in 1 s"):
+        enter(ClusterConfig(connect_timeout_s=1.0), address, 2, 1)
+    assert time.monotonic() - began < 3.0
+
+
+def test_another_program_on_the_port_is_not_taken_for_host_0():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        threading.Thread(target=answer).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(InputError, match="is not host 0 of a run"):
+            enter(ClusterConfig(connect_timeout_s=5.0), address, 2, 1)
+
+
+def test_missing_and_doubled_hosts_are_named():
+    address = f"127.0.0.1:{free_port()}"
+    problems: dict[int, str] = {}
+
+    def take_part(host: int) -> None:
+        with pytest.raises(InputError) as caught:
+            enter(ClusterConfig(connect_timeout_s=3.0), address, 4, host)
+        problems[host] = str(caught.value)
+
+    hosts = [threading.Thread(target=take_part, args=(host,)) for host in (0, 1)]
+    for host in hosts:
+        host.start()
+    time.sleep(1.5)
+    with pytest.raises(InputError, match=r"--host-id = 1: host 1 \(process .*\) has joined"):
+        enter(ClusterConfig(connect_timeout_s=3.0), address, 4, 1)
+    with pytest.raises(InputError, match="--hosts = 3: host 0 was started with --hosts 4"):
+        enter(ClusterConfig(connect_timeout_s=3.0), address, 3, 2)
+    for host in hosts:
+        host.join()
+    for host in (0, 1):
+        assert "[2, 3] did not connect within 3 s" in problems[host]
