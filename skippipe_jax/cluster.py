@@ -1,23 +1,17 @@
 """How this process joins the other hosts of a run, and how it learns that one of them is lost.
 
-Every host keeps one TCP connection to host 0, the hub. Heartbeats and small messages travel on it
-as JSON lines; the hub passes messages on to all hosts and decides, once for all, who is lost: a
-host whose connection ends without a farewell (its process died), that is silent for the heartbeat
-timeout (it hangs, or the network is cut), or that says itself that it failed. A verdict makes every
-other host print one message and end with `LOST_HOST_EXIT_CODE`. When the hub itself goes, each host
-reaches that verdict alone.
+The hosts are connected through a hub on host 0 (see `skippipe_jax.hub`), which judges who is lost.
+A verdict makes every other host print one message and end with `LOST_HOST_EXIT_CODE`. When the hub
+itself goes, each host reaches that verdict alone.
 
 All of this runs on an event loop in a thread of its own, since the main thread may be blocked for
-ever in a collective whose peer is gone. JAX's coordination service gets its connections through
-the same port, relayed by these threads: JAX's client aborts its process within milliseconds after
-its connection to a dying host 0 closes, so each host keeps the near end of that relay open.
+ever in a collective whose peer is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import socket
@@ -26,33 +20,36 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 from jax._src.clusters import ClusterEnv
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.hub import (
+    BEATS,
+    HELLO_S,
+    MESSAGE_CHARACTERS,
+    Hub,
+    Link,
+    each_in_a_task,
+    reach,
+    relay_jax,
+    say,
+    silence,
+)
+
 LOST_HOST_EXIT_CODE = 75
 """With this code a process ends because another host was lost (EX_TEMPFAIL: run it again)."""
 
-_BEATS = 10
-"""Heartbeats sent per heartbeat timeout, and how many may stay away before a host is lost."""
-
-_MESSAGE_CHARACTERS = 1 << 17
-"""The longest key and value together."""
-
-_LINE_BYTES = 16 * _MESSAGE_CHARACTERS
-"""The longest line; JSON may write a character in twelve bytes."""
 
 _OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 """JAX's errors that start with one of these do not come from another host."""
 
-_HELLO_S = 10.0
-"""How long a new connection may take to say what it is."""
 
 _LINGER_S = 2.0
 """How long a process that must end waits for others to read why."""
@@ -152,7 +149,7 @@ def _abandon(membership: Membership, error: BaseException) -> NoReturn:
     """End this process because of an error of its own, or of the host that caused it."""
     membership.explain(error)
     if isinstance(error, InputError):
-        _say(f"error: {error}")
+        say(f"error: {error}")
     else:
         traceback.print_exception(error)
     membership.fail(f"{type(error).__name__}: {error}")
@@ -187,9 +184,9 @@ class Membership:
         # The rest belongs to the event loop's thread, and exists only among several hosts.
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
-        self._link: _Link
+        self._link: Link
         self._hub_name: str
-        self._hub: _Hub | None = None
+        self._hub: Hub | None = None
         self._leaving = False
         self._failing = threading.Event()
         self._failure_is_known = threading.Event()
@@ -200,7 +197,7 @@ class Membership:
         Raises:
             ValueError: if key and value together exceed 2**17 characters.
         """
-        if len(key) + len(value) > _MESSAGE_CHARACTERS:
+        if len(key) + len(value) > MESSAGE_CHARACTERS:
             raise ValueError(f"put({key!r}): {len(value)} characters are no small message")
         if self.count == 1:
             self._post(key, value)
@@ -263,7 +260,7 @@ class Membership:
         if self.count == 1:
             return
         self._failing.set()
-        self._loop.call_soon_threadsafe(self._link.send, "fail", reason[:_MESSAGE_CHARACTERS])
+        self._loop.call_soon_threadsafe(self._link.send, "fail", reason[:MESSAGE_CHARACTERS])
         self._failure_is_known.wait(2 * _LINGER_S)
 
     def explain(self, error: BaseException) -> None:
@@ -278,8 +275,8 @@ class Membership:
         # A death shows at once; only a host that hangs takes the whole timeout.
         time.sleep(_LINGER_S)
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
-        _say(f"{self._name} is finding out whether a lost host is behind this error: {summary}")
-        time.sleep(self._config.heartbeat_timeout_s * (1 + 2 / _BEATS))
+        say(f"{self._name} is finding out whether a lost host is behind this error: {summary}")
+        time.sleep(self._config.heartbeat_timeout_s * (1 + 2 / BEATS))
 
     def _post(self, key: str, value: str) -> None:
         with self._news:
@@ -320,15 +317,20 @@ class Membership:
 
     async def _meet(self, place: _Place, sockets: str) -> None:
         if place.index == 0:
-            self._hub = _Hub(place.count, self._config, f"{sockets}/service")
+            self._hub = Hub(
+                place.count,
+                f"{sockets}/service",
+                heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+                connect_timeout_s=self._config.connect_timeout_s,
+            )
             self._link = await self._hub.open(place.bind)
         else:
-            self._link = _Link(*await _reach(place.coordinator, self._config.connect_timeout_s))
-            relay = partial(_relay_jax, place.coordinator)
-            await asyncio.start_unix_server(_each_in_a_task(relay), f"{sockets}/relay")
+            self._link = Link(*await reach(place.coordinator, self._config.connect_timeout_s))
+            relay = partial(relay_jax, place.coordinator)
+            await asyncio.start_unix_server(each_in_a_task(relay), f"{sockets}/relay")
         self._link.send("join", place.index, place.count, self._name)
         # The hub keeps the deadline; this one is for a hub that hangs.
-        patience = self._config.connect_timeout_s + _HELLO_S
+        patience = self._config.connect_timeout_s + HELLO_S
         try:
             answer = await asyncio.wait_for(self._link.receive(), patience)
         except (TimeoutError, ValueError):
@@ -369,12 +371,12 @@ class Membership:
         # Silence is counted in beats of this host: one that was itself stopped for a while wakes up
         # with a single beat counted, and reads what the others sent before it blames them.
         while True:
-            await asyncio.sleep(self._config.heartbeat_timeout_s / _BEATS)
+            await asyncio.sleep(self._config.heartbeat_timeout_s / BEATS)
             self._link.send("beat")
             if self._link.is_silent():
-                silence = _silence(self._config)
-                self._link.send("hub lost", silence)  # should it only have been stopped
-                return f"{self._hub_name} is lost: {silence}"
+                silent = silence(self._config.heartbeat_timeout_s)
+                self._link.send("hub lost", silent)  # should it only have been stopped
+                return f"{self._hub_name} is lost: {silent}"
             if self._hub is not None:
                 self._hub.beat()
 
@@ -386,7 +388,7 @@ class Membership:
             words = f"What to resume from could not be told: {error!r}"
         ending = f"{self._name} stops, exit code {LOST_HOST_EXIT_CODE}."
         try:
-            _say("\n".join([f"{verdict}.", f"{ending} {words}".strip()]))
+            say("\n".join([f"{verdict}.", f"{ending} {words}".strip()]))
             if self._hub is not None:
                 await self._hub.disperse(_LINGER_S)
         finally:
@@ -398,153 +400,6 @@ class Membership:
         if self._hub is not None:
             await self._hub.disperse(self._config.heartbeat_timeout_s)
         self._link.writer.close()
-
-
-class _Link:
-    """One end of the connection between a host and the hub."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.reader = reader
-        self.writer = writer
-        self.ending = "its connection closed without a farewell"
-        self._silent_beats = 0
-
-    def send(self, *message: str | int) -> None:
-        """Send a message without waiting; to an end that has gone, nothing."""
-        if not self.writer.is_closing():
-            self.writer.write(json.dumps(message).encode() + b"\n")
-
-    async def receive(self) -> list[Any] | None:
-        """The next message, or None once the connection has ended, then `ending` says how."""
-        try:
-            line = await self.reader.readline()
-        except OSError as error:
-            self.ending = f"its connection broke ({error})"
-            return None
-        self._silent_beats = 0
-        return json.loads(line) if line.endswith(b"\n") else None
-
-    def is_silent(self) -> bool:
-        """Count one more beat of this end; say whether the other let too many pass in silence."""
-        self._silent_beats += 1
-        return self._silent_beats > _BEATS
-
-
-class _Hub:
-    """Host 0's other half: it connects the hosts, passes messages on, and judges who is lost."""
-
-    def __init__(self, count: int, config: ClusterConfig, service_path: str):
-        self._count = count
-        self._config = config
-        self._service_path = service_path
-        self._links: dict[int, _Link] = {}
-        self._names: dict[int, str] = {}
-        self._serving: dict[int, asyncio.Task[None]] = {}
-        self._left: set[int] = set()
-        self._culprit: int | None = None
-
-    async def open(self, bind: tuple[str, int]) -> _Link:
-        """Listen for the other hosts, and return host 0's own link to this hub."""
-        self._server = await asyncio.start_server(
-            _each_in_a_task(self._welcome), sock=_listening_socket(*bind), limit=_LINE_BYTES
-        )
-        inner, outer = socket.socketpair()
-        connection = await asyncio.open_connection(sock=inner, limit=_LINE_BYTES)
-        self._own = asyncio.create_task(self._welcome(*connection))
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._config.connect_timeout_s, self._give_up_gathering)
-        return _Link(*await asyncio.open_connection(sock=outer, limit=_LINE_BYTES))
-
-    def any_link(self) -> _Link:
-        """A link to another host: its near end has the address that others know host 0 by."""
-        return next(link for index, link in self._links.items() if index != 0)
-
-    def beat(self) -> None:
-        """Show every host that this one lives, and judge those that have been silent too long."""
-        for index, link in self._links.items():
-            link.send("beat")
-            if link.is_silent() and index not in self._left:
-                self._judge(index, f"is lost: {_silence(self._config)}")
-
-    async def disperse(self, timeout_s: float) -> None:
-        """Wait until the other hosts, but for a lost one, have closed their connections."""
-        going = [task for i, task in self._serving.items() if i not in (0, self._culprit)]
-        if going:
-            await asyncio.wait(going, timeout=timeout_s)
-
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = _Link(reader, writer)
-        try:
-            hello = await asyncio.wait_for(link.receive(), _HELLO_S)
-        except (TimeoutError, ValueError):
-            hello = None
-        match hello:
-            case ["join", int(index), int(count), str(name)]:
-                await self._serve(index, count, name, link)
-            case ["jax"]:
-                await self._relay_jax(link)
-            case _:
-                peer = writer.get_extra_info("peername")
-                _say(f"host 0 refused a connection from {peer}: it is no host of this run")
-        writer.close()
-
-    async def _serve(self, index: int, count: int, name: str, link: _Link) -> None:
-        """Attend to one host until its connection ends."""
-        if count != self._count:
-            problem = f"host 0 was started with --hosts {self._count}"
-            return link.send("refused", "--hosts", count, problem, "give all hosts the same number")
-        if index in self._links:
-            problem = f"{self._names[index]} has joined with this id"
-            return link.send("refused", "--host-id", index, problem, "give every host its own id")
-        task = asyncio.current_task()
-        assert task is not None
-        self._links[index], self._names[index], self._serving[index] = link, name, task
-        if len(self._links) == count:
-            self._broadcast("welcome", self._names[0])
-        while (message := await link.receive()) is not None:
-            match message:
-                case ["put", str(), str()]:
-                    self._broadcast(*message)
-                case ["fail", str(reason)]:
-                    self._judge(index, f"failed: {reason}")
-                case ["hub lost", str(reason)]:
-                    self._judge(0, f"is lost: {reason}")
-                case ["leave"]:
-                    self._left.add(index)
-        if len(self._links) < count:
-            del self._links[index]  # nothing has begun: it may be started again
-        elif index not in self._left:
-            self._judge(index, f"is lost: {link.ending}")
-
-    async def _relay_jax(self, host: _Link) -> None:
-        """Connect a host's JAX client with JAX's service in this process."""
-        reader, writer = await _open_once_there(self._service_path)
-        there = asyncio.create_task(_pump(host.reader, writer))
-        back = asyncio.create_task(_pump(reader, host.writer))
-        await asyncio.wait({there, back}, return_when=asyncio.FIRST_COMPLETED)
-        writer.close()
-
-    def _broadcast(self, *message: str | int) -> None:
-        for link in self._links.values():
-            link.send(*message)
-
-    def _judge(self, culprit: int, text: str) -> None:
-        """Pass the verdict unless there is one: who goes after the first goes because of it."""
-        if self._culprit is None:
-            self._culprit = culprit
-            self._broadcast("verdict", culprit, f"{self._names[culprit]} {text}")
-
-    def _give_up_gathering(self) -> None:
-        missing = sorted(set(range(self._count)) - set(self._links))
-        if missing:
-            self._broadcast(
-                "refused",
-                "--hosts",
-                self._count,
-                f"of these, {missing} did not connect within {self._config.connect_timeout_s:g} s",
-                "start every host with its own --host-id and the same --coordinator and --hosts, "
-                "or give them more time in cluster.connect_timeout_s",
-            )
 
 
 def _place(
@@ -640,95 +495,6 @@ def _start_jax(config: ClusterConfig, place: _Place, sockets: str) -> None:
     )
 
 
-def _listening_socket(host: str, port: int) -> socket.socket:
-    """Listen on one address, or for an empty host on all of them."""
-    try:
-        if host in ("", "::") and socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-        return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        raise InputError(
-            "--coordinator",
-            f"{host}:{port}",
-            f"host 0 cannot listen there ({error})",
-            "give an address of host 0 and a free port; where the others know host 0 by an address "
-            "that is not its own, set JAX_COORDINATOR_BIND_ADDRESS to HOST:PORT of its own",
-        ) from error
-
-
-def _each_in_a_task(
-    attend: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]],
-) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
-    """Attend to every connection in a task that may be cancelled; those of asyncio complain."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(attend(reader, writer))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    return connected
-
-
-async def _reach(
-    address: tuple[str, int], timeout_s: float
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the hub, which may start later than this host."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        remaining = deadline - time.monotonic()
-        try:
-            connecting = asyncio.open_connection(*address, limit=_LINE_BYTES)
-            return await asyncio.wait_for(connecting, min(_HELLO_S, max(remaining, 0.1)))
-        except (OSError, TimeoutError) as error:
-            if remaining <= 0:
-                raise InputError(
-                    "--coordinator",
-                    "{}:{}".format(*address),
-                    f"no connection in {timeout_s:g} s (last: {str(error) or 'no answer'})",
-                    "check that host 0 is running with this address, that this machine can reach "
-                    "it, and that no firewall stops the port",
-                ) from error
-        await asyncio.sleep(min(0.5, max(remaining, 0)))
-
-
-async def _relay_jax(
-    coordinator: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """Connect this host's JAX client with JAX's service on host 0, by way of the hub."""
-    try:
-        far_reader, far_writer = await asyncio.open_connection(*coordinator)
-    except OSError:
-        # Host 0 is gone, which the link to it tells; closing this end would abort the process.
-        await asyncio.get_running_loop().create_future()
-        return
-    far_writer.write(b'["jax"]\n')
-    back = asyncio.create_task(_pump(far_reader, writer))
-    # When the far end closes this one stays open, for the same reason.
-    await _pump(reader, far_writer)
-    far_writer.close()
-    await back
-    writer.close()
-
-
-async def _open_once_there(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    while True:
-        try:
-            return await asyncio.open_unix_connection(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            await asyncio.sleep(0.05)
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass bytes on until the reader's connection ends; those for a closed writer are dropped."""
-    with contextlib.suppress(ConnectionError):  # an end like any other
-        while data := await reader.read(1 << 16):
-            if not writer.is_closing():
-                writer.write(data)
-
-
 def _may_stem_from_a_peer(error: BaseException) -> bool:
     """Whether the loss of another host can have caused this error or one that it followed."""
     chain: BaseException | None = error
@@ -742,15 +508,6 @@ def _may_stem_from_a_peer(error: BaseException) -> bool:
             return not text.startswith(_OWN_FAULTS)
         chain = chain.__cause__ or chain.__context__
     return False
-
-
-def _silence(config: ClusterConfig) -> str:
-    return f"nothing was heard from it for {config.heartbeat_timeout_s:g} s"
-
-
-def _say(text: str) -> None:
-    # Not through sys.stderr, whose lock the main thread may hold for ever.
-    os.write(2, f"{text}\n".encode())
 
 
 def _exit(code: int) -> NoReturn:

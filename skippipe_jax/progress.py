@@ -53,7 +53,7 @@ class CompilationCounter:
         """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         self.count += event == self.EVENT
 
 
@@ -96,7 +96,8 @@ class Progress:
 
         def wait() -> Finished:
             totals = np.asarray(outcome.totals)
-            peaks = {node: int(gauge[1]) for node, gauge in outcome.gauges.items()}
+            # NumPy indexes: on a device an index would be a program to compile.
+            peaks = {node: int(np.asarray(gauge)[1]) for node, gauge in outcome.gauges.items()}
             return Finished(step, totals, peaks, compilations, time.perf_counter())
 
         self.watched.append(self.watcher.submit(wait))

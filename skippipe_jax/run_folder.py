@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan, load_plan
 from skippipe_sched.simulate import simulate_plan
 
+from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.config import Config, parse_config, to_yaml
 
 CONFIG, PLAN, PICTURE, METRICS = "config.yaml", "plan.json", "plan.svg", "metrics.jsonl"
@@ -19,7 +21,7 @@ CONFIG, PLAN, PICTURE, METRICS = "config.yaml", "plan.json", "plan.svg", "metric
 
 def require_new(folder: Path) -> None:
     """Refuse a folder that holds a run already."""
-    if (folder / CONFIG).exists():
+    if (folder / CONFIG).exists() or latest_step(folder) is not None:
         raise InputError(
             "run_dir",
             str(folder),
@@ -40,7 +42,7 @@ def start_run(folder: Path, config: Config, plan: Plan) -> None:
         (folder / PICTURE).write_text(gantt(plan, simulate_plan(plan)), encoding="utf-8")
         (folder / METRICS).touch()
         # Last: the config marks a folder as a run.
-        (folder / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        _replace(folder / CONFIG, to_yaml(config))
     except OSError as error:
         raise InputError(
             "run_dir", str(folder), f"cannot be written: {error.strerror}", "Give another folder"
@@ -49,9 +51,9 @@ def start_run(folder: Path, config: Config, plan: Plan) -> None:
 
 def continue_run(folder: Path, config: Config, step: int) -> None:
     """Make the folder ready to go on after `step`: the metrics of later steps come again."""
-    (folder / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+    _replace(folder / CONFIG, to_yaml(config))
     kept = [line for line in read_metrics(folder) if line["step"] <= step]
-    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in kept))
+    _replace(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def saved_config(folder: Path, field: str) -> Config:
@@ -82,3 +84,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The metrics of all iterations; a line that a crash cut short is left out."""
     lines = (folder / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old one or the new one, whole."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

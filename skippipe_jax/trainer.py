@@ -70,7 +70,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     if host.index == 0:
         if not resume:
             run_folder.start_run(folder, config, plan)
-        host.put("run", json.dumps(_description(config, plan)))
+        host.put("run", _description(config, plan))
     _require_same_text(config, host, host_of[plan.stages[0][0]], shards)
     executor = _make_executor(config, plan, host, host_of, program)
 
@@ -122,32 +122,35 @@ def _plan_of_run(config: Config, resume: bool, config_folder: Path) -> Plan:
 def _plan_of_host_0(config: Config, host: Membership) -> Plan:
     """The plan that host 0 has put into the run folder, if this host was started like host 0."""
     theirs = json.loads(host.get("run", config.cluster.connect_timeout_s, source=0))
-    mine = json.loads(json.dumps(to_tree(config)))
-    for section, value in theirs["config"].items():
-        if mine[section] != value:
+    for section, value in to_tree(config).items():
+        if _digest(value) != theirs["config"][section]:
             raise InputError(
                 section,
-                mine[section],
-                f"host 0 has {value!r}, and host {host.index} has this",
+                value,
+                f"host {host.index} has this, and host 0 has something else",
                 "Start all hosts with the same configuration",
             )
-    path = Path(config.run_dir) / run_folder.PLAN
-    if not path.exists() or _digest(run_folder.saved_plan(Path(config.run_dir))) != theirs["plan"]:
+    folder = Path(config.run_dir)
+    shared = (folder / run_folder.PLAN).exists()
+    plan = run_folder.saved_plan(folder) if shared else None
+    if plan is None or _digest(plan.to_json()) != theirs["plan"]:
         raise InputError(
             "run_dir",
             config.run_dir,
             f"host {host.index} does not find there what host 0 has written",
             "Name a folder that all hosts share",
         )
-    return run_folder.saved_plan(Path(config.run_dir))
+    return plan
 
 
-def _description(config: Config, plan: Plan) -> dict[str, Any]:
-    return {"config": to_tree(config), "plan": _digest(plan)}
+def _description(config: Config, plan: Plan) -> str:
+    """What the other hosts compare their configuration and plan with."""
+    sections = {section: _digest(value) for section, value in to_tree(config).items()}
+    return json.dumps({"config": sections, "plan": _digest(plan.to_json())})
 
 
-def _digest(plan: Plan) -> str:
-    return hashlib.sha256(json.dumps(plan.to_json()).encode()).hexdigest()
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def plan_of(config: PlanConfig, config_folder: Path) -> Plan:
