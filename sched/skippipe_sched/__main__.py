@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from skippipe_sched.bound import lower_bound_s
 from skippipe_sched.case import load_case
 from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError, run_command
@@ -33,9 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="make a plan for a case")
     plan.add_argument("case", type=Path, help="the case, a YAML file")
     plan.add_argument("-o", "--output", type=Path, required=True, help="where to write the plan")
-    plan.add_argument(
-        "--method", choices=METHODS, default="balanced", help="default: %(default)s"
-    )
+    plan.add_argument("--method", choices=METHODS, default="balanced", help="default: %(default)s")
     plan.add_argument(
         "--seed", type=int, default=0, help="the same seed gives the same plan (default: 0)"
     )
@@ -92,6 +91,8 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 
 def _write(path: Path, write) -> None:
+    if path.is_dir():
+        raise InputError("--output", str(path), "this is a folder", "Give the path of a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -102,14 +103,15 @@ def _write(path: Path, write) -> None:
 
 
 def _figures(plan: Plan, timeline: Timeline) -> dict[str, float | str]:
+    bound_s = lower_bound_s(plan.case, min(len(path) for path in plan.microbatches))
     idle = 1.0 - sum(timeline.busy_s) / (timeline.nodes * timeline.pipeline_s)
     return {
         "method": plan.method,
         "iteration_s": timeline.iteration_s,
         "pipeline_s": timeline.pipeline_s,
         "averaging_s": timeline.averaging_s,
-        "lower_bound_s": plan.predicted.lower_bound_s,
-        "gap_to_bound": timeline.iteration_s / plan.predicted.lower_bound_s - 1.0,
+        "lower_bound_s": bound_s,
+        "gap_to_bound": timeline.iteration_s / bound_s - 1.0,
         "idle_share": idle,
         "predicted_iteration_s": plan.predicted.iteration_s,
     }
@@ -121,7 +123,7 @@ def _summary(plan: Plan, timeline: Timeline) -> str:
         f"{plan.method}: iteration {figures['iteration_s']:.2f} s "
         f"(pipeline {figures['pipeline_s']:.2f} s, longest averaging "
         f"{figures['averaging_s']:.2f} s), lower bound {figures['lower_bound_s']:.2f} s "
-        f"(gap {figures['gap_to_bound']:.0%}), nodes idle {figures['idle_share']:.0%} "
+        f"(gap {figures['gap_to_bound']:z.0%}), nodes idle {figures['idle_share']:z.0%} "
         f"of the pipeline"
     )
 

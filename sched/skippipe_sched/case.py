@@ -172,17 +172,17 @@ def _nodes(given: Mapping[str, Any], places: int) -> tuple[Node, ...]:
     forward_s = fields.number(given["forward_s"], "case.forward_s", 0.0, above=True)
     memory = fields.integer(given["memory"], "case.memory", 1)
     described = given["nodes"]
-    if not isinstance(described, list):
-        described = [{}] * fields.integer(described, "case.nodes", 1)
-    if len(described) != places:
+    listed = isinstance(described, list)
+    count = len(described) if listed else fields.integer(described, "case.nodes", 1)
+    if count != places:
         raise InputError(
             "case.stages",
             given["stages"],
-            f"the stages have {places} places, but case.nodes gives {len(described)} nodes",
+            f"the stages have {places} places, but case.nodes gives {count} nodes",
             "Make the sizes of the stages add up to the number of nodes",
         )
     nodes = []
-    for index, node in enumerate(described):
+    for index, node in enumerate(described if listed else [{}] * count):
         field = f"case.nodes[{index}]"
         fields.mapping(node, field, ("location", "forward_s", "memory"))
         nodes.append(

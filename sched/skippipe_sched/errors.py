@@ -24,7 +24,9 @@ class InputError(ValueError):
         shown = repr(value)
         if len(shown) > 200:
             shown = shown[:197] + "..."
-        super().__init__(f"{field} = {shown}: {problem}. {remedy}.")
+        message = f"{field} = {shown}: {problem}. {remedy}."
+        # Keys and names come from the user too: whatever they hold, the message is one line.
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
 
 def run_command(command: Callable[[], int]) -> int:

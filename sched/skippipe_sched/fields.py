@@ -1,7 +1,8 @@
-"""Reading values out of YAML and JSON: each function checks one kind of value and names its field."""
+"""Reading values out of YAML and JSON: a function checks one kind of value and names its field."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Collection
@@ -12,28 +13,37 @@ import yaml
 
 from skippipe_sched.errors import InputError
 
+# Greater numbers mean nothing here, and times computed from them would not stay finite.
+LARGEST = 1e100
+
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe loader, but a key given twice in one mapping is an error."""
+    """YAML's safe loader, but a key given twice in one mapping is an error, and so is `!!int x`."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                line = node.start_mark.line + 1
-                raise InputError(
-                    str(key),
-                    f"twice in the mapping at line {line}",
-                    "a key may be given once",
-                    "Delete one of the two",
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
                 )
-        return super().construct_mapping(node, deep=deep)
+            seen.add(key.value)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise yaml.MarkedYAMLError(
+                problem=f"not a valid {node.tag.split(':')[-1]}", problem_mark=node.start_mark
+            ) from error
 
 
 def read_text(path: Path, field: str) -> str:
     """The text of a file; `InputError` naming `field` if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(
@@ -54,28 +64,29 @@ def parse_yaml(text: str, field: str, origin: str) -> Any:
     """The value of a YAML text that came from `origin` (a path or an argument, for messages)."""
     try:
         return yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it cannot be read"
         raise InputError(
-            field, origin, f"not valid YAML{where}", "Mend the syntax there"
+            field, origin, f"not valid YAML{where}: {problem}", "Mend the syntax there"
         ) from error
 
 
 def load_json(path: Path, field: str) -> Any:
     """The content of a JSON file."""
+    content = read_text(path, field)
     try:
-        return json.loads(read_text(path, field))
-    except json.JSONDecodeError as error:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise InputError(
-            field,
-            str(path),
-            f"not valid JSON at line {error.lineno}, column {error.colno}",
-            "Write the file again or mend it there",
+            field, str(path), f"not valid JSON: {error}", "Write the file again or mend it there"
         ) from error
 
 
-def mapping(value: Any, field: str, allowed: Collection[str], required: Collection[str] = ()) -> dict:
+def mapping(
+    value: Any, field: str, allowed: Collection[str], required: Collection[str] = ()
+) -> dict:
     """A mapping with only the `allowed` keys and all of the `required` ones."""
     if not isinstance(value, dict):
         raise InputError(field, value, "must be a mapping of keys to values", "Write key: value")
@@ -97,23 +108,19 @@ def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = 
     YAML 1.1 reads ``3e-4`` as text; such text counts as the number that it spells.
     """
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(field, value, "must be a number", "Write a number without quotes")
-    if not math.isfinite(value):
-        raise InputError(field, value, "must be finite", "Write a finite number")
+    if not abs(value) <= LARGEST:
+        raise InputError(field, value, "must be finite", f"Write a number below {LARGEST:g}")
     if value < minimum or (above and value == minimum):
         bound = f"greater than {minimum:g}" if above else f"at least {minimum:g}"
         raise InputError(field, value, f"must be {bound}", f"Write a number {bound}")
     return float(value)
 
 
-def integer(
-    value: Any, field: str, minimum: int | None = None, maximum: int | None = None
-) -> int:
+def integer(value: Any, field: str, minimum: int | None = None, maximum: int | None = None) -> int:
     """A whole number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(field, value, "must be a whole number", "Write a number without fraction")
@@ -129,9 +136,11 @@ def integer(
 
 
 def text(value: Any, field: str, choices: Collection[str] | None = None) -> str:
-    """A non-empty string, one of `choices` if they are given."""
+    """A non-empty string of printable characters, one of `choices` if they are given."""
     if not isinstance(value, str) or not value:
-        raise InputError(field, value, "must be text", "Write a name")
+        raise InputError(field, value, "must be text", "Write a name, in quotes")
+    if not value.isprintable():
+        raise InputError(field, value, "holds a control character", "Write it without")
     if choices is not None and value not in choices:
         raise InputError(field, value, "unknown name", f"Use one of: {', '.join(choices)}")
     return value

@@ -17,6 +17,8 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 GIBIBYTE = 2**30
+# GiB per second, a thousandth of a byte: below it times would not stay finite.
+LEAST_BANDWIDTH = 1e-12
 COLUMNS = ("location_a", "location_b", "latency_ms", "bandwidth_GiB_per_s")
 
 # gcp12: measured between 12 cloud regions (SkipPipe, arXiv 2502.19913, March 2025). NL-London is
@@ -75,7 +77,7 @@ def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
 
     `value` is a built-in name, the path of a CSV (relative to `folder`) or rows already.
     """
-    if isinstance(value, str) and value not in BUILT_IN:
+    if isinstance(value, str) and fields.text(value, "case.links") not in BUILT_IN:
         if not value.endswith(".csv"):
             raise InputError(
                 "case.links",
@@ -108,13 +110,22 @@ def table(value: Any, same_location: Link) -> LinkTable:
 def link(latency_ms: Any, bandwidth_gib: Any, field: str) -> Link:
     """A link from the units of tables: milliseconds and GiB per second."""
     latency = fields.number(latency_ms, f"{field}.latency_ms", 0.0)
-    bandwidth = fields.number(bandwidth_gib, f"{field}.bandwidth_GiB_per_s", 0.0, above=True)
+    bandwidth = fields.number(bandwidth_gib, f"{field}.bandwidth_GiB_per_s", LEAST_BANDWIDTH)
     return Link(latency / 1e3, bandwidth * GIBIBYTE)
 
 
 def _read_csv(content: str, origin: str) -> list[list[Any]]:
-    reader = csv.reader(io.StringIO(content))
-    header = tuple(next(reader, ()))
+    reader = csv.reader(io.StringIO(content), strict=True)
+    try:
+        lines = [(reader.line_num, cells) for cells in reader]
+    except csv.Error as error:
+        raise InputError(
+            "case.links",
+            origin,
+            f"not valid CSV at line {reader.line_num}: {error}",
+            "Mend the quotes there",
+        ) from error
+    header = tuple(lines[0][1]) if lines else ()
     if header != COLUMNS:
         raise InputError(
             f"case.links ({origin}, line 1)",
@@ -123,8 +134,8 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
             f"The first line must be {','.join(COLUMNS)}",
         )
     rows: list[list[Any]] = []
-    for cells in reader:
-        field = f"case.links ({origin}, line {reader.line_num})"
+    for line, cells in lines[1:]:
+        field = f"case.links ({origin}, line {line})"
         if len(cells) != len(COLUMNS):
             raise InputError(
                 field, ",".join(cells), "must have four cells", f"Write {','.join(COLUMNS)}"

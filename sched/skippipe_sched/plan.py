@@ -34,6 +34,7 @@ class Operation(NamedTuple):
     node: int
 
     def __str__(self) -> str:
+        """As messages name it."""
         return f"{self.kind} of microbatch {self.microbatch} on node {self.node}"
 
 
@@ -196,9 +197,7 @@ def _paths(value: Any, stages: Sequence[Sequence[int]]) -> tuple[NodePath, ...]:
     return tuple(paths)
 
 
-def _order(
-    value: Any, nodes: int, paths: Sequence[NodePath]
-) -> tuple[tuple[Operation, ...], ...]:
+def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Operation, ...], ...]:
     expected: list[set[Operation]] = [set() for _ in range(nodes)]
     for microbatch, path in enumerate(paths):
         for operation in microbatch_chain(microbatch, path):

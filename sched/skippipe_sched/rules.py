@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from skippipe_sched.case import Case, Rules
 from skippipe_sched.errors import InputError
@@ -40,7 +41,7 @@ def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
         return "CC1: it visits a stage twice"
     swaps = 0
     highest = 0
-    for previous, stage in zip(stages, stages[1:], strict=False):
+    for previous, stage in pairwise(stages):
         passed_over = stage - previous - 1
         if passed_over > rules.max_jump:
             return (
@@ -62,7 +63,8 @@ def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
 
 def fair_shares(case: Case, nodes: Sequence[int], visits: int) -> list[float]:
     """TC1's share of `visits` for each replica of a stage: in proportion to its speed."""
-    speeds = [1.0 / case.nodes[node].forward_s for node in nodes]
+    fastest_s = min(case.nodes[node].forward_s for node in nodes)
+    speeds = [fastest_s / case.nodes[node].forward_s for node in nodes]
     return [visits * speed / sum(speeds) for speed in speeds]
 
 
@@ -105,9 +107,7 @@ def violations(
             )
         )
     for stage, nodes in enumerate(stages[1:], start=1):
-        for node, share in zip(
-            nodes, fair_shares(case, nodes, stage_visits[stage]), strict=True
-        ):
+        for node, share in zip(nodes, fair_shares(case, nodes, stage_visits[stage]), strict=True):
             low = math.floor(share + SHARE_TOLERANCE)
             high = math.ceil(share - SHARE_TOLERANCE)
             if not low <= visits[node] <= high:

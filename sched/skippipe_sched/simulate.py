@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
-from skippipe_sched.averaging import averaging_s, best_ring
+from skippipe_sched.averaging import quickest_averaging_s
 from skippipe_sched.case import Case
 from skippipe_sched.errors import InputError
 from skippipe_sched.plan import NodePath, Operation, Plan, microbatch_chain, stage_of_nodes
@@ -165,7 +166,7 @@ class _Simulation:
         # Paths that visit stages in ascending order take memory in one order and cannot lock.
         stage_of = stage_of_nodes(stages)
         self.can_lock = order is None and any(
-            stage_of[a] > stage_of[b] for path in paths for a, b in zip(path, path[1:], strict=False)
+            stage_of[a] > stage_of[b] for path in paths for a, b in pairwise(path)
         )
         self.link_free_s: dict[tuple[int, int], float] = {}
         self.events: list[tuple[float, int, int, Operation]] = []
@@ -176,10 +177,9 @@ class _Simulation:
     def run(self) -> Timeline:
         for chain in self.chains:
             self.push(0.0, _ARRIVAL, chain[0])
-        waiting: set[int] = set()
         while self.events:
             now = self.events[0][0]
-            touched = waiting
+            touched: set[int] = set()
             while self.events and self.events[0][0] == now:
                 _, _, event, operation = heapq.heappop(self.events)
                 if event == _ARRIVAL:
@@ -187,26 +187,27 @@ class _Simulation:
                 else:
                     self.end(operation, now)
                 touched.add(operation.node)
-            # A forward held back as unsafe may become safe when any microbatch ends.
-            waiting = {node for node in sorted(touched) if not self.start_next(node, now)}
-            if not self.can_lock:
-                waiting = set()
+            # The others need no look: a forward held back as unsafe stays so until something
+            # happens on its node, as one of those it would lock with must pass there first.
+            for node in sorted(touched):
+                self.start_next(node, now)
         self.require_finished()
         return Timeline(
-            len(self.case.nodes), tuple(self.runs), tuple(self.transfers), self.averagings()
+            len(self.case.nodes),
+            tuple(self.runs),
+            tuple(sorted(self.transfers, key=lambda transfer: transfer.start_s)),
+            self.averagings(),
         )
 
     def push(self, time_s: float, event: int, operation: Operation) -> None:
         heapq.heappush(self.events, (time_s, self.event_count, event, operation))
         self.event_count += 1
 
-    def start_next(self, node: int, now: float) -> bool:
-        """Start the node's next operation if it can; False if it holds one back."""
-        if self.busy[node]:
-            return True
-        operation = self.choose(node)
+    def start_next(self, node: int, now: float) -> None:
+        """Start the node's next operation, if it is free and may run one."""
+        operation = None if self.busy[node] else self.choose(node)
         if operation is None:
-            return not self.arrived[node]
+            return
         arrived_s = self.arrived[node].pop(operation)
         if self.queues is not None:
             self.queues[node].popleft()
@@ -217,7 +218,6 @@ class _Simulation:
         end_s = now + self.case.duration(operation.kind, node)
         self.runs.append(Run(operation, arrived_s, now, end_s))
         self.push(end_s, _END, operation)
-        return True
 
     def choose(self, node: int) -> Operation | None:
         arrived = self.arrived[node]
@@ -240,18 +240,14 @@ class _Simulation:
         return not self.can_lock or self.is_safe(forward)
 
     def is_safe(self, forward: Operation) -> bool:
-        """The banker's algorithm: after `forward`, can the microbatches in flight end one by one?"""
+        """The banker's algorithm: can the microbatches in flight end one by one after `forward`?"""
         free = list(self.free_slots)
         free[forward.node] -= 1
         holds = {m: set(nodes) for m, nodes in enumerate(self.holds) if nodes}
         holds.setdefault(forward.microbatch, set()).add(forward.node)
-        needs = {
-            m: set(self.paths[m]) - held - self.released(m) for m, held in holds.items()
-        }
+        needs = {m: set(self.paths[m]) - held - self.released(m) for m, held in holds.items()}
         while holds:
-            ending = next(
-                (m for m in holds if all(free[node] > 0 for node in needs[m])), None
-            )
+            ending = next((m for m in holds if all(free[node] > 0 for node in needs[m])), None)
             if ending is None:
                 return False
             for node in holds.pop(ending):
@@ -309,6 +305,6 @@ class _Simulation:
         averagings = []
         for stage, nodes in enumerate(self.stages):
             start_s = max(ends[node] for node in nodes)
-            end_s = start_s + averaging_s(self.case, best_ring(self.case, nodes))
+            end_s = start_s + quickest_averaging_s(self.case, tuple(nodes))
             averagings.append(Averaging(stage, start_s, end_s))
         return tuple(sorted(averagings, key=lambda averaging: averaging.start_s))

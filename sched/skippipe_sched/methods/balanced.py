@@ -9,9 +9,11 @@ soonest in the simulator.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
+from scipy.optimize import Bounds, milp
 
 from skippipe_sched.case import Case
 from skippipe_sched.errors import InputError
@@ -97,9 +99,10 @@ def _draw_path(
 def _swapped(case: Case, chosen: StageSet, random: np.random.Generator) -> StageSet:
     """The stages of a set in ascending order with some neighbours swapped, as the rules allow."""
     sequence = list(chosen)
-    for _ in range(int(random.integers(case.rules.max_swaps + 1))):
-        if len(sequence) < 2:
-            break
+    if len(sequence) < 2:
+        return chosen
+    most = min(case.rules.max_swaps, len(sequence))
+    for _ in range(int(random.integers(most + 1))):
         position = int(random.integers(len(sequence) - 1))
         attempt = list(sequence)
         attempt[position : position + 2] = reversed(attempt[position : position + 2])
@@ -115,7 +118,7 @@ def _balanced_stage_sets(
     and together visit every inner stage equally often (difference at most one).
 
     Each set is the one whose stages were visited least so far; what imbalance the jump limit
-    leaves is then repaired by exchanging stages in single sets.
+    leaves is then repaired.
     """
     visits = np.zeros(len(case.stages))
     sets = []
@@ -124,39 +127,70 @@ def _balanced_stage_sets(
         chosen = _lightest_set(visits + tie_breaker, case)
         sets.append(chosen)
         visits[list(chosen)] += 1
-    for _ in range(microbatches * len(case.stages)):
-        inner = visits[1:]
-        if len(inner) == 0 or inner.max() - inner.min() <= 1:
-            return sets
-        exchange = next(_exchanges(case, sets, visits), None)
-        if exchange is None:
-            break
-        microbatch, replacement = exchange
-        visits[list(sets[microbatch])] -= 1
-        visits[list(replacement)] += 1
-        sets[microbatch] = replacement
-    raise InputError(
-        "case.rules.max_jump",
-        case.rules.max_jump,
-        "no paths were found that visit every inner stage equally often (CC3) under this limit",
-        f"Raise max_jump (at most {len(case.stages) - 2} matters) or case.path_length",
+    inner = visits[1:]
+    if len(inner) == 0 or inner.max() - inner.min() <= 1:
+        return sets
+    return _nearest_balanced_sets(case, sets)
+
+
+def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSet]:
+    """Balanced sets that share as many steps with `sets` as can be.
+
+    Ascending sets are ways from stage 0, a step into a stage at each position, and all of them
+    together are a flow of whole microbatches over these steps: an integer program finds it.
+    """
+    last_stage = len(case.stages) - 1
+    steps = [
+        (position, start, end)
+        for position in range(case.path_length - 1)
+        for start in (range(1, last_stage) if position else (0,))
+        for end in range(start + 1, min(start + 1 + case.rules.max_jump, last_stage) + 1)
+    ]
+    shared = Counter(
+        (position, *step) for chosen in sets for position, step in enumerate(pairwise((0, *chosen)))
     )
+    position, start, end = np.array(steps).T
+    # Rows: visits of each inner stage; all set out from stage 0; who enters a stage leaves it.
+    rows = [end == stage for stage in range(1, last_stage + 1)] + [position == 0]
+    rows += [
+        ((position == later - 1) & (end == stage)) * 1.0 - ((position == later) & (start == stage))
+        for later in range(1, case.path_length - 1)
+        for stage in range(1, last_stage + 1)
+    ]
+    visits = len(sets) * (case.path_length - 1)
+    low = np.zeros(len(rows))
+    low[: last_stage + 1] = [visits // last_stage] * last_stage + [len(sets)]
+    high = low.copy()
+    high[:last_stage] = -(-visits // last_stage)
+    # Each step twice: free as often as `sets` take it, at a price beyond.
+    matrix = np.array(rows, dtype=float)
+    most = [shared[step] for step in steps] + [len(sets)] * len(steps)
+    solution = milp(
+        np.repeat([0.0, 1.0], len(steps)),
+        constraints=(np.hstack([matrix, matrix]), low, high),
+        bounds=Bounds(0, most),  # pyright: ignore[reportArgumentType]
+        integrality=np.ones(2 * len(steps)),
+    )
+    if solution.x is None:
+        raise InputError(
+            "case.rules.max_jump",
+            case.rules.max_jump,
+            "no paths visit every inner stage equally often (CC3) under this limit",
+            f"Raise max_jump (at most {last_stage - 1} matters) or case.path_length",
+        )
+    counts = np.rint(solution.x).astype(int).reshape(2, -1).sum(axis=0)
+    left = Counter(dict(zip(steps, counts.tolist(), strict=True)))
+    return [_walk(left, case.path_length - 1) for _ in sets]
 
 
-def _exchanges(
-    case: Case, sets: Sequence[StageSet], visits: np.ndarray
-) -> Iterator[tuple[int, StageSet]]:
-    """Exchanges of a stage in one set for one that is visited at least two times less often."""
-    stages = range(1, len(visits))
-    for much in sorted(stages, key=lambda stage: -visits[stage]):
-        for little in sorted(stages, key=lambda stage: visits[stage]):
-            if visits[much] - visits[little] < 2:
-                break
-            for microbatch, chosen in enumerate(sets):
-                if much in chosen and little not in chosen:
-                    replacement = tuple(sorted({*chosen, little} - {much}))
-                    if sequence_problem([0, *replacement], case.rules) is None:
-                        yield microbatch, replacement
+def _walk(left: Counter[tuple[int, int, int]], length: int) -> StageSet:
+    """Take one way of `length` steps out of those that are left."""
+    stages = [0]
+    for position in range(length):
+        step = next(s for s in left if s[:2] == (position, stages[-1]) and left[s] > 0)
+        left[step] -= 1
+        stages.append(step[2])
+    return tuple(stages[1:])
 
 
 def _lightest_set(weights: np.ndarray, case: Case) -> StageSet:

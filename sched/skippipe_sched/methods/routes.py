@@ -24,14 +24,10 @@ class Routes:
 def place_in_order(case: Case) -> tuple[tuple[int, ...], ...]:
     """The nodes on stages in the order in which the case lists them."""
     ends = list(accumulate(case.stages))
-    return tuple(
-        tuple(range(end - size, end)) for end, size in zip(ends, case.stages, strict=True)
-    )
+    return tuple(tuple(range(end - size, end)) for end, size in zip(ends, case.stages, strict=True))
 
 
-def data_node_of_microbatches(
-    case: Case, stages: Sequence[Sequence[int]]
-) -> tuple[int, ...]:
+def data_node_of_microbatches(case: Case, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The data node of each microbatch: the data nodes in turn, each until it has sent its own."""
     rounds = range(max(case.microbatches))
     return tuple(

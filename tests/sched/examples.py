@@ -1,0 +1,115 @@
+"""Small cases, random cases and random paths for the planner's tests."""
+
+from itertools import accumulate
+from typing import Any
+
+from hypothesis import strategies as st
+from skippipe_sched.case import Case, parse_case
+from skippipe_sched.plan import Operation, microbatch_chain
+
+PAPER = "experiments/paper/gcp20.yaml"
+LOCATIONS = ("Iowa", "Oregon", "Belgium", "Taiwan", "Australia")
+
+# Two nodes; F takes 1 s, L half a second, B 2 s, and a hop 1 s each way.
+TWO_NODES: dict[str, Any] = {
+    "nodes": 2,
+    "locations": ["here", "there"],
+    "links": [["here", "there", 1000, 1]],
+    "activation_bytes": 0,
+    "stage_bytes": 0,
+    "forward_s": 1,
+    "backward_ratio": 2,
+    "loss_ratio": 0.5,
+    "stages": [1, 1],
+    "path_length": 2,
+    "microbatches_per_data_node": 1,
+    "memory": 2,
+}
+
+
+def case_with(**changes: Any) -> Case:
+    return parse_case(TWO_NODES | changes)
+
+
+def same_place(stages: list[int], **changes: Any) -> Case:
+    """Nodes of one location, whose hops take a millisecond, and paths through all stages."""
+    given = {"nodes": sum(stages), "locations": ["here"], "links": [], "stages": stages}
+    given["path_length"] = len(stages)
+    return parse_case(TWO_NODES | given | changes)
+
+
+def in_order(sizes) -> tuple[tuple[int, ...], ...]:
+    """Nodes 0, 1, 2, ... on stages of these sizes."""
+    ends = accumulate(sizes)
+    return tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True))
+
+
+@st.composite
+def cases(draw: st.DrawFn, speeds=(0.25, 0.5, 1.0, 1.5), most_replicas: int = 3) -> Case:
+    sizes = draw(st.lists(st.integers(1, most_replicas), min_size=1, max_size=5))
+    speed = st.sampled_from(speeds)
+    if draw(st.booleans()):
+        speed = st.just(speeds[0])
+    node = st.fixed_dictionaries(
+        {"forward_s": speed, "memory": st.integers(1, 3)},
+        optional={"location": st.sampled_from(LOCATIONS)},
+    )
+    rules = {
+        "max_swaps": st.integers(0, 3),
+        "max_swap_distance": st.integers(1, 2),
+        "max_jump": st.integers(0, 3),
+    }
+    given = {
+        "nodes": draw(st.lists(node, min_size=sum(sizes), max_size=sum(sizes))),
+        "locations": draw(st.lists(st.sampled_from(LOCATIONS), min_size=1, max_size=3)),
+        "links": draw(st.sampled_from(["gcp12", _links()])),
+        "hop_overhead_s": draw(st.sampled_from([0, 0.125])),
+        "activation_bytes": draw(st.sampled_from([0, 2**22, 2**25])),
+        "stage_bytes": 2**24,
+        "forward_s": 1,
+        "loss_ratio": draw(st.sampled_from([0, 0.25])),
+        "contention": draw(st.sampled_from(["none", "link"])),
+        "stages": sizes,
+        "path_length": draw(st.integers(1, len(sizes))),
+        "microbatches_per_data_node": draw(
+            st.integers(1, 4) | st.lists(st.integers(1, 4), min_size=sizes[0], max_size=sizes[0])
+        ),
+        "memory": 1,
+        "rules": draw(st.fixed_dictionaries({}, optional=rules)),
+    }
+    return parse_case(given)
+
+
+def _links() -> list[list]:
+    """Links of round figures, slower in one direction than in the other."""
+    return [
+        [a, b, 125 * (1 + (i + 2 * j) % 3), 0.125 * (1 + (2 * i + j) % 4)]
+        for i, a in enumerate(LOCATIONS)
+        for j, b in enumerate(LOCATIONS)
+        if a != b
+    ]
+
+
+@st.composite
+def routed_cases(draw: st.DrawFn, swaps: bool = True):
+    """A case, a placement, and paths of any stages, in any order where there are `swaps`."""
+    case = draw(cases())
+    nodes = iter(draw(st.permutations(range(len(case.nodes)))))
+    stages = tuple(tuple(next(nodes) for _ in range(size)) for size in case.stages)
+    paths = []
+    for data_node, count in zip(stages[0], case.microbatches, strict=True):
+        for _ in range(count):
+            inner = draw(st.permutations(range(1, len(stages))))
+            inner = inner[: draw(st.integers(0, len(inner)))]
+            visited = inner if swaps else sorted(inner)
+            path = (data_node, *(draw(st.sampled_from(stages[stage])) for stage in visited))
+            paths.append(path)
+    return case, stages, tuple(paths)
+
+
+def chains_of(paths) -> list[list[Operation]]:
+    return [microbatch_chain(microbatch, path) for microbatch, path in enumerate(paths)]
+
+
+def operations(chains) -> list[Operation]:
+    return [operation for chain in chains for operation in chain]

@@ -1,0 +1,135 @@
+"""Reading cases: what every field means, links from each kind of table, cases whole in plans."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from skippipe_sched.case import Node, Rules, load_case, parse_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.links import BUILT_IN, COLUMNS, GIBIBYTE, Link, LinkTable, table
+
+from tests.sched.examples import PAPER, TWO_NODES, case_with
+
+HEADER = ",".join(COLUMNS)
+
+
+def test_the_paper_case():
+    case = load_case(Path(PAPER))
+    assert len(case.nodes) == 20
+    assert [case.nodes[n].location for n in (0, 11, 12, 19)] == [
+        "Belgium",
+        "Australia",
+        "Belgium",
+        "Oregon",
+    ]
+    assert case.stages == (5, 3, 3, 3, 3, 3)
+    assert case.microbatches == (6,) * 5
+    assert case.rules == Rules(max_swaps=2, max_swap_distance=1, max_jump=4)
+    assert {(node.forward_s, node.memory) for node in case.nodes} == {(0.44, 3)}
+    assert case.duration("F", 0) == 0.44
+    assert case.duration("L", 0) == pytest.approx(0.11)
+    assert case.duration("B", 0) == pytest.approx(0.66)
+    # Belgium to Canada as the table has it, and back the same.
+    latency, bandwidth = case.link_matrices
+    hop = latency[0, 1] + 33554432 / bandwidth[0, 1] + 0.35
+    assert case.hop_s[0, 1] == case.hop_s[1, 0] == pytest.approx(hop)
+    # Nodes 0 and 12 share Belgium: 1 ms, 32 MiB at 2 GiB/s, and the overhead.
+    assert case.hop_s[0, 12] == pytest.approx(0.001 + 1 / 64 + 0.35)
+    assert not case.hop_s.diagonal().any()
+
+
+def test_defaults():
+    case = case_with()
+    required = {key: value for key, value in TWO_NODES.items() if not key.endswith("_ratio")}
+    case = parse_case(required)
+    assert (case.backward_ratio, case.loss_ratio, case.hop_overhead_s) == (1.5, 0.25, 0)
+    assert case.contention == "link"
+    assert case.rules == Rules(max_swaps=0, max_swap_distance=1, max_jump=2)
+    assert case.link_table.same_location == Link(0.001, 2 * GIBIBYTE)
+
+
+def test_nodes_override_what_the_case_gives_for_all():
+    case = case_with(
+        nodes=[{"location": "there", "memory": 5}, {}, {"forward_s": 3}],
+        stages=[2, 1],
+        microbatches_per_data_node=[4, 1],
+    )
+    # Locations are cycled by the index of the node, also past nodes that have their own.
+    assert case.nodes == (Node("there", 1, 5), Node("there", 1, 2), Node("here", 3, 2))
+    assert case.microbatches == (4, 1)
+
+
+def test_numbers_may_be_written_as_yaml_reads_text():
+    assert case_with(forward_s="3e-4").nodes[0].forward_s == 3e-4
+
+
+def test_one_row_serves_both_directions_and_two_rows_one_each():
+    quick, slow = Link(0.01, GIBIBYTE), Link(0.02, GIBIBYTE / 2)
+    same = Link(0, 1)
+    one = table([["a", "b", 10, 1]], same)
+    assert one.link("a", "b") == one.link("b", "a") == quick
+    two = table([["a", "b", 10, 1], ["b", "a", 20, 0.5]], same)
+    assert (two.link("a", "b"), two.link("b", "a")) == (quick, slow)
+    assert two.link("a", "a") == same
+    assert table([["a", "a", 10, 1]], same).link("a", "a") == quick
+
+
+def test_matrices_follow_the_nodes():
+    links = LinkTable({("a", "b"): Link(1, 10), ("b", "a"): Link(2, 20)}, Link(3, 30))
+    latency, bandwidth = links.matrices(["b", "a", "b"])
+    assert latency.tolist() == [[3, 2, 3], [1, 3, 1], [3, 2, 3]]
+    np.testing.assert_array_equal(bandwidth, 10 * latency)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_tables_link_all_their_locations(name):
+    links = table(name, Link(0.001, 1e9))
+    locations = {location for pair in links.links for location in pair}
+    assert len(locations) == 12
+    for source, target in product(locations, repeat=2):
+        assert links.link(source, target).bandwidth > 0
+
+
+@pytest.mark.parametrize("byte_order_mark", ["", "\N{ZERO WIDTH NO-BREAK SPACE}"])
+def test_a_link_table_lies_beside_the_case_and_then_in_the_plan(
+    tmp_path, monkeypatch, byte_order_mark
+):
+    """Relative to the case file, wherever the command runs; some programs write a mark first."""
+    folder = tmp_path / "cases"
+    folder.mkdir()
+    rows = f"{byte_order_mark}{HEADER}\nhere,there,250,0.5\nthere,here,500,1\n"
+    (folder / "mine.csv").write_text(rows, encoding="utf-8")
+    content = yaml.safe_dump(TWO_NODES | {"links": "mine.csv"})
+    (folder / "case.yaml").write_text(content, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    case = load_case(Path("cases/case.yaml"))
+    assert case.hop_s.tolist() == [[0, 0.25], [0.5, 0]]
+    (folder / "mine.csv").unlink()
+    again = parse_case(json.loads(json.dumps(dict(case.source))))
+    assert again.link_table == case.link_table
+    assert again.source == case.source
+
+
+def test_links_of_locations_without_nodes_may_be_missing():
+    case_with(locations=["here", "there", "nowhere"])
+    with pytest.raises(InputError, match="here to nowhere"):
+        case_with(locations=["here", "nowhere", "there"])
+
+
+def test_yaml_anchors_and_merged_mappings(tmp_path):
+    content = yaml.safe_dump({key: TWO_NODES[key] for key in TWO_NODES if key != "nodes"})
+    content += "nodes: [&quick {forward_s: 0.5, memory: 4}, {<<: *quick, memory: 2}]\n"
+    (tmp_path / "case.yaml").write_text(content, encoding="utf-8")
+    case = load_case(tmp_path / "case.yaml")
+    assert case.nodes == (Node("here", 0.5, 4), Node("there", 0.5, 2))
+
+
+def test_an_error_is_one_line_whatever_it_holds():
+    error = InputError("case.a\nb", "x" * 1000, "tab\there", "é stays, \x1b[31m goes")
+    assert str(error).isprintable()
+    assert "case.a\\nb = 'xxx" in str(error)
+    assert "é stays, \\x1b[31m goes." in str(error)
+    assert len(str(error)) < 300

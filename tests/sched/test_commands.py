@@ -1,0 +1,552 @@
+"""The planner's commands: what they print and write, and one line for whatever is wrong."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from skippipe_sched.__main__ import main
+from skippipe_sched.case import parse_case
+from skippipe_sched.links import COLUMNS
+from skippipe_sched.methods import make_plan
+from skippipe_sched.plan import load_plan
+
+from tests.sched.examples import PAPER, TWO_NODES, same_place
+
+HEADER = ",".join(COLUMNS)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a command in this process; gives its exit code, output and errors."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["skippipe_sched", *map(str, arguments)])
+        code = main()
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+# What works.
+
+
+@pytest.fixture(scope="module")
+def paper_plan(tmp_path_factory):
+    """A plan of the paper's case, made by the command in a process of its own."""
+    path = tmp_path_factory.mktemp("plans") / "new" / "plan.json"
+    command = [sys.executable, "-m", "skippipe_sched", "plan", PAPER, "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return path, done.stdout
+
+
+def test_plan(paper_plan):
+    path, printed = paper_plan
+    plan = load_plan(path)
+    assert plan.method == "balanced"
+    assert f"balanced: iteration {plan.predicted.iteration_s:.2f} s" in printed
+    assert printed.endswith(f"wrote {path}\n")
+    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_plan_with_the_same_seed_writes_the_same(command, tmp_path):
+    case = tmp_path / "case.yaml"
+    case.write_text(yaml.safe_dump(dict(same_place([2, 2, 2], path_length=2).source)))
+    files = []
+    for name in ("a.json", "b.json"):
+        code, _, _ = command("plan", case, "-o", tmp_path / name, "--seed", 7)
+        assert code == 0
+        files.append((tmp_path / name).read_bytes())
+    assert files[0] == files[1]
+
+
+def test_simulate(command, paper_plan):
+    path, _ = paper_plan
+    plan = load_plan(path)
+    code, printed, errors = command("simulate", path)
+    assert (code, errors) == (0, "")
+    assert printed.startswith(f"balanced: iteration {plan.predicted.iteration_s:.2f} s")
+    assert "breaks a rule" not in printed
+
+    code, printed, errors = command("simulate", path, "--json", "--contention", "link")
+    assert (code, errors) == (0, "")
+    figures = json.loads(printed)
+    assert figures["violations"] == []
+    assert figures["iteration_s"] > plan.predicted.iteration_s
+    assert figures["predicted_iteration_s"] == plan.predicted.iteration_s
+    assert figures["lower_bound_s"] == pytest.approx(plan.predicted.lower_bound_s)
+    assert 0 < figures["idle_share"] < 1
+
+
+def test_simulate_names_broken_rules(command, tmp_path):
+    path = tmp_path / "plan.json"
+    make_plan(same_place([1, 2], microbatches_per_data_node=2), "full", 0).save(path)
+    plan = json.loads(path.read_text())
+    plan["microbatches"] = [[0, 1], [0, 1]]
+    plan["order"][1] = [["F", 0], ["F", 1], ["B", 0], ["B", 1]]
+    plan["order"][2] = []
+    path.write_text(json.dumps(plan))
+    code, printed, _ = command("simulate", path)
+    assert code == 0
+    assert "breaks a rule: TC1: node 1 of stage 1" in printed
+
+
+def test_simulate_asks_the_plan_for_no_prediction(command, tmp_path):
+    """A plan written by hand may predict nothing: the figures are the simulator's own."""
+    path = tmp_path / "plan.json"
+    make_plan(same_place([1]), "full", 0).save(path)
+    plan = json.loads(path.read_text())
+    plan["predicted"] = dict.fromkeys(plan["predicted"], 0)
+    path.write_text(json.dumps(plan))
+    code, printed, errors = command("simulate", path)
+    assert (code, errors) == (0, "")
+    assert "lower bound 3.50 s (gap 0%), nodes idle 0%" in printed
+
+
+def test_draw(command, paper_plan, tmp_path):
+    path, _ = paper_plan
+    code, printed, errors = command("draw", path, "-o", tmp_path / "plan.svg")
+    assert (code, errors) == (0, "")
+    assert printed == f"wrote {tmp_path / 'plan.svg'}\n"
+    assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
+
+
+# What is wrong. Each gives the change, the field that the error names, what it shows of the value,
+# and part of what it says to do.
+
+
+def refused(done, field, value, remedy):
+    code, printed, errors = done
+    assert code == 2
+    assert printed == ""
+    assert errors.count("\n") == 1
+    assert errors.startswith(f"error: {field} = ")
+    said, _, advice = errors.rstrip(".\n").rpartition(". ")
+    assert value in said
+    assert remedy in advice
+
+
+WRONG_CASES = {
+    "unknown key": ({"node": 3}, "case.node", "3", "Remove it"),
+    "unknown key over two lines": ({"no\nde": 3}, r"case.no\nde", "3", "Remove it"),
+    "missing key": ({"memory": ...}, "case.memory", "None", "Add memory:"),
+    "text for a number": ({"forward_s": "fast"}, "case.forward_s", "'fast'", "Write a number"),
+    "boolean for a number": ({"forward_s": True}, "case.forward_s", "True", "Write a number"),
+    "infinite": ({"forward_s": float("inf")}, "case.forward_s", "inf", "below 1e+100"),
+    "not a number": ({"stage_bytes": float("nan")}, "case.stage_bytes", "nan", "below 1e+100"),
+    "too great": ({"activation_bytes": 1e200}, "case.activation_bytes", "1e+200", "below 1e+100"),
+    "greater than any": ({"stage_bytes": 10**400}, "case.stage_bytes", "1000", "below 1e+100"),
+    "zero seconds": ({"forward_s": 0}, "case.forward_s", "0", "greater than 0"),
+    "negative": ({"hop_overhead_s": -1}, "case.hop_overhead_s", "-1", "at least 0"),
+    "no backward": ({"backward_ratio": 0}, "case.backward_ratio", "0", "greater than 0"),
+    "fraction": ({"path_length": 1.5}, "case.path_length", "1.5", "without fraction"),
+    "boolean for a count": ({"memory": True}, "case.memory", "True", "without fraction"),
+    "memory 0": ({"memory": 0}, "case.memory", "0", "Write 1 or a greater"),
+    "memory list": ({"memory": [1, 2]}, "case.memory", "[1, 2]", "without fraction"),
+    "path too long": ({"path_length": 3}, "case.path_length", "3", "Write 2 or less"),
+    "path of nothing": ({"path_length": 0}, "case.path_length", "0", "Write 1 or a greater"),
+    "sizes": ({"stages": [1, 2]}, "case.stages", "[1, 2]", "add up"),
+    "many nodes": ({"nodes": 10**15}, "case.stages", "[1, 1]", "add up"),
+    "no stages": ({"stages": []}, "case.stages", "[]", "Add the missing"),
+    "empty stage": ({"stages": [2, 0]}, "case.stages[1]", "0", "Write 1 or a greater"),
+    "stages as text": ({"stages": "1, 1"}, "case.stages", "'1, 1'", "Write [first"),
+    "microbatches too few": (
+        {"microbatches_per_data_node": [3, 3]},
+        "case.microbatches_per_data_node",
+        "[3, 3]",
+        "one number for each node of the first stage",
+    ),
+    "microbatches 0": (
+        {"microbatches_per_data_node": [0]},
+        "case.microbatches_per_data_node[0]",
+        "0",
+        "Write 1 or a greater",
+    ),
+    "node key": ({"nodes": [{"loc": "x"}, {}]}, "case.nodes[0].loc", "'x'", "use one of: for"),
+    "node as text": ({"nodes": ["here", "there"]}, "case.nodes[0]", "'here'", "key: value"),
+    "node memory": ({"nodes": [{}, {"memory": 0}]}, "case.nodes[1].memory", "0", "Write 1 or"),
+    "nodes as text": ({"nodes": "two"}, "case.nodes", "'two'", "without fraction"),
+    "no locations": ({"locations": []}, "case.locations", "[]", "Add the missing"),
+    "a location that YAML reads as false": (
+        {"locations": ["here", False]},
+        "case.locations[1]",
+        "False",
+        "in quotes",
+    ),
+    "control character": (
+        {"locations": ["here", "the\x07re"]},
+        "case.locations[1]",
+        r"'the\x07re'",
+        "Write it without",
+    ),
+    "half a character": (
+        {"nodes": [{"location": "\ud800"}, {}]},
+        "case.nodes[0].location",
+        r"'\ud800'",
+        "Write it without",
+    ),
+    "missing link": ({"locations": ["here", "x"]}, "case.links", "here to x", "row: here,x,"),
+    "unknown table": ({"links": "gcp13"}, "case.links", "'gcp13'", "Use one of gcp12"),
+    "no such table": ({"links": "no.csv"}, "case.links", "no.csv", "Check the path"),
+    "table with a zero byte": ({"links": "\0.csv"}, "case.links", r"\x00", "Write it without"),
+    "table of another kind": ({"links": 12}, "case.links", "12", "Write [first"),
+    "short row": ({"links": [["here", "there", 1]]}, "case.links[0]", "'here'", "location_a"),
+    "no bandwidth": (
+        {"links": [["here", "there", 1, 0]]},
+        "case.links[0].bandwidth_GiB_per_s",
+        "0",
+        "at least 1e-12",
+    ),
+    "negative bandwidth": (
+        {"same_location": {"latency_ms": 1, "bandwidth_GiB_per_s": -1}},
+        "case.same_location.bandwidth_GiB_per_s",
+        "-1",
+        "at least 1e-12",
+    ),
+    "negative latency": (
+        {"links": [["here", "there", -1, 1]]},
+        "case.links[0].latency_ms",
+        "-1",
+        "at least 0",
+    ),
+    "link given twice": (
+        {"links": [["here", "there", 1, 1], ["here", "there", 2, 1]]},
+        "case.links[1]",
+        "['here', 'there', 2, 1]",
+        "Delete one",
+    ),
+    "half a same_location": (
+        {"same_location": {"latency_ms": 1}},
+        "case.same_location.bandwidth_GiB_per_s",
+        "None",
+        "Add bandwidth_GiB_per_s:",
+    ),
+    "contention": ({"contention": "some"}, "case.contention", "'some'", "none, link"),
+    "rules as nothing": ({"rules": None}, "case.rules", "None", "key: value"),
+    "unknown rule": ({"rules": {"jumps": 1}}, "case.rules.jumps", "1", "Remove it"),
+    "negative jump": ({"rules": {"max_jump": -1}}, "case.rules.max_jump", "-1", "Write 0 or"),
+    "swap over nothing": (
+        {"rules": {"max_swap_distance": 0}},
+        "case.rules.max_swap_distance",
+        "0",
+        "Write 1 or",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "value", "remedy"), WRONG_CASES.values(), ids=WRONG_CASES.keys()
+)
+def test_a_wrong_case_is_refused_in_one_line(command, tmp_path, change, field, value, remedy):
+    path = tmp_path / "case.yaml"
+    given = {key: value for key, value in (TWO_NODES | change).items() if value is not ...}
+    # JSON is YAML, but for numbers that YAML 1.1 spells otherwise.
+    content = json.dumps(given).replace("Infinity", ".inf").replace("NaN", ".nan")
+    path.write_text(content.replace("1e+200", "1.0e+200"), encoding="utf-8")
+    refused(command("plan", path, "-o", tmp_path / "plan.json"), field, value, remedy)
+    assert not (tmp_path / "plan.json").exists()
+
+
+WRONG_YAML = {
+    "empty": ("", "None", "key: value"),
+    "a list": ("[1, 2]", "[1, 2]", "key: value"),
+    "no YAML": ("nodes: [1,\n  2", "line 2", "Mend"),
+    "two documents": ("nodes: 1\n---\nnodes: 2\n", "line 2", "Mend"),
+    "a tab": ("nodes:\n\t- 1", "line 2, column 1", "Mend"),
+    "a key twice": ("nodes: 1\nstages: [1]\nnodes: 2\n", "line 3, column 1: the key 'nodes'", ""),
+    "a key twice within": ("rules: {max_jump: 1, max_jump: 2}", "line 1, column 22", "Mend"),
+    "a day that is none": ("nodes: 2024-13-45", "line 1, column 8: not a valid timestamp", ""),
+    "a tag that lies": ("nodes: !!int many", "line 1, column 8: not a valid int", "Mend"),
+    "a Python object": ("nodes: !!python/object:os.system {}", "line 1, column 8", "Mend"),
+    "a list for a key": ("? [a, b]\n: 1", "line 1", "Mend"),
+    "a control character": ("nodes: \x01", "not valid YAML", "Mend"),
+    "deep": ("[" * 20_000, "not valid YAML", "Mend"),
+    "too many digits": (f"nodes: {'9' * 5000}", "column 8: not a valid int", "Mend"),
+}
+
+
+@pytest.mark.parametrize(("content", "value", "remedy"), WRONG_YAML.values(), ids=WRONG_YAML.keys())
+def test_a_case_that_is_not_a_yaml_mapping_is_refused(command, tmp_path, content, value, remedy):
+    path = tmp_path / "case.yaml"
+    path.write_text(content, encoding="utf-8")
+    refused(command("plan", path, "-o", tmp_path / "plan.json"), "case", value, remedy)
+
+
+@pytest.mark.parametrize("name", ["case", "plan"])
+def test_files_that_cannot_be_read_are_refused(command, tmp_path, name):
+    def run(path):
+        if name == "case":
+            return command("plan", path, "-o", tmp_path / "out.json")
+        return command("simulate", path)
+
+    refused(run(tmp_path / "missing"), name, "missing", "Check the path")
+    refused(run(tmp_path), name, "Is a directory", "Check the path")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    refused(run(tmp_path / "binary"), name, "not UTF-8", "Give a text file")
+
+
+WRONG_TABLES = {
+    "empty": ("", "case.links (mine.csv, line 1)", "''", "first line must be location_a"),
+    "header": ("a,b,ms,bw\n", "case.links (mine.csv, line 1)", "'a,b,ms,bw'", "first line"),
+    "cells": (f"{HEADER}\nhere,there,1\n", "case.links (mine.csv, line 2)", "here", "location_a"),
+    "text": (
+        f"{HEADER}\nhere,there,quick,1\n",
+        "case.links (mine.csv, line 2).latency_ms",
+        "'quick'",
+        "Write a number",
+    ),
+    "infinite": (
+        f"{HEADER}\nhere,there,1,1\nthere,here,1,inf\n",
+        "case.links (mine.csv, line 3).bandwidth_GiB_per_s",
+        "inf",
+        "Write a number",
+    ),
+    "quotes": (f'{HEADER}\n"here,there,1,1\n', "case.links", "not valid CSV", "quotes"),
+    "no name": (f"{HEADER}\n,there,1,1\n", "case.links[0]", "''", "Write a name"),
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "value", "remedy"), WRONG_TABLES.values(), ids=WRONG_TABLES.keys()
+)
+def test_a_wrong_link_table_is_refused(command, tmp_path, content, field, value, remedy):
+    (tmp_path / "mine.csv").write_text(content, encoding="utf-8")
+    path = tmp_path / "case.yaml"
+    path.write_text(yaml.safe_dump(TWO_NODES | {"links": "mine.csv"}), encoding="utf-8")
+    refused(command("plan", path, "-o", tmp_path / "plan.json"), field, value, remedy)
+
+
+def _three_nodes():
+    """A plan on a data node and two replicas of one stage, with two microbatches."""
+    case = same_place([1, 2], microbatches_per_data_node=2)
+    return make_plan(case, "full", 0).to_json()
+
+
+def _case(plan, **change):
+    plan["case"] = plan["case"] | change
+
+
+# Of the plan above: stages [[0], [1, 2]], microbatches [[0, 1], [0, 2]].
+WRONG_PLANS = {
+    "format": (lambda p: p.update(format="plan"), "plan.format", "'plan'", "skippipe-plan"),
+    "version": (lambda p: p.update(version=2), "plan.version", "2", "Write 1"),
+    "version as text": (lambda p: p.update(version="1"), "plan.version", "'1'", "Write a number"),
+    "missing key": (lambda p: p.pop("order"), "plan.order", "None", "Add order:"),
+    "unknown key": (lambda p: p.update(notes=1), "plan.notes", "1", "Remove it"),
+    "method": (lambda p: p.update(method=None), "plan.method", "None", "Write a name"),
+    "method of two lines": (lambda p: p.update(method="a\nb"), "plan.method", r"'a\nb'", "without"),
+    "node twice": (
+        lambda p: p.update(stages=[[0], [1, 1]]),
+        "plan.stages[1][1]",
+        "1: this node is in plan.stages[1][0] already",
+        "Name each node once",
+    ),
+    "node missing": (lambda p: p.update(stages=[[0], [1]]), "plan.stages", "node 2", "Add it"),
+    "empty stage": (lambda p: p["stages"].append([]), "plan.stages[2]", "[]", "Add the missing"),
+    "stage of a node out of range": (
+        lambda p: p["stages"][1].append(3),
+        "plan.stages[1][2]",
+        "3",
+        "Write 2 or a smaller",
+    ),
+    "no microbatches": (lambda p: p.update(microbatches=[]), "plan.microbatches", "[]", "Add"),
+    "empty path": (
+        lambda p: p.update(microbatches=[[0, 1], []]),
+        "plan.microbatches[1]",
+        "[]",
+        "Add the missing",
+    ),
+    "path out of range": (
+        lambda p: p["microbatches"].append([0, 3]),
+        "plan.microbatches[2][1]",
+        "3",
+        "Write 2 or a smaller",
+    ),
+    "path below range": (
+        lambda p: p["microbatches"].append([-1, 1]),
+        "plan.microbatches[2][0]",
+        "-1",
+        "Write 0 or a greater",
+    ),
+    "path from another stage": (
+        lambda p: p["microbatches"].append([1, 2]),
+        "plan.microbatches[2][0]",
+        "1: a path begins at a data node",
+        "Begin with one of [0]",
+    ),
+    "stage twice": (
+        lambda p: p["microbatches"].append([0, 1, 2]),
+        "plan.microbatches[2][2]",
+        "2: the path visits stage 1 twice (CC1), first on node 1",
+        "Visit each stage once",
+    ),
+    "path as a number": (
+        lambda p: p["microbatches"].append(0),
+        "plan.microbatches[2]",
+        "0",
+        "Write [first",
+    ),
+    "boolean for a node": (
+        lambda p: p["microbatches"].append([False, 1]),
+        "plan.microbatches[2][0]",
+        "False",
+        "without fraction",
+    ),
+    "orders of some nodes": (lambda p: p["order"].pop(), "plan.order", "2 entries", "Give each"),
+    "operation missing": (
+        lambda p: p["order"][1].pop(),
+        "plan.order[1]",
+        "lacks the B of microbatch 0 on node 1",
+        "Add it",
+    ),
+    "operation twice": (
+        lambda p: p["order"][1].append(["B", 0]),
+        "plan.order[1][2]",
+        "['B', 0]: stands there twice",
+        "once",
+    ),
+    "operation on the wrong node": (
+        lambda p: p["order"][2].append(p["order"][1].pop()),
+        "plan.order[1]",
+        "lacks the B of microbatch 0",
+        "Add it",
+    ),
+    "operation of another node too": (
+        lambda p: p["order"][1].insert(0, ["F", 1]),
+        "plan.order[1][0]",
+        "no path has this operation on this node",
+        "on the node that runs it",
+    ),
+    "operation of no microbatch": (
+        lambda p: p["order"][0].append(["F", 2]),
+        "plan.order[0][6]",
+        "['F', 2]",
+        "once",
+    ),
+    "unknown operation": (
+        lambda p: p["order"][1].append(["G", 0]),
+        "plan.order[1][2]",
+        "'G'",
+        "F, L, B",
+    ),
+    "operation of three": (
+        lambda p: p["order"][1].append(["F", 0, 1]),
+        "plan.order[1][2]",
+        "['F', 0, 1]",
+        "microbatch]",
+    ),
+    "an order that locks": (
+        lambda p: p["order"][1].reverse(),
+        "plan.order",
+        "the B of microbatch 0 on node 1 waits for the L of microbatch 0 on node 0",
+        "Reorder",
+    ),
+    "an order beyond memory": (
+        lambda p: _case(p, memory=1),
+        "plan.order[0][1]",
+        "puts 2 microbatches in flight on node 0, whose memory holds 1",
+        "raise the node's memory",
+    ),
+    "infinite prediction": (
+        lambda p: p["predicted"].update(iteration_s=float("inf")),
+        "plan.predicted.iteration_s",
+        "inf",
+        "below",
+    ),
+    "prediction that is no number": (
+        lambda p: p["predicted"].update(pipeline_s=float("nan")),
+        "plan.predicted.pipeline_s",
+        "nan",
+        "below",
+    ),
+    "negative prediction": (
+        lambda p: p["predicted"].update(averaging_s=-1),
+        "plan.predicted.averaging_s",
+        "-1",
+        "at least 0",
+    ),
+    "wrong case": (lambda p: _case(p, memory=0), "case.memory", "0", "Write 1 or a greater"),
+    "no case": (lambda p: p.update(case=None), "case", "None", "key: value"),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "value", "remedy"), WRONG_PLANS.values(), ids=WRONG_PLANS.keys()
+)
+@pytest.mark.parametrize("name", ["simulate", "draw"])
+def test_a_wrong_plan_is_refused_in_one_line(command, tmp_path, name, change, field, value, remedy):
+    plan = _three_nodes()
+    change(plan)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    output = ("-o", tmp_path / "plan.svg") if name == "draw" else ()
+    refused(command(name, path, *output), field, value, remedy)
+
+
+def test_the_plan_that_the_wrong_ones_change_is_right():
+    plan = _three_nodes()
+    assert plan["stages"] == [[0], [1, 2]]
+    assert plan["microbatches"] == [[0, 1], [0, 2]]
+    assert parse_case(plan["case"]).stages == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        ("", "line 1 column 1"),
+        ('{"format": "skippipe-plan"', "line 1 column 27"),
+        ("[" * 50_000, "recursion"),
+        (f'{{"version": {"9" * 5000}}}', "4300 digits"),
+        ("[]", "must be a mapping"),
+    ],
+    ids=["empty", "cut off", "deep", "too many digits", "a list"],
+)
+def test_a_plan_that_is_not_a_json_object_is_refused(command, tmp_path, content, value):
+    path = tmp_path / "plan.json"
+    path.write_text(content, encoding="utf-8")
+    refused(command("simulate", path), "plan", value, "")
+
+
+@pytest.mark.parametrize("output", [".", "/", "folder", "file/plan.json", "/proc/none/plan.json"])
+@pytest.mark.parametrize("name", ["plan", "draw"])
+def test_an_output_that_cannot_be_written_is_refused(command, tmp_path, monkeypatch, name, output):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "plan.json").write_text(json.dumps(_three_nodes()))
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(TWO_NODES))
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    source = "case.yaml" if name == "plan" else "plan.json"
+    refused(command(name, source, "-o", output), "--output", output, "Give ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_negative_seed_is_refused(command, tmp_path):
+    done = command("plan", PAPER, "-o", tmp_path / "plan.json", "--seed", "-1")
+    refused(done, "--seed", "-1", "Give 0 or more")
+
+
+def test_rules_that_leave_no_plan_are_refused(command, tmp_path):
+    case = same_place([1, 1, 1], path_length=2, rules={"max_jump": 0}).source
+    path = tmp_path / "case.yaml"
+    path.write_text(yaml.safe_dump(dict(case) | {"microbatches_per_data_node": 4}))
+    done = command("plan", path, "-o", tmp_path / "plan.json")
+    refused(done, "case.rules.max_jump", "0: no paths visit", "Raise max_jump")
+
+
+def test_errors_reach_the_terminal_as_one_line_and_exit_code_2(tmp_path):
+    """In a process of its own, from another folder, with a case that holds a mistake."""
+    case = Path(PAPER).read_text(encoding="utf-8").replace("path_length: 4", "path_length: 7")
+    (tmp_path / "case.yaml").write_text(case, encoding="utf-8")
+    command = [sys.executable, "-m", "skippipe_sched", "plan", "case.yaml", "-o", "plan.json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: case\.path_length = 7: .* Write 6 or less, .*\n", done.stderr)

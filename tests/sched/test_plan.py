@@ -1,0 +1,83 @@
+"""The plan as a file: what it says, and that writing and reading it changes nothing."""
+
+import json
+
+from hypothesis import given, settings
+from skippipe_sched.plan import (
+    Operation,
+    Plan,
+    Predicted,
+    load_plan,
+    microbatch_chain,
+    parse_plan,
+    stage_of_nodes,
+)
+from skippipe_sched.simulate import simulate
+
+from tests.sched.examples import case_with, routed_cases
+
+
+def _planned(case, stages, paths):
+    timeline = simulate(case, stages, paths)
+    predicted = Predicted(timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 0.1)
+    return Plan("example", stages, paths, timeline.order, predicted, case)
+
+
+def test_the_chain_of_a_microbatch():
+    chain = microbatch_chain(7, (3, 0, 5))
+    assert [(operation.kind, operation.node) for operation in chain] == [
+        *(("F", 3), ("F", 0), ("F", 5)),
+        ("L", 3),
+        *(("B", 5), ("B", 0), ("B", 3)),
+    ]
+    assert {operation.microbatch for operation in chain} == {7}
+    assert [operation.kind for operation in microbatch_chain(0, (2,))] == ["F", "L", "B"]
+
+
+def test_an_operation_names_itself():
+    assert str(Operation("F", 3, 1)) == "F of microbatch 3 on node 1"
+
+
+def test_stage_of_nodes():
+    assert stage_of_nodes([[2, 0], [3], [1]]) == (0, 2, 0, 1)
+
+
+def test_the_file_is_as_designed(tmp_path):
+    case = case_with()
+    plan = _planned(case, ((0,), (1,)), ((0, 1),))
+    plan.save(tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert json.loads((tmp_path / "plan.json").read_text()) == {
+        "format": "skippipe-plan",
+        "version": 1,
+        "method": "example",
+        "stages": [[0], [1]],
+        "microbatches": [[0, 1]],
+        "order": [[["F", 0], ["L", 0], ["B", 0]], [["F", 0], ["B", 0]]],
+        "predicted": {
+            "iteration_s": 10.5,
+            "pipeline_s": 10.5,
+            "averaging_s": 0,
+            "lower_bound_s": 0.1,
+        },
+        "case": case.source,
+    }
+
+
+def test_saving_replaces_a_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("an older plan")
+    _planned(case_with(), ((0,), (1,)), ((0, 1),)).save(path)
+    assert load_plan(path).microbatches == ((0, 1),)
+
+
+@given(routed_cases())
+@settings(max_examples=50, deadline=None)
+def test_a_plan_survives_its_file(example):
+    plan = _planned(*example)
+    again = parse_plan(json.loads(json.dumps(plan.to_json(), allow_nan=False)))
+    for name in ("method", "stages", "microbatches", "order", "predicted", "stage_of"):
+        assert getattr(again, name) == getattr(plan, name)
+    for name in vars(plan.case).keys() - {"hop_s", "link_matrices"}:
+        assert getattr(again.case, name) == getattr(plan.case, name)
+    assert again.to_json() == plan.to_json()

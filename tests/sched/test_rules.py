@@ -1,0 +1,170 @@
+"""The rules of paths against examples of each and definitions written again from DESIGN."""
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.case import Rules
+from skippipe_sched.errors import InputError
+from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.rules import require, sequence_problem, violations
+
+from tests.sched.examples import in_order, routed_cases, same_place
+
+
+def broken(case, stages, paths):
+    return {violation.rule for violation in violations(case, stages, paths)}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "rules", "problem"),
+    [
+        ((0, 1, 2, 3), Rules(0, 1, 0), None),
+        ((0,), Rules(0, 1, 0), None),
+        ((), Rules(0, 1, 0), "CC1: it does not begin at stage 0"),
+        ((1, 2), Rules(0, 1, 5), "CC1: it does not begin at stage 0"),
+        ((0, 2, 2), Rules(0, 1, 5), "CC1: it visits a stage twice"),
+        ((0, 1, 0), Rules(1, 1, 5), "CC1: it visits a stage twice"),
+        ((0, 2, 1, 3), Rules(1, 1, 1), None),
+        ((0, 2, 1, 3), Rules(0, 1, 1), "CC2: it has 1 swaps, more than max_swaps = 0"),
+        ((0, 2, 1, 4, 3), Rules(2, 1, 2), None),
+        ((0, 2, 1, 4, 3), Rules(1, 1, 2), "CC2: it has 2 swaps"),
+        # Stages 1 and 2 both lie below 3, the highest before them.
+        ((0, 3, 1, 2), Rules(2, 2, 2), None),
+        ((0, 3, 1, 2), Rules(1, 2, 2), "CC2: it has 2 swaps"),
+        ((0, 3, 2, 1), Rules(2, 1, 2), "CC2: stage 1 comes after stage 3, farther back"),
+        ((0, 3, 2, 1), Rules(2, 2, 2), None),
+        ((0, 3, 4), Rules(0, 1, 2), None),
+        ((0, 3, 4), Rules(0, 1, 1), "CC2: the step from stage 0 to 3 passes over 2 stages"),
+        ((0, 1, 5), Rules(0, 1, 2), "CC2: the step from stage 1 to 5 passes over 3 stages"),
+    ],
+)
+def test_sequences_of_stages(sequence, rules, problem):
+    found = sequence_problem(sequence, rules)
+    assert found is None if problem is None else (found or "").startswith(problem)
+
+
+def _keeps(sequence, rules):
+    """CC1 and CC2, written again."""
+    if sequence[0] != 0 or any(sequence.count(stage) > 1 for stage in sequence):
+        return False
+    back = [
+        max(sequence[:i]) - stage
+        for i, stage in enumerate(sequence)
+        if any(earlier > stage for earlier in sequence[:i])
+    ]
+    passed = [len(range(a + 1, b)) for a, b in pairwise(sequence)]
+    return (
+        len(back) <= rules.max_swaps
+        and all(distance <= rules.max_swap_distance for distance in back)
+        and all(count <= rules.max_jump for count in passed)
+    )
+
+
+@given(
+    st.lists(st.integers(0, 6), max_size=6),
+    st.builds(Rules, st.integers(0, 3), st.integers(1, 3), st.integers(0, 4)),
+)
+@settings(max_examples=300, deadline=None)
+def test_sequences_are_judged_as_by_the_definition(inner, rules):
+    sequence = [0, *inner]
+    assert (sequence_problem(sequence, rules) is None) == _keeps(sequence, rules)
+
+
+@given(st.permutations(range(1, 5)), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_orders_of_a_few_stages_are_judged_as_by_the_definition(inner, length, swaps, jump):
+    sequence = [0, *inner[:length]]
+    for distance in (1, 2, 3):
+        rules = Rules(swaps, distance, jump)
+        assert (sequence_problem(sequence, rules) is None) == _keeps(sequence, rules)
+
+
+def test_placement_has_the_sizes_of_the_case():
+    case = same_place([1, 2], path_length=2, microbatches_per_data_node=2)
+    assert broken(case, [[0], [1, 2]], [(0, 1), (0, 2)]) == set()
+    assert "placement" in broken(case, [[0, 1], [2]], [(0, 2), (0, 2)])
+    assert "placement" in broken(case, [[0], [1], [2]], [(0, 1), (0, 2)])
+
+
+def test_cc3_inner_stages_are_visited_equally_often():
+    case = same_place([1, 1, 1, 1], path_length=3, microbatches_per_data_node=3)
+    stages = [[0], [1], [2], [3]]
+    assert broken(case, stages, [(0, 1, 2), (0, 1, 3), (0, 2, 3)]) == set()
+    assert broken(case, stages, [(0, 1, 2), (0, 1, 3), (0, 1, 2)]) == {"CC3"}
+    assert broken(case, stages, [(0, 1, 2), (0, 1, 2), (0, 1, 2)]) == {"CC3"}
+    # Seven visits of three stages: they differ by one and may.
+    assert broken(case, stages, [(0, 1, 2, 3), (0, 1, 3), (0, 2, 3)]) == set()
+
+
+def test_tc1_data_nodes_send_the_microbatches_of_the_case():
+    case = same_place([2, 1], path_length=2, microbatches_per_data_node=[1, 2])
+    stages = [[0, 1], [2]]
+    assert broken(case, stages, [(0, 2), (1, 2), (1, 2)]) == set()
+    assert broken(case, stages, [(0, 2), (0, 2), (1, 2)]) == {"TC1"}
+    assert broken(case, stages, [(0, 2), (1, 2)]) == {"TC1"}
+
+
+def test_tc1_equal_replicas_have_equal_shares():
+    case = same_place([1, 2], path_length=2, microbatches_per_data_node=3)
+    stages = [[0], [1, 2]]
+    assert broken(case, stages, [(0, 1), (0, 2), (0, 1)]) == set()
+    assert broken(case, stages, [(0, 1), (0, 1), (0, 1)]) == {"TC1"}
+
+
+@pytest.mark.parametrize(
+    ("quick", "slow", "kept"), [(6, 2, True), (5, 3, False), (4, 4, False), (7, 1, False)]
+)
+def test_tc1_weighs_shares_by_speed(quick, slow, kept):
+    """A replica three times as quick takes three quarters of the microbatches."""
+    case = same_place(
+        [1, 2],
+        nodes=[{}, {"forward_s": 1}, {"forward_s": 3}],
+        path_length=2,
+        microbatches_per_data_node=8,
+    )
+    paths = [(0, 1)] * quick + [(0, 2)] * slow
+    assert broken(case, [[0], [1, 2]], paths) == (set() if kept else {"TC1"})
+
+
+def test_shares_of_extreme_speeds_are_numbers():
+    case = same_place(
+        [1, 2],
+        nodes=[{}, {"forward_s": 5e-324}, {"forward_s": 1e100}],
+        path_length=2,
+        microbatches_per_data_node=4,
+    )
+    assert broken(case, [[0], [1, 2]], [(0, 1)] * 4) == set()
+
+
+@given(routed_cases())
+@settings(max_examples=150, deadline=None)
+def test_placement_and_paths_are_judged_as_by_the_definitions(example):
+    case, stages, paths = example
+    stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
+    visits = {node: sum(node in path for path in paths) for node in stage_of}
+    sums = [sum(visits[node] for node in nodes) for nodes in stages]
+    expected = set()
+    if not all(_keeps([stage_of[node] for node in path], case.rules) for path in paths):
+        expected.add("CC2")
+    if any(abs(a - b) > 1 for a in sums[1:] for b in sums[1:]):
+        expected.add("CC3")
+    for stage, nodes in enumerate(stages):
+        if stage == 0:
+            continue
+        speeds = [1 / Fraction(case.nodes[node].forward_s) for node in nodes]
+        for node, speed in zip(nodes, speeds, strict=True):
+            # A share rounded down or up: less than one visit away, and none from a whole one.
+            if abs(visits[node] - sums[stage] * speed / sum(speeds)) >= 1:
+                expected.add("TC1")
+    assert broken(case, stages, paths) == expected
+
+
+def test_require_names_the_first_broken_rule():
+    case = same_place([1, 2], path_length=2, microbatches_per_data_node=3)
+    paths = ((0, 1), (0, 1), (0, 1))
+    plan = Plan("example", in_order([1, 2]), paths, (), Predicted(1, 1, 0, 1), case)
+    with pytest.raises(InputError, match=r"plan\.microbatches = 3: TC1: node 1 of stage 1 .*more"):
+        require(plan)

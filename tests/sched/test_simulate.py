@@ -1,0 +1,509 @@
+"""The simulator against a naive reference, hand-computed examples and what must always hold."""
+
+import random
+from itertools import pairwise, permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from skippipe_sched.averaging import averaging_s, best_ring
+from skippipe_sched.case import load_case, parse_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.plan import Operation, Plan, Predicted
+from skippipe_sched.rules import violations
+from skippipe_sched.simulate import Averaging, simulate, simulate_plan
+
+from tests.sched.examples import (
+    PAPER,
+    case_with,
+    chains_of,
+    in_order,
+    operations,
+    routed_cases,
+    same_place,
+)
+
+PAPER_STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
+PAPER_PATHS = [[0, 14, 6, 12], [3, 15, 17, 5], [4, 7, 13, 19], [10, 1, 18, 2], [11, 8, 16, 9]]
+
+
+def starts(timeline):
+    return {(run.operation.kind, *run.operation[1:]): run.start_s for run in timeline.runs}
+
+
+def _plan(case, stages, paths, order):
+    return Plan("example", stages, paths, order, Predicted(1, 1, 0, 1), case)
+
+
+def test_the_published_figures():
+    case = load_case(Path(PAPER))
+    paths = tuple(map(tuple, PAPER_PATHS * 6))
+    timeline = simulate(case, PAPER_STAGES, paths)
+    assert timeline.pipeline_s == pytest.approx(32.92, abs=0.01)
+    assert timeline.averaging_s == pytest.approx(36.52, abs=0.01)
+    assert timeline.iteration_s == pytest.approx(69.44, abs=0.01)
+    assert violations(case, PAPER_STAGES, paths) == []
+
+
+# Examples computed by hand.
+
+
+def test_one_microbatch_goes_there_and_back():
+    timeline = simulate(case_with(), [[0], [1]], [(0, 1)])
+    assert starts(timeline) == {
+        ("F", 0, 0): 0.0,
+        ("F", 0, 1): 2.0,
+        ("L", 0, 0): 4.0,
+        ("B", 0, 1): 5.5,
+        ("B", 0, 0): 8.5,
+    }
+    assert [(t.source, t.target, t.start_s, t.end_s) for t in timeline.transfers] == [
+        (0, 1, 1.0, 2.0),
+        (1, 0, 3.0, 4.0),
+        (0, 1, 4.5, 5.5),
+        (1, 0, 7.5, 8.5),
+    ]
+    assert timeline.pipeline_s == timeline.iteration_s == 10.5
+    assert timeline.busy_s == (3.5, 3.0)
+    assert timeline.averagings == (Averaging(1, 7.5, 7.5), Averaging(0, 10.5, 10.5))
+
+
+@pytest.mark.parametrize(
+    ("contention", "second"), [("none", (4, 7, 10.5, 14.5)), ("link", (5, 8, 10.5, 14.5))]
+)
+def test_two_microbatches_meet_on_a_link_of_two_seconds(contention, second):
+    case = case_with(
+        links=[["here", "there", 2000, 1]], microbatches_per_data_node=2, contention=contention
+    )
+    timeline = simulate(case, [[0], [1]], [(0, 1), (0, 1)])
+    chain = [("F", 0), ("F", 1), ("L", 0), ("B", 1), ("B", 0)]
+    found = starts(timeline)
+    assert [found[kind, 0, node] for kind, node in chain] == [0, 3, 6, 8.5, 12.5]
+    assert [found[kind, 1, node] for kind, node in chain] == [1, *second]
+    assert timeline.pipeline_s == 16.5
+
+
+def test_memory_of_one_runs_one_microbatch_after_the_other():
+    case = case_with(microbatches_per_data_node=2, memory=1)
+    found = starts(simulate(case, [[0], [1]], [(0, 1), (0, 1)]))
+    assert found["F", 1, 0] == 10.5
+    assert found["B", 1, 0] == 10.5 + 8.5
+
+
+def test_memory_of_the_second_node_alone_holds_its_forward_back():
+    case = case_with(nodes=[{}, {"memory": 1}], microbatches_per_data_node=2)
+    found = starts(simulate(case, [[0], [1]], [(0, 1), (0, 1)]))
+    assert found["F", 1, 0] == 1
+    assert found["F", 1, 1] == 7.5  # when the backward of microbatch 0 has ended there
+
+
+def test_a_path_of_the_data_node_alone():
+    case = case_with(nodes=1, stages=[1], path_length=1)
+    timeline = simulate(case, [[0]], [(0,)])
+    assert starts(timeline) == {("F", 0, 0): 0, ("L", 0, 0): 1, ("B", 0, 0): 1.5}
+    assert timeline.transfers == ()
+    assert timeline.iteration_s == 3.5
+
+
+def test_each_direction_of_a_link_is_its_own():
+    case = case_with(links=[["here", "there", 1000, 1], ["there", "here", 3000, 1]])
+    timeline = simulate(case, [[0], [1]], [(0, 1)])
+    assert [t.end_s - t.start_s for t in timeline.transfers] == [1, 3, 1, 3]
+
+
+def test_a_hop_is_latency_and_bytes_over_bandwidth_and_overhead():
+    case = case_with(
+        links=[["here", "there", 250, 0.5]], activation_bytes=2**30, hop_overhead_s=0.125
+    )
+    (first, *_) = simulate(case, [[0], [1]], [(0, 1)]).transfers
+    assert first.end_s - first.start_s == 0.25 + 2 + 0.125
+
+
+def test_averaging_of_two_replicas():
+    links = [["here", "there", 100, 1], ["there", "here", 300, 0.5]]
+    case = case_with(links=links, stages=[2], path_length=1, stage_bytes=2 * 2**30)
+    timeline = simulate(case, [[0, 1]], [(0,), (1,)])
+    # 2 (2-1) / 2 * 2 GiB / 0.5 GiB/s + 2 (2-1) * 0.3 s
+    assert timeline.averaging_s == pytest.approx(4.6)
+    assert timeline.pipeline_s == 3.5
+    assert timeline.iteration_s == pytest.approx(8.1)
+
+
+def test_a_stage_averages_when_its_own_last_backward_ends():
+    case = same_place([1, 2], path_length=2, microbatches_per_data_node=2, stage_bytes=10 * 2**30)
+    timeline = simulate(case, [[0], [1, 2]], [(0, 1), (0, 2)])
+    ends = {run.operation: run.end_s for run in timeline.runs}
+    inner, data = timeline.averagings
+    assert (inner.stage, data.stage) == (1, 0)
+    assert inner.start_s == max(ends[Operation("B", 0, 1)], ends[Operation("B", 1, 2)])
+    assert timeline.iteration_s == inner.end_s > data.end_s == timeline.pipeline_s
+
+
+@given(st.data(), st.integers(2, 5))
+@settings(max_examples=20, deadline=None)
+def test_the_ring_is_the_quickest_of_all(data, replicas):
+    figure = st.integers(1, 30)
+    names = [f"place {index}" for index in range(replicas)]
+    links = [
+        [a, b, data.draw(figure), data.draw(figure) / 10] for a in names for b in names if a != b
+    ]
+    case = same_place([replicas], path_length=1).source
+    case = parse_case({**case, "locations": names, "links": links, "stage_bytes": 2**28})
+
+    def published(ring):
+        """DESIGN's formula, link by link."""
+        pairs = list(zip(ring, ring[1:] + ring[:1], strict=True))
+        slowest = min(case.link_table.link(names[a], names[b]).bandwidth for a, b in pairs)
+        latency = max(case.link_table.link(names[a], names[b]).latency_s for a, b in pairs)
+        return 2 * (replicas - 1) / replicas * 2**28 / slowest + 2 * (replicas - 1) * latency
+
+    rings = list(permutations(range(replicas)))
+    assert averaging_s(case, best_ring(case, range(replicas))) == pytest.approx(
+        min(map(published, rings))
+    )
+    for ring in rings[:3]:
+        assert averaging_s(case, ring) == pytest.approx(published(ring))
+
+
+def test_a_large_ring_keeps_off_the_slow_links():
+    """Ten nodes whose only quick links form a ring, in a scattered order."""
+    ring = [0, 4, 8, 2, 6, 1, 5, 9, 3, 7]
+    names = [f"place {index}" for index in range(10)]
+    quick = {frozenset(pair) for pair in zip(ring, ring[1:] + ring[:1], strict=True)}
+    pairs = [(a, b) for b in range(10) for a in range(b)]
+    links = [[names[a], names[b], 10, 1 if {a, b} in quick else 0.01] for a, b in pairs]
+    case = same_place([10], path_length=1, stage_bytes=2**30).source
+    case = parse_case({**case, "locations": names, "links": links})
+    found = best_ring(case, range(10))
+    assert sorted(found) == list(range(10))
+    assert averaging_s(case, found) == averaging_s(case, ring)
+
+
+# The reference: start times as the least solution of what must hold, found by iteration.
+
+
+def reference(case, paths, order):
+    """Arrival and start of every operation, or None if they wait for each other for ever."""
+    chains = chains_of(paths)
+    before = {b: a for chain in chains for a, b in pairwise(chain)}
+    after = {a: b for b, a in before.items()}
+    on_node = {b: a for node in order for a, b in pairwise(node)}
+    on_link = {}
+    if case.contention == "link":
+        for node in order:
+            last = {}
+            for operation in node:
+                target = after[operation].node if operation in after else operation.node
+                if target != operation.node:
+                    on_link[operation] = last.get(target)
+                    last[target] = operation
+    start = dict.fromkeys(operations(chains), 0.0)
+    sent = dict.fromkeys(operations(chains), 0.0)
+    arrived = dict.fromkeys(operations(chains), 0.0)
+
+    def end(operation):
+        return start[operation] + case.duration(operation.kind, operation.node)
+
+    def hop(operation):
+        return float(case.hop_s[operation.node, after[operation].node])
+
+    for _ in range(3 * len(start) + 2):
+        known = dict(start), dict(sent), dict(arrived)
+        for operation in start:
+            if operation in before:
+                source = before[operation]
+                same_node = source.node == operation.node
+                arrived[operation] = end(source) if same_node else sent[source] + hop(source)
+            if operation in on_node:
+                start[operation] = max(arrived[operation], end(on_node[operation]))
+            else:
+                start[operation] = arrived[operation]
+            sent[operation] = end(operation)
+            if on_link.get(operation) is not None:
+                ahead = on_link[operation]
+                sent[operation] = max(sent[operation], sent[ahead] + hop(ahead))
+        if known == (start, sent, arrived):
+            return {operation: (arrived[operation], start[operation]) for operation in start}
+    return None
+
+
+@given(routed_cases(), st.randoms(use_true_random=False))
+@settings(max_examples=80, deadline=None)
+def test_start_times_are_those_of_the_reference(example, chance):
+    """Any order that extends the chains can run, and starts everything as early as it can."""
+    case, stages, paths = example
+    turns = [m for m, chain in enumerate(chains_of(paths)) for _ in chain]
+    chance.shuffle(turns)
+    chains = [iter(chain) for chain in chains_of(paths)]
+    order = [[] for _ in case.nodes]
+    for operation in (next(chains[microbatch]) for microbatch in turns):
+        order[operation.node].append(operation)
+    timeline = simulate(case, stages, paths, order)
+    expected = reference(case, paths, order)
+    assert expected is not None
+    assert {run.operation: (run.arrived_s, run.start_s) for run in timeline.runs} == expected
+
+
+@given(routed_cases(), st.randoms(use_true_random=False))
+@settings(max_examples=80, deadline=None)
+def test_a_random_order_runs_as_the_reference_or_is_refused_as_it_locks(example, chance):
+    case, stages, paths = example
+    order = [[] for _ in case.nodes]
+    for operation in operations(chains_of(paths)):
+        order[operation.node].append(operation)
+    for node in order:
+        for _ in range(chance.choice([0, 1, 2])):
+            if len(node) > 1:
+                place = chance.randrange(len(node) - 1)
+                node[place : place + 2] = node[place + 1], node[place]
+    expected = reference(case, paths, order)
+    if expected is None:
+        with pytest.raises(InputError, match="wait for each other for ever"):
+            simulate(case, stages, paths, order)
+    else:
+        runs = simulate(case, stages, paths, order).runs
+        assert {run.operation: (run.arrived_s, run.start_s) for run in runs} == expected
+
+
+# What holds for every timeline.
+
+
+@given(routed_cases())
+@settings(max_examples=100, deadline=None)
+def test_what_must_hold_of_every_dispatch(example):
+    case, stages, paths = example
+    timeline = simulate(case, stages, paths)
+    runs = {run.operation: run for run in timeline.runs}
+    chains = chains_of(paths)
+    assert len(timeline.runs) == len(runs)
+    assert set(runs) == set(operations(chains))
+    transfers = {transfer.operation: transfer for transfer in timeline.transfers}
+    for run in timeline.runs:
+        operation = run.operation
+        assert run.end_s == run.start_s + case.duration(operation.kind, operation.node)
+        assert run.start_s >= run.arrived_s
+    for listed in (timeline.runs, timeline.transfers, timeline.averagings):
+        assert [entry.start_s for entry in listed] == sorted(entry.start_s for entry in listed)
+    for chain in chains:
+        assert runs[chain[0]].arrived_s == 0
+        for source, target in pairwise(chain):
+            if source.node == target.node:
+                assert target not in transfers
+                assert runs[target].arrived_s == runs[source].end_s
+                continue
+            transfer = transfers.pop(target)
+            assert (transfer.source, transfer.target) == (source.node, target.node)
+            assert transfer.ready_s == runs[source].end_s
+            assert transfer.end_s == transfer.start_s + case.hop_s[source.node, target.node]
+            assert transfer.end_s == runs[target].arrived_s
+            if case.contention == "none":
+                assert transfer.start_s == transfer.ready_s
+    assert not transfers
+    for node, order in enumerate(timeline.order):
+        in_flight = 0
+        for earlier, later in pairwise(order):
+            assert runs[later].start_s >= runs[earlier].end_s
+        for operation in order:
+            in_flight += {"F": 1, "L": 0, "B": -1}[operation.kind]
+            assert 0 <= in_flight <= case.nodes[node].memory
+    if case.contention == "link":
+        links = {(t.source, t.target) for t in timeline.transfers}
+        for link in links:
+            on_link = [t for t in timeline.transfers if (t.source, t.target) == link]
+            for earlier, later in pairwise(on_link):
+                assert later.start_s == max(later.ready_s, earlier.end_s)
+                assert later.ready_s >= earlier.ready_s
+    assert timeline.pipeline_s == max(run.end_s for run in timeline.runs)
+    for averaging in timeline.averagings:
+        ends = [run.end_s for run in timeline.runs if run.operation.node in stages[averaging.stage]]
+        assert averaging.start_s == max(ends, default=0)
+    assert timeline.iteration_s == max(averaging.end_s for averaging in timeline.averagings)
+
+
+@given(routed_cases())
+@settings(max_examples=50, deadline=None)
+def test_the_order_of_a_dispatch_replays_to_the_same_timeline(example):
+    case, stages, paths = example
+    timeline = simulate(case, stages, paths)
+    again = simulate_plan(_plan(case, stages, paths, timeline.order))
+    assert {run.operation: run for run in again.runs} == {r.operation: r for r in timeline.runs}
+    assert set(again.transfers) == set(timeline.transfers)
+    assert again.averagings == timeline.averagings
+    assert again.order == timeline.order
+
+
+@given(routed_cases(swaps=False))
+@settings(max_examples=80, deadline=None)
+def test_without_swaps_a_node_takes_the_right_operation_and_never_idles(example):
+    """Backward first, then first come first served, a forward within memory: at every moment."""
+    case, stages, paths = example
+    assume(case.loss_ratio > 0)  # What follows on nothing arrives at the moment of its cause.
+    timeline = simulate(case, stages, paths)
+    for node, order in enumerate(timeline.order):
+        runs = [run for run in timeline.runs if run.operation.node == node]
+        assert [run.operation for run in runs] == list(order)
+        free_s = 0.0
+        in_flight = 0
+        for position, run in enumerate(runs):
+            full = in_flight == case.nodes[node].memory
+            left = [r for r in runs[position:] if r.operation.kind != "F" or not full]
+            assert run in left
+            assert run.start_s == max(free_s, min(r.arrived_s for r in left))
+            there = [r for r in left if r.arrived_s <= run.start_s]
+            backward = [r for r in there if r.operation.kind == "B"]
+            assert run.arrived_s == min(r.arrived_s for r in backward or there)
+            assert (run.operation.kind == "B") == bool(backward)
+            free_s = run.end_s
+            in_flight += {"F": 1, "L": 0, "B": -1}[run.operation.kind]
+
+
+# Swaps and memory limits.
+
+
+def _can_all_end(paths, holds, limits):
+    """Whether microbatches that hold memory on nodes can end one after the other: by trying all."""
+    if not holds:
+        return True
+    for microbatch in holds:
+        others = {m: held for m, held in holds.items() if m != microbatch}
+        taken = [node for held in others.values() for node in held]
+        to_go = holds[microbatch] | set(paths[microbatch])
+        if all(taken.count(n) < limits[n] for n in to_go) and _can_all_end(paths, others, limits):
+            return True
+    return False
+
+
+@given(routed_cases())
+@settings(max_examples=60, deadline=None)
+def test_with_swaps_a_forward_waits_only_where_nodes_could_lock(example):
+    case, stages, paths = example
+    timeline = simulate(case, stages, paths)
+    limits = [node.memory for node in case.nodes]
+    runs = {run.operation: run for run in timeline.runs}
+
+    def held(now):
+        """After all that starts at `now`: the nodes that each microbatch holds, or may yet need."""
+        holds = {}
+        for microbatch, path in enumerate(paths):
+            nodes = {
+                node
+                for node in path
+                if runs[Operation("F", microbatch, node)].start_s <= now
+                and now < runs[Operation("B", microbatch, node)].end_s
+            }
+            if nodes:
+                holds[microbatch] = nodes
+        return holds
+
+    for now in sorted({run.end_s for run in timeline.runs} | {0.0}):
+        holds = held(now)
+        to_go = {
+            m: [n for n in paths[m] if runs[Operation("B", m, n)].end_s > now]
+            for m in range(len(paths))
+        }
+        assert _can_all_end(to_go, holds, limits)
+        for node in range(len(case.nodes)):
+            here = [run for run in timeline.runs if run.operation.node == node]
+            taken = sum(node in nodes for nodes in holds.values())
+            busy = any(run.start_s <= now < run.end_s for run in here)
+            if busy or taken == limits[node]:
+                continue
+            for run in here:
+                if run.operation.kind == "F" and run.arrived_s <= now < run.start_s:
+                    microbatch = run.operation.microbatch
+                    started = holds | {microbatch: holds.get(microbatch, set()) | {node}}
+                    assert not _can_all_end(to_go, started, limits)
+
+
+def _naive_dispatch_locks(paths, limits, chance):
+    """Whether a dispatcher that looks at its own node's memory only gets stuck."""
+    chains = chains_of(paths)
+    free = list(limits)
+    position = [0] * len(chains)
+    while True:
+        ready = [
+            microbatch
+            for microbatch, chain in enumerate(chains)
+            if position[microbatch] < len(chain)
+            and (chain[position[microbatch]].kind != "F" or free[chain[position[microbatch]].node])
+        ]
+        if not ready:
+            return any(p < len(c) for p, c in zip(position, chains, strict=True))
+        microbatch = chance.choice(ready)
+        operation = chains[microbatch][position[microbatch]]
+        free[operation.node] -= {"F": 1, "L": 0, "B": -1}[operation.kind]
+        position[microbatch] += 1
+
+
+def test_dispatch_ends_where_a_careless_one_would_lock():
+    chance = random.Random(0)
+    locks = 0
+    for _ in range(150):
+        sizes = [chance.randint(1, 3), *(chance.randint(1, 2) for _ in range(3))]
+        case = same_place(
+            sizes, path_length=4, microbatches_per_data_node=3, memory=chance.choice([1, 1, 2])
+        )
+        stages = in_order(sizes)
+        paths = [
+            (data_node, *(chance.choice(stages[s]) for s in chance.sample([1, 2, 3], 3)))
+            for data_node in stages[0] * 3
+        ]
+        limits = [node.memory for node in case.nodes]
+        locks += _naive_dispatch_locks(paths, limits, chance)
+        timeline = simulate(case, stages, paths)
+        assert len(timeline.runs) == sum(map(len, chains_of(paths)))
+    assert locks > 30
+
+
+# Orders that cannot run.
+
+
+def _swapped_plan(memory=2):
+    """Two inner stages on one node each, visited in opposite order by two microbatches."""
+    case = same_place(
+        [1, 1, 1],
+        path_length=3,
+        microbatches_per_data_node=2,
+        memory=memory,
+        rules={"max_swaps": 1},
+    )
+    stages, paths = ((0,), (1,), (2,)), ((0, 1, 2), (0, 2, 1))
+    return case, stages, paths, [list(node) for node in simulate(case, stages, paths).order]
+
+
+def test_an_order_that_locks_is_refused_and_names_the_operations():
+    case, stages, paths, order = _swapped_plan()
+    order[1] = [Operation("F", 1, 1), Operation("F", 0, 1), *order[1][2:]]
+    order[2] = [Operation("F", 0, 2), Operation("F", 1, 2), *order[2][2:]]
+    plan = _plan(case, stages, paths, tuple(map(tuple, order)))
+    with pytest.raises(InputError) as refused:
+        simulate_plan(plan)
+    message = str(refused.value)
+    assert refused.value.field == "plan.order"
+    assert (
+        "the F of microbatch 1 on node 1 waits for the F of microbatch 1 on node 2; "
+        "the F of microbatch 0 on node 2 waits for the F of microbatch 0 on node 1" in message
+    )
+    assert "\n" not in message
+
+
+def test_an_order_that_breaks_memory_is_refused_and_names_the_operation():
+    case, stages, paths, order = _swapped_plan(memory=1)
+    order[2].sort(key=lambda operation: "FB".index(operation.kind))
+    plan = _plan(case, stages, paths, tuple(map(tuple, order)))
+    with pytest.raises(InputError) as refused:
+        simulate_plan(plan)
+    assert refused.value.field == "plan.order[2][1]"
+    assert refused.value.value == ["F", 1]
+    assert "2 microbatches in flight on node 2, whose memory holds 1" in str(refused.value)
+
+
+def test_a_backward_ordered_before_its_own_forward_is_refused():
+    case = case_with()
+    order = (
+        (Operation("F", 0, 0), Operation("L", 0, 0), Operation("B", 0, 0)),
+        (Operation("B", 0, 1), Operation("F", 0, 1)),
+    )
+    with pytest.raises(InputError, match="B of microbatch 0 on node 1 waits for"):
+        simulate_plan(_plan(case, ((0,), (1,)), ((0, 1),), order))
