@@ -29,6 +29,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 PyTree = Any
@@ -45,6 +46,11 @@ class CheckpointConfig:
 
     every: int = 50
     keep: int = 3
+
+    def __post_init__(self):
+        """Refuse intervals that never come, and a run that holds on to nothing."""
+        fields.integer(self.every, "checkpoint.every", 1)
+        fields.integer(self.keep, "checkpoint.keep", 1)
 
 
 class Host(Protocol):

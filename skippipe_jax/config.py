@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,18 +95,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         InputError: for unknown keys, wrong types and values out of range.
     """
     tree = fields.load_yaml(path, "--config")
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
-        raise InputError("--config", str(path), "is not a mapping", "Write key: value lines")
+    tree = {} if tree is None else _mapping(tree, "--config", str(path))
     for override in overrides:
         _override(tree, override)
     return parse_config(tree)
 
 
-def parse_config(tree: Mapping[str, Any]) -> Config:
+def parse_config(tree: Any) -> Config:
     """The configuration that a mapping describes, its model preset filled in."""
-    tree = dict(tree)
+    tree = dict(_mapping(tree, "config", tree))
     model = tree.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         preset = fields.text(model["preset"], "model.preset", PRESETS)
@@ -138,7 +136,7 @@ def require_same_run(config: Config, saved: Config) -> None:
                 name,
                 now,
                 f"the run that is to be resumed has {before!r}",
-                f"Set {name}={before}, or start another run with another run_dir",
+                f"Set {name}={json.dumps(before)}, or start another run with another run_dir",
             )
 
 
@@ -163,6 +161,12 @@ def _override(tree: dict[str, Any], override: str) -> None:
     tree[last] = fields.parse_yaml(text, "--set", override)
 
 
+def _mapping(value: Any, name: str, shown: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(name, shown, "is not a mapping", "Write key: value lines")
+    return value
+
+
 def _parse(kind: Any, value: Any, name: str) -> Any:
     """`value` as a value of type `kind`, where `name` is its place in the tree."""
     if dataclasses.is_dataclass(kind):
@@ -181,10 +185,6 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
     if kind is bool:
         if not isinstance(value, bool):
             raise InputError(name, value, "must be true or false", "Write true or false")
-        return value
-    if kind is dict:
-        if not isinstance(value, dict):
-            raise InputError(name, value, "must be a mapping", "Write key: value lines")
         return value
     readers = {int: fields.integer, float: fields.number, str: fields.text}
     return readers[kind](value, name)

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from skippipe_sched import fields
-from skippipe_sched.errors import run_command
+from skippipe_sched.errors import InputError, run_command
 from tqdm import tqdm
 
 from skippipe_jax import run_folder
@@ -28,6 +28,9 @@ from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.config import Config
 from skippipe_jax.data import held_out_batches
 from skippipe_jax.model import DataStage, ModelConfig, create_stage, stage_shapes
+
+# The exponential of a greater loss is no float any more.
+MOST_NATS = 700.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
     """Evaluate a checkpoint of a run on at most `sequences` held-out sequences.
 
     Raises:
-        InputError: if the folder holds no run or no such checkpoint, or it cannot be read.
+        InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
+            model in it has diverged.
     """
     config = run_folder.saved_config(folder, "--run")
     checkpoint = open_checkpoint(folder, step)
@@ -82,14 +86,24 @@ def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
         for stage, shapes in enumerate(stage_shapes(config.model, checkpoint.stages))
     ]
     loss, tokens = held_out_loss(config, parameters, sequences)
+    if not loss < MOST_NATS:
+        raise InputError(
+            "--step",
+            checkpoint.step,
+            f"the loss of this checkpoint is {loss}: training had diverged",
+            "Name an earlier step, or train again with a lower optimizer.learning_rate",
+        )
     return Evaluation(checkpoint.step, loss, math.exp(loss), tokens)
 
 
 def held_out_loss(config: Config, parameters: Sequence[Any], sequences: int) -> tuple[float, int]:
     """Mean loss in nats of the full model, and over how many target tokens it is taken."""
-    batch_size = config.data.microbatch_size
-    batches = held_out_batches(config.data, batch_size, math.ceil(sequences / batch_size))
-    batch_loss = jax.jit(full_model_loss(config.model, len(parameters)))
+    batch_size = min(config.data.microbatch_size, sequences)
+    batches = held_out_batches(config.data, batch_size, sequences // batch_size)
+    model = config.model
+    if jax.default_backend() != "gpu":
+        model = replace(model, attention="xla")
+    batch_loss = jax.jit(full_model_loss(model, len(parameters)))
     totals = np.zeros(2)
     for batch in tqdm(batches, unit="batch", disable=None, leave=False):
         totals += np.asarray(batch_loss(parameters, batch["tokens"], batch["targets"]))

@@ -17,6 +17,7 @@ from typing import IO
 from skippipe_sched import fields
 from skippipe_sched.errors import run_command
 
+from skippipe_jax.config import load_config
 from skippipe_jax.train import add_config_arguments
 
 POLL_S = 0.1
@@ -43,8 +44,15 @@ def main() -> int:
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Run all hosts until they end."""
+    """Run all hosts until they end.
+
+    Raises:
+        InputError: for arguments and a configuration that no host could use.
+    """
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
+    fields.number(arguments.grace, "--grace", 0.0)
+    # What is wrong here is said once; every host would say it.
+    load_config(arguments.config, arguments.set)
     coordinator = f"127.0.0.1:{_free_port()}"
     command = [sys.executable, "-m", "skippipe_jax.train", "--config", str(arguments.config)]
     command += [word for override in arguments.set for word in ("--set", override)]

@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 from jax.extend.core.primitives import convert_element_type_p
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 INITIAL_DEVIATION = 0.02
@@ -33,6 +34,17 @@ class RopeScaling:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_context: int = 8192
+
+    def __post_init__(self):
+        """Refuse what would divide by zero."""
+        fields.number(self.factor, "model.rope_scaling.factor", 0.0, above=True)
+        fields.number(
+            self.high_frequency_factor,
+            "model.rope_scaling.high_frequency_factor",
+            self.low_frequency_factor,
+            above=True,
+        )
+        fields.integer(self.original_context, "model.rope_scaling.original_context", 1)
 
 
 @dataclass(frozen=True)
@@ -65,10 +77,10 @@ class ModelConfig:
     def __post_init__(self):
         """Refuse shapes and names that fit no model."""
         for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "ffn_width"):
-            if getattr(self, name) < 1:
-                raise InputError(
-                    f"model.{name}", getattr(self, name), "must be at least 1", "Write 1 or more"
-                )
+            fields.integer(getattr(self, name), f"model.{name}", 1)
+        fields.integer(self.context, "model.context", 1)
+        fields.number(self.rope_theta, "model.rope_theta", 0.0, above=True)
+        fields.number(self.norm_epsilon, "model.norm_epsilon", 0.0, above=True)
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise InputError(
                 "model.heads",
@@ -89,13 +101,15 @@ class ModelConfig:
             ("parameter_dtype", DTYPES),
             ("compute_dtype", DTYPES),
         ):
-            if getattr(self, name) not in choices:
-                raise InputError(
-                    f"model.{name}",
-                    getattr(self, name),
-                    "unknown name",
-                    f"Use one of: {', '.join(choices)}",
-                )
+            fields.text(getattr(self, name), f"model.{name}", choices)
+
+        if self.attention == "cudnn" and self.compute_dtype == "float32":
+            raise InputError(
+                "model.attention",
+                self.attention,
+                "does not compute in model.compute_dtype = 'float32'",
+                "Set model.compute_dtype: bfloat16, or model.attention: xla",
+            )
 
     @property
     def head_width(self) -> int:

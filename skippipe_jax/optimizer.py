@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 
@@ -32,28 +34,24 @@ class OptimizerConfig:
 
     def __post_init__(self):
         """Refuse values outside their ranges."""
-        for name, low, high in (
-            ("learning_rate", 0.0, float("inf")),
-            ("final_ratio", 0.0, 1.0),
-            ("beta1", 0.0, 1.0),
-            ("beta2", 0.0, 1.0),
-            ("epsilon", 0.0, float("inf")),
-            ("weight_decay", 0.0, float("inf")),
-            ("clip_norm", 0.0, float("inf")),
-            ("warmup_steps", 0, float("inf")),
+        fields.integer(self.warmup_steps, "optimizer.warmup_steps", 0)
+        for name in ("learning_rate", "final_ratio", "beta1", "beta2", "weight_decay"):
+            fields.number(getattr(self, name), f"optimizer.{name}", 0.0)
+        # At 0 a clip norm stops all learning, and epsilon divides 0 by 0 where a gradient is 0.
+        for name in ("clip_norm", "epsilon"):
+            fields.number(getattr(self, name), f"optimizer.{name}", 0.0, above=True)
+        for name, in_range, bound in (
+            ("beta1", self.beta1 < 1.0, "less than 1"),
+            ("beta2", self.beta2 < 1.0, "less than 1"),
+            ("final_ratio", self.final_ratio <= 1.0, "at most 1"),
         ):
-            value = getattr(self, name)
-            if not low <= value <= high:
+            if not in_range:
                 raise InputError(
                     f"optimizer.{name}",
-                    value,
-                    f"must lie between {low:g} and {high:g}",
-                    "Write a value in that range",
+                    getattr(self, name),
+                    f"must be {bound}",
+                    f"Write a number from 0 on that is {bound}",
                 )
-        if self.clip_norm == 0.0:
-            raise InputError(
-                "optimizer.clip_norm", 0.0, "would stop all learning", "Write a positive norm"
-            )
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise InputError(
                 "optimizer.decay_steps",
@@ -77,8 +75,11 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The update of one stage, without clipping: that needs the norm over all stages."""
-    return optax.adamw(
+    """The update of one stage, without clipping: that needs the norm over all stages.
+
+    Its state is in float32 whatever the parameters are.
+    """
+    transformation = optax.adamw(
         learning_rate_schedule(config, steps),
         b1=config.beta1,
         b2=config.beta2,
@@ -86,6 +87,12 @@ def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         mask=decays,
     )
+
+    def init(params: Any) -> optax.OptState:
+        # Left to Optax, moments begin in the parameters' dtype, and the first update widens them.
+        return transformation.init(optax.tree.cast(params, jnp.float32))
+
+    return optax.GradientTransformation(init, transformation.update)
 
 
 def decays(parameters: Any) -> Any:

@@ -109,7 +109,7 @@ class Progress:
 
         Raises:
             RuntimeError: if a node held more microbatches than its memory.
-            InputError: if the loss is no finite number any more.
+            InputError: if the loss or its gradient is no finite number any more.
         """
         stop = False
         while len(self.watched) > leave:
@@ -126,14 +126,15 @@ class Progress:
                 )
         seconds, self.last_s = finished.at_s - self.last_s, finished.at_s
         loss = float(totals[LOSS] / totals[TOKENS])
-        if not math.isfinite(loss):
+        batch_tokens = self.config.data.microbatch_size * self.config.data.sequence_length
+        norm = float(np.sqrt(totals[SQUARED_NORM]) * batch_tokens / totals[TOKENS])
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise InputError(
                 "optimizer.learning_rate",
                 self.config.optimizer.learning_rate,
-                f"the loss of step {step} is {loss}",
+                f"the loss of step {step} is {loss}, and the norm of its gradient {norm}",
                 "Resume from the last checkpoint with a lower rate, or a lower clip_norm",
             )
-        batch_tokens = self.config.data.microbatch_size * self.config.data.sequence_length
         if self.folder is not None:
             line = {
                 "step": step,
@@ -142,9 +143,7 @@ class Progress:
                 "tokens_per_second": float(totals[TOKENS]) / seconds,
                 "seconds_per_iteration": seconds,
                 "bytes_sent": self.bytes_sent,
-                "gradient_norm": float(
-                    np.sqrt(totals[SQUARED_NORM]) * batch_tokens / totals[TOKENS]
-                ),
+                "gradient_norm": norm,
                 "learning_rate": float(np.asarray(self.learning_rate(step - 1))),
                 "compilations": finished.compilations,
                 "peak_in_flight": peaks,
@@ -154,8 +153,8 @@ class Progress:
         return bool(totals[STOP] > 0)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
-        self.watcher.shutdown()
+        """Leave the bar as it stands; an iteration that other hosts have left is not waited for."""
+        self.watcher.shutdown(wait=False)
         self.bar.close()
 
     def _show(self, line: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ CONFIG, PLAN, PICTURE, METRICS = "config.yaml", "plan.json", "plan.svg", "metric
 
 def require_new(folder: Path) -> None:
     """Refuse a folder that holds a run already."""
-    if (folder / CONFIG).exists() or latest_step(folder) is not None:
+    with _accessible(folder):
+        is_run = (folder / CONFIG).exists() or latest_step(folder) is not None
+    if is_run:
         raise InputError(
             "run_dir",
             str(folder),
@@ -36,17 +40,13 @@ def start_run(folder: Path, config: Config, plan: Plan) -> None:
     Raises:
         InputError: if the folder cannot be written.
     """
-    try:
+    with _accessible(folder):
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder / PLAN)
         (folder / PICTURE).write_text(gantt(plan, simulate_plan(plan)), encoding="utf-8")
         (folder / METRICS).touch()
         # Last: the config marks a folder as a run.
         _replace(folder / CONFIG, to_yaml(config))
-    except OSError as error:
-        raise InputError(
-            "run_dir", str(folder), f"cannot be written: {error.strerror}", "Give another folder"
-        ) from error
 
 
 def continue_run(folder: Path, config: Config, step: int) -> None:
@@ -62,7 +62,7 @@ def saved_config(folder: Path, field: str) -> Config:
     Raises:
         InputError: if the folder holds no run.
     """
-    if not (folder / CONFIG).exists():
+    if not os.path.exists(folder / CONFIG):
         raise InputError(
             field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
         )
@@ -82,8 +82,19 @@ def append_metrics(folder: Path, line: dict[str, Any]) -> None:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The metrics of all iterations; a line that a crash cut short is left out."""
-    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = fields.read_text(folder / METRICS, METRICS).splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+@contextmanager
+def _accessible(folder: Path) -> Iterator[None]:
+    """Says which folder it is that cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            "run_dir", str(folder), f"cannot be used: {error.strerror}", "Give another folder"
+        ) from error
 
 
 def _replace(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ import itertools
 import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
 from skippipe_jax.data import ShardIterator, check_vocabulary, load_corpus, training_batches
 from skippipe_jax.executor import Executor, devices_of_nodes, functions_of_stages
 from skippipe_jax.links import open_links
+from skippipe_jax.model import ModelConfig
 from skippipe_jax.program import Program, compile_plan, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
 
@@ -66,13 +67,14 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     program = compile_plan(plan, host_of)[host.index]
     shards = _open_shards(config, plan, program)
     config.model.layers_of_stages(len(plan.stages))
+    _require_attention(config.model)
     # Nothing is written before all that was given has been found good.
     if host.index == 0:
         if not resume:
             run_folder.start_run(folder, config, plan)
         host.put("run", _description(config, plan))
     _require_same_text(config, host, host_of[plan.stages[0][0]], shards)
-    executor = _make_executor(config, plan, host, host_of, program)
+    executor = make_executor(config, plan, host, host_of, program)
 
     found = prepare_run(folder, host)
     step = 0 if found is None else found.step
@@ -90,21 +92,28 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     progress = Progress(config, plan, step, folder if host.index == 0 else None)
 
     saved_step, stopping = step, False
-    with _stop_signals() as received, CompilationCounter() as compilations:
+    with (
+        _stop_signals() as received,
+        closing(progress),
+        # Whatever happens in an iteration, the checkpoint before it is written to its end.
+        closing(writer),
+        CompilationCounter() as compilations,
+    ):
         while step < config.train.steps and not stopping:
             outcome = executor.run(step, _next_batches(plan, shards), stop=bool(received))
             step += 1
             progress.watch(step, outcome, compilations.take())
-            stopping = progress.report(leave=ITERATIONS_AHEAD)
-            if step % config.checkpoint.every == 0:
+            saves = step % config.checkpoint.every == 0
+            # Saving waits for the parameters anyway, and nothing is saved after a loss that is NaN.
+            stopping = progress.report(leave=0 if saves else ITERATIONS_AHEAD)
+            if saves:
                 _save(writer, step, executor, shards)
                 saved_step = step
         progress.report()
         if saved_step != step:
             _save(writer, step, executor, shards)
-        writer.close()
-        progress.close()
-    if step == config.train.steps:
+    # A run that is resumed after its last step has nothing left to do.
+    if step >= config.train.steps:
         return Ending(step, None)
     # All hosts stop when one is asked to; those that were not asked stop as if they had been.
     return Ending(step, received[0] if received else signal.SIGTERM)
@@ -200,9 +209,24 @@ def _require_same_text(
         )
 
 
-def _make_executor(
+def _require_attention(model: ModelConfig) -> None:
+    """Refuse an implementation of attention that this machine does not have."""
+    if model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise InputError(
+            "model.attention",
+            model.attention,
+            f"needs a GPU, and JAX found {jax.default_backend()} devices only",
+            "Write xla",
+        )
+
+
+def make_executor(
     config: Config, plan: Plan, host: Membership, host_of: Sequence[int], program: Program
 ) -> Executor:
+    """What runs this host's `program`, with first parameters and with links to the other hosts.
+
+    All hosts call this together: they tell each other where their transfer servers listen.
+    """
     batch, time = config.data.microbatch_size, config.data.sequence_length
     devices = devices_of_nodes(plan, host_of)
     links = open_links(

@@ -1,14 +1,10 @@
 """Hosts are real processes: they join, end together, and name the one that is lost."""
 
-import os
-import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,77 +12,29 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster import LOST_HOST_EXIT_CODE, ClusterConfig, joined
+from tests.multihost.processes import PORTS, Processes, free_port
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 HEARTBEAT_TIMEOUT_S = 3.0
 START_S = 60.0
-PORTS = (61440, 65536)
 
 
-class Run:
-    """The hosts of one run, as processes that write into files."""
+class Run(Processes):
+    """The hosts of one run."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self, *arguments: str, **environment: str) -> None:
-        index = len(self.processes)
-        with open(self.folder / f"host{index}", "wb") as output:
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(WORKER), *arguments],
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment},
-                    start_new_session=True,
-                )
-            )
-
-    def start_all(self, hosts: int, *arguments: str, last: tuple[str, ...] = ()) -> None:
-        """Start hosts that find each other by an address; the last gets arguments of its own."""
-        common = ["--coordinator", f"127.0.0.1:{free_port()}", "--hosts", str(hosts)]
-        for host in range(hosts):
-            own = last if host == hosts - 1 else ()
-            self.start(*common, "--host-id", str(host), *arguments, *own)
-
-    def output(self, host: int) -> str:
-        return (self.folder / f"host{host}").read_text()
+    def start_workers(self, hosts: int, *arguments: str, last: Sequence[str] = ()) -> None:
+        self.start_hosts(hosts, WORKER, *arguments, last=last)
 
     def wait_until_summing(self) -> None:
-        deadline = time.monotonic() + START_S
-        for host, process in enumerate(self.processes):
-            while "summing" not in self.output(host):
-                assert process.poll() is None, self.output(host)
-                assert time.monotonic() < deadline, self.output(host)
-                time.sleep(0.1)
-
-    def exit_code(self, host: int, timeout_s: float) -> int:
-        try:
-            return self.processes[host].wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"host {host} did not end in {timeout_s:g} s:\n{self.output(host)}")
-
-    def name(self, host: int) -> str:
-        return f"host {host} (process {self.processes[host].pid} on {socket.gethostname()})"
+        hosts = range(len(self.processes))
+        self.wait_until(lambda: all("summing" in self.output(host) for host in hosts), START_S)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     hosts = Run(tmp_path)
     yield hosts
-    for process in hosts.processes:
-        process.kill()
-        process.wait()
-
-
-def free_port() -> int:
-    """A port on which nobody listens, from those that are not given to outgoing connections."""
-    while True:
-        port = random.randrange(*PORTS)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
+    hosts.kill()
 
 
 def enter(*arguments: Any, **options: Any) -> None:
@@ -107,7 +55,7 @@ def assert_stopped_by(run: Run, host: int, verdict: str, timeout_s: float) -> No
 
 def test_hosts_that_end_well_are_not_lost(run: Run):
     # Long enough that silence would be noticed, and the last host stays behind the others.
-    run.start_all(4, "--seconds", "1", last=("--linger-s", "4"))
+    run.start_workers(4, "--seconds", "1", last=("--linger-s", "4"))
     for host in range(4):
         assert run.exit_code(host, START_S) == 0, run.output(host)
         assert "ended well" in run.output(host)
@@ -119,7 +67,7 @@ def test_hosts_that_end_well_are_not_lost(run: Run):
     [(2, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
 )
 def test_survivors_name_the_lost_host(run: Run, victim: int, blow: signal.Signals):
-    run.start_all(3)
+    run.start_workers(3)
     run.wait_until_summing()
     run.processes[victim].send_signal(blow)
     struck = time.monotonic()
@@ -134,7 +82,7 @@ def test_survivors_name_the_lost_host(run: Run, victim: int, blow: signal.Signal
 
 def test_others_stop_at_once_for_a_host_that_fails_and_say_why(run: Run):
     # With this timeout, only the host's own word can be what stops the others.
-    run.start_all(3, "--heartbeat-timeout-s", "300", last=("--fail-at", "5"))
+    run.start_workers(3, "--heartbeat-timeout-s", "300", last=("--fail-at", "5"))
     assert run.exit_code(2, START_S) == 1
     assert "ValueError: the data ran out" in run.output(2)
     for host in (0, 1):
@@ -146,7 +94,7 @@ def test_slurm_tasks_find_each_other(run: Run):
     job = free_port() - PORTS[0]
     for task in range(2):
         run.start(
-            *("--seconds", "0.5"),
+            *(WORKER, "--seconds", "0.5"),
             SLURM_JOB_ID=str(job),
             SLURM_STEP_NODELIST="localhost",
             SLURM_NTASKS="2",

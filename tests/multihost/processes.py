@@ -1,0 +1,114 @@
+"""Programs that a test starts as real processes, and that end when the test does."""
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+PORTS = (61440, 65536)
+
+
+class Processes:
+    """Programs in the order in which they were started; what each prints goes into a file."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *command: str | Path, **environment: str) -> None:
+        """Start Python with these arguments, in a session of its own."""
+        with open(self.folder / f"output{len(self.processes)}", "wb") as output:
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                )
+            )
+
+    def start_hosts(
+        self, hosts: int, *command: str | Path, last: Sequence[str] = (), **environment: str
+    ) -> None:
+        """Start a program once for each host; the last gets arguments of its own."""
+        common = ["--coordinator", f"127.0.0.1:{free_port()}", "--hosts", str(hosts)]
+        for host in range(hosts):
+            own = last if host == hosts - 1 else ()
+            self.start(*command, *common, "--host-id", str(host), *own, **environment)
+
+    def output(self, index: int) -> str:
+        return (self.folder / f"output{index}").read_text(errors="replace")
+
+    def outputs(self) -> str:
+        return "\n".join(
+            f"== {index} ==\n{self.output(index)}" for index in range(len(self.processes))
+        )
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until something shows that all processes do; none may end before."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert all(process.poll() is None for process in self.processes), self.outputs()
+            assert time.monotonic() < deadline, self.outputs()
+            time.sleep(0.01)
+
+    def exit_code(self, index: int, timeout_s: float) -> int:
+        try:
+            return self.processes[index].wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"process {index} did not end in {timeout_s:g} s:\n{self.outputs()}")
+
+    def exit_codes(self, timeout_s: float) -> list[int]:
+        """The exit codes of all, once they have ended, which may take `timeout_s` together."""
+        deadline = time.monotonic() + timeout_s
+        return [
+            self.exit_code(index, max(0.0, deadline - time.monotonic()))
+            for index in range(len(self.processes))
+        ]
+
+    def name(self, host: int) -> str:
+        """What others call a host, if it was started as the process with its number."""
+        return name_of_host(host, self.processes[host].pid)
+
+    def kill(self) -> None:
+        """End all that still run, and what they have started."""
+        for process in self.processes:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def started_processes(folder: Path) -> Iterator[Processes]:
+    """Processes that end with a block; `folder` is made for their output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = Processes(folder)
+    try:
+        yield processes
+    finally:
+        processes.kill()
+
+
+def name_of_host(host: int, process: int) -> str:
+    return f"host {host} (process {process} on {socket.gethostname()})"
+
+
+def free_port() -> int:
+    """A port on which nobody listens, from those that are not given to outgoing connections."""
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port

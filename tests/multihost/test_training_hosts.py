@@ -1,0 +1,392 @@
+"""Training over many processes: equal to the oracle and to one process, and never left hanging."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from skippipe_sched.case import parse_case
+from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.simulate import simulate
+
+from skippipe_jax import run_folder
+from skippipe_jax.checkpoint import latest_step
+from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
+from skippipe_jax.config import load_config
+from skippipe_jax.data import training_batches
+from tests import oracle
+from tests.multihost.processes import Processes, name_of_host, started_processes
+from tests.training_runs import (
+    Arrays,
+    arrays_of_checkpoint,
+    assert_same_bits,
+    by_name,
+    settings,
+    steps_done,
+    virtual_devices,
+    write_config,
+)
+
+WORKER = Path(__file__).with_name("training_worker.py")
+TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.launch")
+PATIENCE_S = 180.0
+HEARTBEAT_TIMEOUT_S = 5.0
+# Long enough that a run is still on its way when something happens to it.
+STEPS = 40
+METRICS = {
+    "step",
+    "loss",
+    "tokens",
+    "tokens_per_second",
+    "seconds_per_iteration",
+    "bytes_sent",
+    "gradient_norm",
+    "learning_rate",
+    "compilations",
+    "peak_in_flight",
+}
+# What a library prints when it ends a process in its own way.
+CRASHES = re.compile("Traceback|Check fail|Fatal|terminate called|core dumped|Segmentation")
+
+
+# Against the oracle.
+
+ORACLE_CASE = {
+    "locations": ["Belgium", "Iowa", "Oregon"],
+    "links": "gcp12",
+    "activation_bytes": 1e5,
+    "stage_bytes": 1e5,
+    "forward_s": 0.1,
+    "memory": 2,
+    "rules": {"max_swaps": 1, "max_swap_distance": 1, "max_jump": 1},
+}
+ORACLE_MODEL = {"width": 16, "heads": 4, "kv_heads": 4, "ffn_width": 24, "context": 32}
+ORACLE_STEPS = 3
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "model"),
+    [
+        # Two data nodes with two microbatches and one; the second path swaps, the third skips.
+        (
+            ((0, 1), (2,), (3, 4)),
+            ((0, 2, 3), (0, 4, 2), (1, 2)),
+            {"layers": 3, "recompute": "none"},
+        ),
+        (
+            ((1,), (0, 4), (2,), (3, 5)),
+            ((1, 0, 2, 3), (1, 2, 4, 5), (1, 0, 3), (1, 2, 5)),
+            {
+                "layers": 5,
+                "stage_layers": [2, 1, 1, 1],
+                "kv_heads": 2,
+                "tied_head": True,
+                "recompute": "stage",
+            },
+        ),
+    ],
+    ids=["5 hosts", "6 hosts"],
+)
+def test_every_replica_equals_the_oracle(
+    tmp_path: Path,
+    stages: tuple[tuple[int, ...], ...],
+    microbatches: tuple[tuple[int, ...], ...],
+    model: dict[str, Any],
+):
+    plan = plan_of(stages, microbatches)
+    plan.save(tmp_path / "plan.json")
+    path = write_config(
+        tmp_path,
+        run_dir=str(tmp_path / "run"),
+        plan={"file": str(tmp_path / "plan.json")},
+        model=ORACLE_MODEL | model,
+        optimizer={"learning_rate": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "clip_norm": 0.5},
+        train={"steps": ORACLE_STEPS},
+    )
+    hosts = len(plan.case.nodes)
+    with started_processes(tmp_path / "hosts") as processes:
+        command = (WORKER, tmp_path / "replicas", "--config", path)
+        processes.start_hosts(hosts, *command, **virtual_devices(1))
+        assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
+
+    config = load_config(path)
+    sources = {
+        node: training_batches(config.data, position, len(stages[0]))
+        for position, node in enumerate(stages[0])
+    }
+    expected, losses = oracle.train(
+        config.model,
+        config.optimizer,
+        [[plan.stage_of[node] for node in path] for path in microbatches],
+        len(stages),
+        [[next(sources[path[0]]) for path in microbatches] for _ in range(ORACLE_STEPS)],
+        config.seed,
+    )
+    for stage, replicas in enumerate(read_replicas(tmp_path / "replicas")):
+        assert len(replicas) == len(stages[stage])
+        truth = by_name({"parameters": expected[stage]})
+        for replica in replicas:
+            parameters = {name: replica[name] for name in truth}
+            assert oracle.relative_error(parameters, truth) < 2e-5, f"stage {stage}"
+    found = [line["loss"] for line in run_folder.read_metrics(tmp_path / "run")]
+    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
+
+
+def plan_of(stages: tuple[tuple[int, ...], ...], microbatches: tuple[tuple[int, ...], ...]) -> Plan:
+    case = parse_case(
+        ORACLE_CASE
+        | {
+            "nodes": sum(len(nodes) for nodes in stages),
+            "stages": [len(nodes) for nodes in stages],
+            "path_length": len(stages),
+            "microbatches_per_data_node": [
+                sum(path[0] == node for path in microbatches) for node in stages[0]
+            ],
+        }
+    )
+    order = simulate(case, stages, microbatches).order
+    return Plan("by hand", stages, microbatches, order, Predicted(0, 0, 0, 0), case)
+
+
+def read_replicas(folder: Path) -> list[list[Arrays]]:
+    """What the workers wrote: the arrays of each replica of each stage."""
+    found: dict[int, list[Arrays]] = {}
+    for path in sorted(folder.iterdir()):
+        [stage] = re.findall(r"^stage(\d+)_", path.name)
+        with np.load(path) as arrays:
+            found.setdefault(int(stage), []).append(dict(arrays))
+    return [found[stage] for stage in range(len(found))]
+
+
+# The quickstart's plan, with a small model.
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    quickstart = load_config(Path("experiments/quickstart.yaml"))
+    return write_config(
+        tmp_path_factory.mktemp("config"),
+        plan={"case": quickstart.plan.case, "method": quickstart.plan.method},
+        train={"steps": STEPS},
+        checkpoint={"every": 5, "keep": 3},
+        cluster={"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "connect_timeout_s": 120},
+    )
+
+
+def in_folder(config: Path, run_dir: Path, **changes: Any) -> list[str | Path]:
+    return ["--config", config, *settings(run_dir=run_dir, **changes)]
+
+
+@pytest.fixture(scope="module")
+def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a run of one process, its nodes spread over two devices."""
+    folder = tmp_path_factory.mktemp("one")
+    with started_processes(folder) as processes:
+        processes.start(*TRAIN, *in_folder(config, folder / "run"), **virtual_devices(2))
+        assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def nine_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a run of nine processes, one for each node, without interruption."""
+    folder = tmp_path_factory.mktemp("nine")
+    with started_processes(folder) as processes:
+        command = (*LAUNCH, "--hosts", "9", *in_folder(config, folder / "run"))
+        processes.start(*command, **virtual_devices(1))
+        assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
+        assert not CRASHES.search(processes.output(0)), processes.output(0)
+    return folder / "run"
+
+
+@pytest.fixture(params=["one_process", "nine_processes"])
+def run_dir(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def test_losses_do_not_depend_on_the_number_of_processes(one_process: Path, nine_processes: Path):
+    assert_same_losses(nine_processes, one_process)
+    for found, expected in zip(
+        arrays_of_checkpoint(nine_processes, STEPS),
+        arrays_of_checkpoint(one_process, STEPS),
+        strict=True,
+    ):
+        parameters = {name: array for name, array in expected.items() if "parameters" in name}
+        assert oracle.relative_error({name: found[name] for name in parameters}, parameters) < 1e-3
+
+
+def assert_same_losses(run: Path, expected: Path) -> None:
+    lines, others = run_folder.read_metrics(run), run_folder.read_metrics(expected)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line, other in zip(lines, others, strict=True):
+        assert abs(line["loss"] - other["loss"]) < 1e-4
+    # Otherwise the curves would say little.
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+
+
+def test_every_iteration_leaves_a_line_of_metrics(run_dir: Path):
+    plan = run_folder.saved_plan(run_dir)
+    lines = run_folder.read_metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert line.keys() == METRICS
+        assert line["tokens"] == len(plan.microbatches) * 2 * 32
+        assert min(line["tokens_per_second"], line["seconds_per_iteration"]) > 0
+        assert min(line["bytes_sent"], line["gradient_norm"], line["learning_rate"]) > 0
+
+
+def test_nothing_is_compiled_after_the_first_iteration(run_dir: Path):
+    first, *others = [line["compilations"] for line in run_folder.read_metrics(run_dir)]
+    assert first > 0
+    # The run has saved checkpoints in between.
+    assert others == [0] * (STEPS - 1)
+
+
+def test_memory_is_used_and_not_exceeded(run_dir: Path):
+    plan = run_folder.saved_plan(run_dir)
+    peaks = {}
+    for line in run_folder.read_metrics(run_dir):
+        peaks = {int(node): peak for node, peak in line["peak_in_flight"].items()}
+        assert all(peak <= plan.case.nodes[node].memory for node, peak in peaks.items())
+    assert any(peak == plan.case.nodes[node].memory for node, peak in peaks.items())
+
+
+def test_three_hosts_with_several_nodes_and_devices_stop_together_and_go_on(
+    config: Path, one_process: Path, tmp_path: Path
+):
+    run_dir = tmp_path / "run"
+    with started_processes(tmp_path / "stopped") as processes:
+        command = (*LAUNCH, "--hosts", "3", *in_folder(config, run_dir))
+        processes.start(*command, **virtual_devices(2))
+        processes.wait_until(lambda: steps_done(run_dir) >= 8, PATIENCE_S)
+        processes.processes[0].send_signal(signal.SIGINT)
+        code, output = processes.exit_code(0, PATIENCE_S), processes.output(0)
+    assert code == 128 + signal.SIGINT, output
+    step = latest_step(run_dir)
+    assert step == steps_done(run_dir)
+    assert f"stopped by SIGINT after step {step}. " in output
+    assert f"--resume to go on from step {step} in {run_dir}." in output
+    assert not CRASHES.search(output), output
+
+    with started_processes(tmp_path / "resumed") as processes:
+        command = (WORKER, tmp_path / "replicas", *in_folder(config, run_dir), "--resume")
+        processes.start_hosts(3, *command, **virtual_devices(2))
+        assert processes.exit_codes(PATIENCE_S) == [0] * 3, processes.outputs()
+    assert_same_losses(run_dir, one_process)
+    assert_replicas_are_equal(tmp_path / "replicas", run_dir)
+
+
+def assert_replicas_are_equal(folder: Path, run_dir: Path) -> None:
+    """The replicas of a stage hold the bits that the last checkpoint holds of it."""
+    saved = arrays_of_checkpoint(run_dir, STEPS)
+    replicas_of_stage = read_replicas(folder)
+    assert sum(len(replicas) for replicas in replicas_of_stage) > len(saved)
+    for replicas, of_stage in zip(replicas_of_stage, saved, strict=True):
+        for replica in replicas:
+            assert_same_bits(replica, of_stage)
+
+
+# Losing a host.
+
+
+def start_nine(processes: Processes, command: tuple[str | Path, ...]) -> None:
+    processes.start_hosts(9, *command, **virtual_devices(1))
+
+
+def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
+    config: Path, nine_processes: Path, tmp_path: Path
+):
+    run_dir = tmp_path / "run"
+    arguments = in_folder(config, run_dir)
+    with started_processes(tmp_path / "without_4") as processes:
+        start_nine(processes, (*TRAIN, *arguments))
+        processes.wait_until(lambda: steps_done(run_dir) >= 7, PATIENCE_S)
+        processes.processes[4].kill()
+        codes = processes.exit_codes(HEARTBEAT_TIMEOUT_S + 5)
+        assert codes == [-signal.SIGKILL if host == 4 else LOST_HOST_EXIT_CODE for host in range(9)]
+        for host in set(range(9)) - {4}:
+            assert_told_of_loss(processes.output(host), processes.name(4), run_dir)
+
+    with started_processes(tmp_path / "without_0") as processes:
+        command = (*LAUNCH, "--hosts", "9", *arguments, "--resume")
+        processes.start(*command, **virtual_devices(1))
+        processes.wait_until(lambda: steps_done(run_dir) >= 17, PATIENCE_S)
+        [host_0] = [
+            child
+            for child in psutil.Process(processes.processes[0].pid).children()
+            if child.cmdline()[-2:] == ["--host-id", "0"]
+        ]
+        host_0.kill()
+        assert processes.exit_code(0, HEARTBEAT_TIMEOUT_S + 5) != 0
+        output = processes.output(0)
+        for host in range(1, 9):
+            lines = [line for line in output.splitlines() if line.startswith(f"[host {host}] ")]
+            assert_told_of_loss("\n".join(lines), name_of_host(0, host_0.pid), run_dir)
+
+    with started_processes(tmp_path / "resumed") as processes:
+        start_nine(processes, (WORKER, tmp_path / "replicas", *arguments, "--resume"))
+        assert processes.exit_codes(PATIENCE_S) == [0] * 9, processes.outputs()
+    assert_replicas_are_equal(tmp_path / "replicas", run_dir)
+    for found, expected in zip(
+        arrays_of_checkpoint(run_dir, STEPS),
+        arrays_of_checkpoint(nine_processes, STEPS),
+        strict=True,
+    ):
+        assert_same_bits(found, expected)
+    losses, others = (
+        [line["loss"] for line in run_folder.read_metrics(folder)]
+        for folder in (run_dir, nine_processes)
+    )
+    assert losses == others
+
+
+def assert_told_of_loss(output: str, lost: str, run_dir: Path) -> None:
+    """The output of a host says who was lost and from where to resume, once, and nothing worse."""
+    assert output.count(f"{lost} is lost: ") == 1, output
+    endings = re.findall(r"stops, exit code 75\. .* from step (\d+) in (\S+)\.$", output, re.M)
+    assert len(endings) == 1, output
+    assert Path(endings[0][1]) == run_dir
+    assert (run_dir / "checkpoints" / f"{int(endings[0][0]):08d}").exists()
+    assert not CRASHES.search(output), output
+
+
+# The launcher.
+
+
+def test_launch_stops_all_when_one_fails(config: Path, tmp_path: Path):
+    with started_processes(tmp_path) as processes:
+        command = (*LAUNCH, "--hosts", "3", "--grace", "2", *in_folder(config, tmp_path / "run"))
+        processes.start(*command, **virtual_devices(1))
+        launcher = psutil.Process(processes.processes[0].pid)
+        processes.wait_until(lambda: len(launcher.children()) == 3, PATIENCE_S)
+        hosts = launcher.children()
+        # So early that the others do not know of it, and would wait for it.
+        hosts[1].kill()
+        assert processes.exit_code(0, 30.0) == 128 + signal.SIGKILL, processes.output(0)
+        assert not any(host.is_running() for host in hosts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__depth": 4}, "error: model.depth = 4: "),
+        ({"checkpoint__every": 0}, "error: checkpoint.every = 0: "),
+        ({"cluster__host_of_node": "[0,0,0,0,1,1,1,1,3]"}, "error: cluster.host_of_node = "),
+    ],
+)
+def test_launch_passes_on_that_the_input_is_wrong(
+    config: Path, tmp_path: Path, changes: dict[str, Any], message: str
+):
+    with started_processes(tmp_path) as processes:
+        command = (*LAUNCH, "--hosts", "2", *in_folder(config, tmp_path / "run", **changes))
+        processes.start(*command, **virtual_devices(1))
+        assert processes.exit_code(0, PATIENCE_S) == 2, processes.output(0)
+        output = processes.output(0)
+    assert f"[host 0] {message}" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()

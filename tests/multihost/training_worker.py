@@ -1,0 +1,35 @@
+"""One host of a run, by the real command; when it ends, its replicas are written as they are.
+
+Its arguments are the folder for them, and those of `python -m skippipe_jax.train`.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skippipe_jax import train, trainer
+from skippipe_jax.executor import Executor
+from tests.training_runs import by_name
+
+
+def main() -> int:
+    folder = Path(sys.argv.pop(1))
+    made: list[Executor] = []
+    make_executor = trainer.make_executor
+
+    def make_and_keep(*arguments: Any) -> Executor:
+        made.append(make_executor(*arguments))
+        return made[-1]
+
+    trainer.make_executor = make_and_keep
+    code = train.main()
+    folder.mkdir(exist_ok=True)
+    for (stage, device), state in made[0].states.items():
+        np.savez(folder / f"stage{stage}_device{device.id}.npz", **by_name(state.to_save()))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""The configuration: where its values come from, and what is refused on the way."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.errors import InputError
+
+import skippipe_jax
+from skippipe_jax.checkpoint import CheckpointConfig
+from skippipe_jax.config import (
+    Config,
+    PlanConfig,
+    TrainConfig,
+    load_config,
+    parse_config,
+    require_same_run,
+    to_tree,
+    to_yaml,
+)
+from skippipe_jax.data import DataConfig
+from skippipe_jax.model import PRESETS, ModelConfig, RopeScaling
+from skippipe_jax.optimizer import OptimizerConfig
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Config:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def refused(tree: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        parse_config(tree)
+    return caught.value
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path):
+    assert load(tmp_path, "") == load(tmp_path, "{}") == Config()
+
+
+def test_file_overrides_preset_overrides_defaults(tmp_path: Path):
+    model = load(tmp_path, "model: {preset: 8b, layers: 8}").model
+    assert model.layers == 8  # the file
+    assert (model.width, model.kv_heads, model.rope_theta) == (4096, 8, 500000.0)  # the preset
+    assert (model.recompute, model.tied_head) == ("none", False)  # the defaults
+    assert dataclasses.replace(model, layers=32) == ModelConfig(preset="8b", **PRESETS["8b"])
+
+
+def test_set_overrides_the_file(tmp_path: Path):
+    config = load(
+        tmp_path,
+        "model: {preset: tiny, layers: 8}\ntrain: {steps: 7}",
+        "model.layers=2",
+        "model.layers=6",
+        "model.preset=500m",
+        "optimizer.learning_rate=3e-4",
+        "model.rope_scaling.factor=4",
+        "model.stage_layers=[1, 2, 3]",
+        "data.held_out=0.5",
+        "run_dir=elsewhere",
+        "compilation_cache=null",
+    )
+    assert (config.model.layers, config.model.width) == (6, 1024)
+    assert config.model.rope_scaling == RopeScaling(factor=4.0)
+    assert config.model.stage_layers == (1, 2, 3)
+    assert (config.train.steps, config.data.held_out) == (7, 0.5)
+    assert config.optimizer.learning_rate == 3e-4
+    assert (config.run_dir, config.compilation_cache) == ("elsewhere", None)
+
+
+@pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "0.0003", "'3e-4'"])
+def test_numbers_may_be_written_as_people_write_them(tmp_path: Path, text: str):
+    assert load(tmp_path, f"optimizer: {{learning_rate: {text}}}").optimizer.learning_rate == 3e-4
+
+
+def test_whole_numbers_are_numbers_too():
+    rate = parse_config({"optimizer": {"learning_rate": 1}}).optimizer.learning_rate
+    assert (rate, type(rate)) == (1.0, float)
+
+
+@pytest.mark.parametrize(
+    ("tree", "field"),
+    [
+        ({"trian": {}}, "config.trian"),
+        ({"train": {"step": 3}}, "train.step"),
+        ({"model": {"preset": "tiny", "depth": 3}}, "model.depth"),
+        ({"model": {"rope_scaling": {"faktor": 2}}}, "model.rope_scaling.faktor"),
+        ({"cluster": {"hosts": 3}}, "cluster.hosts"),
+        ({3: 4}, "config.3"),
+    ],
+)
+def test_unknown_keys_are_refused_at_every_level(tree: Any, field: str):
+    error = refused(tree)
+    assert (error.field, error.problem) == (field, "unknown key")
+    assert "use one of: " in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("train.steps", "100"),
+        ("train.steps", True),
+        ("train.steps", 1.5),
+        ("train.steps", 1.0),
+        ("train.steps", None),
+        ("train.steps", [1]),
+        ("model.layers", "four"),
+        ("model.stage_layers", 4),
+        ("model.stage_layers", "2, 2"),
+        ("model.tied_head", 1),
+        ("model.tied_head", "yes please"),
+        ("model.rope_scaling", 8.0),
+        ("model.preset", "13b"),
+        ("optimizer.learning_rate", "fast"),
+        ("optimizer.learning_rate", True),
+        ("optimizer.learning_rate", float("nan")),
+        ("optimizer.learning_rate", float("inf")),
+        ("optimizer.decay_steps", 2.5),
+        ("data.source", 3),
+        ("data.path", ["a", "b"]),
+        ("plan.case", 3),
+        ("plan.case", ["nodes"]),
+        ("plan.file", {"stages": 3}),
+        ("cluster.host_of_node", 3),
+        ("run_dir", None),
+        ("run_dir", ""),
+        ("run_dir", 3),
+        ("compilation_cache", False),
+        ("seed", -1),
+        ("seed", "0"),
+        ("model", None),
+        ("model", "tiny"),
+        ("train", [{"steps": 3}]),
+    ],
+)
+def test_values_of_another_type_are_refused(field: str, value: Any):
+    section, _, key = field.partition(".")
+    error = refused({section: {key: value} if key else value})
+    assert error.field == field
+    assert error.value is value
+
+
+def test_entries_of_lists_are_named_by_their_place():
+    error = refused({"cluster": {"host_of_node": [0, "one", 2]}})
+    assert (error.field, error.value) == ("cluster.host_of_node[1]", "one")
+
+
+@pytest.mark.parametrize("tree", [None, [], "model", 3])
+def test_what_is_no_mapping_is_no_configuration(tree: Any):
+    assert refused(tree).problem == "is not a mapping"
+
+
+@pytest.mark.parametrize(
+    ("field", "tree"),
+    [
+        ("data.sequence_length", {"data": {"sequence_length": 300}}),
+        ("train.steps", {"train": {"steps": 0}}),
+        ("checkpoint.every", {"checkpoint": {"every": 0}}),
+        ("checkpoint.keep", {"checkpoint": {"keep": 0}}),
+        ("plan.method", {"plan": {"method": "best"}}),
+        ("plan.seed", {"plan": {"seed": -1}}),
+        ("plan.file", {"plan": {"file": "plan.json", "case": "case.yaml"}}),
+        ("data.path", {"data": {"source": "text"}}),
+        ("data.path", {"data": {"path": "text"}}),
+        ("data.held_out", {"data": {"held_out": 1.0}}),
+        ("cluster.heartbeat_timeout_s", {"cluster": {"heartbeat_timeout_s": 0}}),
+    ],
+)
+def test_values_that_make_no_run_are_refused(field: str, tree: Any):
+    assert refused(tree).field == field
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("train.steps", "--set"),
+        ("=3", "--set"),
+        ("train.steps=[1", "--set"),
+        ("run_dir.sub=3", "--set"),
+        ("train.stepz=3", "train.stepz"),
+        ("train.=3", "train."),
+        ("train.steps=", "train.steps"),
+    ],
+)
+def test_overrides_that_override_nothing_are_refused(tmp_path: Path, override: str, field: str):
+    with pytest.raises(InputError) as caught:
+        load(tmp_path, "run_dir: here", override)
+    assert caught.value.field == field
+
+
+def test_text_of_an_override_may_hold_an_equals_sign(tmp_path: Path):
+    assert load(tmp_path, "", "run_dir=runs/a=b").run_dir == "runs/a=b"
+
+
+CASE = {"nodes": 2, "locations": ["Köln"], "links": [["Köln", "here", 1.5, 1e-3]]}
+CONFIGS = st.builds(
+    Config,
+    run_dir=st.text("abcä: #'\"/-", min_size=1).filter(str.isprintable),
+    seed=st.integers(0, 2**32 - 1),
+    compilation_cache=st.sampled_from([None, "~/cache"]),
+    model=st.builds(
+        ModelConfig,
+        preset=st.sampled_from([None, "tiny", "8b"]),
+        stage_layers=st.none() | st.just((1, 3)),
+        rope_scaling=st.none() | st.builds(RopeScaling, factor=st.floats(0.1, 1e5)),
+        norm_epsilon=st.floats(1e-30, 1),
+        tied_head=st.booleans(),
+    ),
+    plan=st.sampled_from(
+        [PlanConfig(), PlanConfig(file="plan.json"), PlanConfig(case="a"), PlanConfig(case=CASE)]
+    ),
+    data=st.sampled_from([DataConfig(), DataConfig(source="text", path="1e3")]),
+    optimizer=st.builds(OptimizerConfig, learning_rate=st.floats(0, 1e50)),
+    train=st.builds(TrainConfig, steps=st.integers(1, 10**9)),
+    checkpoint=st.builds(CheckpointConfig, every=st.integers(1, 99), keep=st.integers(1, 9)),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(CONFIGS)
+def test_what_is_written_reads_back_the_same(config: Config):
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_everything_is_written():
+    def names(kind: Any) -> set[str]:
+        return {field.name for field in dataclasses.fields(kind)}
+
+    tree = yaml.safe_load(to_yaml(parse_config({"model": {"rope_scaling": {}}})))
+    hints = typing.get_type_hints(Config)
+    assert tree.keys() == names(Config)
+    for section, value in tree.items():
+        if isinstance(value, dict):
+            assert value.keys() == names(hints[section])
+    assert tree["model"]["rope_scaling"].keys() == names(RopeScaling)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"model": {"layers": 8}}, "model.layers"),
+        ({"model": {"rope_scaling": {"factor": 2.0}}}, "model.rope_scaling.factor"),
+        ({"plan": {"method": "full", "case": {"nodes": 3}}}, "plan.method"),
+        ({"plan": {"case": {"nodes": 4}}}, "plan.case.nodes"),
+        ({"plan": {"case": {"nodes": 3, "memory": 2}}}, "plan.case.memory"),
+        ({"data": {"microbatch_size": 2}}, "data.microbatch_size"),
+    ],
+)
+def test_a_run_goes_on_only_as_the_run_it_was(change: Any, field: str):
+    base = {"model": {"rope_scaling": {}}, "plan": {"case": {"nodes": 3}}}
+    saved, now = parse_config(base), parse_config(base | change)
+    if field.startswith("model.layers"):
+        now = dataclasses.replace(now, model=dataclasses.replace(saved.model, layers=8))
+    with pytest.raises(InputError) as caught:
+        require_same_run(now, saved)
+    assert caught.value.field == field
+    assert f"--set {field}=" in caught.value.remedy or f"Set {field}=" in caught.value.remedy
+
+
+def test_the_remedy_of_a_changed_run_can_be_taken_literally(tmp_path: Path):
+    saved, now = Config(), parse_config({"model": {"preset": "tiny", "tied_head": True}})
+    given = to_yaml(now)
+    for _ in range(2):
+        with pytest.raises(InputError) as caught:
+            require_same_run(load(tmp_path, given), saved)
+        remedy = caught.value.remedy.split(",")[0].removeprefix("Set ")
+        given = to_yaml(load(tmp_path, given, remedy))
+    require_same_run(load(tmp_path, given), saved)
+
+
+def test_how_a_run_goes_on_may_change():
+    now = parse_config(
+        {
+            "run_dir": "moved",
+            "optimizer": {"learning_rate": 1.0},
+            "train": {"steps": 9},
+            "checkpoint": {"every": 1},
+            "cluster": {"host_of_node": [0]},
+        }
+    )
+    require_same_run(now, Config())
+
+
+def sections(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dataclass of the tree, with its place there."""
+    yield prefix, kind
+    for name, hint in typing.get_type_hints(kind).items():
+        for inner in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(inner):
+                yield from sections(inner, f"{prefix}{name}.")
+
+
+def test_every_key_is_read_somewhere():
+    """Outside the checks that a dataclass makes of its own values."""
+
+    class Reads(ast.NodeVisitor):
+        def __init__(self):
+            self.names: set[str] = set()
+
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            if node.name != "__post_init__":
+                self.generic_visit(node)
+
+        def visit_Attribute(self, node: ast.Attribute) -> None:
+            self.names.add(node.attr)
+            self.generic_visit(node)
+
+    reads = Reads()
+    for path in Path(skippipe_jax.__file__).parent.glob("*.py"):
+        reads.visit(ast.parse(path.read_text()))
+    keys = {
+        f"{prefix}{field.name}": field.name
+        for prefix, kind in sections(Config)
+        for field in dataclasses.fields(kind)
+    }
+    assert {"model.rope_scaling.factor", "cluster.host_of_node", "seed"} <= keys.keys()
+    unread = {key for key, name in keys.items() if name not in reads.names}
+    # A preset is used up while the file is read; the context only bounds the sequence length.
+    assert unread == {"model.preset", "model.context"}

@@ -1,0 +1,437 @@
+"""The model against NumPy programs written from the published formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.model import (
+    PRESETS,
+    RECOMPUTE,
+    Block,
+    DataStage,
+    ModelConfig,
+    RMSNorm,
+    RopeScaling,
+    Stage,
+    create_stage,
+    parameter_count,
+    rotary_frequencies,
+    rotate,
+    stage_shapes,
+)
+from tests.oracle import relative_error
+
+BATCH, TIME = 2, 12
+SMALL = ModelConfig(
+    vocabulary_size=259, width=16, layers=4, heads=4, kv_heads=2, ffn_width=24, context=32
+)
+RANDOM = np.random.default_rng(0)
+
+
+@functools.partial(nnx.jit, static_argnums=(0, 1))
+def created(config: ModelConfig, layers: int, first_layer: int, key: jax.Array) -> DataStage:
+    """A data stage as a run creates it."""
+    return DataStage(config, layers, first_layer, key)
+
+
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+def random_module(create: Callable[[], Module]) -> Module:
+    """A module with parameters so large, scales too, that whatever is left out shows."""
+    structure, shapes = nnx.split(nnx.eval_shape(create))
+
+    def drawn(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(RANDOM.normal(scale=0.4, size=shape.shape), shape.dtype)
+
+    return nnx.merge(structure, jax.tree.map(drawn, shapes))
+
+
+def whole_model(config: ModelConfig) -> DataStage:
+    """All layers in one stage."""
+    return random_module(lambda: DataStage(config, config.layers, 0, jax.random.key(0)))
+
+
+@nnx.jit
+def outputs_of(model: DataStage, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The residual stream after all layers, and the logits."""
+    x = model(tokens)
+    return x, model.logits(x)
+
+
+def logits_of(model: DataStage, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(outputs_of(model, jnp.asarray(tokens))[1])
+
+
+def random_tokens(config: ModelConfig) -> np.ndarray:
+    return RANDOM.integers(0, config.vocabulary_size, (BATCH, TIME), dtype=np.int32)
+
+
+# The same model, written down a second time.
+
+
+def naive_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + epsilon) * scale
+
+
+def naive_frequencies(config: ModelConfig) -> list[float]:
+    """As Hugging Face's `_compute_llama3_parameters` says it, one pair at a time."""
+    frequencies = []
+    for pair in range(config.head_width // 2):
+        frequency = 1.0 / config.rope_theta ** (2 * pair / config.head_width)
+        scaling = config.rope_scaling
+        if scaling is not None:
+            wavelength = 2 * math.pi / frequency
+            longest = scaling.original_context / scaling.low_frequency_factor
+            shortest = scaling.original_context / scaling.high_frequency_factor
+            if wavelength > longest:
+                frequency /= scaling.factor
+            elif wavelength >= shortest:
+                smooth = (scaling.original_context / wavelength - scaling.low_frequency_factor) / (
+                    scaling.high_frequency_factor - scaling.low_frequency_factor
+                )
+                frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        frequencies.append(frequency)
+    return frequencies
+
+
+def naive_rotate(head: np.ndarray, frequencies: Sequence[float]) -> np.ndarray:
+    """Each pair (i, i + half) of a [time, head_width] head is a complex number that turns."""
+    half = len(frequencies)
+    pairs = head[:, :half] + 1j * head[:, half:]
+    pairs = pairs * np.exp(1j * np.outer(np.arange(len(head)), frequencies))
+    return np.concatenate([pairs.real, pairs.imag], axis=1)
+
+
+def naive_attention(x: np.ndarray, kernels: dict[str, np.ndarray], config: ModelConfig):
+    frequencies = naive_frequencies(config)
+    wide = config.head_width
+    out = np.zeros_like(x)
+    for batch, sequence in enumerate(x):
+        queries, keys, values = (sequence @ kernels[name] for name in ("query", "key", "value"))
+        heads = []
+        for head in range(config.heads):
+            # Consecutive query heads share a head of keys and values.
+            shared = head // (config.heads // config.kv_heads)
+            own, theirs = slice(head * wide, (head + 1) * wide), slice(shared * wide, None)
+            query = naive_rotate(queries[:, own], frequencies)
+            key = naive_rotate(keys[:, theirs][:, :wide], frequencies)
+            scores = query @ key.T / math.sqrt(wide)
+            scores[np.triu_indices(len(sequence), 1)] = -np.inf
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            heads.append(weights @ values[:, theirs][:, :wide])
+        out[batch] = np.concatenate(heads, axis=1) @ kernels["output"]
+    return out
+
+
+def naive_block(x: np.ndarray, parameters: dict[str, Any], config: ModelConfig) -> np.ndarray:
+    kernels = {name: entry["kernel"] for name, entry in parameters.items() if "kernel" in entry}
+    scales = {name: entry["scale"] for name, entry in parameters.items() if "scale" in entry}
+    epsilon = config.norm_epsilon
+    x = x + naive_attention(naive_norm(x, scales["attention_norm"], epsilon), kernels, config)
+    hidden = naive_norm(x, scales["ffn_norm"], epsilon)
+    gate = hidden @ kernels["gate"]
+    return x + (gate / (1 + np.exp(-gate)) * (hidden @ kernels["up"])) @ kernels["down"]
+
+
+def in_float64(module: nnx.Module) -> dict[str, Any]:
+    tree = nnx.to_pure_dict(nnx.state(module))
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def test_norm_divides_by_the_root_of_the_mean_square():
+    norm = RMSNorm(dataclasses.replace(SMALL, norm_epsilon=0.1))
+    norm.scale[...] = jnp.arange(16.0)
+    x = RANDOM.normal(size=(3, 5, 16)).astype(np.float32)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), naive_norm(x, np.arange(16.0), 0.1), rtol=1e-5)
+
+
+def test_norm_of_bfloat16_is_computed_in_float32():
+    x = jnp.asarray(RANDOM.normal(size=(4, 16)) * 100, jnp.bfloat16)
+    exact = naive_norm(np.asarray(x, np.float64), np.ones(16), SMALL.norm_epsilon)
+    result = RMSNorm(SMALL)(x)
+    assert result.dtype == jnp.bfloat16
+    # One rounding of the result: half of the 8 bits of a bfloat16.
+    np.testing.assert_allclose(np.asarray(result, np.float64), exact, rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, RopeScaling(), RopeScaling(factor=32.0), RopeScaling(4.0, 2.0, 16.0, 1024)],
+)
+def test_rotary_frequencies_are_the_published_ones(scaling: RopeScaling | None):
+    config = ModelConfig(width=128, heads=1, kv_heads=1, rope_theta=5e5, rope_scaling=scaling)
+    np.testing.assert_allclose(rotary_frequencies(config), naive_frequencies(config), rtol=2e-6)
+
+
+def test_scaling_leaves_short_wavelengths_divides_long_ones_and_blends_between():
+    config = ModelConfig(width=128, heads=1, kv_heads=1, rope_theta=5e5)
+    plain = np.asarray(rotary_frequencies(config))
+    scaled = np.asarray(
+        rotary_frequencies(dataclasses.replace(config, rope_scaling=RopeScaling(factor=8.0)))
+    )
+    wavelengths = 2 * np.pi / plain
+    short, long = wavelengths < 8192 / 4, wavelengths > 8192 / 1
+    between = ~short & ~long
+    assert short.sum() > 10
+    assert between.sum() > 3
+    assert long.sum() > 10
+    np.testing.assert_array_equal(scaled[short], plain[short])
+    np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-6)
+    assert np.all((scaled[between] < plain[between]) & (scaled[between] > plain[between] / 8))
+    assert np.all(np.diff(scaled) < 0)
+
+
+def test_rotation_turns_halves_of_heads_by_position():
+    config = ModelConfig(width=24, heads=3, kv_heads=3)
+    x = RANDOM.normal(size=(2, 7, 3, 8)).astype(np.float32)
+    result = np.asarray(rotate(jnp.asarray(x), rotary_frequencies(config)))
+    for batch in range(2):
+        for head in range(3):
+            expected = naive_rotate(x[batch, :, head], naive_frequencies(config))
+            np.testing.assert_allclose(result[batch, :, head], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("scaling", [None, RopeScaling(original_context=8)])
+def test_block_equals_the_naive_block(kv_heads: int, scaling: RopeScaling | None):
+    config = dataclasses.replace(SMALL, kv_heads=kv_heads, rope_scaling=scaling)
+    block = random_module(lambda: Block(config, nnx.Rngs(1)))
+    x = RANDOM.normal(size=(BATCH, TIME, 16)).astype(np.float32)
+    expected = naive_block(x.astype(np.float64), in_float64(block), config)
+    assert np.abs(expected - x).mean() > 0.3
+    result = nnx.jit(lambda block, x: block(x))(block, jnp.asarray(x))
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_whole_model_equals_the_naive_model(tied: bool):
+    config = dataclasses.replace(SMALL, tied_head=tied)
+    model = whole_model(config)
+    parameters = in_float64(model)
+    assert ("head" in parameters) is not tied
+    tokens = random_tokens(config)
+    x = parameters["embedding"][tokens]
+    for layer in range(config.layers):
+        own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], parameters["blocks"])
+        x = naive_block(x, own, config)
+    x = naive_norm(x, parameters["final_norm"]["scale"], config.norm_epsilon)
+    head = parameters["embedding"].T if tied else parameters["head"]["kernel"]
+    np.testing.assert_allclose(logits_of(model, tokens), x @ head, rtol=1e-5, atol=1e-5)
+
+
+def test_a_later_token_changes_no_earlier_logit():
+    model, tokens = whole_model(SMALL), random_tokens(SMALL)
+    before = logits_of(model, tokens)
+    for place in (1, TIME // 2, TIME - 1):
+        changed = tokens.copy()
+        changed[:, place] = (changed[:, place] + 1) % SMALL.vocabulary_size
+        after = logits_of(model, changed)
+        np.testing.assert_array_equal(after[:, :place], before[:, :place])
+        assert np.all(np.any(after[:, place:] != before[:, place:], axis=-1))
+
+
+def test_loss_is_the_sum_over_targets_that_count():
+    model, tokens = whole_model(SMALL), random_tokens(SMALL)
+    targets = random_tokens(SMALL)
+    targets[0, 3:] = -1
+    x, logits = outputs_of(model, jnp.asarray(tokens))
+    logits = np.asarray(logits, np.float64)
+    chances = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    counted = [(b, t) for b in range(BATCH) for t in range(TIME) if targets[b, t] >= 0]
+    nats, count = model.loss(x, jnp.asarray(targets))
+    assert count == len(counted) == TIME + 3
+    expected = -sum(math.log(chances[b, t, targets[b, t]]) for b, t in counted)
+    np.testing.assert_allclose(nats, expected, rtol=1e-5)
+
+
+def test_ignored_targets_have_no_gradient():
+    model, tokens = whole_model(SMALL), random_tokens(SMALL)
+    targets = np.full_like(tokens, -1)
+    targets[0, :5] = 7
+    x, _ = outputs_of(model, jnp.asarray(tokens))
+    gradient = jax.jit(jax.grad(lambda x: model.loss(x, jnp.asarray(targets))[0]))(x)
+    counted = np.any(np.asarray(gradient) != 0, axis=-1)
+    np.testing.assert_array_equal(counted, targets >= 0)
+
+
+def test_a_new_model_guesses():
+    model = created(SMALL, 2, 0, jax.random.key(3))
+    x, _ = outputs_of(model, jnp.asarray(random_tokens(SMALL)))
+    nats, count = model.loss(x, jnp.asarray(random_tokens(SMALL)))
+    assert abs(float(nats / count) - math.log(SMALL.vocabulary_size)) < 0.05
+    for matrix in (model.embedding, model.head.kernel, model.blocks.query.kernel):
+        assert abs(float(np.std(matrix[...])) - 0.02) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("preset", "layer", "total"),
+    [
+        ("tiny", 803_328, 4 * 803_328 + 2 * 259 * 256 + 256),
+        ("500m", 16_779_264, 24 * 16_779_264 + 2 * 32_000 * 1024 + 1024),
+        ("1.5b", 67_112_960, 24 * 67_112_960 + 2 * 32_000 * 2048 + 2048),
+        ("8b", 218_112_000, 8_030_261_248),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(preset: str, layer: int, total: int):
+    config = ModelConfig(preset=preset, **PRESETS[preset])
+    shapes = stage_shapes(config, 4)
+    assert parameter_count(shapes[1]) == layer * config.layers // 4
+    assert parameter_count(shapes) == total
+
+
+def test_a_tied_head_needs_no_kernel():
+    untied, tied = (
+        parameter_count(stage_shapes(dataclasses.replace(SMALL, tied_head=tied), 2))
+        for tied in (False, True)
+    )
+    assert untied - tied == SMALL.vocabulary_size * SMALL.width
+
+
+def test_parameters_do_not_depend_on_the_cut():
+    key = jax.random.key(3)
+    # A whole stage of a data node is its own blocks and more, so data stages can stand for all.
+    layers_of = {
+        size: [
+            nnx.to_pure_dict(nnx.state(created(SMALL, size, first, key)))
+            for first in range(0, 4, size)
+        ]
+        for size in (1, 2)
+    }
+    for layer in range(4):
+        single, half = layers_of[1][layer], layers_of[2][layer // 2]
+        own = jax.tree.map(lambda leaf, layer=layer: leaf[layer % 2], half["blocks"])
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[0], b), single["blocks"], own)
+        np.testing.assert_array_equal(single["embedding"], half["embedding"])
+        np.testing.assert_array_equal(single["head"]["kernel"], half["head"]["kernel"])
+    queries = [np.asarray(state["blocks"]["query"]["kernel"][0]) for state in layers_of[1]]
+    assert not any(np.array_equal(a, b) for a, b in itertools.combinations(queries, 2))
+
+
+def test_stages_hold_the_blocks_of_their_layers():
+    key = jax.random.key(3)
+    stage = create_stage(SMALL, 1, (2, 2), key)
+    assert type(stage) is Stage
+    found, expected = (
+        nnx.to_pure_dict(nnx.state(blocks))
+        for blocks in (stage.blocks, created(SMALL, 2, 2, key).blocks)
+    )
+    assert relative_error(found, expected) < 1e-6
+    assert isinstance(create_stage(SMALL, 0, (2, 2), key), DataStage)
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_recomputation_changes_no_gradient(compute_dtype: str):
+    x = RANDOM.normal(size=(BATCH, TIME, 16)).astype(np.float32)
+    parameters = nnx.state(random_module(lambda: Stage(SMALL, 2, 0, jax.random.key(0))))
+
+    def gradients(recompute: str) -> Any:
+        config = dataclasses.replace(SMALL, recompute=recompute, compute_dtype=compute_dtype)
+        structure = nnx.graphdef(nnx.eval_shape(lambda: Stage(config, 2, 0, jax.random.key(0))))
+
+        @jax.jit
+        def gradient(parameters: Any, x: jax.Array) -> Any:
+            def total(parameters: Any, x: jax.Array) -> jax.Array:
+                out = nnx.merge(structure, parameters)(x).astype(jnp.float32)
+                return jnp.sum(jnp.sin(out * 3))
+
+            return jax.grad(total, argnums=(0, 1))(parameters, x)
+
+        of_parameters, of_x = gradient(parameters, jnp.asarray(x, compute_dtype))
+        return nnx.to_pure_dict(of_parameters), of_x
+
+    expected = gradients("none")
+    tolerance = 1e-5 if compute_dtype == "float32" else 0.05
+    for recompute in RECOMPUTE[1:]:
+        assert relative_error(gradients(recompute), expected) < tolerance
+
+
+def test_depth_does_not_grow_the_traced_program():
+    def equations(layers: int) -> int:
+        config = dataclasses.replace(SMALL, layers=layers)
+        structure, parameters = nnx.split(whole_model(config))
+
+        def loss(parameters: Any, tokens: jax.Array) -> jax.Array:
+            model: DataStage = nnx.merge(structure, parameters)
+            return model.loss(model(tokens), tokens)[0]
+
+        traced = jax.make_jaxpr(jax.grad(loss))(parameters, random_tokens(config))
+        return str(traced).count(" = ")
+
+    assert equations(2) == equations(12) > 100
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_logits():
+    config = dataclasses.replace(SMALL, compute_dtype="bfloat16")
+    model = whole_model(config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {np.dtype("float32")}
+    tokens = random_tokens(config)
+    x, rounded = outputs_of(model, jnp.asarray(tokens))
+    assert x.dtype == jnp.bfloat16
+    assert rounded.dtype == jnp.float32
+    full = logits_of(nnx.merge(nnx.graphdef(whole_model(SMALL)), nnx.state(model)), tokens)
+    assert 0 < np.abs(rounded - full).max() < 0.02 * np.abs(full).max() + 0.01
+
+
+@pytest.mark.parametrize(
+    ("field", "shape"),
+    [
+        ("model.heads", {"width": 10, "heads": 4}),
+        ("model.heads", {"width": 12, "heads": 4}),  # heads of width 3, which has no halves
+        ("model.kv_heads", {"kv_heads": 3}),
+        ("model.layers", {"layers": 0}),
+        ("model.context", {"context": 0}),
+        ("model.norm_epsilon", {"norm_epsilon": 0.0}),
+        ("model.rope_theta", {"rope_theta": -1.0}),
+        ("model.recompute", {"recompute": "all"}),
+        ("model.compute_dtype", {"compute_dtype": "int8"}),
+        ("model.attention", {"attention": "cudnn", "compute_dtype": "float32"}),
+    ],
+)
+def test_shapes_that_fit_no_model_are_refused(field: str, shape: dict[str, Any]):
+    with pytest.raises(InputError) as caught:
+        dataclasses.replace(SMALL, **shape)
+    assert caught.value.field == field
+
+
+def test_scaling_that_divides_by_zero_is_refused():
+    with pytest.raises(InputError, match=r"rope_scaling\.high_frequency_factor = 1\.0"):
+        RopeScaling(low_frequency_factor=1.0, high_frequency_factor=1.0)
+    with pytest.raises(InputError, match=r"rope_scaling\.factor = 0"):
+        RopeScaling(factor=0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "stages", "layers"),
+    [(None, 2, (2, 2)), (None, 4, (1, 1, 1, 1)), ((1, 3), 2, (1, 3))],
+)
+def test_layers_spread_over_stages(given: Any, stages: int, layers: tuple[int, ...]):
+    assert dataclasses.replace(SMALL, stage_layers=given).layers_of_stages(stages) == layers
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "stages"),
+    [
+        ("model.layers", None, 3),
+        ("model.stage_layers", (2, 2), 3),
+        ("model.stage_layers", (2, 1), 2),
+        ("model.stage_layers", (4, 0), 2),
+    ],
+)
+def test_layers_that_do_not_spread_are_refused(field: str, given: Any, stages: int):
+    with pytest.raises(InputError) as caught:
+        dataclasses.replace(SMALL, stage_layers=given).layers_of_stages(stages)
+    assert caught.value.field == field

@@ -1,0 +1,126 @@
+"""The update against AdamW and its schedule written down in NumPy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.model import ModelConfig, stage_shapes
+from skippipe_jax.optimizer import OptimizerConfig, adamw, decays, learning_rate_schedule
+
+CONFIG = OptimizerConfig(
+    learning_rate=0.1,
+    warmup_steps=3,
+    final_ratio=0.2,
+    beta1=0.8,
+    beta2=0.9,
+    epsilon=1e-3,
+    weight_decay=0.3,
+)
+
+
+def rates(config: OptimizerConfig, steps: int, count: int) -> list[float]:
+    schedule = learning_rate_schedule(config, steps)
+    return [float(np.asarray(schedule(step))) for step in range(count)]
+
+
+def test_learning_rate_rises_in_equal_steps_and_falls_along_a_cosine():
+    expected = [0.1 * (step + 1) / 4 for step in range(3)]
+    for step in range(3, 12):
+        share = min(step - 3, 7) / 7
+        expected.append(0.1 * (0.2 + 0.8 * (1 + math.cos(math.pi * share)) / 2))
+    np.testing.assert_allclose(rates(CONFIG, 10, 12), expected, rtol=1e-5)
+
+
+def test_decay_steps_make_the_schedule_independent_of_how_long_the_run_is():
+    config = OptimizerConfig(warmup_steps=2, decay_steps=20)
+    assert rates(config, 5, 25) == rates(config, 500, 25)
+    assert rates(OptimizerConfig(warmup_steps=2), 20, 25) == rates(config, 5, 25)
+
+
+def test_a_run_shorter_than_its_warmup_only_warms_up():
+    np.testing.assert_allclose(
+        rates(OptimizerConfig(learning_rate=1.0, warmup_steps=9), 5, 5),
+        [0.1, 0.2, 0.3, 0.4, 0.5],
+        rtol=1e-5,
+    )
+
+
+def test_without_warmup_the_first_step_has_the_whole_rate():
+    assert rates(OptimizerConfig(learning_rate=0.5, warmup_steps=0), 10, 1) == [0.5]
+
+
+def test_update_equals_adamw_by_hand():
+    random = np.random.default_rng(0)
+    kernel, scale = random.normal(size=(4, 3)), random.normal(size=3)
+    gradients = random.normal(size=(6, 4, 3)), random.normal(size=(6, 3))
+    parameters = {"kernel": jnp.asarray(kernel, jnp.float32), "scale": jnp.asarray(scale)}
+    transformation = adamw(CONFIG, steps=10)
+    state = transformation.init(parameters)
+
+    @jax.jit
+    def update(parameters: Any, state: Any, gradients: Any) -> Any:
+        updates, state = transformation.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
+    moments = {name: (0.0, 0.0) for name in parameters}
+    values = {"kernel": kernel, "scale": scale}
+    for step, (of_kernel, of_scale) in enumerate(zip(*gradients, strict=True)):
+        own = {"kernel": of_kernel, "scale": of_scale}
+        for name, gradient in own.items():
+            mean = 0.8 * moments[name][0] + 0.2 * gradient
+            square = 0.9 * moments[name][1] + 0.1 * gradient**2
+            moments[name] = mean, square
+            direction = (mean / (1 - 0.8 ** (step + 1))) / (
+                np.sqrt(square / (1 - 0.9 ** (step + 1))) + 1e-3
+            )
+            # Norm scales do not decay.
+            decay = 0.3 * values[name] if name == "kernel" else 0.0
+            rate = rates(CONFIG, 10, 7)[step]
+            values[name] = values[name] - rate * (direction + decay)
+        parameters, state = update(parameters, state, jax.tree.map(jnp.float32, own))
+    for name, value in values.items():
+        np.testing.assert_allclose(parameters[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_all_but_the_scales_of_norms_decay():
+    shapes = stage_shapes(ModelConfig(), 2)
+    marked = jax.tree_util.tree_leaves_with_path(
+        jax.tree.map(lambda _, d: d, shapes, decays(shapes))
+    )
+    names = {jax.tree_util.keystr(path, simple=True, separator="/"): flag for path, flag in marked}
+    exempt = {name for name, decaying in names.items() if not decaying}
+    norms = {"blocks/attention_norm/scale", "blocks/ffn_norm/scale"}
+    assert exempt == {f"{s}/{norm}" for s in (0, 1) for norm in norms} | {"0/final_norm/scale"}
+    assert {"0/embedding", "0/head/kernel", "1/blocks/down/kernel"} < set(names)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", -1e-3),
+        ("learning_rate", math.nan),
+        ("learning_rate", math.inf),
+        ("warmup_steps", -1),
+        ("final_ratio", 1.5),
+        ("beta1", 1.0),
+        ("beta2", 1.0),  # the mean square would stay 0, and every update be 0 / 0
+        ("beta2", -0.1),
+        ("epsilon", 0.0),
+        ("weight_decay", -0.1),
+        ("clip_norm", 0.0),
+        ("decay_steps", 10),
+    ],
+)
+def test_values_out_of_range_are_refused(field: str, value: Any):
+    with pytest.raises(InputError) as caught:
+        OptimizerConfig(**{field: value})
+    assert caught.value.field == f"optimizer.{field}"
+    assert caught.value.value is value

@@ -1,0 +1,172 @@
+"""A run that was stopped, killed or cut in two goes on bit for bit as if it had not been."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skippipe_jax import run_folder
+from skippipe_jax.checkpoint import latest_step
+from tests.multihost.processes import Processes, started_processes
+from tests.training_runs import (
+    arrays_of_checkpoint,
+    assert_same_bits,
+    settings,
+    steps_done,
+    virtual_devices,
+    write_config,
+)
+
+STEPS = 20
+PATIENCE_S = 120.0
+CASE = {
+    "nodes": 5,
+    "locations": ["Belgium", "Iowa", "Oregon"],
+    "links": "gcp12",
+    "activation_bytes": 1e5,
+    "stage_bytes": 1e5,
+    "forward_s": 0.1,
+    "stages": [2, 1, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 6,
+    "memory": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(
+        tmp_path_factory.mktemp("config"),
+        plan={"case": CASE},
+        model={"width": 32, "layers": 3, "heads": 2, "kv_heads": 2, "ffn_width": 48, "context": 64},
+        # Between two checkpoints, and before one, there is something to lose.
+        checkpoint={"every": 4, "keep": 2},
+        train={"steps": STEPS},
+    )
+
+
+class Run:
+    """A run folder, and the processes that train in it one after the other."""
+
+    def __init__(self, config: Path, processes: Processes):
+        self.config = config
+        self.processes = processes
+        self.folder = processes.folder / "run"
+
+    def start(self, *arguments: str, **changes: Any) -> int:
+        """Begin to train; returns the number of the process."""
+        self.processes.start(
+            *("-m", "skippipe_jax.train", "--config", self.config, *arguments),
+            *settings(run_dir=self.folder, **changes),
+            **virtual_devices(2),
+        )
+        return len(self.processes.processes) - 1
+
+    def train(self, *arguments: str, **changes: Any) -> tuple[int, str]:
+        """Train, and return the exit code and what was printed."""
+        number = self.start(*arguments, **changes)
+        return self.processes.exit_code(number, PATIENCE_S), self.processes.output(number)
+
+
+@pytest.fixture
+def run(config: Path, tmp_path: Path) -> Iterator[Run]:
+    with started_processes(tmp_path) as processes:
+        yield Run(config, processes)
+
+
+@pytest.fixture(scope="module")
+def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run that trained to its end without interruption."""
+    with started_processes(tmp_path_factory.mktemp("finished")) as processes:
+        run = Run(config, processes)
+        code, output = run.train()
+        assert code == 0, output
+        yield run
+
+
+def assert_same_run(run: Run, expected: Run) -> None:
+    """Both have trained through the same steps, to the same bits."""
+    for losses, others in zip(
+        arrays_of_checkpoint(run.folder, STEPS),
+        arrays_of_checkpoint(expected.folder, STEPS),
+        strict=True,
+    ):
+        assert_same_bits(losses, others)
+    lines, others = (run_folder.read_metrics(each.folder) for each in (run, expected))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    assert [line["learning_rate"] for line in lines] == [line["learning_rate"] for line in others]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: signal.Signals):
+    run.start()
+    run.processes.wait_until(lambda: steps_done(run.folder) >= 9, PATIENCE_S)
+    run.processes.processes[0].send_signal(number)
+    code, output = run.processes.exit_code(0, PATIENCE_S), run.processes.output(0)
+
+    assert code == 128 + number, output
+    step = latest_step(run.folder)
+    assert step == steps_done(run.folder)
+    assert f"stopped by {number.name} after step {step}. " in output
+    assert f"--resume to go on from step {step} in {run.folder}." in output
+    assert "Traceback" not in output
+    assert run.train("--resume")[0] == 0
+    assert_same_run(run, finished)
+
+
+def test_a_run_that_was_killed_goes_on(run: Run, finished: Run):
+    kill_at = random.randrange(1, 12)
+    run.start()
+    run.processes.wait_until(lambda: steps_done(run.folder) >= kill_at, PATIENCE_S)
+    run.processes.processes[0].kill()
+    assert run.processes.exit_code(0, PATIENCE_S) == -signal.SIGKILL, f"killed at step {kill_at}"
+    code, output = run.train("--resume")
+    assert code == 0, f"killed at step {kill_at}\n{output}"
+    assert_same_run(run, finished)
+
+
+def test_a_run_in_two_parts_is_one_run(run: Run, finished: Run):
+    assert run.train(train__steps=STEPS // 2)[0] == 0
+    assert latest_step(run.folder) == STEPS // 2
+    assert run.train("--resume", train__steps=STEPS)[0] == 0
+    assert_same_run(run, finished)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        (["--resume"], {"model__ffn_width": 40}, "error: model.ffn_width = 40: "),
+        (["--resume"], {"plan__seed": 1}, "error: plan.seed = 1: "),
+        (["--resume"], {"data__microbatch_size": 1}, "error: data.microbatch_size = 1: "),
+        ([], {}, "holds a run already"),
+    ],
+)
+def test_what_would_spoil_a_run_is_refused(
+    finished: Run, arguments: list[str], changes: dict[str, Any], message: str
+):
+    before = {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")}
+    code, output = finished.train(*arguments, **changes)
+    assert code == 2, output
+    assert message in output
+    assert "Traceback" not in output
+    assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
+
+
+def test_a_run_that_is_not_there_cannot_be_resumed(run: Run):
+    code, output = run.train("--resume")
+    assert code == 2
+    assert f"error: run_dir = '{run.folder}': holds no run" in output
+    assert not run.folder.exists()
+
+
+def test_a_run_past_its_last_step_has_nothing_to_do(finished: Run):
+    code, output = finished.train("--resume", train__steps=STEPS - 5)
+    assert code == 0, output
+    assert f"trained to step {STEPS}" in output
+    assert steps_done(finished.folder) == STEPS

@@ -1,0 +1,207 @@
+"""The jitted functions of a stage: what they keep, count, compile and compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from skippipe_jax.model import RECOMPUTE, DataStage, ModelConfig
+from skippipe_jax.optimizer import OptimizerConfig, adamw
+from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, StageFunctions, stage_functions
+from tests.oracle import relative_error
+
+BATCH, TIME, LAYERS = 2, 4, 2
+MODEL = ModelConfig(
+    vocabulary_size=19, width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=8
+)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.1, clip_norm=0.3)
+STEPS = 10
+RANDOM = np.random.default_rng(0)
+
+
+def functions_of(model: ModelConfig, is_data_stage: bool) -> StageFunctions:
+    return stage_functions(model, OPTIMIZER, STEPS, is_data_stage, LAYERS, BATCH * TIME)
+
+
+def new_gauge() -> jax.Array:
+    return jax.device_put(np.zeros(2, np.int32))
+
+
+def new_totals() -> jax.Array:
+    return jax.device_put(np.zeros(4, np.float32))
+
+
+def random_tokens() -> np.ndarray:
+    return RANDOM.integers(0, MODEL.vocabulary_size, (BATCH, TIME), dtype=np.int32)
+
+
+def random_activations() -> jax.Array:
+    return jax.device_put(RANDOM.normal(size=(BATCH, TIME, MODEL.width)).astype(np.float32))
+
+
+def kept_bytes(model: ModelConfig, is_data_stage: bool, batch: int) -> int:
+    """What one forward leaves for its backward."""
+    functions = functions_of(model, is_data_stage)
+    parameters, _, _ = jax.eval_shape(functions.create, jax.random.key(0), 0)
+    shape = (batch, TIME) if is_data_stage else (batch, TIME, model.width)
+    inputs = jax.ShapeDtypeStruct(shape, jnp.int32 if is_data_stage else model.compute_dtype)
+    _, saved, _ = jax.eval_shape(functions.forward, parameters, new_gauge(), inputs)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
+
+
+@pytest.mark.parametrize("is_data_stage", [True, False])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_no_parameters_are_kept_for_the_backward(
+    recompute: str, compute_dtype: str, is_data_stage: bool
+):
+    # A wide model, so that a copy of one kernel, whole or cast, outweighs all that is constant.
+    model = dataclasses.replace(
+        MODEL, width=64, ffn_width=96, recompute=recompute, compute_dtype=compute_dtype
+    )
+    kept = {batch: kept_bytes(model, is_data_stage, batch) for batch in (1, 2, 3)}
+    activations = kept[2] - kept[1]
+    assert kept[3] - kept[2] == activations > 0
+    constant = kept[1] - activations
+    smallest_kernel = LAYERS * model.width * model.head_width * 2
+    assert constant < smallest_kernel / 2
+
+    of_residual = TIME * model.width * jnp.dtype(compute_dtype).itemsize
+    of_tokens = TIME * 4 if is_data_stage else 0
+    if recompute == "block":
+        assert (constant, activations) == (0, LAYERS * of_residual + of_tokens)
+    if recompute == "stage":
+        assert (constant, activations) == (0, of_tokens or of_residual)
+
+
+def test_gauge_counts_microbatches_in_flight_and_their_peak():
+    functions = functions_of(MODEL, is_data_stage=False)
+    parameters, _, gradients = functions.create(jax.random.key(0), 2)
+    gauge, saved, seen = new_gauge(), [], []
+    for step in "FFBFFBBB":
+        if step == "F":
+            _, kept, gauge = functions.forward(parameters, gauge, random_activations())
+            saved.append(kept)
+        else:
+            _, gradients, gauge = functions.backward(
+                parameters, gradients, gauge, saved.pop(0), random_activations()
+            )
+        seen.append(tuple(np.asarray(gauge).tolist()))
+    assert seen == [(1, 1), (2, 2), (1, 2), (2, 2), (3, 3), (2, 3), (1, 3), (0, 3)]
+
+
+class OneNode:
+    """A data stage that serves every microbatch from its tokens to its gradient."""
+
+    def __init__(self, model: ModelConfig):
+        self.functions = functions_of(model, is_data_stage=True)
+        # Of MODEL, whose parameters are those of its variants too: it is compiled already.
+        created = functions_of(MODEL, is_data_stage=True).create(jax.random.key(0), 0)
+        self.parameters, self.state, self.gradients = created
+        self.gauge, self.totals = new_gauge(), new_totals()
+
+    def run(self, tokens: np.ndarray, targets: np.ndarray) -> None:
+        x, saved, self.gauge = self.functions.forward(
+            self.parameters, self.gauge, jax.device_put(tokens)
+        )
+        cotangent, self.gradients, self.totals = self.functions.loss(
+            self.parameters, self.gradients, self.totals, x, jax.device_put(targets)
+        )
+        none, self.gradients, self.gauge = self.functions.backward(
+            self.parameters, self.gradients, self.gauge, saved, cotangent
+        )
+        assert none is None  # tokens have no gradient
+
+    def update(self) -> None:
+        self.totals += self.functions.squared_norm(self.gradients)
+        self.parameters, self.state, self.gradients = self.functions.update(
+            self.parameters, self.state, self.gradients, self.totals
+        )
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_update_is_that_of_the_mean_over_all_targets(recompute: str):
+    """Microbatches with 8, 3 and 0 targets: a mean of means would weigh the tokens otherwise."""
+    node = OneNode(dataclasses.replace(MODEL, recompute=recompute))
+    structure = nnx.graphdef(nnx.eval_shape(lambda: DataStage(MODEL, LAYERS, 0, jax.random.key(0))))
+    batches: list[Any] = [(random_tokens(), random_tokens()) for _ in range(3)]
+    batches[1][1].flat[3:] = -1
+    batches[2][1].flat[:] = -1
+
+    @jax.jit
+    def mean_loss(parameters: Any) -> jax.Array:
+        model: DataStage = nnx.merge(structure, parameters)
+        sums = [model.loss(model(tokens), targets) for tokens, targets in batches]
+        nats, tokens = jnp.sum(jnp.asarray(sums), axis=0)
+        return nats / tokens
+
+    transformation = optax.chain(optax.clip_by_global_norm(0.3), adamw(OPTIMIZER, STEPS))
+    parameters = jax.tree.map(np.asarray, node.parameters)
+    state = transformation.init(parameters)
+    for _ in range(2):
+        for batch in batches:
+            node.run(*batch)
+        loss, gradients = jax.value_and_grad(mean_loss)(parameters)
+        assert float(node.totals[TOKENS]) == 11
+        np.testing.assert_allclose(node.totals[LOSS] / 11, loss, rtol=1e-5)
+        node.update()
+        norm = float(np.sqrt(node.totals[SQUARED_NORM]) * BATCH * TIME / 11)
+        np.testing.assert_allclose(norm, optax.tree.norm(gradients), rtol=1e-5)
+        assert norm > 0.3  # the clip is at work
+        updates, state = transformation.update(gradients, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+        assert relative_error(node.parameters, parameters) < 1e-5
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(node.gradients))
+        node.totals = new_totals()
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_nothing_compiles_again_for_another_microbatch_or_iteration(recompute: str):
+    node = OneNode(dataclasses.replace(MODEL, recompute=recompute))
+    for _ in range(3):
+        for _ in range(3):
+            node.run(random_tokens(), random_tokens())
+        node.update()
+    functions = node.functions
+    for jitted in (
+        functions.forward,
+        functions.loss,
+        functions.backward,
+        functions.squared_norm,
+        functions.update,
+    ):
+        assert jitted._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_stages_of_one_shape_share_their_functions():
+    assert functions_of(MODEL, True) is functions_of(dataclasses.replace(MODEL), True)
+    assert functions_of(MODEL, True) is not functions_of(MODEL, False)
+
+
+def test_donated_values_are_given_up():
+    node = OneNode(MODEL)
+    before = jax.tree.leaves((node.parameters, node.state, node.gradients)), node.gauge
+    node.run(random_tokens(), random_tokens())
+    node.update()
+    assert all(leaf.is_deleted() for leaf in before[0])
+    assert before[1].is_deleted()
+
+
+@pytest.mark.parametrize("parameter_dtype", ["float32", "bfloat16"])
+def test_dtypes_stay_as_they_were_created(parameter_dtype: str):
+    """What is saved must fit what is created to restore it."""
+    functions = functions_of(
+        dataclasses.replace(MODEL, parameter_dtype=parameter_dtype, compute_dtype="bfloat16"), True
+    )
+    created = jax.eval_shape(functions.create, jax.random.key(0), 0)
+    parameters, _, gradients = (jax.tree.leaves(part) for part in created)
+    assert {leaf.dtype for leaf in parameters} == {np.dtype(parameter_dtype)}
+    assert {leaf.dtype for leaf in gradients} == {np.dtype("float32")}
+    assert jax.eval_shape(functions.update, *created, new_totals()) == created

@@ -1,0 +1,100 @@
+"""Small runs for tests: their configuration, how they are started, and what they leave."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+
+from skippipe_jax import run_folder
+from skippipe_jax.checkpoint import open_checkpoint, read_stage
+from skippipe_jax.executor import functions_of_stages
+
+Arrays = dict[str, np.ndarray]
+
+
+def write_config(folder: Path, **sections: Any) -> Path:
+    """A config file in `folder`; `sections` replace those that all tests have in common."""
+    text = np.random.default_rng(0).choice(list(b"skipping pipeline stages \n"), 40_000)
+    (folder / "text").write_bytes(bytes(text.tolist()))
+    config = {
+        "compilation_cache": os.environ["JAX_COMPILATION_CACHE_DIR"],
+        "model": {
+            "width": 16,
+            "layers": 4,
+            "heads": 2,
+            "kv_heads": 1,
+            "ffn_width": 24,
+            "context": 32,
+        },
+        "data": {
+            "source": "text",
+            "path": str(folder / "text"),
+            "sequence_length": 32,
+            "microbatch_size": 2,
+        },
+        # Steps so large that parameters which differ a little soon lead elsewhere.
+        "optimizer": {
+            "learning_rate": 1e-2,
+            "warmup_steps": 2,
+            "decay_steps": 100,
+            "weight_decay": 0.1,
+        },
+        "cluster": {"heartbeat_timeout_s": 20, "connect_timeout_s": 120},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config | sections))
+    return path
+
+
+def settings(**values: Any) -> list[str]:
+    """Arguments that override keys, written with two underscores for the dot between."""
+    words = (f"{key.replace('__', '.')}={value}" for key, value in values.items())
+    return [word for setting in words for word in ("--set", setting)]
+
+
+def virtual_devices(count: int) -> dict[str, str]:
+    """The environment of a process that has so many devices."""
+    return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+
+
+def steps_done(run_dir: Path) -> int:
+    """The last step that a run has reported."""
+    if not (run_dir / run_folder.METRICS).exists():
+        return 0
+    return max((line["step"] for line in run_folder.read_metrics(run_dir)), default=0)
+
+
+def arrays_of_checkpoint(run_dir: Path, step: int) -> list[Arrays]:
+    """Parameters and optimizer state of every stage."""
+    config, plan = run_folder.saved_config(run_dir, "run_dir"), run_folder.saved_plan(run_dir)
+    batch_tokens = config.data.microbatch_size * config.data.sequence_length
+    functions = functions_of_stages(
+        plan, config.model, config.optimizer, config.train.steps, batch_tokens
+    )
+    checkpoint = open_checkpoint(run_dir, step)
+    arrays = []
+    for stage, of_stage in enumerate(functions):
+        parameters, optimizer_state, _ = jax.eval_shape(of_stage.create, jax.random.key(0), 0)
+        shapes = {"parameters": parameters, "optimizer_state": optimizer_state}
+        arrays.append(by_name(read_stage(checkpoint, stage, shapes)))
+    return arrays
+
+
+def by_name(tree: Any) -> Arrays:
+    """The leaves of a tree by their path, such as "parameters/blocks/key/kernel"."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def assert_same_bits(found: Arrays, expected: Arrays) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].tobytes() == array.tobytes(), name
