@@ -141,6 +141,20 @@ class Executor:
         self.host_devices = [devices[node] for _, node in sorted(first_node_of_host.items())]
         self.host_device = self.host_devices[program.host]
 
+    def open_sums(self) -> None:
+        """Sum something small over every group of devices that training sums over.
+
+        Processes have 30 seconds to come to the first sum of a group (gloo's limit, which JAX does
+        not let one change), and compiling the stages can keep one of them longer. Call this on all
+        hosts at about the same time.
+        """
+        groups = [*self.replicas, tuple(self.host_devices)]
+        for devices in groups:
+            own = [d for d in devices if d.process_index == jax.process_index()]
+            if own:
+                zeros = {device: jax.device_put(np.zeros(1, np.float32), device) for device in own}
+                jax.block_until_ready(sum_over_devices(devices, zeros))
+
     def run(
         self, iteration: int, batches: Mapping[int, Sequence[Batch]], stop: bool = False
     ) -> Outcome:
@@ -243,12 +257,7 @@ class Executor:
     def _sum_replicas(self, stage: int) -> list[Totals]:
         """Sum a stage's gradients over its replicas; the squared norm, on its first replica."""
         replicas = self.replicas[stage]
-        own = {
-            device: self.states[key]
-            for key in self.states
-            for device in [key[1]]
-            if key[0] == stage
-        }
+        own = {device: state for (of, device), state in self.states.items() if of == stage}
         summed = sum_over_devices(
             replicas, {device: state.gradients for device, state in own.items()}
         )

@@ -6,6 +6,7 @@ python -m skippipe_jax.launch --config FILE --hosts N
 from __future__ import annotations
 
 import argparse
+import random
 import signal
 import socket
 import subprocess
@@ -21,6 +22,10 @@ from skippipe_jax.config import load_config
 from skippipe_jax.train import add_config_arguments
 
 POLL_S = 0.1
+
+# Not from the ports that Linux gives to outgoing connections: a host that knocks before host 0
+# listens could be given the very port that it knocks at, and would be connected with itself.
+PORTS = range(61440, 65536)
 
 
 def main() -> int:
@@ -53,29 +58,12 @@ def launch(arguments: argparse.Namespace) -> int:
     fields.number(arguments.grace, "--grace", 0.0)
     # What is wrong here is said once; every host would say it.
     load_config(arguments.config, arguments.set)
-    coordinator = f"127.0.0.1:{_free_port()}"
+    coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "skippipe_jax.train", "--config", str(arguments.config)]
     command += [word for override in arguments.set for word in ("--set", override)]
     command += ["--resume"] * arguments.resume
     command += ["--coordinator", coordinator, "--hosts", str(hosts)]
-    processes = [
-        subprocess.Popen(
-            [*command, "--host-id", str(host)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            # Signals come from here, once each, whether from the terminal or from a scheduler.
-            start_new_session=True,
-        )
-        for host in range(hosts)
-    ]
-    readers = [
-        threading.Thread(target=_show, args=(host, process.stdout), daemon=True)
-        for host, process in enumerate(processes)
-    ]
-    for reader in readers:
-        reader.start()
+    processes: list[subprocess.Popen[str]] = []
 
     def forward(number: int, _: object) -> None:
         for process in processes:
@@ -84,6 +72,23 @@ def launch(arguments: argparse.Namespace) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward)
+    for host in range(hosts):
+        process = subprocess.Popen(
+            [*command, "--host-id", str(host)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # Signals come from here, once each, whether from the terminal or from a scheduler.
+            start_new_session=True,
+        )
+        processes.append(process)
+    readers = [
+        threading.Thread(target=_show, args=(host, process.stdout), daemon=True)
+        for host, process in enumerate(processes)
+    ]
+    for reader in readers:
+        reader.start()
     code = _wait(processes, arguments.grace)
     for reader in readers:
         reader.join()
@@ -91,18 +96,23 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def _wait(processes: list[subprocess.Popen[str]], grace_s: float) -> int:
-    """Wait for all; once one has failed, the others are killed after `grace_s` seconds."""
+    """Wait for all; once one has failed, the others are killed after `grace_s` seconds.
+
+    Returns 0, or the code of the first that failed: 128 and the number of a signal that ended it.
+    """
     failed_at: float | None = None
     first_code = 0
-    while any(process.poll() is None for process in processes):
-        codes = [process.returncode for process in processes if process.returncode]
-        if codes and failed_at is None:
-            failed_at, first_code = time.monotonic(), codes[0]
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed and failed_at is None:
+            failed_at, first_code = time.monotonic(), failed[0]
+        if None not in codes:
+            return first_code if first_code >= 0 else 128 - first_code
         if failed_at is not None and time.monotonic() - failed_at > grace_s:
             for process in processes:
                 process.kill()
         time.sleep(POLL_S)
-    return first_code or next((p.returncode for p in processes if p.returncode), 0)
 
 
 def _show(host: int, output: IO[str]) -> None:
@@ -110,10 +120,13 @@ def _show(host: int, output: IO[str]) -> None:
         print(f"[host {host}] {line}", end="", flush=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def free_port() -> int:
+    """A port of this machine on which nobody listens."""
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from skippipe_sched.errors import InputError
 INITIAL_DEVIATION = 0.02
 RECOMPUTE = ("none", "block", "stage")
 ATTENTION = ("xla", "cudnn")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class OptimizerConfig:
     """AdamW and its schedule.
 
     The learning rate rises to `learning_rate` over `warmup_steps`, then falls along a cosine to
-    `final_ratio` of it at step `decay_steps` (default: the last step of the run).
+    `final_ratio` of it after `decay_steps` steps (default: the steps of the run).
     Gradients are scaled so that their norm over all stages is at most `clip_norm`. Norm scales
     are exempt from `weight_decay`.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -227,6 +228,8 @@ def make_executor(
 
     All hosts call this together: they tell each other where their transfer servers listen.
     """
+    if host.count > 1:
+        _give_sums_threads(program)
     batch, time = config.data.microbatch_size, config.data.sequence_length
     devices = devices_of_nodes(plan, host_of)
     links = open_links(
@@ -240,7 +243,23 @@ def make_executor(
     functions = functions_of_stages(
         plan, config.model, config.optimizer, config.train.steps, batch * time
     )
-    return Executor(plan, program, devices, functions, links, host_of, config.model, config.seed)
+    executor = Executor(
+        plan, program, devices, functions, links, host_of, config.model, config.seed
+    )
+    host.barrier("executors", config.cluster.connect_timeout_s)
+    executor.open_sums()
+    return executor
+
+
+def _give_sums_threads(program: Program) -> None:
+    """Let XLA have more threads than cores on a CPU, which it creates when it is first used.
+
+    There a sum over replicas holds a thread until all of them have come to it, and so does a
+    launch for which the device has no room yet: with two threads, both may wait for work that has
+    no thread left.
+    """
+    threads = (os.cpu_count() or 1) + 2 * len(program.nodes) + 1
+    os.environ.setdefault("PJRT_NPROC", str(threads))
 
 
 def _exchange(host: Membership, address: str, timeout_s: float) -> list[str]:

@@ -24,7 +24,6 @@ from skippipe_jax.config import (
     load_config,
     parse_config,
     require_same_run,
-    to_tree,
     to_yaml,
 )
 from skippipe_jax.data import DataConfig
@@ -249,8 +248,9 @@ def test_everything_is_written():
     ("change", "field"),
     [
         ({"seed": 1}, "seed"),
-        ({"model": {"layers": 8}}, "model.layers"),
+        ({"model": {"layers": 8, "rope_scaling": {}}}, "model.layers"),
         ({"model": {"rope_scaling": {"factor": 2.0}}}, "model.rope_scaling.factor"),
+        ({"model": {}}, "model.rope_scaling"),
         ({"plan": {"method": "full", "case": {"nodes": 3}}}, "plan.method"),
         ({"plan": {"case": {"nodes": 4}}}, "plan.case.nodes"),
         ({"plan": {"case": {"nodes": 3, "memory": 2}}}, "plan.case.memory"),
@@ -260,12 +260,10 @@ def test_everything_is_written():
 def test_a_run_goes_on_only_as_the_run_it_was(change: Any, field: str):
     base = {"model": {"rope_scaling": {}}, "plan": {"case": {"nodes": 3}}}
     saved, now = parse_config(base), parse_config(base | change)
-    if field.startswith("model.layers"):
-        now = dataclasses.replace(now, model=dataclasses.replace(saved.model, layers=8))
     with pytest.raises(InputError) as caught:
         require_same_run(now, saved)
     assert caught.value.field == field
-    assert f"--set {field}=" in caught.value.remedy or f"Set {field}=" in caught.value.remedy
+    assert f"Set {field}=" in caught.value.remedy
 
 
 def test_the_remedy_of_a_changed_run_can_be_taken_literally(tmp_path: Path):

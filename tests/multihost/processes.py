@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-PORTS = (61440, 65536)
+from skippipe_jax.launch import free_port
 
 
 class Processes:
@@ -103,12 +102,3 @@ def started_processes(folder: Path) -> Iterator[Processes]:
 
 def name_of_host(host: int, process: int) -> str:
     return f"host {host} (process {process} on {socket.gethostname()})"
-
-
-def free_port() -> int:
-    """A port on which nobody listens, from those that are not given to outgoing connections."""
-    while True:
-        port = random.randrange(*PORTS)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port

@@ -12,7 +12,8 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster import LOST_HOST_EXIT_CODE, ClusterConfig, joined
-from tests.multihost.processes import PORTS, Processes, free_port
+from skippipe_jax.launch import PORTS, free_port
+from tests.multihost.processes import Processes
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 HEARTBEAT_TIMEOUT_S = 3.0

@@ -32,6 +32,10 @@ from tests.training_runs import (
     write_config,
 )
 
+Nodes = tuple[tuple[int, ...], ...]
+Paths = tuple[Nodes, Nodes]
+"""The nodes of each stage, and those that each microbatch visits."""
+
 WORKER = Path(__file__).with_name("training_worker.py")
 TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.launch")
 PATIENCE_S = 180.0
@@ -69,35 +73,35 @@ ORACLE_MODEL = {"width": 16, "heads": 4, "kv_heads": 4, "ffn_width": 24, "contex
 ORACLE_STEPS = 3
 
 
+# Two data nodes with two microbatches and one; the second path swaps, the third skips.
+UNEVEN = (((0, 1), (2,), (3, 4)), ((0, 2, 3), (0, 4, 2), (1, 2)))
+FOUR_STAGES = (
+    ((1,), (0, 4), (2,), (3, 5)),
+    ((1, 0, 2, 3), (1, 2, 4, 5), (1, 0, 3), (1, 2, 5)),
+)
+TIED = {
+    "layers": 5,
+    "stage_layers": [2, 1, 1, 1],
+    "kv_heads": 2,
+    "tied_head": True,
+    "recompute": "stage",
+}
+
+
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "model"),
+    ("paths", "model", "host_of_node"),
     [
-        # Two data nodes with two microbatches and one; the second path swaps, the third skips.
-        (
-            ((0, 1), (2,), (3, 4)),
-            ((0, 2, 3), (0, 4, 2), (1, 2)),
-            {"layers": 3, "recompute": "none"},
-        ),
-        (
-            ((1,), (0, 4), (2,), (3, 5)),
-            ((1, 0, 2, 3), (1, 2, 4, 5), (1, 0, 3), (1, 2, 5)),
-            {
-                "layers": 5,
-                "stage_layers": [2, 1, 1, 1],
-                "kv_heads": 2,
-                "tied_head": True,
-                "recompute": "stage",
-            },
-        ),
+        (UNEVEN, {"layers": 3, "recompute": "none"}, [0, 1, 2, 3, 4]),
+        (FOUR_STAGES, TIED, [0, 1, 2, 3, 4, 5]),
+        # Here two stages, and the sum over all hosts, are summed between the same two devices.
+        (FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0]),
     ],
-    ids=["5 hosts", "6 hosts"],
+    ids=["5 hosts", "6 hosts", "2 hosts"],
 )
 def test_every_replica_equals_the_oracle(
-    tmp_path: Path,
-    stages: tuple[tuple[int, ...], ...],
-    microbatches: tuple[tuple[int, ...], ...],
-    model: dict[str, Any],
+    tmp_path: Path, paths: Paths, model: dict[str, Any], host_of_node: list[int]
 ):
+    stages, microbatches = paths
     plan = plan_of(stages, microbatches)
     plan.save(tmp_path / "plan.json")
     path = write_config(
@@ -107,8 +111,9 @@ def test_every_replica_equals_the_oracle(
         model=ORACLE_MODEL | model,
         optimizer={"learning_rate": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "clip_norm": 0.5},
         train={"steps": ORACLE_STEPS},
+        cluster={"host_of_node": host_of_node},
     )
-    hosts = len(plan.case.nodes)
+    hosts = max(host_of_node) + 1
     with started_processes(tmp_path / "hosts") as processes:
         command = (WORKER, tmp_path / "replicas", "--config", path)
         processes.start_hosts(hosts, *command, **virtual_devices(1))
@@ -387,6 +392,6 @@ def test_launch_passes_on_that_the_input_is_wrong(
         processes.start(*command, **virtual_devices(1))
         assert processes.exit_code(0, PATIENCE_S) == 2, processes.output(0)
         output = processes.output(0)
-    assert f"[host 0] {message}" in output
+    assert message in output
     assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
