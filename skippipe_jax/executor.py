@@ -153,7 +153,7 @@ class Executor:
             own = [d for d in devices if d.process_index == jax.process_index()]
             if own:
                 zeros = {device: jax.device_put(np.zeros(1, np.float32), device) for device in own}
-                jax.block_until_ready(sum_over_devices(devices, zeros))
+                jax.block_until_ready(list(sum_over_devices(devices, zeros).values()))
 
     def run(
         self, iteration: int, batches: Mapping[int, Sequence[Batch]], stop: bool = False

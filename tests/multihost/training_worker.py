@@ -27,7 +27,8 @@ def main() -> int:
     code = train.main()
     folder.mkdir(exist_ok=True)
     for (stage, device), state in made[0].states.items():
-        np.savez(folder / f"stage{stage}_device{device.id}.npz", **by_name(state.to_save()))
+        arrays: dict[str, Any] = by_name(state.to_save())
+        np.savez(folder / f"stage{stage}_device{device.id}.npz", **arrays)
     return code
 
 

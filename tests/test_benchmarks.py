@@ -1,0 +1,44 @@
+"""The benchmarks run, and print one JSON object last; their figures are for quiet machines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def last_line_of(module: str, *arguments: str) -> dict[str, Any]:
+    finished = subprocess.run(
+        [sys.executable, "-m", f"experiments.benchmarks.{module}", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def test_overhead():
+    sizes = ["--stages", "2", "--replicas", "1", "--microbatches-per-data-node", "2"]
+    sizes += ["--microbatch-size", "1", "--sequence-length", "16", "--warmup", "1", "--turns", "2"]
+    report = last_line_of("overhead", "--recompute", "stage", *sizes)
+    [result] = report["results"]
+    pipeline = result["programs"]["pipeline"]
+    quickest = result["programs"][result["ratio_to"]]
+    assert result["ratio"] == quickest["pipeline_takes_times"] > 0
+    assert pipeline["pipeline_takes_times"] == 1
+    tokens = 2 * 16
+    assert abs(pipeline["tokens_per_second"] * pipeline["seconds_per_iteration"] / tokens - 1) < 0.1
+    assert report["machine"]["jax"]
+
+
+def test_gpu_on_any_machine():
+    results = last_line_of("gpu", "--small")["results"]
+    assert results["model_flops_per_second"] > 0
+    ratio = results["model_flops_per_second"] / results["product_flops_per_second"]
+    assert abs(results["utilisation"] - ratio) < 0.01
+    assert results["peak_memory_bytes"] > 0
