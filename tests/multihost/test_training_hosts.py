@@ -109,7 +109,14 @@ def test_every_replica_equals_the_oracle(
         run_dir=str(tmp_path / "run"),
         plan={"file": str(tmp_path / "plan.json")},
         model=ORACLE_MODEL | model,
-        optimizer={"learning_rate": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "clip_norm": 0.5},
+        optimizer={
+            "learning_rate": 3e-2,
+            "warmup_steps": 1,
+            "weight_decay": 0.1,
+            "clip_norm": 0.5,
+            # So large that an update depends on how large a gradient is, not only on its direction.
+            "epsilon": 1e-2,
+        },
         train={"steps": ORACLE_STEPS},
         cluster={"host_of_node": host_of_node},
     )
@@ -137,7 +144,9 @@ def test_every_replica_equals_the_oracle(
         truth = by_name({"parameters": expected[stage]})
         for replica in replicas:
             parameters = {name: replica[name] for name in truth}
-            assert oracle.relative_error(parameters, truth) < 2e-5, f"stage {stage}"
+            error = oracle.relative_error(parameters, truth)
+            print(stage, error)
+            assert error < 2e-5, f"stage {stage}"
     found = [line["loss"] for line in run_folder.read_metrics(tmp_path / "run")]
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
 
