@@ -145,8 +145,7 @@ def test_every_replica_equals_the_oracle(
         for replica in replicas:
             parameters = {name: replica[name] for name in truth}
             error = oracle.relative_error(parameters, truth)
-            print(stage, error)
-            assert error < 2e-5, f"stage {stage}"
+            assert error < 2e-5, f"stage {stage}: {error}"
     found = [line["loss"] for line in run_folder.read_metrics(tmp_path / "run")]
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
 
