@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.case import parse_case
@@ -129,8 +130,9 @@ def _activation(model: ModelConfig) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((BATCH, TIME, model.width), model.compute_dtype)
 
 
+@pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
 @settings(
-    max_examples=12,
+    max_examples=7,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
