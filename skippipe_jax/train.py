@@ -99,7 +99,8 @@ def where_to_resume(config: Config) -> str:
     """The sentence that tells from where a run that ended early can go on."""
     step = latest_step(Path(config.run_dir))
     if step is None:
-        return f"There is no checkpoint in {config.run_dir} yet: start again."
+        # Not without --resume: the folder holds the run already.
+        return f"Start it again with --resume: without a checkpoint, {config.run_dir} begins anew."
     return f"Start it again with --resume to go on from step {step} in {config.run_dir}."
 
 
