@@ -19,6 +19,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan
 from skippipe_sched.plan import Plan, load_plan
 from skippipe_sched.rules import require
+from skippipe_sched.search import Search
 
 from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import (
@@ -179,7 +180,7 @@ def plan_of(config: PlanConfig, config_folder: Path) -> Plan:
         case = load_case(Path(config.case))
     else:
         case = parse_case(config.case, config_folder)
-    return make_plan(case, config.method, config.seed)
+    return make_plan(case, config.method, Search(config.seed))
 
 
 def _open_shards(config: Config, plan: Plan, program: Program) -> dict[int, ShardIterator]:

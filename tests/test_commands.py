@@ -237,7 +237,7 @@ def test_configurations_that_cannot_be_read_are_refused(
 
 
 def damaged_plan(damage: Callable[[dict[str, Any]], Any]) -> str:
-    plan = make_plan(parse_case(CASE), "balanced", 0).to_json()
+    plan = make_plan(parse_case(CASE), "balanced").to_json()
     damage(plan)
     return json.dumps(plan)
 

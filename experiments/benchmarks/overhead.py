@@ -42,6 +42,7 @@ from flax import nnx
 from skippipe_sched.case import parse_case
 from skippipe_sched.errors import run_command
 from skippipe_sched.methods import make_plan
+from skippipe_sched.search import Search
 
 from experiments.benchmarks import machine
 from skippipe_jax.data import Batch
@@ -105,7 +106,7 @@ def pipeline(workload: Workload) -> Iteration:
             "memory": workload.stages,
         }
     )
-    plan = make_plan(case, "full", SEED)
+    plan = make_plan(case, "full", Search(SEED))
     host_of = (0,) * nodes
     [program] = compile_plan(plan, host_of)
     devices = [jax.devices()[0]] * nodes

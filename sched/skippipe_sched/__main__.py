@@ -15,6 +15,7 @@ from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.plan import Plan, load_plan
 from skippipe_sched.rules import violations
+from skippipe_sched.search import Search
 from skippipe_sched.simulate import Timeline, simulate_plan
 
 
@@ -58,9 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    if arguments.seed < 0:
-        raise InputError("--seed", arguments.seed, "must not be negative", "Give 0 or more")
-    plan = make_plan(load_case(arguments.case), arguments.method, arguments.seed)
+    plan = make_plan(load_case(arguments.case), arguments.method, Search(arguments.seed))
     _write(arguments.output, lambda path: plan.save(path))
     print(_summary(plan, simulate_plan(plan)))
     print(f"wrote {arguments.output}")

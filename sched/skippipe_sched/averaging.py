@@ -12,8 +12,8 @@ from skippipe_sched.case import Case
 EXHAUSTIVE_REPLICAS = 7
 
 
-def averaging_s(case: Case, ring: Sequence[int]) -> float:
-    """Seconds of a ring all-reduce over nodes in this order.
+def averaging_s(case: Case, stage: int, ring: Sequence[int]) -> float:
+    """Seconds of a ring all-reduce of what `stage` holds, over nodes in this order.
 
     2(n-1)/n * stage_bytes / (slowest link in the ring) + 2(n-1) * (largest latency).
     """
@@ -24,19 +24,19 @@ def averaging_s(case: Case, ring: Sequence[int]) -> float:
     source, target = list(ring), [*ring[1:], ring[0]]
     steps = 2 * (replicas - 1)
     return float(
-        steps / replicas * case.stage_bytes / bandwidth[source, target].min()
+        steps / replicas * case.stage_bytes[stage] / bandwidth[source, target].min()
         + steps * latency[source, target].max()
     )
 
 
 @lru_cache(maxsize=1024)
-def quickest_averaging_s(case: Case, nodes: tuple[int, ...]) -> float:
+def quickest_averaging_s(case: Case, stage: int, nodes: tuple[int, ...]) -> float:
     """Seconds of the averaging over `best_ring`; kept, as a search asks for the same stages."""
-    return averaging_s(case, best_ring(case, nodes))
+    return averaging_s(case, stage, best_ring(case, stage, nodes))
 
 
-def best_ring(case: Case, nodes: Sequence[int]) -> tuple[int, ...]:
-    """The order of a stage's replicas in which a ring all-reduce is quickest.
+def best_ring(case: Case, stage: int, nodes: Sequence[int]) -> tuple[int, ...]:
+    """The order of the replicas of `stage` in which a ring all-reduce is quickest.
 
     Exact up to `EXHAUSTIVE_REPLICAS` replicas, a local optimum above.
     """
@@ -45,25 +45,25 @@ def best_ring(case: Case, nodes: Sequence[int]) -> tuple[int, ...]:
     first, *rest = nodes
     if len(nodes) <= EXHAUSTIVE_REPLICAS:
         rings = ((first, *order) for order in permutations(rest))
-        return min(rings, key=lambda ring: averaging_s(case, ring))
+        return min(rings, key=lambda ring: averaging_s(case, stage, ring))
     _, bandwidth = case.link_matrices
     ring = [first]
     while rest:
         nearest = max(rest, key=lambda node: bandwidth[ring[-1], node])
         rest.remove(nearest)
         ring.append(nearest)
-    return tuple(_two_opt(case, ring))
+    return tuple(_two_opt(case, stage, ring))
 
 
-def _two_opt(case: Case, ring: list[int]) -> list[int]:
-    best = averaging_s(case, ring)
+def _two_opt(case: Case, stage: int, ring: list[int]) -> list[int]:
+    best = averaging_s(case, stage, ring)
     improved = True
     while improved:
         improved = False
         for start in range(1, len(ring) - 1):
             for end in range(start + 2, len(ring) + 1):
                 candidate = ring[:start] + ring[start:end][::-1] + ring[end:]
-                cost = averaging_s(case, candidate)
+                cost = averaging_s(case, stage, candidate)
                 if cost < best:
                     ring, best, improved = candidate, cost, True
     return ring

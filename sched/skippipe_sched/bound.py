@@ -47,6 +47,6 @@ def _averaging_s(case: Case) -> float:
     others = ~np.eye(len(case.nodes), dtype=bool)
     steps = 2 * (replicas - 1)
     return float(
-        steps / replicas * case.stage_bytes / bandwidth[others].max()
+        steps / replicas * case.stage_bytes[0] / bandwidth[others].max()
         + steps * latency[others].min()
     )

@@ -33,6 +33,7 @@ OPTIONAL = (
     "hop_overhead_s",
     "backward_ratio",
     "loss_ratio",
+    "stage_cost",
     "contention",
     "rules",
 )
@@ -69,14 +70,17 @@ class Rules:
 class Case:
     """What a plan is made for, checked. Times in seconds, sizes in bytes.
 
-    `source` is the mapping it was read from, with everything in it that lay in other files, so
-    that a plan can carry its case whole.
+    `stage_cost` says for each stage how many times a node's `forward_s` its forward takes (the data
+    stage has the embedding and the head), `stage_bytes` what its replicas average. `source` is the
+    mapping it was read from, with everything in it that lay in other files, so that a plan can
+    carry its case whole.
     """
 
     nodes: tuple[Node, ...]
     link_table: links.LinkTable
     activation_bytes: float
-    stage_bytes: float
+    stage_bytes: tuple[float, ...]
+    stage_cost: tuple[float, ...]
     stages: tuple[int, ...]
     path_length: int
     microbatches: tuple[int, ...]
@@ -102,10 +106,10 @@ class Case:
         np.fill_diagonal(hop, 0.0)
         return hop
 
-    def duration(self, kind: str, node: int) -> float:
-        """Seconds of one operation (F, L or B) on `node`."""
+    def duration(self, kind: str, node: int, stage: int) -> float:
+        """Seconds of one operation (F, L or B) on `node` when it serves `stage`."""
         ratio = {"F": 1.0, "L": self.loss_ratio, "B": self.backward_ratio}[kind]
-        return ratio * self.nodes[node].forward_s
+        return ratio * self.stage_cost[stage] * self.nodes[node].forward_s
 
 
 def load_case(path: Path) -> Case:
@@ -145,7 +149,10 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         nodes=nodes,
         link_table=links.table(table_source, same_location),
         activation_bytes=fields.number(given["activation_bytes"], "case.activation_bytes", 0.0),
-        stage_bytes=fields.number(given["stage_bytes"], "case.stage_bytes", 0.0),
+        stage_bytes=_of_each_stage(given["stage_bytes"], "case.stage_bytes", len(stages)),
+        stage_cost=_of_each_stage(
+            given.get("stage_cost", 1.0), "case.stage_cost", len(stages), above=True
+        ),
         stages=stages,
         path_length=path_length,
         microbatches=_microbatches(given["microbatches_per_data_node"], stages[0]),
@@ -197,6 +204,19 @@ def _nodes(given: Mapping[str, Any], places: int) -> tuple[Node, ...]:
             )
         )
     return tuple(nodes)
+
+
+def _of_each_stage(
+    value: Any, field: str, stages: int, *, above: bool = False
+) -> tuple[float, ...]:
+    if not isinstance(value, list):
+        return (fields.number(value, field, 0.0, above=above),) * stages
+    if len(value) != stages:
+        raise InputError(
+            field, value, f"has {len(value)} entries for {stages} stages",
+            "Write one number, or one number for each stage",
+        )  # fmt: skip
+    return tuple(fields.number(v, f"{field}[{s}]", 0.0, above=above) for s, v in enumerate(value))
 
 
 def _link_arguments(same: Mapping[str, Any]) -> dict[str, Any]:

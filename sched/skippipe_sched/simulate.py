@@ -164,9 +164,9 @@ class _Simulation:
         self.free_slots = [node.memory for node in case.nodes]
         self.holds: list[set[int]] = [set() for _ in paths]
         # Paths that visit stages in ascending order take memory in one order and cannot lock.
-        stage_of = stage_of_nodes(stages)
+        self.stage_of = stage_of_nodes(stages)
         self.can_lock = order is None and any(
-            stage_of[a] > stage_of[b] for path in paths for a, b in pairwise(path)
+            self.stage_of[a] > self.stage_of[b] for path in paths for a, b in pairwise(path)
         )
         self.link_free_s: dict[tuple[int, int], float] = {}
         self.events: list[tuple[float, int, int, Operation]] = []
@@ -215,7 +215,7 @@ class _Simulation:
             self.free_slots[node] -= 1
             self.holds[operation.microbatch].add(node)
         self.busy[node] = True
-        end_s = now + self.case.duration(operation.kind, node)
+        end_s = now + self.case.duration(operation.kind, node, self.stage_of[node])
         self.runs.append(Run(operation, arrived_s, now, end_s))
         self.push(end_s, _END, operation)
 
@@ -305,6 +305,6 @@ class _Simulation:
         averagings = []
         for stage, nodes in enumerate(self.stages):
             start_s = max(ends[node] for node in nodes)
-            end_s = start_s + quickest_averaging_s(self.case, tuple(nodes))
+            end_s = start_s + quickest_averaging_s(self.case, stage, tuple(nodes))
             averagings.append(Averaging(stage, start_s, end_s))
         return tuple(sorted(averagings, key=lambda averaging: averaging.start_s))

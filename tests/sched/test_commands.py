@@ -86,7 +86,7 @@ def test_simulate(command, paper_plan):
 
 def test_simulate_names_broken_rules(command, tmp_path):
     path = tmp_path / "plan.json"
-    make_plan(same_place([1, 2], microbatches_per_data_node=2), "full", 0).save(path)
+    make_plan(same_place([1, 2], microbatches_per_data_node=2), "full").save(path)
     plan = json.loads(path.read_text())
     plan["microbatches"] = [[0, 1], [0, 1]]
     plan["order"][1] = [["F", 0], ["F", 1], ["B", 0], ["B", 1]]
@@ -100,7 +100,7 @@ def test_simulate_names_broken_rules(command, tmp_path):
 def test_simulate_asks_the_plan_for_no_prediction(command, tmp_path):
     """A plan written by hand may predict nothing: the figures are the simulator's own."""
     path = tmp_path / "plan.json"
-    make_plan(same_place([1]), "full", 0).save(path)
+    make_plan(same_place([1]), "full").save(path)
     plan = json.loads(path.read_text())
     plan["predicted"] = dict.fromkeys(plan["predicted"], 0)
     path.write_text(json.dumps(plan))
@@ -325,7 +325,7 @@ def test_a_wrong_link_table_is_refused(command, tmp_path, content, field, value,
 def _three_nodes():
     """A plan on a data node and two replicas of one stage, with two microbatches."""
     case = same_place([1, 2], microbatches_per_data_node=2)
-    return make_plan(case, "full", 0).to_json()
+    return make_plan(case, "full").to_json()
 
 
 def _case(plan, **change):

@@ -12,6 +12,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.plan import parse_plan
 from skippipe_sched.rules import sequence_problem, violations
+from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate, simulate_plan
 
 from tests.sched.examples import cases, in_order, same_place
@@ -47,9 +48,9 @@ def _balance_is_possible(case) -> bool:
 def test_every_plan_keeps_what_a_plan_promises(method, case, seed):
     if method != "full" and not _balance_is_possible(case):
         with pytest.raises(InputError, match=r"case\.rules\.max_jump"):
-            make_plan(case, method, seed)
+            make_plan(case, method, Search(seed))
         return
-    plan = make_plan(case, method, seed)
+    plan = make_plan(case, method, Search(seed))
     assert violations(case, plan.stages, plan.microbatches) == []
     length = len(case.stages) if method == "full" else case.path_length
     assert {len(path) for path in plan.microbatches} == {length}
@@ -73,7 +74,7 @@ def test_every_plan_keeps_what_a_plan_promises(method, case, seed):
     assert predicted.iteration_s >= predicted.lower_bound_s * ROUNDING
     assert predicted.lower_bound_s > 0
 
-    assert make_plan(case, method, seed).to_json() == plan.to_json()
+    assert make_plan(case, method, Search(seed)).to_json() == plan.to_json()
 
 
 def test_a_full_plan_goes_to_near_replicas():
@@ -84,7 +85,7 @@ def test_a_full_plan_goes_to_near_replicas():
             "links": [["east", "west", 100, 1]],
         }
     )
-    assert make_plan(case, "full", 0).microbatches == ((0, 3), (1, 2))
+    assert make_plan(case, "full").microbatches == ((0, 3), (1, 2))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_jump_limit_that_leaves_no_balanced_plan_is_refused(inner, length, jum
         rules={"max_jump": jump},
     )
     with pytest.raises(InputError) as refused:
-        make_plan(case, "balanced", 0)
+        make_plan(case, "balanced")
     assert refused.value.field == "case.rules.max_jump"
     assert refused.value.value == jump
 
@@ -116,13 +117,13 @@ def test_a_balanced_plan_is_found_where_few_sets_of_stages_balance(
         rules={"max_jump": jump},
     )
     for seed in range(3):
-        make_plan(case, "balanced", seed)
+        make_plan(case, "balanced", Search(seed))
 
 
 def test_rules_far_beyond_the_stages_limit_nothing():
     rules = dict.fromkeys(("max_swaps", "max_swap_distance", "max_jump"), 10**30)
     case = same_place([2, 2, 2, 2], path_length=3, microbatches_per_data_node=3, rules=rules)
-    plan = make_plan(case, "balanced", 0)
+    plan = make_plan(case, "balanced")
     assert violations(case, plan.stages, plan.microbatches) == []
 
 
@@ -134,7 +135,7 @@ def test_balanced_uses_swaps_where_they_are_allowed():
             microbatches_per_data_node=4,
             rules={"max_swaps": max_swaps},
         )
-        plan = make_plan(case, "balanced", 0)
+        plan = make_plan(case, "balanced")
         return [a > b for path in plan.microbatches for a, b in pairwise(path[1:])]
 
     assert not any(swapped(0))
@@ -206,7 +207,7 @@ def test_no_plan_of_a_tiny_case_beats_the_lower_bound(data):
 
 def test_the_bound_is_reached_by_one_microbatch_alone():
     case = same_place([1, 1, 1])
-    plan = make_plan(case, "full", 0)
+    plan = make_plan(case, "full")
     assert plan.predicted.iteration_s == pytest.approx(plan.predicted.lower_bound_s)
 
 
@@ -214,5 +215,5 @@ def test_the_bound_is_reached_by_data_nodes_alone():
     case = same_place(
         [3], path_length=1, microbatches_per_data_node=[2, 5, 1], stage_bytes=2**30, forward_s=2
     )
-    plan = make_plan(case, "full", 0)
+    plan = make_plan(case, "full")
     assert plan.predicted.iteration_s == pytest.approx(plan.predicted.lower_bound_s)

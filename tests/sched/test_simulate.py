@@ -159,11 +159,11 @@ def test_the_ring_is_the_quickest_of_all(data, replicas):
         return 2 * (replicas - 1) / replicas * 2**28 / slowest + 2 * (replicas - 1) * latency
 
     rings = list(permutations(range(replicas)))
-    assert averaging_s(case, best_ring(case, range(replicas))) == pytest.approx(
+    assert averaging_s(case, 0, best_ring(case, 0, range(replicas))) == pytest.approx(
         min(map(published, rings))
     )
     for ring in rings[:3]:
-        assert averaging_s(case, ring) == pytest.approx(published(ring))
+        assert averaging_s(case, 0, ring) == pytest.approx(published(ring))
 
 
 def test_a_large_ring_keeps_off_the_slow_links():
@@ -175,9 +175,9 @@ def test_a_large_ring_keeps_off_the_slow_links():
     links = [[names[a], names[b], 10, 1 if {a, b} in quick else 0.01] for a, b in pairs]
     case = same_place([10], path_length=1, stage_bytes=2**30).source
     case = parse_case({**case, "locations": names, "links": links})
-    found = best_ring(case, range(10))
+    found = best_ring(case, 0, range(10))
     assert sorted(found) == list(range(10))
-    assert averaging_s(case, found) == averaging_s(case, ring)
+    assert averaging_s(case, 0, found) == averaging_s(case, 0, ring)
 
 
 # The reference: start times as the least solution of what must hold, found by iteration.
@@ -203,7 +203,7 @@ def reference(case, paths, order):
     arrived = dict.fromkeys(operations(chains), 0.0)
 
     def end(operation):
-        return start[operation] + case.duration(operation.kind, operation.node)
+        return start[operation] + case.duration(operation.kind, operation.node, 0)
 
     def hop(operation):
         return float(case.hop_s[operation.node, after[operation].node])
@@ -281,7 +281,7 @@ def test_what_must_hold_of_every_dispatch(example):
     transfers = {transfer.operation: transfer for transfer in timeline.transfers}
     for run in timeline.runs:
         operation = run.operation
-        assert run.end_s == run.start_s + case.duration(operation.kind, operation.node)
+        assert run.end_s == run.start_s + case.duration(operation.kind, operation.node, 0)
         assert run.start_s >= run.arrived_s
     for listed in (timeline.runs, timeline.transfers, timeline.averagings):
         assert [entry.start_s for entry in listed] == sorted(entry.start_s for entry in listed)

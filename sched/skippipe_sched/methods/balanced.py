@@ -1,9 +1,9 @@
 """Balanced partial paths, chosen greedily by the simulator.
 
-Placement is the case's own order of nodes. First the sets of inner stages that the microbatches
-visit are chosen so that every inner stage is visited equally often (CC3). Then each microbatch in
-turn gets the set, the swaps (CC2) and the replicas (TC1) with which the microbatches so far end
-soonest in the simulator.
+Placement is the one given, or the case's own order of nodes. First the sets of inner stages that
+the microbatches visit are chosen so that every inner stage is visited equally often (CC3). Then
+each microbatch in turn gets the set, the swaps (CC2) and the replicas (TC1) with which the
+microbatches so far end soonest in the simulator.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from skippipe_sched.methods.routes import (
 )
 from skippipe_sched.plan import NodePath
 from skippipe_sched.rules import sequence_problem
+from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate
 
 MOST_CANDIDATES = 24
@@ -35,14 +36,14 @@ OPERATIONS_SIMULATED = 4_000_000
 StageSet = tuple[int, ...]
 
 
-def routes(case: Case, seed: int) -> Routes:
+def routes(case: Case, search: Search) -> Routes:
     """Balanced partial paths for `case`.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
     """
-    random = np.random.default_rng(seed)
-    stages = place_in_order(case)
+    random = search.random
+    stages = search.placement or place_in_order(case)
     data_nodes = data_node_of_microbatches(case, stages)
     sets_left = Counter(_balanced_stage_sets(case, len(data_nodes), random))
     visits_left: dict[int, int] = {}

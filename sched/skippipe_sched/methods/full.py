@@ -17,12 +17,12 @@ from skippipe_sched.methods.routes import (
     place_in_order,
     visits_of_replicas,
 )
+from skippipe_sched.search import Search
 
 
-def routes(case: Case, seed: int) -> Routes:
-    """Full paths for `case`. Nothing is drawn, so every `seed` gives the same."""
-    del seed
-    stages = place_in_order(case)
+def routes(case: Case, search: Search) -> Routes:
+    """Full paths for `case`. Nothing is drawn, so every seed gives the same."""
+    stages = search.placement or place_in_order(case)
     paths = [[node] for node in data_node_of_microbatches(case, stages)]
     for nodes in stages[1:]:
         replicas = visits_of_replicas(case, nodes, len(paths))

@@ -1,4 +1,4 @@
-"""What a method decides: which nodes serve which stage, and which way every microbatch goes."""
+"""What a method decides: which node serves which stage, and which way every microbatch goes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from itertools import accumulate
 import numpy as np
 
 from skippipe_sched.case import Case
-from skippipe_sched.plan import NodePath
+from skippipe_sched.plan import NodePath, Operation
 from skippipe_sched.rules import fair_shares
+from skippipe_sched.search import Placement
 
 
 @dataclass(frozen=True)
 class Routes:
-    """A placement (the nodes of each stage) and a path for every microbatch."""
+    """A placement (the nodes of each stage) and a path for every microbatch.
 
-    stages: tuple[tuple[int, ...], ...]
+    `order` is what each node runs, in order, or None to leave that to the simulator's dispatch.
+    """
+
+    stages: Placement
     paths: tuple[NodePath, ...]
+    order: tuple[tuple[Operation, ...], ...] | None = None
 
 
-def place_in_order(case: Case) -> tuple[tuple[int, ...], ...]:
+def place_in_order(case: Case) -> Placement:
     """The nodes on stages in the order in which the case lists them."""
     ends = list(accumulate(case.stages))
     return tuple(tuple(range(end - size, end)) for end, size in zip(ends, case.stages, strict=True))

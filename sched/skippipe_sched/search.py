@@ -1,0 +1,96 @@
+"""What a planning method is given besides its case: a seed, a budget, and who watches it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from skippipe_sched.errors import InputError
+
+DEFAULT_BUDGET_S = 10.0
+Placement = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Search:
+    """A seed, a budget in seconds, a placement to keep if one is given, and what was found so far.
+
+    A method does a number of steps that follows from the budget alone (`steps`), so the same seed
+    and budget give the same plan on every machine that is quick enough. The clock is only the
+    last resort: once `budget_s` is over, or the user asks for the end, `stopped` says so, and the
+    method returns the best that it has; `cut_short` tells that this happened.
+
+    `watch`, if given, is called with the share of the budget that is used and the best
+    iteration_s so far.
+    """
+
+    seed: int = 0
+    budget_s: float = DEFAULT_BUDGET_S
+    placement: Placement | None = None
+    watch: Callable[[float, float], None] | None = None
+    best_s: float = float("inf")
+    cut_short: bool = False
+    interrupted: bool = False
+    _start_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self):
+        """Refuse what is no seed or no budget."""
+        if self.seed < 0:
+            raise InputError("--seed", self.seed, "must not be negative", "Give 0 or more")
+        if not 0 < self.budget_s < float("inf"):
+            raise InputError(
+                "--budget", self.budget_s, "must be a time in seconds", "Give a number above 0"
+            )
+        self.random = np.random.default_rng(self.seed)
+
+    def start_clock(self) -> None:
+        """Count the budget from now on: what comes before is no searching (compiling, say)."""
+        self._start_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the clock was started."""
+        return time.monotonic() - self._start_s
+
+    def steps(self, per_second: float) -> int:
+        """How many steps the budget pays for, at a nominal number of steps a second."""
+        return max(1, int(self.budget_s * per_second))
+
+    def stopped(self) -> bool:
+        """Whether to return now, before all steps are done."""
+        if self.interrupted or self.elapsed_s >= self.budget_s:
+            self.cut_short = True
+        return self.cut_short
+
+    def found(self, iteration_s: float) -> None:
+        """Tell of a plan, and with it that the search goes on."""
+        self.best_s = min(self.best_s, iteration_s)
+        if self.watch is not None:
+            self.watch(min(1.0, self.elapsed_s / self.budget_s), self.best_s)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """While this lasts, the first Ctrl-C ends the search with its best plan so far.
+
+        A second one ends the program, as usual.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def interrupt(number: int, frame: object) -> None:
+            del number, frame
+            self.interrupted = True
+            signal.signal(signal.SIGINT, before)
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
