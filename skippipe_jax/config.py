@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import METHODS
+from skippipe_sched.methods import DEFAULT_METHOD, METHODS
+from skippipe_sched.search import DEFAULT_BUDGET_S
 
 from skippipe_jax.checkpoint import CheckpointConfig
 from skippipe_jax.cluster import ClusterConfig
@@ -28,18 +29,21 @@ class PlanConfig:
     """Where the plan comes from: a plan file, or a case that is planned for when the run starts.
 
     `file` is a plan (JSON). `case` is a case: the path of a YAML file, or the case itself, whose
-    link table then lies beside the config file. `method` and `seed` are the planner's.
+    link table then lies beside the config file. `method`, `seed` and `budget_s`, the seconds that
+    the search may take, are the planner's.
     """
 
     file: str | None = None
     case: str | dict | None = None
-    method: str = "balanced"
+    method: str = DEFAULT_METHOD
     seed: int = 0
+    budget_s: float = DEFAULT_BUDGET_S
 
     def __post_init__(self):
         """Refuse a plan from two places, or from none."""
         fields.text(self.method, "plan.method", METHODS)
         fields.integer(self.seed, "plan.seed", 0)
+        fields.number(self.budget_s, "plan.budget_s", 0.0, above=True)
         if self.file is not None and self.case is not None:
             raise InputError(
                 "plan.file", self.file, "plan.case is given too", "Remove one of the two"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from skippipe_sched.case import load_case, parse_case
+from skippipe_sched.auto import candidates, load_cases
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import make_plan
+from skippipe_sched.methods import plan_best
 from skippipe_sched.plan import Plan, load_plan
 from skippipe_sched.rules import require
 from skippipe_sched.search import Search
@@ -177,10 +177,10 @@ def plan_of(config: PlanConfig, config_folder: Path) -> Plan:
             "plan.case", None, "there is no plan to train by", "Give plan.case or plan.file"
         )
     if isinstance(config.case, str):
-        case = load_case(Path(config.case))
+        cases = load_cases(Path(config.case))
     else:
-        case = parse_case(config.case, config_folder)
-    return make_plan(case, config.method, Search(config.seed))
+        cases = candidates(config.case, config_folder)
+    return plan_best(cases, config.method, Search(config.seed, config.budget_s))
 
 
 def _open_shards(config: Config, plan: Plan, program: Program) -> dict[int, ShardIterator]:

@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
         "ffn_width": 24,
         "context": 32,
     },
-    "plan": {"case": CASE},
+    "plan": {"case": CASE, "method": "balanced"},
     "data": {
         "source": "text",
         "path": "text",

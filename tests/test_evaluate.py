@@ -50,7 +50,8 @@ CONFIG: dict[str, Any] = {
             "path_length": 2,
             "microbatches_per_data_node": 8,
             "memory": 2,
-        }
+        },
+        "method": "balanced",
     },
     "data": {
         "source": "text",

@@ -42,7 +42,7 @@ CASE = {
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(
         tmp_path_factory.mktemp("config"),
-        plan={"case": CASE},
+        plan={"case": CASE, "method": "balanced"},
         model={"width": 32, "layers": 3, "heads": 2, "kv_heads": 2, "ffn_width": 48, "context": 64},
         # Between two checkpoints, and before one, there is something to lose.
         checkpoint={"every": 4, "keep": 2},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +27,13 @@ REQUIRED = (
     "forward_s",
     "stages",
     "path_length",
-    "microbatches_per_data_node",
     "memory",
 )
 OPTIONAL = (
+    "microbatches_per_data_node",
+    "microbatches",
     "same_location",
+    "bandwidth_factor",
     "hop_overhead_s",
     "backward_ratio",
     "loss_ratio",
@@ -120,6 +124,9 @@ def load_case(path: Path) -> Case:
 def parse_case(value: Any, folder: Path = Path()) -> Case:
     """Check a case given as a mapping; `folder` is where a link table would lie.
 
+    `bandwidth_factor` multiplies every bandwidth, that within a location too. `microbatches`, in
+    place of `microbatches_per_data_node`, is a total that the data nodes share evenly.
+
     Raises:
         InputError: naming the field, its value, and what to write instead.
     """
@@ -128,7 +135,7 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         fields.integer(size, f"case.stages[{stage}]", 1)
         for stage, size in enumerate(fields.sequence(given["stages"], "case.stages"))
     )
-    nodes = _nodes(given, sum(stages))
+    nodes = _nodes(given, stages)
     table_source = links.rows_of(given["links"], folder)
     same = fields.mapping(
         given.get("same_location", DEFAULT_SAME_LOCATION),
@@ -143,11 +150,18 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
             "case.path_length",
             path_length,
             f"there are only {len(stages)} stages, and a path visits no stage twice",
-            f"Write {len(stages)} or less, or add stages to case.stages",
+            f"Write {len(stages)} or less, or add {path_length - len(stages)} to case.stages",
         )
-    case = Case(
+    link_table = _all_times(
+        links.table(table_source, same_location),
+        fields.number(
+            given.get("bandwidth_factor", 1.0), "case.bandwidth_factor", links.LEAST_BANDWIDTH
+        ),
+    )
+    _require_links(nodes, link_table)
+    return Case(
         nodes=nodes,
-        link_table=links.table(table_source, same_location),
+        link_table=link_table,
         activation_bytes=fields.number(given["activation_bytes"], "case.activation_bytes", 0.0),
         stage_bytes=_of_each_stage(given["stage_bytes"], "case.stage_bytes", len(stages)),
         stage_cost=_of_each_stage(
@@ -155,7 +169,7 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         ),
         stages=stages,
         path_length=path_length,
-        microbatches=_microbatches(given["microbatches_per_data_node"], stages[0]),
+        microbatches=_microbatches(given, stages[0]),
         rules=_rules(given.get("rules", {}), len(stages)),
         hop_overhead_s=fields.number(given.get("hop_overhead_s", 0.0), "case.hop_overhead_s", 0.0),
         backward_ratio=fields.number(
@@ -167,29 +181,31 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         ),
         source={**given, "links": table_source},
     )
-    _ = case.link_matrices  # Every link that the nodes need must be in the table.
-    return case
 
 
-def _nodes(given: Mapping[str, Any], places: int) -> tuple[Node, ...]:
+def node_count(nodes: Any) -> int:
+    """How many nodes `case.nodes` gives, which is their number or a list of them."""
+    return len(nodes) if isinstance(nodes, list) else fields.integer(nodes, "case.nodes", 1)
+
+
+def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
     locations = [
         fields.text(name, f"case.locations[{index}]")
         for index, name in enumerate(fields.sequence(given["locations"], "case.locations"))
     ]
     forward_s = fields.number(given["forward_s"], "case.forward_s", 0.0, above=True)
     memory = fields.integer(given["memory"], "case.memory", 1)
-    described = given["nodes"]
-    listed = isinstance(described, list)
-    count = len(described) if listed else fields.integer(described, "case.nodes", 1)
-    if count != places:
+    count = node_count(given["nodes"])
+    if count != sum(stages):
         raise InputError(
             "case.stages",
             given["stages"],
-            f"the stages have {places} places, but case.nodes gives {count} nodes",
-            "Make the sizes of the stages add up to the number of nodes",
+            f"the stages have {sum(stages)} places, but case.nodes gives {count} nodes",
+            _so_that_they_add_up(count, stages),
         )
+    described = given["nodes"]
     nodes = []
-    for index, node in enumerate(described if listed else [{}] * count):
+    for index, node in enumerate(described if isinstance(described, list) else [{}] * count):
         field = f"case.nodes[{index}]"
         fields.mapping(node, field, ("location", "forward_s", "memory"))
         nodes.append(
@@ -204,6 +220,19 @@ def _nodes(given: Mapping[str, Any], places: int) -> tuple[Node, ...]:
             )
         )
     return tuple(nodes)
+
+
+def _so_that_they_add_up(nodes: int, stages: Sequence[int]) -> str:
+    lacking = sum(stages) - nodes
+    if lacking < 0:
+        return f"Add {-lacking} to the sizes or take {-lacking} from the nodes to make them add up"
+    if nodes < len(stages):
+        least = len(stages) - nodes
+        return (
+            f"Each stage needs a node: leave out {least} of the stages, or add {least} to the "
+            f"nodes; then make the sizes add up"
+        )
+    return f"Take {lacking} from the sizes or add {lacking} to the nodes to make them add up"
 
 
 def _of_each_stage(
@@ -223,8 +252,57 @@ def _link_arguments(same: Mapping[str, Any]) -> dict[str, Any]:
     return {"latency_ms": same["latency_ms"], "bandwidth_gib": same["bandwidth_GiB_per_s"]}
 
 
-def _microbatches(value: Any, data_nodes: int) -> tuple[int, ...]:
+def _all_times(table: links.LinkTable, factor: float) -> links.LinkTable:
+    """The table with every bandwidth, that within a location too, times `factor`."""
+
+    def scaled(link: links.Link) -> links.Link:
+        return links.Link(link.latency_s, link.bandwidth * factor)
+
+    return links.LinkTable(
+        {pair: scaled(link) for pair, link in table.links.items()}, scaled(table.same_location)
+    )
+
+
+def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
+    """Every two locations that have nodes must be linked: a path may lead from any to any."""
+    names = list(dict.fromkeys(node.location for node in nodes))
+    missing = [
+        (a, b)
+        for a, b in combinations(names, 2)
+        if (a, b) not in table.links and (b, a) not in table.links
+    ]
+    lacking = Counter(name for pair in missing for name in pair)
+    unreachable = [name for name in names if len(names) > 2 and lacking[name] == len(names) - 1]
+    if unreachable:
+        missing = [pair for pair in missing if unreachable[0] in pair]
+        there = [index for index, node in enumerate(nodes) if node.location == unreachable[0]]
+        raise InputError(
+            "case.links",
+            unreachable[0],
+            f"no node elsewhere can reach the nodes {there} at this location: "
+            f"all of its {len(missing)} links are missing",
+            f"Put these nodes elsewhere, or add {len(missing)} rows, the first: {_row(missing[0])}",
+        )
+    if missing:
+        raise InputError(
+            "case.links",
+            " to ".join(missing[0]),
+            f"no link between these locations ({len(missing)} missing in all)",
+            f"Add a row: {_row(missing[0])}",
+        )
+
+
+def _row(pair: tuple[str, str]) -> str:
+    return f"{','.join(pair)},<latency ms>,<bandwidth GiB/s>"
+
+
+def _microbatches(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
+    """What each data node sends, from the number of each or from the total."""
+    if "microbatches" in given:
+        return _spread(given, data_nodes)
+    fields.mapping(given, "case", given, ("microbatches_per_data_node",))
     field = "case.microbatches_per_data_node"
+    value = given["microbatches_per_data_node"]
     if not isinstance(value, list):
         return (fields.integer(value, field, 1),) * data_nodes
     if len(value) != data_nodes:
@@ -233,6 +311,25 @@ def _microbatches(value: Any, data_nodes: int) -> tuple[int, ...]:
             "Write one number, or one number for each node of the first stage",
         )  # fmt: skip
     return tuple(fields.integer(count, f"{field}[{i}]", 1) for i, count in enumerate(value))
+
+
+def _spread(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
+    total = fields.integer(given["microbatches"], "case.microbatches", 1)
+    if "microbatches_per_data_node" in given:
+        raise InputError(
+            "case.microbatches",
+            total,
+            "the number per data node is given too",
+            "Remove this key or microbatches_per_data_node",
+        )
+    if total < data_nodes:
+        raise InputError(
+            "case.microbatches",
+            total,
+            f"there are {data_nodes} data nodes, and each sends at least one",
+            f"Write {data_nodes} or a greater number, or make the first stage {total} or smaller",
+        )
+    return tuple(-(-(total - position) // data_nodes) for position in range(data_nodes))
 
 
 def _rules(value: Any, stages: int) -> Rules:

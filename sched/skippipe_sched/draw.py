@@ -53,17 +53,20 @@ RGB_FROM_CONES = np.array(
     ]
 )
 
-# Every rule is scoped, for a picture inlined in a page (a notebook) shares the page's styles.
+# SCOPE is the class of the picture. Every rule has it, for a picture inlined in a page (a notebook)
+# shares the page's styles.
+SHARED_STYLE = """
+.SCOPE text{font:11px system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#3d4450}
+.SCOPE .paper{fill:#fff;stroke:#d5d9e0}
+.SCOPE .band{fill:#f4f6f9}
+.SCOPE .title{font-size:15px;font-weight:600;fill:#171b22}
+.SCOPE .figures{font-size:12px;font-weight:400;fill:#3d4450}
+.SCOPE .stage{font-weight:600;fill:#171b22}
+.SCOPE .end{text-anchor:end}
+.SCOPE .middle{text-anchor:middle}
+.SCOPE .grid{stroke:#dde1e8}
+"""
 STYLE = """
-.gantt text{font:11px system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#3d4450}
-.gantt .paper{fill:#fff;stroke:#d5d9e0}
-.gantt .band{fill:#f4f6f9}
-.gantt .title{font-size:15px;font-weight:600;fill:#171b22}
-.gantt .figures{font-size:12px;font-weight:400;fill:#3d4450}
-.gantt .stage{font-weight:600;fill:#171b22}
-.gantt .end{text-anchor:end}
-.gantt .middle{text-anchor:middle}
-.gantt .grid{stroke:#dde1e8}
 .gantt .number{font-size:9px;text-anchor:middle;fill:#10141a;pointer-events:none}
 .gantt .number.B{fill:#fff}
 .gantt .side{font-size:8px}
@@ -87,9 +90,17 @@ def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
     to the timeline's own end.
     """
     layout = _layout(plan, timeline)
-    svg = Element("svg", _root_attributes(layout))
-    _draw_paper(svg, layout, len(plan.microbatches))
-    _draw_title(svg, layout, plan, timeline, title or plan.method)
+    styles = STYLE + "".join(map(_microbatch_style, range(len(plan.microbatches))))
+    about = f"Timeline of one iteration of {layout.seconds(timeline.iteration_s)}"
+    svg = start_picture("gantt", (WIDTH, layout.bottom + AXIS), about, styles)
+    _draw_hatching(svg)
+    add_title(
+        svg,
+        title or plan.method,
+        f"iteration {layout.seconds(timeline.iteration_s)} · "
+        f"pipeline {layout.seconds(timeline.pipeline_s)} · "
+        f"lower bound {layout.seconds(plan.predicted.lower_bound_s)}",
+    )
     _draw_legend(svg)
     _draw_stages(svg, layout, plan, timeline)
     _draw_axis(svg, layout)
@@ -98,7 +109,7 @@ def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
     _draw_runs(svg, layout, plan, timeline)
     _draw_markers(svg, layout, timeline)
     _draw_averagings(svg, layout, plan, timeline)
-    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+    return svg_text(svg)
 
 
 @dataclass(frozen=True)
@@ -148,21 +159,36 @@ def _node_label(plan: Plan, node: int) -> str:
     return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
 
 
-def _root_attributes(layout: _Layout) -> dict[str, str]:
-    height = _number(layout.bottom + AXIS)
-    return {
+def start_picture(scope: str, size: tuple[float, float], about: str, styles: str) -> Element:
+    """An SVG of this width and height [pixels], with its paper and styles; `scope` is its class."""
+    width, height = size
+    attributes = {
         "xmlns": "http://www.w3.org/2000/svg",
-        "class": "gantt",
-        "width": str(WIDTH),
-        "height": height,
-        "viewBox": f"0 0 {WIDTH} {height}",
+        "class": scope,
+        "width": rounded(width),
+        "height": rounded(height),
+        "viewBox": f"0 0 {rounded(width)} {rounded(height)}",
         "role": "img",
-        "aria-label": f"Timeline of one iteration of {layout.seconds(layout.end_s)}",
+        "aria-label": about,
     }
+    svg = Element("svg", attributes)
+    SubElement(svg, "style").text = SHARED_STYLE.replace("SCOPE", scope) + styles
+    add_rect(svg, "paper", (0.5, width - 0.5), (0.5, height - 0.5), radius=8)
+    return svg
 
 
-def _draw_paper(svg: Element, layout: _Layout, microbatches: int) -> None:
-    SubElement(svg, "style").text = STYLE + "".join(map(_microbatch_style, range(microbatches)))
+def add_title(svg: Element, title: str, figures: str) -> None:
+    """The line at the top: what is shown, and beside it the figures that sum it up."""
+    text = add_text(svg, "title", MARGIN, TITLE_Y, title)
+    SubElement(text, "tspan", {"class": "figures", "dx": "10"}).text = figures
+
+
+def svg_text(svg: Element) -> str:
+    """The picture as it is written to a file."""
+    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+
+
+def _draw_hatching(svg: Element) -> None:
     pattern = SubElement(
         SubElement(svg, "defs"),
         "pattern",
@@ -174,18 +200,7 @@ def _draw_paper(svg: Element, layout: _Layout, microbatches: int) -> None:
             "patternTransform": "rotate(45)",
         },
     )
-    _line(pattern, "hatch", (2.5, 0), (2.5, 5))
-    _rect(svg, "paper", (0.5, WIDTH - 0.5), (0.5, layout.bottom + AXIS - 0.5), radius=8)
-
-
-def _draw_title(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, title: str) -> None:
-    text = _text(svg, "title", MARGIN, TITLE_Y, title)
-    figures = SubElement(text, "tspan", {"class": "figures", "dx": "10"})
-    figures.text = (
-        f"iteration {layout.seconds(timeline.iteration_s)} · "
-        f"pipeline {layout.seconds(timeline.pipeline_s)} · "
-        f"lower bound {layout.seconds(plan.predicted.lower_bound_s)}"
-    )
+    add_line(pattern, "hatch", (2.5, 0), (2.5, 5))
 
 
 def _draw_legend(svg: Element) -> None:
@@ -203,10 +218,10 @@ def _draw_legend(svg: Element) -> None:
     ):
         width = 4 if sample == "L" else 20
         if sample in ("transfer", "queued"):
-            _line(svg, f"{sample} T0", (x, middle), (x + width, middle), width=2)
+            add_line(svg, f"{sample} T0", (x, middle), (x + width, middle), width=2)
         else:
             _bar(svg, f"{sample} m0" if sample in NAMES else sample, x, x + width, middle - 7)
-        _text(svg, "", x + width + 5, LEGEND_Y, label)
+        add_text(svg, "", x + width + 5, LEGEND_Y, label)
         x += room
 
 
@@ -214,25 +229,25 @@ def _draw_stages(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) 
     for stage, (top, nodes) in enumerate(zip(layout.stage_tops, plan.stages, strict=True)):
         bottom = layout.row_tops[nodes[-1]] + ROW
         if stage % 2 == 0:
-            _rect(svg, "band", (1, WIDTH - 1), (top, bottom))
+            add_rect(svg, "band", (1, WIDTH - 1), (top, bottom))
         label = f"Stage {stage} · data" if stage == 0 else f"Stage {stage}"
-        _text(svg, "stage", MARGIN, top + 15, label)
+        add_text(svg, "stage", MARGIN, top + 15, label)
         for node in nodes:
             y = layout.row_tops[node] + BAR_TOP + 12
-            text = _text(svg, "", MARGIN, y, _node_label(plan, node))
+            text = add_text(svg, "", MARGIN, y, _node_label(plan, node))
             busy = layout.seconds(timeline.busy_s[node])
-            _tip(text, f"Node {node} in {plan.case.nodes[node].location}: busy {busy}")
+            add_tip(text, f"Node {node} in {plan.case.nodes[node].location}: busy {busy}")
 
 
 def _draw_axis(svg: Element, layout: _Layout) -> None:
-    for tick_s in _ticks(layout.end_s):
+    for tick_s in round_ticks(layout.end_s):
         x = layout.x(tick_s)
-        _line(svg, "grid", (x, PLOT_TOP), (x, layout.bottom + 4))
-        _text(svg, "middle", x, layout.bottom + 17, f"{tick_s:g}")
-    _text(svg, "", MARGIN, layout.bottom + 17, "seconds")
+        add_line(svg, "grid", (x, PLOT_TOP), (x, layout.bottom + 4))
+        add_text(svg, "middle", x, layout.bottom + 17, f"{tick_s:g}")
+    add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
 
 
-def _ticks(end_s: float) -> list[float]:
+def round_ticks(end_s: float) -> list[float]:
     """Round times from 0 to `end_s`, at most `MOST_TICKS` + 1 of them."""
     power = 10.0 ** math.floor(math.log10(end_s / MOST_TICKS))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * MOST_TICKS >= end_s)
@@ -266,7 +281,7 @@ def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
     for transfer, start_s, end_s in _waits(timeline):
         row_top = layout.row_tops[transfer.target]
         bar = _bar(svg, "wait", layout.x(start_s), layout.x(end_s), row_top)
-        _tip(
+        add_tip(
             bar,
             f"Node {transfer.target} waits for microbatch {transfer.operation.microbatch} "
             f"from node {transfer.source}: {layout.span(start_s, end_s)}",
@@ -275,15 +290,15 @@ def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
 
 def _draw_transfers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
     for node in range(timeline.nodes):
-        lanes = _lanes([t for t in timeline.transfers if t.target == node])
+        lanes = in_lanes([t for t in timeline.transfers if t.target == node])
         for lane, transfers in enumerate(lanes):
             y = layout.row_tops[node] + LANES_TOP + LANES * (lane + 0.5) / len(lanes)
             for transfer in transfers:
                 _draw_transfer(svg, layout, transfer, y, min(2.0, LANES / len(lanes)))
 
 
-def _lanes(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
-    """The fewest lanes in which no two transfers lie over each other."""
+def in_lanes(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
+    """The fewest lanes in which no two transfers, waiting included, lie over each other."""
     lanes: list[list[Transfer]] = []
     for transfer in sorted(transfers, key=lambda transfer: transfer.ready_s):
         for lane in lanes:
@@ -301,15 +316,15 @@ def _draw_transfer(
     colour = f"T{transfer.operation.microbatch}"
     ready, start, end = map(layout.x, (transfer.ready_s, transfer.start_s, transfer.end_s))
     link = f"node {transfer.source} to node {transfer.target}"
-    line = _line(svg, f"transfer {colour}", (start, y), (end, y), width)
-    _tip(
+    line = add_line(svg, f"transfer {colour}", (start, y), (end, y), width)
+    add_tip(
         line,
         f"Microbatch {transfer.operation.microbatch} from {link}: "
         f"{layout.span(transfer.start_s, transfer.end_s)}",
     )
     if transfer.start_s > transfer.ready_s:
-        queued = _line(svg, f"queued {colour}", (ready, y), (start, y), width)
-        _tip(
+        queued = add_line(svg, f"queued {colour}", (ready, y), (start, y), width)
+        add_tip(
             queued,
             f"Microbatch {transfer.operation.microbatch} waits for the link from {link}: "
             f"{layout.span(transfer.ready_s, transfer.start_s)}",
@@ -321,7 +336,7 @@ def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) ->
         kind, microbatch, node = run.operation
         start, end = layout.x(run.start_s), layout.x(run.end_s)
         bar = _bar(svg, f"{kind} m{microbatch}", start, end, layout.row_tops[node])
-        _tip(
+        add_tip(
             bar,
             f"{NAMES[kind]} of microbatch {microbatch} on node {node} "
             f"(stage {plan.stage_of[node]}): {layout.span(run.start_s, run.end_s)}",
@@ -334,10 +349,10 @@ def _draw_number(svg: Element, operation: Operation, x: float, row_top: float, r
     label = str(operation.microbatch)
     y = row_top + BAR_TOP + BAR / 2
     if room > DIGIT * len(label):
-        _text(svg, f"number {operation.kind}", x, y + HALF_DIGIT_HEIGHT, label)
+        add_text(svg, f"number {operation.kind}", x, y + HALF_DIGIT_HEIGHT, label)
     elif room > 2 * HALF_DIGIT_HEIGHT:
-        text = _text(svg, f"number side {operation.kind}", 0, HALF_DIGIT_HEIGHT, label)
-        text.set("transform", f"translate({_number(x)} {_number(y)}) rotate(-90)")
+        text = add_text(svg, f"number side {operation.kind}", 0, HALF_DIGIT_HEIGHT, label)
+        text.set("transform", f"translate({rounded(x)} {rounded(y)}) rotate(-90)")
 
 
 def _draw_averagings(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
@@ -348,15 +363,15 @@ def _draw_averagings(svg: Element, layout: _Layout, plan: Plan, timeline: Timeli
         start, end = layout.x(averaging.start_s), layout.x(averaging.end_s)
         top = layout.row_tops[nodes[0]] + BAR_TOP
         bottom = layout.row_tops[nodes[-1]] + ROW - 3
-        bar = _rect(svg, "averaging", (start, end), (top, bottom), radius=3)
-        _tip(
+        bar = add_rect(svg, "averaging", (start, end), (top, bottom), radius=3)
+        add_tip(
             bar,
             f"Averaging of stage {averaging.stage}: "
             f"{layout.span(averaging.start_s, averaging.end_s)}",
         )
         label = f"averaging {layout.seconds(averaging.end_s - averaging.start_s)}"
         if end - start > len(label) * CHARACTER:
-            _text(svg, "middle", (start + end) / 2, (top + bottom) / 2 + 4, label)
+            add_text(svg, "middle", (start + end) / 2, (top + bottom) / 2 + 4, label)
 
 
 def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
@@ -365,8 +380,8 @@ def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
         (19, "end of iteration", timeline.iteration_s),
     ):
         x = layout.x(time_s)
-        _line(svg, "marker", (x, PLOT_TOP - rise - 10), (x, layout.bottom))
-        _text(svg, "end", x - 4, PLOT_TOP - rise, f"{label} {layout.seconds(time_s)}")
+        add_line(svg, "marker", (x, PLOT_TOP - rise - 10), (x, layout.bottom))
+        add_text(svg, "end", x - 4, PLOT_TOP - rise, f"{label} {layout.seconds(time_s)}")
 
 
 def _microbatch_style(microbatch: int) -> str:
@@ -376,7 +391,7 @@ def _microbatch_style(microbatch: int) -> str:
     """
     hue = 250 + GOLDEN_ANGLE * microbatch
     shade = 0.04 * (microbatch % 3 - 1)
-    light, dark = _colour(0.82 + shade, 0.095, hue), _colour(0.49 + shade, 0.12, hue)
+    light, dark = oklch(0.82 + shade, 0.095, hue), oklch(0.49 + shade, 0.12, hue)
     return (
         f".gantt .F.m{microbatch}{{fill:{light}}}"
         f".gantt .B.m{microbatch}{{fill:{dark}}}"
@@ -385,7 +400,7 @@ def _microbatch_style(microbatch: int) -> str:
     )
 
 
-def _colour(lightness: float, chroma: float, hue: float) -> str:
+def oklch(lightness: float, chroma: float, hue: float) -> str:
     """An OKLCH colour as #rrggbb: the same lightness looks as light in every hue."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     linear = (RGB_FROM_CONES @ (CONES_FROM_OKLAB @ [lightness, a, b]) ** 3).clip(0, 1)
@@ -395,49 +410,54 @@ def _colour(lightness: float, chroma: float, hue: float) -> str:
 
 def _bar(svg: Element, classes: str, start: float, end: float, row_top: float) -> Element:
     top = row_top + BAR_TOP
-    return _rect(svg, classes, (start, end), (top, top + BAR), radius=2)
+    return add_rect(svg, classes, (start, end), (top, top + BAR), radius=2)
 
 
-def _rect(
+def add_rect(
     parent: Element,
     classes: str,
     across: tuple[float, float],
     down: tuple[float, float],
     radius: int = 0,
 ) -> Element:
+    """A rectangle from left to right and from top to bottom [pixels]."""
     attributes = {
         "class": classes,
-        "x": _number(across[0]),
-        "y": _number(down[0]),
-        "width": _number(across[1] - across[0]),
-        "height": _number(down[1] - down[0]),
+        "x": rounded(across[0]),
+        "y": rounded(down[0]),
+        "width": rounded(across[1] - across[0]),
+        "height": rounded(down[1] - down[0]),
     }
     return SubElement(parent, "rect", attributes | ({"rx": str(radius)} if radius else {}))
 
 
-def _line(
+def add_line(
     parent: Element,
     classes: str,
     start: tuple[float, float],
     end: tuple[float, float],
     width: float = 0,
 ) -> Element:
+    """A line; `width` 0 leaves its width to the style."""
     names = ("x1", "y1", "x2", "y2")
-    places = dict(zip(names, map(_number, (*start, *end)), strict=True))
-    stroke = {"stroke-width": _number(width)} if width else {}
+    places = dict(zip(names, map(rounded, (*start, *end)), strict=True))
+    stroke = {"stroke-width": rounded(width)} if width else {}
     return SubElement(parent, "line", {"class": classes, **places, **stroke})
 
 
-def _text(parent: Element, classes: str, x: float, y: float, content: str) -> Element:
+def add_text(parent: Element, classes: str, x: float, y: float, content: str) -> Element:
+    """A text whose baseline begins, or is anchored by its class, at x and y."""
     attributes = {"class": classes} if classes else {}
-    text = SubElement(parent, "text", {**attributes, "x": _number(x), "y": _number(y)})
+    text = SubElement(parent, "text", {**attributes, "x": rounded(x), "y": rounded(y)})
     text.text = content
     return text
 
 
-def _tip(element: Element, content: str) -> None:
+def add_tip(element: Element, content: str) -> None:
+    """What the reader sees who rests on the element."""
     SubElement(element, "title").text = content
 
 
-def _number(value: float) -> str:
+def rounded(value: float) -> str:
+    """A coordinate, written to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

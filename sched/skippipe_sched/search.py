@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,13 +18,24 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 @dataclass
+class End:
+    """How a search and its parts ended: before their steps were done, because a user wished so."""
+
+    cut_short: bool = False
+    interrupted: bool = False
+
+
+@dataclass
 class Search:
     """A seed, a budget in seconds, a placement to keep if one is given, and what was found so far.
+
+    With `jitter`, a method that can plans for everything taking random times longer, by this mean
+    share, instead of for an iteration in which nothing is late.
 
     A method does a number of steps that follows from the budget alone (`steps`), so the same seed
     and budget give the same plan on every machine that is quick enough. The clock is only the
     last resort: once `budget_s` is over, or the user asks for the end, `stopped` says so, and the
-    method returns the best that it has; `cut_short` tells that this happened.
+    method returns the best that it has; `end` tells that this happened.
 
     `watch`, if given, is called with the share of the budget that is used and the best
     iteration_s so far.
@@ -33,11 +44,11 @@ class Search:
     seed: int = 0
     budget_s: float = DEFAULT_BUDGET_S
     placement: Placement | None = None
+    jitter: float = 0.0
     watch: Callable[[float, float], None] | None = None
-    best_s: float = float("inf")
-    cut_short: bool = False
-    interrupted: bool = False
-    _start_s: float = field(default_factory=time.monotonic)
+    end: End = field(default_factory=End)
+    best_s: float = field(default=float("inf"), init=False)
+    _start_s: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self):
         """Refuse what is no seed or no budget."""
@@ -53,6 +64,10 @@ class Search:
         """Count the budget from now on: what comes before is no searching (compiling, say)."""
         self._start_s = time.monotonic()
 
+    def part(self, share: float) -> Search:
+        """A search of its own with a share of the budget, watched by the same."""
+        return replace(self, budget_s=share * self.budget_s)
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the clock was started."""
@@ -64,9 +79,9 @@ class Search:
 
     def stopped(self) -> bool:
         """Whether to return now, before all steps are done."""
-        if self.interrupted or self.elapsed_s >= self.budget_s:
-            self.cut_short = True
-        return self.cut_short
+        over = self.end.interrupted or self.elapsed_s >= self.budget_s
+        self.end.cut_short |= over
+        return over
 
     def found(self, iteration_s: float) -> None:
         """Tell of a plan, and with it that the search goes on."""
@@ -86,7 +101,7 @@ class Search:
 
         def interrupt(number: int, frame: object) -> None:
             del number, frame
-            self.interrupted = True
+            self.end.interrupted = True
             signal.signal(signal.SIGINT, before)
 
         before = signal.signal(signal.SIGINT, interrupt)

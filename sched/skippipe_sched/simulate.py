@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+
+import numpy as np
+from jaxtyping import Float
 
 from skippipe_sched.averaging import quickest_averaging_s
 from skippipe_sched.case import Case
@@ -93,14 +96,27 @@ class Timeline:
         return tuple(busy)
 
 
-def simulate_plan(plan: Plan) -> Timeline:
-    """One iteration of a plan in the plan's own order.
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """How many times as long everything takes as the timing model says.
+
+    An operation is known by its microbatch and its position in the microbatch's chain (see
+    `microbatch_chain`); `hops` stretches the transfer that brings its input, if one does.
+    """
+
+    operations: Float[np.ndarray, "microbatches positions"]
+    hops: Float[np.ndarray, "microbatches positions"]
+    averagings: Float[np.ndarray, " stages"]
+
+
+def simulate_plan(plan: Plan, stretch: Stretch | None = None) -> Timeline:
+    """One iteration of a plan in the plan's own order, with `stretch` slower than planned.
 
     Raises:
         InputError: if the order breaks a memory limit or locks nodes against each other.
     """
     require_memory(plan)
-    return simulate(plan.case, plan.stages, plan.microbatches, plan.order)
+    return simulate(plan.case, plan.stages, plan.microbatches, plan.order, stretch)
 
 
 def simulate(
@@ -108,35 +124,42 @@ def simulate(
     stages: Sequence[Sequence[int]],
     paths: Sequence[NodePath],
     order: Sequence[Sequence[Operation]] | None = None,
+    stretch: Stretch | None = None,
 ) -> Timeline:
     """One iteration, from the first forward to the last averaging.
 
     With `order`, each node runs its operations in that order. Without, a free node takes among the
     operations whose input has arrived: backward before the others, then first come first served;
     it starts a forward only within its memory limit, and only if all microbatches in flight can
-    still end afterwards, so that nodes never lock against each other.
+    still end afterwards, so that nodes never lock against each other. With `stretch`, everything
+    takes as much longer as that says.
 
     Raises:
         InputError: if nodes given an `order` wait for each other for ever.
     """
-    return _Simulation(case, stages, paths, order).run()
+    return _Simulation(case, stages, paths, order, stretch).run()
 
 
 def require_memory(plan: Plan) -> None:
     """Refuse an order that puts more microbatches in flight on a node than its memory holds."""
     for node, operations in enumerate(plan.order):
         limit = plan.case.nodes[node].memory
-        in_flight = 0
+        in_flight = list(accumulate({"F": 1, "L": 0, "B": -1}[run.kind] for run in operations))
         for position, operation in enumerate(operations):
-            in_flight += {"F": 1, "L": 0, "B": -1}[operation.kind]
-            if in_flight > limit:
+            if in_flight[position] > limit:
                 raise InputError(
                     f"plan.order[{node}][{position}]",
                     [operation.kind, operation.microbatch],
-                    f"puts {in_flight} microbatches in flight on node {node}, whose memory "
-                    f"holds {limit}",
-                    "Put a backward before it, or raise the node's memory in plan.case",
+                    f"puts {in_flight[position]} microbatches in flight on node {node}, whose "
+                    f"memory holds {limit}",
+                    f"Put a backward before it, or raise the node's memory in plan.case to "
+                    f"{max(in_flight)}",
                 )
+
+
+def _no_stretch(chains: Sequence[Sequence[Operation]], stages: Sequence[Sequence[int]]) -> Stretch:
+    ones = np.ones((len(chains), max(map(len, chains))))
+    return Stretch(ones, ones, np.ones(len(stages)))
 
 
 _ARRIVAL, _END = 0, 1
@@ -151,6 +174,7 @@ class _Simulation:
         stages: Sequence[Sequence[int]],
         paths: Sequence[NodePath],
         order: Sequence[Sequence[Operation]] | None,
+        stretch: Stretch | None,
     ):
         self.case = case
         self.stages = stages
@@ -158,6 +182,7 @@ class _Simulation:
         self.paths = paths
         self.chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
         self.position = [0] * len(paths)
+        self.stretch = stretch or _no_stretch(self.chains, stages)
         self.queues = None if order is None else [deque(operations) for operations in order]
         self.arrived: list[dict[Operation, float]] = [{} for _ in case.nodes]
         self.busy = [False] * len(case.nodes)
@@ -215,9 +240,19 @@ class _Simulation:
             self.free_slots[node] -= 1
             self.holds[operation.microbatch].add(node)
         self.busy[node] = True
-        end_s = now + self.case.duration(operation.kind, node, self.stage_of[node])
+        planned_s = self.case.duration(operation.kind, node, self.stage_of[node])
+        end_s = now + self.stretched(planned_s, self.stretch.operations, operation)
         self.runs.append(Run(operation, arrived_s, now, end_s))
         self.push(end_s, _END, operation)
+
+    def stretched(
+        self,
+        planned_s: float,
+        factors: Float[np.ndarray, "microbatches positions"],
+        operation: Operation,
+    ) -> float:
+        microbatch = operation.microbatch
+        return planned_s * factors.item(microbatch, self.position[microbatch])
 
     def choose(self, node: int) -> Operation | None:
         arrived = self.arrived[node]
@@ -276,7 +311,8 @@ class _Simulation:
         start_s = now
         if self.case.contention == "link":
             start_s = max(now, self.link_free_s.get(link, 0.0))
-        end_s = start_s + float(self.hop_s[link])
+        planned_s = float(self.hop_s[link])
+        end_s = start_s + self.stretched(planned_s, self.stretch.hops, following)
         self.link_free_s[link] = end_s
         self.transfers.append(Transfer(*link, following, now, start_s, end_s))
         self.push(end_s, _ARRIVAL, following)
@@ -305,6 +341,7 @@ class _Simulation:
         averagings = []
         for stage, nodes in enumerate(self.stages):
             start_s = max(ends[node] for node in nodes)
-            end_s = start_s + quickest_averaging_s(self.case, stage, tuple(nodes))
+            planned_s = quickest_averaging_s(self.case, stage, tuple(nodes))
+            end_s = start_s + planned_s * self.stretch.averagings.item(stage)
             averagings.append(Averaging(stage, start_s, end_s))
         return tuple(sorted(averagings, key=lambda averaging: averaging.start_s))

@@ -41,6 +41,34 @@ def test_the_paper_case():
     assert not case.hop_s.diagonal().any()
 
 
+@pytest.mark.parametrize("path", sorted(Path("experiments/paper").glob("*.yaml")), ids=str)
+def test_every_case_of_the_paper_skips_what_it_says(path):
+    case = load_case(path)
+    given = {"gcp20": (20, 4), "world18": (18, 3), "world42": (42, 6)}
+    given |= {"clusters5": (20, 4), "cluster1": (20, 4)}
+    assert (len(case.nodes), case.path_length) == given[path.stem]
+    assert case.contention == ("none" if path.stem == "gcp20" else "link")
+    sites = {"cluster1": 1, "clusters5": 5}.get(path.stem, 12)
+    assert len({node.location for node in case.nodes}) == sites
+
+
+def test_a_bandwidth_factor_slows_every_link_but_not_its_latency():
+    given = {"links": [["here", "there", 250, 0.5]], "activation_bytes": 2**30}
+    assert case_with(**given).hop_s[0, 1] == 0.25 + 2
+    case = case_with(**given, bandwidth_factor=0.5)
+    assert case.hop_s[0, 1] == 0.25 + 4
+    assert case.link_table.same_location == Link(0.001, GIBIBYTE)
+    assert parse_case(dict(case.source)).link_table == case.link_table
+
+
+@pytest.mark.parametrize(("total", "sent"), [(3, (1, 1, 1)), (8, (3, 3, 2)), (10, (4, 3, 3))])
+def test_a_total_of_microbatches_is_spread_over_the_data_nodes(total, sent):
+    given = {key: TWO_NODES[key] for key in TWO_NODES if key != "microbatches_per_data_node"}
+    case = parse_case(given | {"nodes": 4, "stages": [3, 1], "microbatches": total})
+    assert case.microbatches == sent
+    assert parse_case(dict(case.source)).microbatches == sent
+
+
 def test_defaults():
     case = case_with()
     required = {key: value for key, value in TWO_NODES.items() if not key.endswith("_ratio")}

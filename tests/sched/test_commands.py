@@ -13,7 +13,8 @@ from skippipe_sched.__main__ import main
 from skippipe_sched.case import parse_case
 from skippipe_sched.links import COLUMNS
 from skippipe_sched.methods import make_plan
-from skippipe_sched.plan import load_plan
+from skippipe_sched.plan import Plan, Predicted, load_plan
+from skippipe_sched.simulate import simulate
 
 from tests.sched.examples import PAPER, TWO_NODES, same_place
 
@@ -41,6 +42,7 @@ def paper_plan(tmp_path_factory):
     """A plan of the paper's case, made by the command in a process of its own."""
     path = tmp_path_factory.mktemp("plans") / "new" / "plan.json"
     command = [sys.executable, "-m", "skippipe_sched", "plan", PAPER, "-o", str(path)]
+    command += ["--method", "balanced"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return path, done.stdout
@@ -60,7 +62,7 @@ def test_plan_with_the_same_seed_writes_the_same(command, tmp_path):
     case.write_text(yaml.safe_dump(dict(same_place([2, 2, 2], path_length=2).source)))
     files = []
     for name in ("a.json", "b.json"):
-        code, _, _ = command("plan", case, "-o", tmp_path / name, "--seed", 7)
+        code, _, _ = command("plan", case, "-o", tmp_path / name, "--seed", 7, "--budget", 1)
         assert code == 0
         files.append((tmp_path / name).read_bytes())
     assert files[0] == files[1]
@@ -86,7 +88,7 @@ def test_simulate(command, paper_plan):
 
 def test_simulate_names_broken_rules(command, tmp_path):
     path = tmp_path / "plan.json"
-    make_plan(same_place([1, 2], microbatches_per_data_node=2), "full").save(path)
+    path.write_text(json.dumps(_three_nodes()))
     plan = json.loads(path.read_text())
     plan["microbatches"] = [[0, 1], [0, 1]]
     plan["order"][1] = [["F", 0], ["F", 1], ["B", 0], ["B", 1]]
@@ -325,7 +327,9 @@ def test_a_wrong_link_table_is_refused(command, tmp_path, content, field, value,
 def _three_nodes():
     """A plan on a data node and two replicas of one stage, with two microbatches."""
     case = same_place([1, 2], microbatches_per_data_node=2)
-    return make_plan(case, "full").to_json()
+    stages, paths = ((0,), (1, 2)), ((0, 1), (0, 2))
+    order = simulate(case, stages, paths).order
+    return Plan("by hand", stages, paths, order, Predicted(0, 0, 0, 0), case).to_json()
 
 
 def _case(plan, **change):

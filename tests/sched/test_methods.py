@@ -1,23 +1,24 @@
-"""What every method's plan keeps, whatever the case; and the lower bound against brute force."""
+"""What every method's plan keeps, whatever the case."""
 
 import json
-from itertools import combinations, pairwise, permutations, product
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.bound import lower_bound_s
 from skippipe_sched.case import Rules, parse_case
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.plan import parse_plan
 from skippipe_sched.rules import sequence_problem, violations
 from skippipe_sched.search import Search
-from skippipe_sched.simulate import simulate, simulate_plan
+from skippipe_sched.simulate import simulate_plan
 
-from tests.sched.examples import cases, in_order, same_place
+from tests.sched.examples import cases, same_place
 
 ROUNDING = 1 - 1e-12
+# Little enough for many examples; a search that its clock ends may differ from the next.
+BUDGET_S = 0.05
 
 
 def _balance_is_possible(case) -> bool:
@@ -44,15 +45,15 @@ def _balance_is_possible(case) -> bool:
 
 @pytest.mark.parametrize("method", METHODS)
 @given(case=cases(), seed=st.integers(0, 2**40))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_plan_keeps_what_a_plan_promises(method, case, seed):
-    if method != "full" and not _balance_is_possible(case):
+    if "full" not in method and not _balance_is_possible(case):
         with pytest.raises(InputError, match=r"case\.rules\.max_jump"):
-            make_plan(case, method, Search(seed))
+            make_plan(case, method, Search(seed, BUDGET_S))
         return
-    plan = make_plan(case, method, Search(seed))
+    plan = make_plan(case, method, Search(seed, BUDGET_S))
     assert violations(case, plan.stages, plan.microbatches) == []
-    length = len(case.stages) if method == "full" else case.path_length
+    length = len(case.stages) if "full" in method else case.path_length
     assert {len(path) for path in plan.microbatches} == {length}
 
     written = json.dumps(plan.to_json(), allow_nan=False)
@@ -74,7 +75,7 @@ def test_every_plan_keeps_what_a_plan_promises(method, case, seed):
     assert predicted.iteration_s >= predicted.lower_bound_s * ROUNDING
     assert predicted.lower_bound_s > 0
 
-    assert make_plan(case, method, Search(seed)).to_json() == plan.to_json()
+    assert make_plan(case, method, Search(seed, BUDGET_S)).to_json() == plan.to_json()
 
 
 def test_a_full_plan_goes_to_near_replicas():
@@ -140,80 +141,3 @@ def test_balanced_uses_swaps_where_they_are_allowed():
 
     assert not any(swapped(0))
     assert any(swapped(1))
-
-
-# The lower bound.
-
-
-def _every_plan(case):
-    """Every placement, and for each all choices of paths of `path_length` stages."""
-    length = case.path_length - 1
-    sequences = list(permutations(range(1, len(case.stages)), length))
-    sent = [node for node, count in enumerate(case.microbatches) for _ in range(count)]
-    for nodes in permutations(range(len(case.nodes))):
-        stages = tuple(tuple(nodes[place] for place in stage) for stage in in_order(case.stages))
-        if any(list(stage) != sorted(stage) for stage in stages[1:]):
-            continue  # Inner replicas in another order are the same placement.
-        routes = [
-            route
-            for sequence in sequences
-            for route in product(*(stages[stage] for stage in sequence))
-        ]
-        for chosen in product(routes, repeat=len(sent)):
-            yield stages, tuple((stages[0][n], *r) for n, r in zip(sent, chosen, strict=True))
-
-
-@given(data=st.data())
-@settings(max_examples=12, deadline=None)
-def test_no_plan_of_a_tiny_case_beats_the_lower_bound(data):
-    sizes, microbatches = data.draw(
-        st.sampled_from(
-            [
-                ([1], 3),
-                ([2], [1, 2]),
-                ([1, 1], 2),
-                ([1, 2], 2),
-                ([2, 1], [2, 1]),
-                ([2, 2], 1),
-                ([1, 1, 1], 2),
-                ([3, 1], 1),
-            ]
-        )
-    )
-    speed = st.sampled_from([0.25, 1.0, 3.0])
-    places = [f"place {index}" for index in range(sum(sizes))]
-    latency = st.integers(1, 2000)
-    case = {
-        **same_place(sizes).source,
-        "nodes": [{"location": place, "forward_s": data.draw(speed)} for place in places],
-        "links": [
-            [a, b, data.draw(latency), data.draw(st.sampled_from([0.1, 1.0]))]
-            for a in places
-            for b in places
-            if a != b
-        ],
-        "activation_bytes": data.draw(st.sampled_from([0, 2**27])),
-        "stage_bytes": data.draw(st.sampled_from([0, 2**30])),
-        "loss_ratio": data.draw(st.sampled_from([0, 0.5])),
-        "path_length": data.draw(st.integers(1, len(sizes))),
-        "microbatches_per_data_node": microbatches,
-        "memory": data.draw(st.integers(1, 2)),
-        "contention": "none",
-    }
-    case = parse_case(case)
-    best_s = min(simulate(case, *plan).iteration_s for plan in _every_plan(case))
-    assert lower_bound_s(case, case.path_length) * ROUNDING <= best_s
-
-
-def test_the_bound_is_reached_by_one_microbatch_alone():
-    case = same_place([1, 1, 1])
-    plan = make_plan(case, "full")
-    assert plan.predicted.iteration_s == pytest.approx(plan.predicted.lower_bound_s)
-
-
-def test_the_bound_is_reached_by_data_nodes_alone():
-    case = same_place(
-        [3], path_length=1, microbatches_per_data_node=[2, 5, 1], stage_bytes=2**30, forward_s=2
-    )
-    plan = make_plan(case, "full")
-    assert plan.predicted.iteration_s == pytest.approx(plan.predicted.lower_bound_s)

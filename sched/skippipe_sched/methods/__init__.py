@@ -7,11 +7,12 @@ method left it open and the prediction, and checks the rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from skippipe_sched.auto import choose
 from skippipe_sched.bound import lower_bound_s
 from skippipe_sched.case import Case
-from skippipe_sched.methods import balanced, full
+from skippipe_sched.methods import balanced, dtfm_skip, full, joint, skippipe
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.plan import Plan, Predicted
 from skippipe_sched.rules import require
@@ -19,9 +20,35 @@ from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate
 
 METHODS: dict[str, Callable[[Case, Search], Routes]] = {
+    "joint": joint.routes,
+    "full-joint": joint.full_routes,
     "full": full.routes,
     "balanced": balanced.routes,
+    "dtfm-skip": dtfm_skip.routes,
+    "skippipe-no-tc2": skippipe.routes_without_tc2,
+    "skippipe": skippipe.routes,
 }
+
+
+DEFAULT_METHOD = "joint"
+# What a look at each candidate of an open case may take of the budget, all together.
+CHOICE_SHARE = 0.3
+
+
+def plan_best(cases: Sequence[Case], method: str, search: Search) -> Plan:
+    """A plan of one of the `cases` that an open case may become, chosen by quick plans.
+
+    Raises:
+        InputError: if no case has a plan under its rules.
+    """
+    if len(cases) == 1:
+        return make_plan(cases[0], method, search)
+    share = CHOICE_SHARE / len(cases)
+    quick = choose(
+        cases,
+        lambda case: make_plan(case, method, search.part(share)).predicted.iteration_s,
+    )
+    return make_plan(quick, method, search.part(1 - CHOICE_SHARE))
 
 
 def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:

@@ -45,7 +45,7 @@ def routes(case: Case, search: Search) -> Routes:
     random = search.random
     stages = search.placement or place_in_order(case)
     data_nodes = data_node_of_microbatches(case, stages)
-    sets_left = Counter(_balanced_stage_sets(case, len(data_nodes), random))
+    sets_left = Counter(balanced_stage_sets(case, len(data_nodes), random))
     visits_left: dict[int, int] = {}
     for stage, nodes in enumerate(stages[1:], start=1):
         visits = sum(count for chosen, count in sets_left.items() if stage in chosen)
@@ -112,7 +112,7 @@ def _swapped(case: Case, chosen: StageSet, random: np.random.Generator) -> Stage
     return tuple(sequence)
 
 
-def _balanced_stage_sets(
+def balanced_stage_sets(
     case: Case, microbatches: int, random: np.random.Generator
 ) -> list[StageSet]:
     """Sets of `path_length` - 1 inner stages, one a microbatch, that meet CC2 in ascending order

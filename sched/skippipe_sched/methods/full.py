@@ -1,34 +1,125 @@
-"""The full pipeline: every microbatch visits every stage, in order, on the replicas of its column.
+"""The full pipeline: every microbatch visits every stage, in order, and every data node sends all.
 
-Placement is the case's own order of nodes. Stage by stage, the microbatches are matched with the
-replicas so that the hops into the stage are quickest in total and every replica has its share. The
-order on the nodes is the simulator's: backward first, within the memory limit, as in 1F1B.
+Placement is DT-FM's. The microbatches are matched with the replicas stage by stage, each stage
+given its neighbours on both sides, until no stage can be matched better; then the pipeline is
+simulated, and microbatches trade replicas as long as that ends the iteration sooner. The order on
+the nodes is the simulator's: backward first, within the memory limit, as in 1F1B.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from skippipe_sched.case import Case
-from skippipe_sched.methods.routes import (
-    Routes,
-    data_node_of_microbatches,
-    place_in_order,
-    visits_of_replicas,
-)
-from skippipe_sched.search import Search
+from skippipe_sched.methods import dtfm
+from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
+from skippipe_sched.plan import NodePath, stage_of_nodes
+from skippipe_sched.search import Placement, Search
+from skippipe_sched.simulate import simulate
+
+PLACEMENT_SHARE = 0.4
+PATHS_SHARE = 0.6
+# Operations that the simulator runs in a second, which sets how many trades a budget pays for.
+OPERATIONS_PER_SECOND = 120_000
+# What a trade costs besides, in the same unit.
+OPERATIONS_PER_TRADE = 30
+# A matching takes time with the cube of its size, so microbatches are matched in blocks.
+MATCHED_AT_ONCE = 256
+# Stages are matched over and over until nothing changes; a bound, as equal costs could alternate.
+MOST_SWEEPS = 20
+
+# A path, which is written to, and a position in it.
+_Visit = tuple[list[int], int]
 
 
 def routes(case: Case, search: Search) -> Routes:
-    """Full paths for `case`. Nothing is drawn, so every seed gives the same."""
-    stages = search.placement or place_in_order(case)
-    paths = [[node] for node in data_node_of_microbatches(case, stages)]
+    """Full paths for `case`."""
+    stages = dtfm.place(case, search, PLACEMENT_SHARE)
+    paths = matched(case, stages, _first_paths(case, stages))
+    return Routes(stages, _trade(case, stages, np.array(paths), search))
+
+
+def _first_paths(case: Case, stages: Placement) -> tuple[NodePath, ...]:
+    """Paths through all stages, on the replicas in turn, each in proportion to its share."""
+    columns = [data_node_of_microbatches(case, stages)]
     for nodes in stages[1:]:
-        replicas = visits_of_replicas(case, nodes, len(paths))
-        places = [node for node, count in replicas.items() for _ in range(count)]
-        came_from = [path[-1] for path in paths]
-        _, match = linear_sum_assignment(case.hop_s[np.ix_(came_from, places)])
-        for path, place in zip(paths, match, strict=True):
-            path.append(places[place])
-    return Routes(stages, tuple(tuple(path) for path in paths))
+        visits = visits_of_replicas(case, nodes, len(columns[0]))
+        turns = sorted(((i + 0.5) / n, node) for node, n in visits.items() for i in range(n))
+        columns.append(tuple(node for _, node in turns))
+    return tuple(zip(*columns, strict=True))
+
+
+def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[NodePath, ...]:
+    """The same paths with the visits of every stage dealt out anew, so that trips are short.
+
+    Stage by stage, the microbatches are matched with the replicas given where they come from and
+    go to. Every microbatch keeps its stages, and every replica its number of visits.
+    """
+    stage_of = stage_of_nodes(stages)
+    round_trip_s = case.hop_s + case.hop_s.T
+    dealt = [list(path) for path in paths]
+    visitors: list[list[_Visit]] = [[] for _ in stages]
+    for path in dealt:
+        for position, node in enumerate(path):
+            visitors[stage_of[node]].append((path, position))
+    for sweep in range(MOST_SWEEPS):
+        changed = False
+        for block in _blocks(visitors[1:]):
+            places = [path[position] for path, position in block]
+            cost = round_trip_s[np.ix_([path[position - 1] for path, position in block], places)]
+            # At first what comes after a stage is not matched yet and says nothing.
+            if sweep > 0:
+                following = [path[(position + 1) % len(path)] for path, position in block]
+                cost = cost + round_trip_s[np.ix_(following, places)]
+            _, match = linear_sum_assignment(cost)
+            for (path, position), place in zip(block, match.tolist(), strict=True):
+                changed |= path[position] != places[place]
+                path[position] = places[place]
+        if not changed and sweep > 0:
+            break
+    return tuple(tuple(path) for path in dealt)
+
+
+def _blocks(visitors: Sequence[list[_Visit]]) -> Iterator[list[_Visit]]:
+    for visits in visitors:
+        for start in range(0, len(visits), MATCHED_AT_ONCE):
+            yield visits[start : start + MATCHED_AT_ONCE]
+
+
+def _trade(
+    case: Case, stages: Placement, nodes: np.ndarray, search: Search
+) -> tuple[NodePath, ...]:
+    """Let two microbatches trade their replicas of one or more stages, if that is no slower."""
+    random = search.random
+    best = _judge(case, stages, nodes)
+    search.found(best[0])
+    if nodes.shape[1] == 1:
+        return _paths(nodes)
+    operations = len(nodes) * (2 * len(stages) + 1) + OPERATIONS_PER_TRADE
+    for _ in range(search.steps(PATHS_SHARE * OPERATIONS_PER_SECOND / operations)):
+        if search.stopped():
+            break
+        first, second = random.integers(len(nodes), size=2)
+        start, end = sorted(random.integers(1, nodes.shape[1] + 1, size=2))
+        traded = nodes.copy()
+        traded[first, start:end] = nodes[second, start:end]
+        traded[second, start:end] = nodes[first, start:end]
+        if np.array_equal(traded, nodes):
+            continue
+        judged = _judge(case, stages, traded)
+        if judged <= best:
+            nodes, best = traded, judged
+            search.found(best[0])
+    return _paths(nodes)
+
+
+def _judge(case: Case, stages: Placement, nodes: np.ndarray) -> tuple[float, float]:
+    timeline = simulate(case, stages, _paths(nodes))
+    return timeline.iteration_s, timeline.pipeline_s
+
+
+def _paths(nodes: np.ndarray) -> tuple[NodePath, ...]:
+    return tuple(tuple(path) for path in nodes.tolist())

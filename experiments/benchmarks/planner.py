@@ -1,0 +1,301 @@
+"""How good the planner's plans are, how soon it has them, and how it grows.
+
+    python -m experiments.benchmarks.planner --json experiments/results/planner_MACHINE.json
+
+Parts, each of which can be run alone with `--only`:
+
+yardstick   the paper's case of 20 nodes without contention: the published plan from its file, the
+            paper's search on the published placement, ours within 10 and 60 seconds over several
+            seeds, full pipelines.
+methods     every method on every case of the paper, side by side.
+robust      what planning for jitter does to the 95th percentile.
+compiled    what compiling the timing model brings.
+scale       42, 200 and 1,000 nodes, each against random paths, and a curve of cost against size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from skippipe_sched import compare
+from skippipe_sched.annealing import candidate_of
+from skippipe_sched.case import Case, load_case, parse_case
+from skippipe_sched.errors import run_command
+from skippipe_sched.evaluator import (
+    NO_ORDER,
+    NO_STRETCH,
+    evaluate,
+    first_of_slots,
+    problem_of,
+    scratch_for,
+)
+from skippipe_sched.methods import METHODS, make_plan
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.routes import place_in_order
+from skippipe_sched.plan import Plan, load_plan
+from skippipe_sched.robustness import replay
+from skippipe_sched.search import Search
+from skippipe_sched.simulate import simulate, simulate_plan
+
+from experiments.benchmarks import machine
+
+PAPER = Path(__file__).parents[1] / "paper"
+PUBLISHED = PAPER / "published_gcp20.json"
+CASES = ("gcp20", "world18", "world42", "clusters5", "cluster1")
+# Published, with averaging added: DT-FM's full pipeline with all 30 microbatches.
+PUBLISHED_FULL_S = 141.8
+# Nodes, replicas of the data stage and of each inner stage, microbatches per data node, seconds.
+SIZES = {42: (7, 5, 7, 6, 60), 200: (40, 32, 5, 30, 120), 1000: (200, 160, 5, 30, 600)}
+
+
+def searched(case: Case, method: str, search: Search) -> tuple[Plan, dict[str, Any]]:
+    """A plan and what it took to find it."""
+    plan = make_plan(case, method, search)
+    found = plan.predicted
+    return plan, {
+        "method": method,
+        "seed": search.seed,
+        "budget_s": search.budget_s,
+        "search_s": round(search.elapsed_s, 2),
+        "cut_short": search.end.cut_short,
+        "iteration_s": round(found.iteration_s, 3),
+        "pipeline_s": round(found.pipeline_s, 3),
+        "lower_bound_s": round(found.lower_bound_s, 3),
+        "gap": round(found.iteration_s / found.lower_bound_s - 1, 4),
+    }
+
+
+def yardstick(seeds: int) -> dict[str, Any]:
+    """The paper's case without contention."""
+    case = load_case(PAPER / "gcp20.yaml")
+    published = load_plan(PUBLISHED)
+    timeline = simulate_plan(published)
+    result: dict[str, Any] = {
+        "published_plan": {
+            "pipeline_s": round(timeline.pipeline_s, 2),
+            "iteration_s": round(timeline.iteration_s, 2),
+        },
+        "full_published_placement": searched(case, "full", Search(placement=published.stages))[1],
+        "skippipe_published_placement": searched(
+            case, "skippipe", Search(placement=published.stages)
+        )[1],
+    }
+    for method, budget_s in (("joint", 10.0), ("joint", 60.0), ("full-joint", 60.0)):
+        runs = [searched(case, method, Search(seed, budget_s))[1] for seed in range(seeds)]
+        median_s = statistics.median(run["iteration_s"] for run in runs)
+        result[f"{method}_{budget_s:.0f}s"] = {
+            "median_iteration_s": median_s,
+            "over_published_full": round(median_s / PUBLISHED_FULL_S, 3),
+            "runs": runs,
+        }
+        print(
+            f"{method} within {budget_s:.0f} s: median {median_s:.2f} s of "
+            f"{sorted(run['iteration_s'] for run in runs)}",
+            flush=True,
+        )
+    return result
+
+
+def methods(budget_s: float) -> dict[str, Any]:
+    """All methods on all cases of the paper."""
+    result = {}
+    for name in CASES:
+        rows = compare.compare(
+            load_case(PAPER / f"{name}.yaml"), list(METHODS), lambda _: Search(0, budget_s)
+        )
+        print(f"{name}\n{compare.table(rows)}", flush=True)
+        result[name] = compare.to_json(rows)
+    return result
+
+
+def robust(budget_s: float, jitter: float = 0.3) -> dict[str, Any]:
+    """Plans of the yardstick made with and without jitter in mind, replayed on the same luck."""
+    case = load_case(PAPER / "gcp20.yaml")
+    result: dict[str, Any] = {"jitter": jitter, "draws": 200}
+    for name, planned_for in (("calm", 0.0), ("robust", jitter)):
+        plan = make_plan(case, "joint", Search(0, budget_s, jitter=planned_for))
+        seconds = replay(plan, jitter, draws=200)
+        result[name] = {
+            "iteration_s": round(plan.predicted.iteration_s, 2),
+            "median_s": round(float(np.median(seconds)), 2),
+            "percentile_95_s": round(float(np.percentile(seconds, 95)), 2),
+        }
+    print(f"robust: {result}", flush=True)
+    return result
+
+
+def compiled() -> dict[str, Any]:
+    """Plans evaluated a second by the simulator and by the compiled timing model."""
+    case = load_case(PAPER / "gcp20.yaml")
+    stages = place_in_order(case)
+    paths = random_paths(case, stages, np.random.default_rng(0))
+    problem = problem_of(case)
+    candidate = candidate_of(problem, np.arange(len(case.nodes)), np.array(paths))
+    scratch = scratch_for(problem, *candidate.paths.shape)
+    first = first_of_slots(candidate.paths, len(case.nodes))
+
+    def fast() -> float:
+        places = (candidate.node_of_slot, candidate.paths, candidate.averaging_s)
+        rest = (candidate.priority, NO_ORDER, first, False, NO_STRETCH, scratch, np.inf, 0.0)
+        return evaluate(problem, *places, *rest)
+
+    def rate(run: Callable[[], object], number: int) -> float:
+        run()
+        start = time.perf_counter()
+        for _ in range(number):
+            run()
+        return number / (time.perf_counter() - start)
+
+    simulator = rate(lambda: simulate(case, stages, paths), 50)
+    evaluator = rate(fast, 20_000)
+    result = {
+        "simulator_plans_per_s": round(simulator),
+        "compiled_plans_per_s": round(evaluator),
+        "ratio": round(evaluator / simulator, 1),
+    }
+    print(f"compiled: {result}", flush=True)
+    return result
+
+
+def case_of_size(nodes: int) -> Case:
+    """The yardstick grown to more nodes in the same 12 regions, as `SIZES` says."""
+    if nodes == 42:
+        return load_case(PAPER / "world42.yaml")
+    data, inner, inner_stages, microbatches, _ = SIZES[nodes]
+    source = dict(load_case(PAPER / "gcp20.yaml").source)
+    return parse_case(
+        source
+        | {
+            "nodes": nodes,
+            "stages": [data, *[inner] * inner_stages],
+            "microbatches_per_data_node": microbatches,
+        }
+    )
+
+
+def scale(sizes: list[int]) -> dict[str, Any]:
+    """Larger cases, each in a process of its own for its peak memory."""
+    runs = []
+    for nodes in sizes:
+        finished = subprocess.run(
+            [sys.executable, "-m", "experiments.benchmarks.planner", "--size", str(nodes)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        runs.append(json.loads(finished.stdout.splitlines()[-1]))
+        print(f"scale: {runs[-1]}", flush=True)
+    result: dict[str, Any] = {"runs": runs}
+    if len(runs) > 1:
+        operations = np.log([run["operations"] for run in runs])
+        seconds = np.log([run["evaluation_s"] for run in runs])
+        exponent, logarithm = np.polyfit(operations, seconds, 1)
+        result["evaluation_s"] = {
+            "fit": "a * operations ** b",
+            "a": float(np.exp(logarithm)),
+            "b": round(float(exponent), 3),
+        }
+        print(f"scale: one simulation takes {result['evaluation_s']}", flush=True)
+    return result
+
+
+def of_size(nodes: int) -> dict[str, Any]:
+    """One size: random paths, then ours, and how long one simulation takes."""
+    case = case_of_size(nodes)
+    budget_s = SIZES[nodes][-1]
+    _, rival = searched(case, "dtfm-skip", Search(0, budget_s / 4))
+    wall = time.perf_counter()
+    plan, ours = searched(case, "joint", Search(0, budget_s))
+    wall = time.perf_counter() - wall
+    problem = problem_of(case)
+    candidate = candidate_of(
+        problem,
+        np.concatenate([np.array(stage) for stage in plan.stages]),
+        np.argsort(np.concatenate([np.array(stage) for stage in plan.stages]))[
+            np.array(plan.microbatches)
+        ],
+    )
+    scratch = scratch_for(problem, *candidate.paths.shape)
+    first = first_of_slots(candidate.paths, nodes)
+    start = time.perf_counter()
+    for _ in range(20):
+        places = (candidate.node_of_slot, candidate.paths, candidate.averaging_s)
+        rest = (candidate.priority, NO_ORDER, first, False, NO_STRETCH, scratch, np.inf, 0.0)
+        evaluate(problem, *places, *rest)
+    evaluation_s = (time.perf_counter() - start) / 20
+    return {
+        "nodes": nodes,
+        "microbatches": len(plan.microbatches),
+        "operations": candidate.priority.size,
+        "dtfm-skip": rival,
+        "joint": ours,
+        "joint_over_dtfm_skip": round(ours["iteration_s"] / rival["iteration_s"], 3),
+        "make_plan_s": round(wall, 1),
+        "evaluation_s": evaluation_s,
+        "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+    }
+
+
+PARTS = ("yardstick", "methods", "robust", "compiled", "scale")
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    arguments = _parser().parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.size is not None:
+        print(json.dumps(of_size(arguments.size)))
+        return 0
+    run: dict[str, Callable[[], dict[str, Any]]] = {
+        "yardstick": lambda: yardstick(arguments.seeds),
+        "methods": lambda: methods(arguments.budget),
+        "robust": lambda: robust(6 * arguments.budget),
+        "compiled": compiled,
+        "scale": lambda: scale(arguments.sizes),
+    }
+    report: dict[str, Any] = {
+        "benchmark": "planner",
+        "command": f"python -m experiments.benchmarks.planner {' '.join(sys.argv[1:])}".strip(),
+        "machine": machine.describe(),
+    }
+    for part in arguments.only:
+        report[part] = run[part]()
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    description, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmarks.planner",
+        description=description,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts (all)")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of the yardstick (5)")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds of each method (10)")
+    parser.add_argument(
+        "--sizes", type=int, choices=SIZES, nargs="+", default=list(SIZES), help="of scale (all)"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file too")
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

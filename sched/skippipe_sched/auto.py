@@ -1,0 +1,201 @@
+"""Cases that leave the sizes of the stages or the length of the paths to be chosen.
+
+Such a case has ``stages: auto`` with ``stage_count: N``, or ``path_length: auto`` with
+``skip_ratio: [low, high]``, the share of the stages that a path may skip, or both. `candidates`
+turns it into the concrete cases that are worth a look, and `choose` takes one by quick plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from skippipe_sched import fields
+from skippipe_sched.case import REQUIRED, Case, node_count, parse_case
+from skippipe_sched.errors import InputError
+
+AUTO = "auto"
+DEFAULT_SKIP_RATIO = (0.0, 0.5)
+# Ratios are written as rounded percentages: 0.33 allows a third.
+RATIO_TOLERANCE = 0.005
+# What a neighbour has moved of a stage, and one replica at least: less makes no difference.
+MOVED_SHARE = 1 / 8
+# Each candidate costs a quick plan.
+MOST_CANDIDATES = 12
+
+Sizes = tuple[int, ...]
+
+
+def load_cases(path: Path) -> tuple[Case, ...]:
+    """The candidates of a case file (YAML); the one case that it is, if it leaves nothing open."""
+    return candidates(fields.load_yaml(path, "case"), path.parent)
+
+
+def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
+    """The concrete cases that a case given as a mapping may become, the most promising first.
+
+    For each path length within the skip ratio the replicas are shared out in proportion to the work
+    of the stages. After these cases come their neighbours, with a few replicas moved to another
+    stage, up to `MOST_CANDIDATES` in all; both by what the busiest stage does for a microbatch.
+
+    Raises:
+        InputError: if there is nothing to choose from, or for what `parse_case` refuses.
+    """
+    if not isinstance(value, dict) or AUTO not in (value.get("stages"), value.get("path_length")):
+        return (parse_case(value, folder),)
+    given = dict(fields.mapping(value, "case", value, REQUIRED))
+    open_sizes = given["stages"] == AUTO
+    if open_sizes:
+        given["stages"] = _any_sizes(given)
+        del given["stage_count"]
+    if given["path_length"] == AUTO:
+        stage_count = len(fields.sequence(given["stages"], "case.stages"))
+        lengths = _path_lengths(given.pop("skip_ratio", DEFAULT_SKIP_RATIO), stage_count)
+    else:
+        lengths = [fields.integer(given["path_length"], "case.path_length", 1)]
+    # The rest of the case is the same whatever is chosen, so it is checked with any choice.
+    any_case = parse_case(given | {"path_length": lengths[0]}, folder)
+
+    balanced, neighbours = [], []
+    for length in lengths:
+        work = _work(any_case, length)
+        sizes = _balanced(any_case, work) if open_sizes else any_case.stages
+        balanced.append((_busiest(work, sizes), length, sizes))
+        if open_sizes:
+            others = _neighbours(any_case, sizes)
+            neighbours += [(_busiest(work, other), length, other) for other in others]
+    return tuple(
+        parse_case({**any_case.source, "stages": list(sizes), "path_length": length})
+        for _, length, sizes in (sorted(balanced) + sorted(neighbours))[:MOST_CANDIDATES]
+    )
+
+
+def choose(cases: Sequence[Case], judge: Callable[[Case], float]) -> Case:
+    """The case with the least seconds for a microbatch; the first of them where they are equal.
+
+    `judge` gives the iteration_s of a quick plan. It may refuse a case whose rules leave no plan.
+    A single case is taken without a look.
+
+    Raises:
+        InputError: what `judge` raised for the most promising case, if it has refused every one.
+    """
+    if len(cases) == 1:
+        return cases[0]
+    seconds: dict[int, float] = {}
+    refusals = []
+    for index, case in enumerate(cases):
+        try:
+            seconds[index] = judge(case) / sum(case.microbatches)
+        except InputError as refusal:
+            refusals.append(refusal)
+    if not seconds:
+        raise refusals[0]
+    return cases[min(seconds, key=lambda index: seconds[index])]
+
+
+def _any_sizes(given: Mapping[str, Any]) -> list[int]:
+    """Sizes that fit the nodes, with one data node."""
+    fields.mapping(given, "case", given, ("stage_count",))
+    nodes = node_count(given["nodes"])
+    stages = fields.integer(given["stage_count"], "case.stage_count", 1)
+    if nodes < stages:
+        raise InputError(
+            "case.stage_count",
+            stages,
+            f"there are only {nodes} nodes, and each stage needs one",
+            f"Write {nodes} or less, or add {stages - nodes} nodes",
+        )
+    if isinstance(given.get("microbatches_per_data_node"), list):
+        raise InputError(
+            "case.microbatches_per_data_node",
+            given["microbatches_per_data_node"],
+            "with stages: auto, how many data nodes there are is still to be chosen",
+            "Write one number for all of them, or microbatches: for the total",
+        )
+    return [*[1] * (stages - 1), nodes - stages + 1]
+
+
+def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
+    """The path lengths that skip a share of the stages within the ratio."""
+    field = "case.skip_ratio"
+    shares = [
+        fields.number(share, f"{field}[{index}]", 0.0)
+        for index, share in enumerate(fields.sequence(skip_ratio, field))
+    ]
+    if len(shares) != 2 or max(shares) > 1:
+        raise InputError(
+            field, skip_ratio, "must be the least and the largest share of the stages to skip",
+            f"Write two numbers from 0 to 1, as in {list(DEFAULT_SKIP_RATIO)}",
+        )  # fmt: skip
+    low, high = shares
+
+    def beyond(length: int) -> float:
+        """How far the share that a path of this length skips lies outside the ratio."""
+        share = 1 - length / stages
+        return max(low - share, share - high)
+
+    lengths = [n for n in range(1, stages + 1) if beyond(n) <= RATIO_TOLERANCE]
+    if not lengths:
+        nearest = min(range(1, stages + 1), key=beyond)
+        share = round(1 - nearest / stages, 2)
+        raise InputError(
+            field,
+            skip_ratio,
+            f"no path over some of {stages} stages skips a share of them between these",
+            f"Write [{min(low, share):g}, {max(high, share):g}], which allows paths of {nearest}",
+        )
+    return lengths
+
+
+def _work(case: Case, path_length: int) -> Float[np.ndarray, " stages"]:
+    """Forward passes that one microbatch is worth to each stage, the inner ones on average (CC3).
+
+    Every microbatch visits the data stage, which has the loss too.
+    """
+    inner = len(case.stages) - 1
+    work = (1.0 + case.backward_ratio) * np.array(case.stage_cost)
+    work[1:] *= (path_length - 1) / max(1, inner)
+    work[0] += case.loss_ratio * case.stage_cost[0]
+    return work
+
+
+def _busiest(work: Float[np.ndarray, " stages"], sizes: Sizes) -> float:
+    return float((work / sizes).max())
+
+
+def _most_data_nodes(case: Case) -> int:
+    """Each data node sends a microbatch at least, which matters if their total is given."""
+    return min(len(case.nodes), case.source.get("microbatches", len(case.nodes)))
+
+
+def _balanced(case: Case, work: Float[np.ndarray, " stages"]) -> Sizes:
+    """The sizes with which the busiest stage has least work for each of its replicas."""
+    sizes = np.ones(len(work), dtype=int)
+    for _ in range(len(case.nodes) - len(work)):
+        load = work / sizes
+        if sizes[0] == _most_data_nodes(case):
+            load[0] = -1.0
+        sizes[np.argmax(load)] += 1
+    return tuple(sizes.tolist())
+
+
+def _neighbours(case: Case, sizes: Sizes) -> list[Sizes]:
+    """These sizes with replicas moved; of those that differ in equal inner stages only, one."""
+    found = {_kind(case, sizes): sizes}
+    for giver, taker in permutations(range(len(sizes)), 2):
+        moved = max(1, int(MOVED_SHARE * sizes[giver]))
+        other = np.array(sizes)
+        other[[giver, taker]] += -moved, moved
+        if other[giver] > 0 and other[0] <= _most_data_nodes(case):
+            found.setdefault(_kind(case, other.tolist()), tuple(other.tolist()))
+    return [other for other in found.values() if other != sizes]
+
+
+def _kind(case: Case, sizes: Sequence[int]) -> tuple:
+    data, *inner = zip(sizes, case.stage_cost, case.stage_bytes, strict=True)
+    return data, *sorted(inner)

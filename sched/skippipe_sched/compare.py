@@ -1,0 +1,260 @@
+"""All methods on one case, side by side: as figures, as a table, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from xml.etree.ElementTree import Element, SubElement
+
+from skippipe_sched.case import Case
+from skippipe_sched.draw import (
+    CHARACTER,
+    MARGIN,
+    WIDTH,
+    add_line,
+    add_rect,
+    add_text,
+    add_tip,
+    add_title,
+    round_ticks,
+    start_picture,
+    svg_text,
+)
+from skippipe_sched.errors import InputError
+from skippipe_sched.flows import link_name, link_traffic, seconds_text, size_text, wide_area_bytes
+from skippipe_sched.methods import make_plan
+from skippipe_sched.plan import Plan
+from skippipe_sched.search import Search
+from skippipe_sched.simulate import Timeline, simulate_plan
+
+# The method that the others are measured against.
+BASELINE = "full"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method makes of the case. Times in seconds.
+
+    `averaging_s` is the longest averaging of one stage, `ratio_to_full` iteration_s over that of
+    `full` (None where `full` has no figures), `wide_area_bytes` what goes between locations in an
+    iteration, `busiest_link_s` how long the busiest link is in use, `idle_share` the share of
+    pipeline_s that nodes do not compute, `lower_bound_s` the bound for paths of this length, and
+    `gap` how far iteration_s lies above it as a share.
+    """
+
+    method: str
+    iteration_s: float
+    pipeline_s: float
+    averaging_s: float
+    ratio_to_full: float | None
+    wide_area_bytes: float
+    busiest_link: str | None
+    busiest_link_s: float
+    idle_share: float
+    search_s: float
+    lower_bound_s: float
+    gap: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a method has no plan for the case."""
+
+    method: str
+    reason: str
+
+
+def compare(
+    case: Case, methods: Iterable[str], search_of: Callable[[str], Search]
+) -> list[Row | Refusal]:
+    """Plan `case` with each of the methods, each with its own search from `search_of`.
+
+    A method that refuses the case has its reason in its place. Ctrl-C ends the search of the method
+    at work, which then has the best plan that it found so far.
+    """
+    outcomes = [_outcome(case, method, search_of(method)) for method in methods]
+    baseline_s = next(
+        (row.iteration_s for row in outcomes if isinstance(row, Row) and row.method == BASELINE),
+        None,
+    )
+    if baseline_s is None:
+        return outcomes
+    return [
+        replace(row, ratio_to_full=row.iteration_s / baseline_s) if isinstance(row, Row) else row
+        for row in outcomes
+    ]
+
+
+def _outcome(case: Case, method: str, search: Search) -> Row | Refusal:
+    try:
+        with search.interruptible():
+            plan = make_plan(case, method, search)
+    except InputError as error:
+        return Refusal(method, str(error))
+    return row_of(plan, simulate_plan(plan), search.elapsed_s)
+
+
+def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
+    """The figures of one plan, without its ratio to another."""
+    links = link_traffic(plan, timeline)
+    bound_s = plan.predicted.lower_bound_s
+    return Row(
+        method=plan.method,
+        iteration_s=timeline.iteration_s,
+        pipeline_s=timeline.pipeline_s,
+        averaging_s=timeline.averaging_s,
+        ratio_to_full=None,
+        wide_area_bytes=wide_area_bytes(plan.case, links),
+        busiest_link=link_name(plan.case, links[0]) if links else None,
+        busiest_link_s=links[0].busy_s if links else 0.0,
+        idle_share=idle_share(timeline),
+        search_s=search_s,
+        lower_bound_s=bound_s,
+        gap=timeline.iteration_s / bound_s - 1.0,
+    )
+
+
+def idle_share(timeline: Timeline) -> float:
+    """The share of the pipeline's time that the nodes do not compute."""
+    return 1.0 - sum(timeline.busy_s) / (timeline.nodes * timeline.pipeline_s)
+
+
+def to_json(rows: Sequence[Row | Refusal]) -> list[dict[str, Any]]:
+    """The rows as JSON objects; a refusal has only its method and its reason."""
+    return [asdict(row) for row in rows]
+
+
+HEADINGS = (
+    "method",
+    "iteration",
+    "pipeline",
+    "averaging",
+    "of full",
+    "wide area",
+    "link busy",
+    "idle",
+    "search",
+    "gap",
+    "busiest link",
+)
+
+
+def table(rows: Sequence[Row | Refusal]) -> str:
+    """The rows as aligned text, a line each; reasons of refusal below."""
+    lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(
+            # Text begins at the left, figures end at the right.
+            cell.ljust(width) if heading in ("method", "busiest link") else cell.rjust(width)
+            for heading, cell, width in zip(HEADINGS, cells, widths, strict=True)
+        ).rstrip()
+        for cells in lines
+    ]
+    refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, Refusal)]
+    return "\n".join(text + refused)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.method,
+        f"{row.iteration_s:.2f} s",
+        f"{row.pipeline_s:.2f} s",
+        f"{row.averaging_s:.2f} s",
+        "-" if row.ratio_to_full is None else f"{row.ratio_to_full:.3f}",
+        size_text(row.wide_area_bytes),
+        f"{row.busiest_link_s:.2f} s",
+        f"{row.idle_share:z.0%}",
+        f"{row.search_s:.1f} s",
+        f"{row.gap:z.1%}",
+        row.busiest_link or "-",
+    )
+
+
+# Pixels.
+LEGEND_Y = 56.0
+PLOT_TOP = 72.0
+ROW = 30.0
+BAR_TOP = 7.0
+BAR = 16.0
+AXIS = 32.0
+FIGURES = 230.0
+
+STYLE = """
+.compare .pipeline{fill:#5b8fc7}
+.compare .rest{fill:#d9dde5;stroke:#a3abb8;stroke-width:.8}
+.compare .bound{stroke:#171b22;stroke-width:1.4;stroke-dasharray:4 3}
+.compare .refused{fill:#8a3b12}
+"""
+
+
+def picture(rows: Sequence[Row | Refusal], case_name: str) -> str:
+    """The rows as the text of an SVG: a bar for every method, as long as its iteration.
+
+    The bar begins with the pipeline; the rest is averaging that the pipeline does not hide. A mark
+    stands at the lower bound for paths of the method's length.
+    """
+    left = MARGIN + CHARACTER * max(len(row.method) for row in rows) + 12
+    longest_s = max((row.iteration_s for row in rows if isinstance(row, Row)), default=0.0)
+    scale = (WIDTH - MARGIN - FIGURES - left) / (longest_s or 1.0)
+    bottom = PLOT_TOP + ROW * len(rows)
+    svg = start_picture(
+        "compare", (WIDTH, bottom + AXIS), f"Methods compared on {case_name}", STYLE
+    )
+    add_title(svg, case_name, "seconds of one iteration, by method")
+    _draw_legend(svg)
+    for tick_s in round_ticks(longest_s) if longest_s else ():
+        x = left + scale * tick_s
+        add_line(svg, "grid", (x, PLOT_TOP), (x, bottom + 4))
+        add_text(svg, "middle", x, bottom + 17, f"{tick_s:g}")
+    for index, row in enumerate(rows):
+        top = PLOT_TOP + ROW * index
+        add_text(svg, "stage", MARGIN, top + BAR_TOP + 12, row.method)
+        if isinstance(row, Row):
+            _draw_row(svg, row, left, top, scale)
+        else:
+            _draw_refusal(svg, row, left, top)
+    return svg_text(svg)
+
+
+def _draw_legend(svg: Element) -> None:
+    x = float(MARGIN)
+    for sample, label, room in (
+        ("pipeline", "pipeline", 84),
+        ("rest", "averaging after it", 138),
+        ("bound", "lower bound; the gap is what lies above it", 0),
+    ):
+        if sample == "bound":
+            add_line(svg, sample, (x + 10, LEGEND_Y - 12), (x + 10, LEGEND_Y + 4))
+        else:
+            add_rect(svg, sample, (x, x + 20), (LEGEND_Y - 10, LEGEND_Y), radius=2)
+        add_text(svg, "", x + 26, LEGEND_Y, label)
+        x += room
+
+
+def _draw_row(svg: Element, row: Row, left: float, top: float, scale: float) -> None:
+    group = SubElement(svg, "g")
+    down = (top + BAR_TOP, top + BAR_TOP + BAR)
+    pipeline, end = left + scale * row.pipeline_s, left + scale * row.iteration_s
+    add_rect(group, "pipeline", (left, pipeline), down)
+    if end > pipeline:
+        add_rect(group, "rest", (pipeline, end), down)
+    bound = left + scale * row.lower_bound_s
+    add_line(group, "bound", (bound, top), (bound, top + ROW))
+    add_tip(
+        group,
+        f"{row.method}: iteration {row.iteration_s:.2f} s, pipeline {row.pipeline_s:.2f} s, "
+        f"longest averaging {row.averaging_s:.2f} s, lower bound {row.lower_bound_s:.2f} s, "
+        f"{size_text(row.wide_area_bytes)} between locations, nodes idle {row.idle_share:z.0%}, "
+        f"searched for {row.search_s:.1f} s",
+    )
+    ratio = "" if row.ratio_to_full is None else f" · {row.ratio_to_full:.3f} of full"
+    figures = f"{seconds_text(row.iteration_s)}{ratio} · gap {row.gap:z.1%}"
+    add_text(svg, "", end + 8, top + BAR_TOP + 12, figures)
+
+
+def _draw_refusal(svg: Element, row: Refusal, left: float, top: float) -> None:
+    room = int((WIDTH - MARGIN - left) / CHARACTER)
+    shown = row.reason if len(row.reason) <= room else row.reason[: room - 1] + "…"
+    add_tip(add_text(svg, "refused", left, top + BAR_TOP + 12, shown), row.reason)

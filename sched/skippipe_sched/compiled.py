@@ -1,0 +1,46 @@
+"""Compiled functions, kept on disk under a name that changes with any code they consist of.
+
+numba keeps what it compiled beside each module and looks only at that module's own file: after an
+update of evaluator.py alone, it would go on with an annealing.py that has the old evaluator in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+from numba.core import config
+
+# The modules that compiled code is made of.
+MODULES = ("annealing.py", "averaging.py", "evaluator.py", "methods/dtfm.py", "rules.py")
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile a function on its first call; it then runs without the interpreter's lock."""
+    settings: Any = config
+    others_folder = settings.CACHE_DIR
+    settings.CACHE_DIR = _cache_folder()
+    try:
+        return njit(cache=True, nogil=True)(function)
+    finally:
+        settings.CACHE_DIR = others_folder
+
+
+@cache
+def _cache_folder() -> str:
+    """A folder for this very code: the user's cache, or the system's temporary files."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256(b"".join((here / name).read_bytes() for name in MODULES)).hexdigest()
+    name = f"skippipe_sched/{digest[:16]}"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        (user / name).mkdir(parents=True, exist_ok=True)
+    except OSError:  # A home that cannot be written to, as service users often have.
+        return f"{tempfile.gettempdir()}/{name}"
+    return str(user / name)

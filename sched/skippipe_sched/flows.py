@@ -1,0 +1,548 @@
+"""What the links carry in one iteration, as figures and as a map of the cluster."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, Literal, NamedTuple, TypeVar
+from xml.etree.ElementTree import Element, SubElement
+
+import numpy as np
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
+
+from skippipe_sched.averaging import best_ring
+from skippipe_sched.case import Case
+from skippipe_sched.draw import (
+    CHARACTER,
+    GOLDEN_ANGLE,
+    HALF_DIGIT_HEIGHT,
+    MARGIN,
+    add_text,
+    add_tip,
+    add_title,
+    oklch,
+    rounded,
+    start_picture,
+    svg_text,
+)
+from skippipe_sched.plan import Plan
+from skippipe_sched.simulate import Timeline
+
+Place = TypeVar("Place", int, str)
+# What a link is used for: activations and their gradients, or the ring of a stage.
+Use = Literal["pipeline", "averaging"]
+
+
+@dataclass(frozen=True)
+class Flow(Generic[Place]):
+    """What one directed link carries in an iteration for one use.
+
+    `source` and `target` are nodes, or locations. `busy_s` is in how many seconds of the iteration
+    something is on its way there, which counts once what overlaps.
+    """
+
+    source: Place
+    target: Place
+    use: Use
+    bytes: float
+    busy_s: float
+
+
+def link_traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
+    """Bytes and busy seconds of every directed pair of nodes, the busiest first.
+
+    The pipeline's are those of the timeline's transfers. In the averaging of a stage with n
+    replicas each sends 2(n-1)/n of the stage's bytes to the next in the best ring; its link counts
+    as busy for as long as these bytes and the latency of each step take on it, even where it then
+    waits for a slower link of the ring.
+
+    Replicas of one stage never send each other activations, so each pair has one use.
+    """
+    return _added_up(_sendings(plan, timeline), lambda node: node)
+
+
+def location_traffic(plan: Plan, timeline: Timeline) -> list[Flow[str]]:
+    """As `link_traffic`, for directed pairs of locations; within a location, from it to itself."""
+    return _added_up(_sendings(plan, timeline), lambda node: plan.case.nodes[node].location)
+
+
+def wide_area_bytes(case: Case, flows: Iterable[Flow[int]]) -> float:
+    """Bytes that go from one location to another."""
+    return sum(
+        flow.bytes
+        for flow in flows
+        if case.nodes[flow.source].location != case.nodes[flow.target].location
+    )
+
+
+class _Sending(NamedTuple):
+    source: int
+    target: int
+    use: Use
+    bytes: float
+    start_s: float
+    end_s: float
+
+
+def _sendings(plan: Plan, timeline: Timeline) -> Iterator[_Sending]:
+    case = plan.case
+    for sent in timeline.transfers:
+        yield _Sending(
+            sent.source, sent.target, "pipeline", case.activation_bytes, sent.start_s, sent.end_s
+        )
+    latency, bandwidth = case.link_matrices
+    for averaging in timeline.averagings:
+        ring = best_ring(case, averaging.stage, plan.stages[averaging.stage])
+        if len(ring) < 2:
+            continue
+        steps = 2 * (len(ring) - 1)
+        size = steps / len(ring) * case.stage_bytes[averaging.stage]
+        for link in zip(ring, [*ring[1:], ring[0]], strict=True):
+            seconds = float(size / bandwidth[link] + steps * latency[link])
+            start_s = averaging.start_s
+            yield _Sending(*link, "averaging", size, start_s, start_s + seconds)
+
+
+def _added_up(sendings: Iterable[_Sending], place_of: Callable[[int], Place]) -> list[Flow[Place]]:
+    groups: dict[tuple[Place, Place, Use], list[_Sending]] = defaultdict(list)
+    for sending in sendings:
+        groups[place_of(sending.source), place_of(sending.target), sending.use].append(sending)
+    flows = [
+        Flow(*key, sum(sending.bytes for sending in group), _covered_s(group))
+        for key, group in groups.items()
+    ]
+    return sorted(flows, key=lambda flow: (-flow.busy_s, flow.source, flow.target, flow.use))
+
+
+def _covered_s(sendings: Sequence[_Sending]) -> float:
+    covered_s, until_s = 0.0, 0.0
+    for start_s, end_s in sorted((sending.start_s, sending.end_s) for sending in sendings):
+        covered_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return covered_s
+
+
+def link_name(case: Case, flow: Flow) -> str:
+    """A link in words: node 3 (Iowa) → node 8 (Singapore), or only the locations."""
+    places = (flow.source, flow.target)
+    return " → ".join(
+        f"node {place} ({case.nodes[place].location})" if isinstance(place, int) else place
+        for place in places
+    )
+
+
+def size_text(size: float) -> str:
+    """Bytes in a unit that leaves three digits, as 33.6 MB."""
+    units = iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while size >= 999.5 and unit != "TB":
+        size, unit = size / 1000, next(units)
+    return f"{_three_digits(size)} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three digits, as 12.3 s."""
+    return f"{_three_digits(seconds)} s"
+
+
+def _three_digits(value: float) -> str:
+    if value == 0 or value >= 999.5:
+        return f"{value:.0f}"
+    return f"{value:#.3g}".rstrip(".")
+
+
+# Above this many nodes the map shows locations.
+MOST_NODES = 60
+BUSIEST = 8
+# Pixels.
+LEAST_RADIUS = 210.0
+SLOT = 21.0
+DISC = 9.0
+ARC = 16.0
+LABEL = 24.0
+PANEL = 310.0
+TOP = 60.0
+LINE = 16.0
+WIDEST_FLOW = 7.0
+LEAST_FLOW = 0.5
+# Up to this many arrows have room for the full width.
+ROOMY_FLOWS = 60
+BADGE = 7.0
+# Few places need no large circle: this much for each but the first.
+RADIUS_PER_PLACE = 70.0
+# Between two locations, in slots.
+GAP = 0.7
+# Names within this sine of the vertical through the centre stand above and below the circle.
+UPRIGHT = 0.15
+LONGEST_NAME = 16
+COLUMNS = 3
+
+STYLE = """
+.flows path{fill:none}
+.flows .pipeline path{stroke:#687386}
+.flows .pipeline polygon{fill:#687386}
+.flows .averaging path{stroke:#8a5a12;stroke-dasharray:8 3}
+.flows .averaging polygon{fill:#8a5a12}
+.flows .flow{opacity:.42}
+.flows .flow.busiest{opacity:1}
+.flows .flow:hover{opacity:1}
+.flows .location{stroke:#c3c9d4;stroke-width:3}
+.flows circle.place{fill:#e3e7ee;stroke:#4a5362}
+.flows .number{font-size:9px;text-anchor:middle;fill:#10141a;pointer-events:none}
+.flows .badge circle{fill:#171b22;stroke:#fff}
+.flows .badge text{font-size:9px;font-weight:600;text-anchor:middle;fill:#fff}
+"""
+
+
+def flows_map(plan: Plan, timeline: Timeline) -> str:
+    """A map of the cluster as the text of an SVG: which links carry how much in an iteration.
+
+    The nodes lie on a circle, those of a location together and near locations side by side; above
+    `MOST_NODES` nodes a disc is a location. An arrow for everything that a link carries, as wide
+    as the root of its bytes: grey for activations and gradients, dashed for the averaging of a
+    stage, in the colour of the stage (one colour for all between locations). The busiest links are
+    numbered and listed.
+    """
+    by_node = len(plan.case.nodes) <= MOST_NODES
+    links = link_traffic(plan, timeline)
+    flows = links if by_node else location_traffic(plan, timeline)
+    drawn = [flow for flow in flows if flow.source != flow.target]
+    layout = _layout(plan, by_node, len(drawn[:BUSIEST]))
+    svg = start_picture(
+        "flows",
+        (layout.width, layout.height),
+        "Map of what the links carry in an iteration",
+        STYLE + "".join(map(_stage_style, range(len(plan.stages)))),
+    )
+    total, wide = sum(flow.bytes for flow in links), wide_area_bytes(plan.case, links)
+    add_title(
+        svg,
+        plan.method,
+        f"{size_text(total)} in an iteration of {seconds_text(timeline.iteration_s)} · "
+        f"{size_text(wide)} between locations",
+    )
+    _draw_locations(svg, layout, plan)
+    curves = _draw_flows(svg, layout, plan, drawn)
+    _draw_places(svg, layout, plan, flows)
+    _draw_badges(svg, layout, curves[:BUSIEST])
+    y = _draw_legend(svg, layout, plan, drawn)
+    _draw_busiest(svg, layout, plan, drawn[:BUSIEST], y)
+    return svg_text(svg)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where things are [pixels, and angles clockwise from the top]."""
+
+    angles: Mapping[int | str, float]
+    arcs: Mapping[str, tuple[float, float]]
+    level_names: bool
+    radius: float
+    centre: tuple[float, float]
+    panel: float
+    width: float
+    height: float
+
+    def at(self, angle: float, radius: float) -> np.ndarray:
+        return np.array(self.centre) + radius * np.array([math.sin(angle), -math.cos(angle)])
+
+    def place(self, place: int | str) -> np.ndarray:
+        return self.at(self.angles[place], self.radius)
+
+
+def _layout(plan: Plan, by_node: bool, listed: int) -> _Layout:
+    members: dict[str, list[int | str]] = {}
+    for location in _near_side_by_side(plan.case):
+        nodes = [n for n, node in enumerate(plan.case.nodes) if node.location == location]
+        nodes.sort(key=lambda node: (plan.stage_of[node], node))
+        members[location] = [*nodes] if by_node else [location]
+    slots = sum(len(places) + GAP for places in members.values())
+    turn = 2 * math.pi / slots
+    angles: dict[int | str, float] = {}
+    arcs = {}
+    slot = 0.0
+    for location, places in members.items():
+        arcs[location] = (slot * turn, (slot + len(places) - 1) * turn)
+        for place in places:
+            angles[place] = slot * turn
+            slot += 1
+        slot += GAP
+    radius = min(LEAST_RADIUS, RADIUS_PER_PLACE * (len(angles) - 1))
+    radius = max(radius, slots * SLOT / (2 * math.pi))
+    level = _level_names_fit(arcs, radius + LABEL)
+    across = radius + LABEL + CHARACTER * max(len(_cut(location)) for location in members)
+    up = radius + LABEL + LINE if level else across
+    panel = 2 * MARGIN + 2 * across
+    return _Layout(
+        angles=angles,
+        arcs=arcs,
+        level_names=level,
+        radius=radius,
+        centre=(MARGIN + across, TOP + up),
+        panel=panel,
+        width=panel + PANEL + MARGIN,
+        height=max(TOP + 2 * up + MARGIN, _panel_height(plan, listed)),
+    )
+
+
+def _side(angle: float) -> str:
+    """Which end of a level name at this angle is at the circle, as the class of its anchor."""
+    if abs(math.sin(angle)) < UPRIGHT:
+        return "middle"
+    return "end" if math.sin(angle) < 0 else "start"
+
+
+def _level_names_fit(arcs: Mapping[str, tuple[float, float]], radius: float) -> bool:
+    """Whether names, written level, keep clear of their neighbours on the circle."""
+    boxes = []
+    for name, arc in arcs.items():
+        angle, length = sum(arc) / 2, CHARACTER * len(_cut(name))
+        share_on_the_left = {"start": 0.0, "middle": 0.5, "end": 1.0}[_side(angle)]
+        left = radius * math.sin(angle) - share_on_the_left * length
+        boxes.append((left, left + length, -radius * math.cos(angle)))
+    return len(boxes) == 1 or all(
+        abs(a_height - b_height) >= LINE or a_right < b_left or b_right < a_left
+        for (a_left, a_right, a_height), (b_left, b_right, b_height) in pairwise([*boxes, boxes[0]])
+    )
+
+
+def _near_side_by_side(case: Case) -> list[str]:
+    """The locations in an order in which those with quick hops between them are neighbours."""
+    node_at = {node.location: index for index, node in reversed([*enumerate(case.nodes)])}
+    names = sorted(node_at)
+    if len(names) < 3:
+        return names
+    nodes = [node_at[name] for name in names]
+    hop_s = case.hop_s[np.ix_(nodes, nodes)]
+    tree = linkage(squareform((hop_s + hop_s.T) / 2), "average", optimal_ordering=True)
+    return [names[leaf] for leaf in leaves_list(tree)]
+
+
+def _stage_style(stage: int) -> str:
+    hue = 60 + GOLDEN_ANGLE * stage
+    light, dark = oklch(0.84, 0.1, hue), oklch(0.55, 0.14, hue)
+    return (
+        f".flows circle.s{stage}{{fill:{light};stroke:{dark}}}"
+        f".flows .s{stage} path{{stroke:{dark}}}.flows .s{stage} polygon{{fill:{dark}}}\n"
+    )
+
+
+def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
+    """A name outside the circle; level if the names leave room for that, else along the radius."""
+    for name, (first, last) in layout.arcs.items():
+        if last > first and len(layout.arcs) > 1:
+            _draw_arc(svg, layout, first, last)
+        angle = (first + last) / 2
+        if layout.level_names:
+            text = add_text(svg, _side(angle), 0, 4 - 6 * math.cos(angle), _cut(name))
+            turned = 0.0
+        else:
+            left = math.sin(angle) < 0
+            text = add_text(svg, "end" if left else "start", 0, 4, _cut(name))
+            turned = math.degrees(angle) - 90 + 180 * left
+        place = layout.at(angle, layout.radius + LABEL)
+        text.set("transform", f"translate({_point(place)}) rotate({rounded(turned)})")
+        nodes = sum(node.location == name for node in plan.case.nodes)
+        add_tip(text, f"{name}: {nodes} node{'s' * (nodes > 1)}")
+
+
+def _draw_arc(svg: Element, layout: _Layout, first: float, last: float) -> None:
+    radius = layout.radius + ARC
+    start, end = layout.at(first, radius), layout.at(last, radius)
+    large = int(last - first > math.pi)
+    curve = f"M{_point(start)}A{_point((radius, radius))} 0 {large} 1 {_point(end)}"
+    SubElement(svg, "path", {"class": "location", "d": curve})
+
+
+class _Curve(NamedTuple):
+    """A quadratic Bezier curve."""
+
+    start: np.ndarray
+    control: np.ndarray
+    end: np.ndarray
+
+    def at(self, share: float) -> np.ndarray:
+        rest = 1 - share
+        return rest**2 * self.start + 2 * rest * share * self.control + share**2 * self.end
+
+
+def _draw_flows(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> list[_Curve]:
+    """The arrows, the busiest on top; their curves in the order of the flows."""
+    curves = [_curve(layout, flow) for flow in flows]
+    for rank in reversed(range(len(flows))):
+        flow, curve = flows[rank], curves[rank]
+        group = SubElement(svg, "g", {"class": _flow_class(plan, flow, rank < BUSIEST)})
+        _draw_arrow(group, curve, _flow_width(flow, flows))
+        add_tip(
+            group,
+            f"{link_name(plan.case, flow)}: {flow.use}, {size_text(flow.bytes)}, "
+            f"busy {seconds_text(flow.busy_s)}",
+        )
+    return curves
+
+
+def _curve(layout: _Layout, flow: Flow) -> _Curve:
+    """From disc to disc, drawn towards the centre, and to the left so that ways back lie apart."""
+    start, end = layout.place(flow.source), layout.place(flow.target)
+    across = end - start
+    left = np.array([across[1], -across[0]])
+    aside = 0.09 if flow.use == "pipeline" else 0.17
+    inwards = 0.5 * (np.array(layout.centre) - (start + end) / 2)
+    control = (start + end) / 2 + inwards + aside * left
+    return _Curve(
+        start + (DISC + 1) * _direction(control - start),
+        control,
+        end + (DISC + 1) * _direction(control - end),
+    )
+
+
+def _draw_arrow(group: Element, curve: _Curve, width: float) -> None:
+    towards = _direction(curve.end - curve.control)
+    base = curve.end - (4 + 1.2 * width) * towards
+    aside = (2 + 0.8 * width) * np.array([-towards[1], towards[0]])
+    SubElement(
+        group,
+        "path",
+        {
+            "d": f"M{_point(curve.start)}Q{_point(curve.control)} {_point(base)}",
+            "stroke-width": rounded(width),
+        },
+    )
+    corners = " ".join(map(_point, (curve.end, base + aside, base - aside)))
+    SubElement(group, "polygon", {"points": corners})
+
+
+def _draw_places(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> None:
+    for place in layout.angles:
+        x, y = layout.place(place)
+        sent = size_text(sum(flow.bytes for flow in flows if flow.source == place))
+        received = size_text(sum(flow.bytes for flow in flows if flow.target == place))
+        if isinstance(place, int):
+            stage, location = plan.stage_of[place], plan.case.nodes[place].location
+            classes, number = f"place s{stage}", place
+            about = f"Node {place} in {location}, stage {stage}: "
+        else:
+            classes, number = "place", sum(node.location == place for node in plan.case.nodes)
+            about = f"{number} nodes in {place}: "
+        disc = _circle(svg, classes, x, y, DISC)
+        add_tip(disc, f"{about}sends {sent}, receives {received}")
+        add_text(svg, "number", x, y + HALF_DIGIT_HEIGHT, str(number))
+
+
+def _draw_badges(svg: Element, layout: _Layout, curves: Sequence[_Curve]) -> None:
+    """The rank of each of the busiest links on its curve, where no other badge lies."""
+    taken: list[np.ndarray] = []
+    for rank, curve in enumerate(curves, start=1):
+        places = [curve.at(0.5 + shift * side) for shift in (0, 0.1, 0.2, 0.3) for side in (1, -1)]
+        room = [
+            min((math.dist(place, other) for other in taken), default=math.inf) for place in places
+        ]
+        free = next((i for i, r in enumerate(room) if r > 2 * BADGE + 2), int(np.argmax(room)))
+        taken.append(places[free])
+        _draw_badge(svg, rank, *places[free])
+
+
+def _draw_badge(svg: Element, rank: int, x: float, y: float) -> None:
+    badge = SubElement(svg, "g", {"class": "badge"})
+    _circle(badge, "", x, y, BADGE)
+    add_text(badge, "", x, y + HALF_DIGIT_HEIGHT, str(rank))
+
+
+def _draw_legend(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> float:
+    """What the marks mean; returns how far down that reaches."""
+    x, y = layout.panel, TOP + 4
+    for use, label in (
+        ("pipeline", "activations, gradients"),
+        ("averaging", "averaging of a stage"),
+    ):
+        largest = max((flow for flow in flows if flow.use == use), key=_bytes_of, default=None)
+        if largest is None:
+            continue
+        start, end = np.array([x, y - 4]), np.array([x + 40, y - 4])
+        group = SubElement(svg, "g", {"class": _flow_class(plan, largest, True)})
+        _draw_arrow(group, _Curve(start, (start + end) / 2, end), _flow_width(largest, flows))
+        add_text(svg, "", x + 48, y, f"{label}, up to {size_text(largest.bytes)}")
+        y += LINE
+    if isinstance(next(iter(layout.angles)), str):
+        _circle(svg, "place", x + DISC, y + 2, DISC)
+        add_text(svg, "", x + 48, y + 6, "a location, with its number of nodes")
+        return y + LINE
+    for stage in range(len(plan.stages)):
+        left, down = x + stage % COLUMNS * PANEL / COLUMNS, y + 4 + LINE * (stage // COLUMNS)
+        _circle(svg, f"s{stage}", left + 5, down - 4, 5)
+        add_text(svg, "", left + 14, down, f"stage {stage}" + " · data" * (stage == 0))
+    return y + LINE * math.ceil(len(plan.stages) / COLUMNS)
+
+
+def _draw_busiest(
+    svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow], top: float
+) -> None:
+    x, y = layout.panel, top + 1.5 * LINE
+    add_text(svg, "stage", x, y, "Busiest links" if flows else "No link carries anything")
+    for rank, flow in enumerate(flows, start=1):
+        y += 1.3 * LINE
+        _draw_badge(svg, rank, x + BADGE, y - 4)
+        add_text(svg, "", x + 22, y, _locations_of(plan, flow))
+        y += 0.9 * LINE
+        nodes = f"{flow.source} → {flow.target} · " if isinstance(flow.source, int) else ""
+        add_text(
+            svg,
+            "",
+            x + 22,
+            y,
+            f"{nodes}busy {seconds_text(flow.busy_s)} · {size_text(flow.bytes)} · {flow.use}",
+        )
+
+
+def _panel_height(plan: Plan, listed: int) -> float:
+    """Room for the legend and the list of the busiest links."""
+    return TOP + LINE * (5 + math.ceil(len(plan.stages) / COLUMNS) + 2.2 * listed)
+
+
+def _bytes_of(flow: Flow) -> float:
+    return flow.bytes
+
+
+def _flow_class(plan: Plan, flow: Flow, busiest: bool) -> str:
+    stage = flow.use == "averaging" and isinstance(flow.source, int)
+    return (
+        f"flow {flow.use}"
+        + (f" s{plan.stage_of[flow.source]}" if stage else "")
+        + " busiest" * busiest
+    )
+
+
+def _flow_width(flow: Flow, flows: Sequence[Flow]) -> float:
+    """The root of its bytes, on a scale that grows finer where arrows are many."""
+    most = max(map(_bytes_of, flows))
+    widest = WIDEST_FLOW * min(1.0, math.sqrt(ROOMY_FLOWS / len(flows)))
+    return max(LEAST_FLOW, widest * math.sqrt(flow.bytes / most)) if most else LEAST_FLOW
+
+
+def _locations_of(plan: Plan, flow: Flow) -> str:
+    return " → ".join(_cut(_location(plan, place)) for place in (flow.source, flow.target))
+
+
+def _location(plan: Plan, place: int | str) -> str:
+    return plan.case.nodes[place].location if isinstance(place, int) else place
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+
+
+def _direction(vector: np.ndarray) -> np.ndarray:
+    return vector / max(float(np.hypot(*vector)), 1e-9)
+
+
+def _point(place: Iterable[float]) -> str:
+    return " ".join(map(rounded, place))
+
+
+def _circle(parent: Element, classes: str, x: float, y: float, radius: float) -> Element:
+    places = {"cx": rounded(x), "cy": rounded(y), "r": rounded(radius)}
+    return SubElement(parent, "circle", ({"class": classes} if classes else {}) | places)

@@ -1,0 +1,387 @@
+"""DT-FM's placement: a genetic search over partitions of the nodes into stages.
+
+Yuan et al. 2022 (arXiv 2206.01288): the cost of a partition is what its data parallelism costs (the
+averaging of the slowest stage) plus what its pipeline costs (activations between the replicas of
+consecutive stages, matched as well as can be, in the cheapest order of the stages). A population of
+partitions evolves by crossover, and every child is improved by swapping nodes between stages.
+
+Links are known by location, so a partition is scored by how many nodes of each location a stage
+has: the price of a score depends on the number of locations, hardly on the number of nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from skippipe_sched.case import Case
+from skippipe_sched.compiled import compiled
+from skippipe_sched.search import Placement, Search
+
+POPULATION = 16
+# How many swaps are tried on every child, for each node of the case.
+SWAPS_PER_NODE = 30
+# Pairs of locations looked at in a second, which sets how many children a budget pays for.
+PAIRS_PER_SECOND = 2e7
+# What a child costs besides its swaps, in the same unit.
+PAIRS_PER_CHILD = 30_000
+# The slowest stage decides the averaging; the others count so much that the search feels them.
+WEIGHT_OF_MEAN_AVERAGING = 0.1
+
+
+_NO_SWAPS = np.empty((0, 2), dtype=np.int64)
+
+
+class _Model(NamedTuple):
+    """A case as the scoring sees it, with links between locations instead of nodes."""
+
+    location: np.ndarray  # of each node
+    round_trip_s: np.ndarray  # [location, location] activation there and gradient back
+    nearest_pairs: np.ndarray  # [pair, 2] pairs of locations in the order of their round trips
+    seconds_per_byte: np.ndarray  # [location, location] mean of both directions
+    latency_s: np.ndarray
+    speed: np.ndarray  # of each node: forward passes a second
+    work: np.ndarray  # of each stage: forward passes that its microbatches are worth
+    sizes: np.ndarray  # nodes of each stage
+    stage_bytes: np.ndarray
+    group: np.ndarray  # stages of one group may trade their places in the pipeline
+    rounds: float  # round trips that a data node makes one after another
+
+
+class _Parts(NamedTuple):
+    """A partition's score in parts, so that a swap of two nodes changes few of them."""
+
+    counts: np.ndarray  # [stage, location] nodes
+    speed: np.ndarray  # of each stage
+    averaging_s: np.ndarray  # of each stage
+    match_s: np.ndarray  # between each stage and the next
+
+
+def place(case: Case, search: Search, share: float = 1.0) -> Placement:
+    """The placement that `search` has been given, or DT-FM's.
+
+    `share` is the part of the budget that may go into it; with the same seed, budget and share the
+    placement is the same. If the scoring has to be compiled first, the budget counts from after
+    that. Nodes of a stage are in ascending order, except that data nodes with
+    more microbatches to send are the faster ones.
+    """
+    if search.placement is not None:
+        return search.placement
+    model = _model(case)
+    if not _improve.signatures:  # pyright: ignore[reportFunctionMemberAccess]
+        _improve(np.repeat(np.arange(len(case.stages)), case.stages), _NO_SWAPS, model)
+        search.start_clock()
+    swaps = SWAPS_PER_NODE * len(case.nodes)
+    locations = len(model.round_trip_s)
+    # A matching looks at all pairs of locations, then at all pairs of the matches it has.
+    pairs_per_swap = locations**2 + min(max(case.stages), 2 * locations) ** 2
+    children = search.steps(share * PAIRS_PER_SECOND / (swaps * pairs_per_swap + PAIRS_PER_CHILD))
+    population: list[tuple[float, np.ndarray]] = []
+    for _ in range(children):
+        if population and search.stopped():
+            break
+        if len(population) < POPULATION:
+            child = np.repeat(np.arange(len(case.stages)), case.stages)
+            search.random.shuffle(child)
+        else:
+            first, second = search.random.choice(len(population), 2, replace=False)
+            child = _cross(population[first][1], population[second][1], model, search.random)
+        tried = search.random.integers(len(case.nodes), size=(swaps, 2))
+        cost = _improve(child, tried, model)
+        if not population or cost < population[0][0]:
+            # There is no plan yet: this only shows that the search goes on.
+            search.found(search.best_s)
+        if all(cost != other for other, _ in population):
+            population.append((cost, child))
+            population.sort(key=lambda member: member[0])
+            del population[POPULATION:]
+    return _seated(case, population[0][1])
+
+
+def _seated(case: Case, stage_of: np.ndarray) -> Placement:
+    stages = [
+        tuple(np.flatnonzero(stage_of == stage).tolist()) for stage in range(len(case.stages))
+    ]
+    if len(set(case.microbatches)) > 1:
+        fastest_first = sorted(stages[0], key=lambda node: case.nodes[node].forward_s)
+        most_first = np.argsort([-count for count in case.microbatches], kind="stable")
+        seats = dict(zip(most_first.tolist(), fastest_first, strict=True))
+        stages[0] = tuple(seats[seat] for seat in range(len(seats)))
+    return tuple(stages)
+
+
+def _model(case: Case) -> _Model:
+    names = sorted({node.location for node in case.nodes})
+    location = np.array([names.index(node.location) for node in case.nodes])
+    table = case.link_table
+    links = [[(table.link(a, b), table.link(b, a)) for b in names] for a in names]
+    latency_s = np.array(
+        [[(there.latency_s + back.latency_s) / 2 for there, back in row] for row in links]
+    )
+    seconds_per_byte = np.array(
+        [[(1 / there.bandwidth + 1 / back.bandwidth) / 2 for there, back in row] for row in links]
+    )
+    round_trip_s = 2 * (latency_s + case.activation_bytes * seconds_per_byte + case.hop_overhead_s)
+    visits = sum(case.microbatches)
+    work = visits * (1 + case.backward_ratio) * np.array(case.stage_cost)
+    work[0] += visits * case.loss_ratio * case.stage_cost[0]
+    alike = list(zip(case.stages, case.stage_bytes, case.stage_cost, strict=True))
+    group = np.array([alike.index(stage, 1) if s else 0 for s, stage in enumerate(alike)])
+    memory = np.mean([node.memory for node in case.nodes])
+    return _Model(
+        location=location,
+        round_trip_s=round_trip_s,
+        nearest_pairs=np.column_stack(
+            np.unravel_index(np.argsort(round_trip_s, axis=None, kind="stable"), round_trip_s.shape)
+        ),
+        seconds_per_byte=seconds_per_byte,
+        latency_s=latency_s,
+        speed=np.array([1 / node.forward_s for node in case.nodes]),
+        work=work,
+        sizes=np.array(case.stages),
+        stage_bytes=np.array(case.stage_bytes, dtype=float),
+        group=group,
+        rounds=max(1.0, max(case.microbatches) / float(memory)),
+    )
+
+
+def _cross(
+    first: np.ndarray, second: np.ndarray, model: _Model, random: np.random.Generator
+) -> np.ndarray:
+    """A child: where both parents agree, as they do; elsewhere as one of them, while there is room.
+
+    The parents' stages are named alike first, by which of them share the most nodes.
+    """
+    stages = len(model.sizes)
+    shared = np.zeros((stages, stages))
+    np.add.at(shared, (second, first), 1.0)
+    _, name = linear_sum_assignment(shared, maximize=True)
+    second = name[second]
+    child = np.where(first == second, first, -1)
+    room = model.sizes - np.bincount(child[child >= 0], minlength=stages)
+    for _ in range(2):
+        undecided = random.permutation(np.flatnonzero(child < 0))
+        for node, from_first in zip(undecided, random.random(len(undecided)) < 0.5, strict=True):
+            stage = (first if from_first else second)[node]
+            if room[stage] > 0:
+                child[node] = stage
+                room[stage] -= 1
+    left = np.repeat(np.arange(stages), np.maximum(room, 0))
+    child[child < 0] = random.permutation(left)
+    return child
+
+
+@compiled
+def _improve(stage_of: np.ndarray, tried: np.ndarray, model: _Model) -> float:
+    """Improve a partition in place: order its stages, swap nodes, order again. Returns its cost."""
+    _order_stages(stage_of, model)
+    parts = _score(stage_of, model)
+    best = _cost(parts, model)
+    for swap in range(len(tried)):
+        a, b = tried[swap]
+        s, t = stage_of[a], stage_of[b]
+        alike = model.location[a] == model.location[b] and model.speed[a] == model.speed[b]
+        if s == t or alike:
+            continue
+        _move(a, s, t, stage_of, parts, model)
+        _move(b, t, s, stage_of, parts, model)
+        _rescore(s, parts, model)
+        _rescore(t, parts, model)
+        cost = _cost(parts, model)
+        if cost < best:
+            best = cost
+            continue
+        _move(a, t, s, stage_of, parts, model)
+        _move(b, s, t, stage_of, parts, model)
+        _rescore(s, parts, model)
+        _rescore(t, parts, model)
+    _order_stages(stage_of, model)
+    return _cost(_score(stage_of, model), model)
+
+
+@compiled
+def _score(stage_of: np.ndarray, model: _Model) -> _Parts:
+    stages = len(model.sizes)
+    counts = np.zeros((stages, len(model.round_trip_s)), np.int64)
+    speed = np.zeros(stages)
+    for node in range(len(stage_of)):
+        counts[stage_of[node], model.location[node]] += 1
+        speed[stage_of[node]] += model.speed[node]
+    parts = _Parts(counts, speed, np.zeros(stages), np.zeros(stages))
+    for stage in range(stages):
+        _rescore(stage, parts, model)
+    return parts
+
+
+@compiled
+def _move(node, source, target, stage_of, parts, model):
+    stage_of[node] = target
+    place = model.location[node]
+    parts.counts[source, place] -= 1
+    parts.counts[target, place] += 1
+    parts.speed[source] -= model.speed[node]
+    parts.speed[target] += model.speed[node]
+
+
+@compiled
+def _rescore(stage, parts, model):
+    """Score anew what depends on the nodes of `stage`."""
+    stages = len(model.sizes)
+    counts = parts.counts
+    before, after = (stage - 1) % stages, (stage + 1) % stages
+    parts.averaging_s[stage] = _averaging_s(counts[stage], stage, model)
+    if stages > 1:
+        parts.match_s[before] = _match_s(counts[before], counts[stage], model)
+        parts.match_s[stage] = _match_s(counts[stage], counts[after], model)
+
+
+@compiled
+def _cost(parts, model):
+    averaging_s = parts.averaging_s.max() + WEIGHT_OF_MEAN_AVERAGING * parts.averaging_s.mean()
+    return averaging_s + model.rounds * parts.match_s.sum() + (model.work / parts.speed).max()
+
+
+@compiled
+def _averaging_s(counts, stage, model):
+    """About the quickest ring over these nodes: no ring has a cheaper slowest link than this.
+
+    Each location needs two neighbours, and all of them must hang together.
+    """
+    size = model.sizes[stage]
+    present = np.flatnonzero(counts)
+    steps = 2.0 * (size - 1)
+    if len(present) == 1:
+        there = present[0]
+        per_byte, latency_s = model.seconds_per_byte[there, there], model.latency_s[there, there]
+        return steps / size * model.stage_bytes[stage] * per_byte + steps * latency_s
+    neighbours = min(2, len(present) - 1)
+    slowest = 0.0
+    reach = np.full(len(present), np.inf)
+    joined = np.zeros(len(present), np.bool_)
+    newest = 0
+    for _ in range(len(present)):
+        joined[newest] = True
+        nearest = np.full(2, np.inf)
+        following = -1
+        for other in range(len(present)):
+            if other != newest:
+                a, b = present[newest], present[other]
+                link_s = (
+                    steps / size * model.stage_bytes[stage] * model.seconds_per_byte[a, b]
+                    + steps * model.latency_s[a, b]
+                )
+                reach[other] = min(reach[other], link_s)
+                if link_s < nearest[0]:
+                    nearest[1] = nearest[0]
+                    nearest[0] = link_s
+                elif link_s < nearest[1]:
+                    nearest[1] = link_s
+            if not joined[other] and (following < 0 or reach[other] < reach[following]):
+                following = other
+        slowest = max(slowest, nearest[neighbours - 1])
+        if following >= 0:
+            slowest = max(slowest, reach[following])
+            newest = following
+    return slowest
+
+
+@compiled
+def _match_s(counts, others, model):
+    """Mean round trip when the replicas of two stages are matched, near ones first.
+
+    A stage of three and one of five are matched in fifteen equal parts. Then pairs trade partners
+    as long as that helps.
+    """
+    locations = len(counts)
+    supply = counts * others.sum()
+    demand = others * counts.sum()
+    total = supply.sum()
+    most = 8 * locations
+    source, target = np.empty(most, np.int64), np.empty(most, np.int64)
+    amount = np.empty(most, np.int64)
+    pairs = 0
+    left = total
+    for pair in range(len(model.nearest_pairs)):
+        a, b = model.nearest_pairs[pair, 0], model.nearest_pairs[pair, 1]
+        taken = min(supply[a], demand[b])
+        if taken > 0:
+            supply[a] -= taken
+            demand[b] -= taken
+            source[pairs], target[pairs], amount[pairs] = a, b, taken
+            pairs += 1
+            left -= taken
+            if left == 0:
+                break
+    trip = model.round_trip_s
+    improved = True
+    while improved:
+        improved = False
+        for e in range(pairs):
+            for f in range(e):
+                gain = (
+                    trip[source[e], target[e]] + trip[source[f], target[f]]
+                    - trip[source[e], target[f]] - trip[source[f], target[e]]
+                )  # fmt: skip
+                if gain <= 1e-9 or pairs + 1 >= most:
+                    continue
+                improved = True
+                traded = min(amount[e], amount[f])
+                # What is not traded of the larger pair stays as a pair of its own.
+                if amount[e] != amount[f]:
+                    larger = e if amount[e] > amount[f] else f
+                    source[pairs], target[pairs] = source[larger], target[larger]
+                    amount[pairs] = amount[larger] - traded
+                    pairs += 1
+                amount[e] = amount[f] = traded
+                target[e], target[f] = target[f], target[e]
+    cost = 0.0
+    for pair in range(pairs):
+        cost += amount[pair] * trip[source[pair], target[pair]]
+    return cost / total
+
+
+@compiled
+def _order_stages(stage_of: np.ndarray, model: _Model) -> None:
+    """Give stages of one group the places in the pipeline that make the way through it short.
+
+    The data stage stays first: paths begin and end there.
+    """
+    stages = len(model.sizes)
+    if stages < 4:
+        return
+    counts = _score(stage_of, model).counts
+    match_s = np.zeros((stages, stages))
+    for s in range(stages):
+        for t in range(s):
+            match_s[s, t] = match_s[t, s] = _match_s(counts[s], counts[t], model)
+    place = np.arange(stages)
+    improved = True
+    while improved:
+        improved = False
+        length = _tour_s(place, match_s)
+        for s in range(1, stages):
+            for t in range(1, s):
+                if model.group[s] != model.group[t]:
+                    continue
+                place[s], place[t] = place[t], place[s]
+                shorter = _tour_s(place, match_s)
+                if shorter < length - 1e-9:
+                    length = shorter
+                    improved = True
+                else:
+                    place[s], place[t] = place[t], place[s]
+    seat = np.empty(stages, np.int64)
+    for position in range(stages):
+        seat[place[position]] = position
+    for node in range(len(stage_of)):
+        stage_of[node] = seat[stage_of[node]]
+
+
+@compiled
+def _tour_s(place, match_s):
+    length = 0.0
+    for position in range(len(place)):
+        length += match_s[place[position - 1], place[position]]
+    return length

@@ -1,0 +1,46 @@
+"""DT-FM-skip, the paper's simplest rival: DT-FM's placement, and balanced random partial paths.
+
+Random means not optimised: stage sets that visit all inner stages equally often (CC3) fall on
+the microbatches at random, in ascending order; so do the replicas, each by its share (TC1).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skippipe_sched.case import Case
+from skippipe_sched.methods import dtfm
+from skippipe_sched.methods.balanced import balanced_stage_sets
+from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
+from skippipe_sched.plan import NodePath
+from skippipe_sched.search import Placement, Search
+
+
+def routes(case: Case, search: Search) -> Routes:
+    """Random balanced paths for `case`.
+
+    Raises:
+        InputError: if under `case.rules` no paths visit the inner stages equally often.
+    """
+    stages = dtfm.place(case, search)
+    return Routes(stages, random_paths(case, stages, search.random))
+
+
+def random_paths(
+    case: Case, stages: Placement, random: np.random.Generator
+) -> tuple[NodePath, ...]:
+    """Paths on a placement that keep every rule (CC1-CC3, TC1) and are otherwise drawn at random.
+
+    Raises:
+        InputError: if under `case.rules` no paths visit the inner stages equally often.
+    """
+    paths = [[node] for node in data_node_of_microbatches(case, stages)]
+    sets = balanced_stage_sets(case, len(paths), random)
+    random.shuffle(sets)
+    for stage, nodes in enumerate(stages[1:], start=1):
+        visitors = [path for path, chosen in zip(paths, sets, strict=True) if stage in chosen]
+        visits = visits_of_replicas(case, nodes, len(visitors))
+        places = random.permutation([n for n, count in visits.items() for _ in range(count)])
+        for path, node in zip(visitors, places.tolist(), strict=True):
+            path.append(node)
+    return tuple(tuple(path) for path in paths)

@@ -1,0 +1,365 @@
+"""Placement, stage sets, replicas, swaps and the order on the nodes, all searched together.
+
+Several chains start from different placements and random balanced paths. Each first settles by a
+quick estimate, then anneals by the simulation of the whole iteration; the best of them go on. At
+the end the order of operations on the nodes is polished, where nodes may also wait.
+
+Not in the paper, which places nodes, finds paths and orders operations one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skippipe_sched import annealing
+from skippipe_sched.annealing import Candidate
+from skippipe_sched.bound import lower_bound_s
+from skippipe_sched.case import Case, Rules
+from skippipe_sched.evaluator import (
+    NO_DRAWS,
+    NO_ORDER,
+    NO_STRETCH,
+    Problem,
+    Stretches,
+    as_operations,
+    evaluate,
+    first_of_slots,
+    problem_of,
+    scratch_for,
+)
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.routes import Routes
+from skippipe_sched.robustness import draw_stretch
+from skippipe_sched.search import Placement, Search
+
+# Operations that a thread simulates in a second on a slow core: a second of the budget pays for
+# so many on each of the threads, however quick the machine is.
+OPERATIONS_PER_S = 6e6
+THREADS = 2
+ROUNDING = 1e-9
+# What a move costs besides its simulation, in operations.
+OPERATIONS_OF_MOVE = 50
+# A chain looks at the clock whenever it has done about this many seconds of work.
+LOOK_S = 0.1
+# A chain needs this many simulations to be worth starting, and so many for each microbatch.
+LEAST_STEPS = 2000
+LEAST_STEPS_OF_MICROBATCH = 20
+
+# How often each move is tried, by its number in annealing.py.
+WEIGHTS = {
+    annealing.NODES: 2.0,
+    annealing.REPLICAS: 3.0,
+    annealing.STAGES: 2.0,
+    annealing.SWAP: 1.0,
+    annealing.TAILS: 2.0,
+    annealing.PRIORITY: 2.0,
+    annealing.URGENCY: 1.0,
+    annealing.REPLICA: 0.5,
+    annealing.STAGE: 0.5,
+}
+# The mean end of the data nodes guides the search where the maximum is flat.
+MEAN_WEIGHT = 0.3
+# Luck that a robust plan is made for: other luck than the one with which plans are replayed.
+JITTER_DRAWS = 12
+JITTER_SEED = 1_000_000
+# The quick estimate first, then the rounds, and last the order.
+SETTLE_SHARE = 0.05
+SETTLE_HOTTEST_S, SETTLE_COLDEST_S = 2.0, 0.05
+POLISH_SHARE = 0.2
+POLISH_HOTTEST, POLISH_COLDEST = 0.01, 0.0003
+POLISH_MEAN_WEIGHT = 0.001
+
+
+@dataclass(frozen=True)
+class Round:
+    """The best chains go on, for a share of the work; temperatures as shares of the iteration."""
+
+    chains: int
+    share: float
+    hottest: float
+    coldest: float
+
+
+ROUNDS = (
+    Round(chains=8, share=0.45, hottest=0.03, coldest=0.003),
+    Round(chains=3, share=0.25, hottest=0.012, coldest=0.0015),
+    Round(chains=2, share=0.2, hottest=0.006, coldest=0.0003),
+)
+
+
+def routes(case: Case, search: Search) -> Routes:
+    """The best plan found for `case` within the budget.
+
+    Raises:
+        InputError: if under `case.rules` no paths visit the inner stages equally often.
+    """
+    return _Joint(case, search).run()
+
+
+def full_routes(case: Case, search: Search) -> Routes:
+    """The same for full paths in order: what planning alone brings, without skipping."""
+    rules = Rules(max_swaps=0, max_swap_distance=1, max_jump=0)
+    return routes(replace(case, path_length=len(case.stages), rules=rules), search)
+
+
+class _Chain:
+    """One candidate on its way, the best that it was, and its own random numbers."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, seed: int):
+        self.candidate = candidate
+        self.best = candidate.copy()
+        self.best_cost = np.array([np.inf])
+        self.undo = annealing.undo_for(candidate)
+        self.scratch = scratch_for(problem, *candidate.paths.shape)
+        self.state = annealing.random_state(seed)
+        self.order = NO_ORDER
+        self.cost_s = np.inf
+
+
+class _Joint:
+    """One search: the case as arrays, the chains, and how much work there is."""
+
+    def __init__(self, case: Case, search: Search):
+        self.case = case
+        self.search = search
+        self.problem = problem_of(case)
+        microbatches = sum(case.microbatches)
+        self.chain_length = 2 * case.path_length + 1
+        self.operations = microbatches * self.chain_length + OPERATIONS_OF_MOVE
+        self.bound_s = lower_bound_s(case, case.path_length)
+        self.weights = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
+        if search.placement is not None:
+            self.weights[annealing.NODES] = 0.0
+        # Polishing keeps what each node runs how often.
+        self.polish_moves = np.ones(annealing.MOVES)
+        self.polish_moves[[annealing.PRIORITY, annealing.URGENCY]] = 0.0
+        self.polish_moves[[annealing.REPLICA, annealing.STAGE]] = 0.0
+        if self.problem.unequal:
+            self.polish_moves[annealing.NODES] = 0.0
+        self.draws = NO_DRAWS
+        self.optimal = False
+
+    def run(self) -> Routes:
+        first = self.start(0)
+        self.compile(first)
+        self.search.start_clock()
+        work = self.search.steps(THREADS * OPERATIONS_PER_S)
+        steps = work / self.operations
+        least = max(LEAST_STEPS, LEAST_STEPS_OF_MICROBATCH * sum(self.case.microbatches))
+        most = int(np.clip(ROUNDS[0].share * steps / least, THREADS, ROUNDS[0].chains))
+        chains = [first, *(self.start(number) for number in range(1, most))]
+        with ThreadPoolExecutor(THREADS) as threads:
+            self.each(threads, chains, lambda chain: self.settle(chain, work / most))
+            for round_ in ROUNDS:
+                if round_ is ROUNDS[-1] and self.search.jitter > 0:
+                    steps = self.expect_jitter(chains, steps)
+                chains = sorted(chains, key=lambda chain: chain.cost_s)[: round_.chains]
+                share = int(round_.share * steps / len(chains))
+                reference_s = chains[0].cost_s
+                self.each(
+                    threads,
+                    chains,
+                    lambda chain, r=round_, n=share, s=reference_s: self.anneal(chain, r, n, s),
+                )
+            chains = sorted(chains, key=lambda chain: chain.cost_s)[:THREADS]
+            polish = int(POLISH_SHARE * steps / len(chains))
+            self.each(threads, chains, lambda chain: self.polish(chain, polish))
+        return self.routes_of(min(chains, key=lambda chain: chain.cost_s))
+
+    def expect_jitter(self, chains: list[_Chain], steps: float) -> float:
+        """Judge by bad luck from now on; returns how many steps the work makes then."""
+        draws = [
+            draw_stretch(
+                sum(self.case.microbatches),
+                len(self.case.stages),
+                self.search.jitter,
+                JITTER_SEED + self.search.seed,
+                draw,
+            )
+            for draw in range(JITTER_DRAWS)
+        ]
+        self.draws = Stretches(
+            np.stack([draw.operations for draw in draws]),
+            np.stack([draw.hops for draw in draws]),
+            np.stack([draw.averagings for draw in draws]),
+        )
+        for chain in chains:
+            self.judge(chain)
+        return steps / (1 + JITTER_DRAWS)
+
+    def each(
+        self, threads: ThreadPoolExecutor, chains: list[_Chain], work: Callable[[_Chain], None]
+    ) -> None:
+        """Let all chains work, and see whether one of them cannot be beaten."""
+        for chain in threads.map(lambda chain: (work(chain), chain)[1], chains):
+            self.search.found(chain.cost_s)
+        # Only here, where all have ended: what a chain does must not hang on how quick others are.
+        least_s = min(chain.cost_s for chain in chains)
+        self.optimal = self.search.jitter == 0 and least_s <= self.bound_s * (1 + ROUNDING)
+
+    def start(self, number: int) -> _Chain:
+        """A chain on a random placement (unless one is given) with random balanced paths."""
+        search, case = self.search, self.case
+        nodes = search.random.permutation(len(case.nodes))
+        if search.placement is not None:
+            nodes = np.array([node for stage in search.placement for node in stage])
+        stages = self.placement(nodes)
+        slot_of_node = np.argsort(nodes)
+        paths = slot_of_node[np.array(random_paths(case, stages, search.random))]
+        candidate = annealing.candidate_of(self.problem, nodes, paths)
+        return _Chain(self.problem, candidate, search.seed * 1_000_003 + number)
+
+    def placement(self, nodes: np.ndarray) -> Placement:
+        first = self.problem.first_slot
+        return tuple(
+            tuple(nodes[first[stage] : first[stage + 1]].tolist())
+            for stage in range(len(self.case.stages))
+        )
+
+    def compile(self, chain: _Chain) -> None:
+        """Run everything once with no steps, so that compiling does not count as searching."""
+        self.settle(chain, 0.0)
+        self.anneal(chain, ROUNDS[0], 0, 1.0)
+        self.polish(chain, 0)
+
+    def settle(self, chain: _Chain, work: float) -> None:
+        """Anneal by the quick estimate, for `SETTLE_SHARE` of the work."""
+        cost = 4 * self.chain_length + self.case.stages[0]
+        weights = self.weights.copy()
+        # Swapping nodes costs as much as all microbatches do.
+        weights[annealing.NODES] *= min(1.0, 5 * cost / self.operations)
+        weights[[annealing.PRIORITY, annealing.URGENCY]] = 0.0
+        nodes_share = weights[annealing.NODES] / weights.sum()
+        steps = int(SETTLE_SHARE * work / (cost + nodes_share * self.operations))
+        self.in_pieces(
+            steps,
+            cost + nodes_share * self.operations,
+            SETTLE_HOTTEST_S,
+            SETTLE_COLDEST_S,
+            lambda number, temperature, cooling: annealing.settle(
+                self.problem,
+                chain.candidate,
+                chain.undo,
+                chain.state,
+                number,
+                temperature,
+                cooling,
+                weights,
+            ),
+        )
+        chain.best.take(chain.candidate)
+        self.judge(chain)
+
+    def in_pieces(
+        self,
+        steps: int,
+        work_of_step: float,
+        hottest: float,
+        coldest: float,
+        run: Callable[[int, float, float], object],
+    ) -> None:
+        """Run steps with falling temperatures, and look at the clock in between."""
+        piece = max(1, int(LOOK_S * OPERATIONS_PER_S / work_of_step))
+        cooling = (coldest / hottest) ** (1 / max(1, steps))
+        for done in range(0, max(1, steps), piece):
+            if done and (self.optimal or self.search.stopped()):
+                return
+            run(min(piece, steps - done), hottest * cooling**done, cooling)
+
+    def anneal(self, chain: _Chain, round_: Round, steps: int, reference_s: float) -> None:
+        """Anneal by simulation, from the best that the chain was."""
+        chain.candidate.take(chain.best)
+        current = self.cost(chain)
+        chain.best_cost[0] = current
+
+        def run(number: int, temperature: float, cooling: float) -> None:
+            nonlocal current
+            current = annealing.anneal(
+                self.problem,
+                chain.candidate,
+                current,
+                chain.best,
+                chain.best_cost,
+                chain.undo,
+                self.draws,
+                chain.scratch,
+                chain.state,
+                number,
+                temperature,
+                cooling,
+                self.weights,
+                MEAN_WEIGHT,
+            )
+
+        self.in_pieces(
+            steps,
+            self.operations,
+            round_.hottest * reference_s,
+            round_.coldest * reference_s,
+            run,
+        )
+        self.judge(chain)
+
+    def cost(self, chain: _Chain, mean_weight: float = MEAN_WEIGHT) -> float:
+        return annealing.cost_of(
+            self.problem,
+            chain.candidate,
+            self.draws,
+            chain.scratch,
+            np.inf,
+            mean_weight,
+        )
+
+    def judge(self, chain: _Chain) -> None:
+        """Put down what the chain's best candidate costs, and go on from it."""
+        chain.candidate.take(chain.best)
+        chain.cost_s = self.cost(chain, 0.0)
+
+    def polish(self, chain: _Chain, steps: int) -> None:
+        """Improve paths and order together, beginning with the order that dispatch gives."""
+        candidate = chain.candidate
+        first = first_of_slots(candidate.paths, len(candidate.node_of_slot))
+        chain.order = np.zeros(first[-1], np.int64)
+        arguments = (self.problem, *candidate[:2], candidate.averaging_s, candidate.priority)
+        evaluate(*arguments, chain.order, first, False, NO_STRETCH, chain.scratch, np.inf, 0.0)
+        dispatched, dispatched_order = candidate.copy(), chain.order.copy()
+
+        def run(number: int, temperature: float, cooling: float) -> None:
+            annealing.polish(
+                self.problem,
+                candidate,
+                chain.order,
+                first,
+                chain.undo,
+                self.draws,
+                chain.scratch,
+                chain.state,
+                number,
+                temperature,
+                cooling,
+                self.weights * self.polish_moves,
+                POLISH_MEAN_WEIGHT,
+            )
+
+        hottest, coldest = POLISH_HOTTEST * chain.cost_s, POLISH_COLDEST * chain.cost_s
+        self.in_pieces(steps, self.operations, hottest, coldest, run)
+        polished_s = annealing.cost_of_order(
+            self.problem, candidate, chain.order, first, self.draws, chain.scratch, np.inf, 0.0
+        )
+        if polished_s < chain.cost_s:
+            chain.cost_s = polished_s
+        else:
+            candidate.take(dispatched)
+            chain.order = dispatched_order
+
+    def routes_of(self, chain: _Chain) -> Routes:
+        candidate = chain.candidate
+        nodes = candidate.node_of_slot
+        paths = tuple(tuple(path) for path in nodes[candidate.paths].tolist())
+        first = first_of_slots(candidate.paths, len(nodes))
+        order = as_operations(chain.order, first, nodes, paths)
+        return Routes(self.placement(nodes), paths, order)

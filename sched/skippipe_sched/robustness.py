@@ -1,0 +1,43 @@
+"""How a plan fares where nothing takes exactly as long as planned."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+
+from skippipe_sched import fields
+from skippipe_sched.plan import Plan
+from skippipe_sched.simulate import Stretch, simulate_plan
+
+
+def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw: int) -> Stretch:
+    """The luck of one draw: every operation, hop and averaging takes (1 + x) times as long.
+
+    x is exponential with mean `jitter`. The luck belongs to the microbatch and the position in its
+    chain, whichever node that is, so that two plans of a case are compared on the same luck; with
+    another jitter the same x are only scaled.
+    """
+    random = np.random.default_rng((seed, draw))
+    averagings = 1.0 + jitter * random.standard_exponential(stages)
+    longest_chain = 2 * stages + 1
+    factors = 1.0 + jitter * random.standard_exponential((microbatches, longest_chain, 2))
+    return Stretch(factors[..., 0], factors[..., 1], averagings)
+
+
+def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.ndarray, " draws"]:
+    """The iteration_s of `draws` iterations of a plan, each with its own luck (`draw_stretch`).
+
+    Every node keeps to the plan's order, whatever comes late.
+
+    Raises:
+        InputError: naming an argument that makes no sense; or if the plan's own order cannot run.
+    """
+    jitter = fields.number(jitter, "--jitter", 0.0)
+    fields.integer(draws, "--draws", 1)
+    fields.integer(seed, "--seed", 0)
+    size = len(plan.microbatches), len(plan.stages)
+    iterations = (
+        simulate_plan(plan, draw_stretch(*size, jitter, seed, draw)).iteration_s
+        for draw in range(draws)
+    )
+    return np.fromiter(iterations, float, draws)

@@ -1,0 +1,205 @@
+"""A timeline as a trace: JSON that Perfetto and chrome://tracing open.
+
+The Trace Event Format: a list of events with `ph` saying of what kind each is. `X` is a slice with
+start and duration in microseconds, `M` names a process or a thread, and `s`, `t`, `f` begin, carry
+on and end a flow, the arrow between the slices that lie around them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from skippipe_sched.averaging import best_ring
+from skippipe_sched.draw import NAMES, in_lanes
+from skippipe_sched.plan import Operation, Plan, microbatch_chain
+from skippipe_sched.simulate import Timeline, Transfer
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Something that lasts on a track [s].
+
+    `flows` are the arrows that touch it: their numbers, each with the `ph` of its part here.
+    """
+
+    name: str
+    category: str
+    start_s: float
+    end_s: float
+    arguments: Mapping[str, Any]
+    flows: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Track:
+    """A line of slices that do not overlap, in order."""
+
+    stage: int
+    name: str
+    slices: tuple[_Slice, ...]
+
+
+def chrome_trace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    """One iteration of `plan`, predicted or measured, in Chrome's trace event format.
+
+    A process for every stage. In it a thread for every node with its operations, threads for what
+    the node receives (as many as overlap), and one for the averaging of the stage. Arrows lead
+    from an operation over its transfer to the operation that it was for.
+    """
+    # Zero would be the idle process and thread to Perfetto, and a thread with the number of its
+    # process the main one.
+    first_thread = len(plan.stages) + 1
+    events: list[dict[str, Any]] = []
+    for stage in range(len(plan.stages)):
+        name = f"stage {stage}" + " · data" * (stage == 0)
+        events.append(_metadata("process_name", stage + 1, {"name": name}))
+        events.append(_metadata("process_sort_index", stage + 1, {"sort_index": stage}))
+    for thread, track in enumerate(_tracks(plan, timeline), start=first_thread):
+        process = track.stage + 1
+        events.append(_metadata("thread_name", process, {"name": track.name}, thread))
+        events.append(_metadata("thread_sort_index", process, {"sort_index": thread}, thread))
+        for piece in track.slices:
+            events += _events(piece, process, thread)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "method": plan.method,
+            "iteration_s": timeline.iteration_s,
+            "pipeline_s": timeline.pipeline_s,
+        },
+    }
+
+
+def _metadata(
+    name: str, process: int, arguments: Mapping[str, Any], thread: int = 0
+) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": dict(arguments)}
+
+
+def _events(piece: _Slice, process: int, thread: int) -> list[dict[str, Any]]:
+    """A slice and its ends of arrows, which lie in its middle so that they are surely within."""
+    start_us, end_us = _microseconds(piece.start_s), _microseconds(piece.end_s)
+    place = {"pid": process, "tid": thread}
+    slice_event = {
+        "ph": "X",
+        "name": piece.name,
+        "cat": piece.category,
+        "ts": start_us,
+        "dur": round(end_us - start_us, 3),
+        "args": dict(piece.arguments),
+        **place,
+    }
+    middle_us = _microseconds((piece.start_s + piece.end_s) / 2)
+    arrows = [
+        {"ph": part, "name": "transfer", "cat": "transfer", "id": number, "ts": middle_us, **place}
+        | ({"bp": "e"} if part == "f" else {})
+        for number, part in piece.flows
+    ]
+    return [slice_event, *arrows]
+
+
+def _microseconds(time_s: float) -> float:
+    """To whole nanoseconds, as Perfetto counts: else rounding could make neighbours overlap."""
+    return round(time_s * 1e9) / 1e3
+
+
+def _tracks(plan: Plan, timeline: Timeline) -> list[_Track]:
+    operations = _operation_slices(plan, timeline)
+    numbers = {transfer.operation: number for number, transfer in enumerate(timeline.transfers)}
+    tracks = []
+    for stage, nodes in enumerate(plan.stages):
+        for node in nodes:
+            location = plan.case.nodes[node].location
+            tracks.append(_Track(stage, f"node {node} · {location}", tuple(operations[node])))
+            received = in_lanes([t for t in timeline.transfers if t.target == node])
+            for lane in received:
+                slices = [s for t in lane for s in _transfer_slices(plan, t, numbers[t.operation])]
+                tracks.append(_Track(stage, f"to node {node}", tuple(slices)))
+        averaging = _averaging_slices(plan, timeline, stage)
+        if averaging:
+            tracks.append(_Track(stage, "averaging", averaging))
+    return tracks
+
+
+def _operation_slices(plan: Plan, timeline: Timeline) -> list[list[_Slice]]:
+    """The slices of every node."""
+    flows = _flows_of_operations(plan, timeline)
+    slices: list[list[_Slice]] = [[] for _ in range(timeline.nodes)]
+    for run in timeline.runs:
+        kind, microbatch, node = run.operation
+        arguments = {
+            "microbatch": microbatch,
+            "stage": plan.stage_of[node],
+            "node": node,
+            "waited_s": run.start_s - run.arrived_s,
+        }
+        slices[node].append(
+            _Slice(
+                f"{kind} {microbatch}",
+                NAMES[kind].lower(),
+                run.start_s,
+                run.end_s,
+                arguments,
+                tuple(flows.get(run.operation, ())),
+            )
+        )
+    return slices
+
+
+def _flows_of_operations(plan: Plan, timeline: Timeline) -> dict[Operation, list[tuple[int, str]]]:
+    """For every operation, the arrows that end and begin in it."""
+    before = {
+        after: operation
+        for microbatch, path in enumerate(plan.microbatches)
+        for operation, after in pairwise(microbatch_chain(microbatch, path))
+    }
+    flows: dict[Operation, list[tuple[int, str]]] = defaultdict(list)
+    for number, transfer in enumerate(timeline.transfers):
+        flows[before[transfer.operation]].append((number, "s"))
+        flows[transfer.operation].append((number, "f"))
+    return flows
+
+
+def _transfer_slices(plan: Plan, transfer: Transfer, number: int) -> list[_Slice]:
+    """The transfer, and before it the wait for a link that another transfer is on."""
+    kind, microbatch, _ = transfer.operation
+    arguments = {
+        "microbatch": microbatch,
+        "source": transfer.source,
+        "target": transfer.target,
+        "from": plan.case.nodes[transfer.source].location,
+        "to": plan.case.nodes[transfer.target].location,
+        "bytes": plan.case.activation_bytes,
+    }
+    name = f"{kind} {microbatch} from node {transfer.source}"
+    slices = [
+        _Slice(name, "transfer", transfer.start_s, transfer.end_s, arguments, ((number, "t"),))
+    ]
+    if transfer.start_s > transfer.ready_s:
+        waiting = f"{name} waits for the link"
+        slices.insert(0, _Slice(waiting, "waiting", transfer.ready_s, transfer.start_s, arguments))
+    return slices
+
+
+def _averaging_slices(plan: Plan, timeline: Timeline, stage: int) -> tuple[_Slice, ...]:
+    """One slice, or none where a stage of one replica has nothing to average."""
+    return tuple(
+        _Slice(
+            f"averaging of stage {stage}",
+            "averaging",
+            averaging.start_s,
+            averaging.end_s,
+            {
+                "stage": stage,
+                "ring": list(best_ring(plan.case, stage, plan.stages[stage])),
+                "bytes": plan.case.stage_bytes[stage],
+            },
+        )
+        for averaging in timeline.averagings
+        if averaging.stage == stage and averaging.end_s > averaging.start_s
+    )

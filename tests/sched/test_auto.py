@@ -1,0 +1,243 @@
+"""Cases with something left to choose: what they may become, and which of these is taken."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.auto import MOST_CANDIDATES, candidates, choose, load_cases
+from skippipe_sched.case import load_case, parse_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.links import COLUMNS
+from skippipe_sched.methods import make_plan
+from skippipe_sched.plan import parse_plan
+
+from tests.sched.examples import PAPER, same_place
+
+PAPER_SOURCE = dict(load_case(Path(PAPER)).source)
+
+
+def open_case(nodes: int, **changes: Any) -> dict[str, Any]:
+    """Sizes for three stages on nodes of one place, and six microbatches, unless changed."""
+    source = dict(same_place([nodes]).source) | {"stages": "auto", "stage_count": 3}
+    source |= {"path_length": 2, "microbatches": 6} | changes
+    if "microbatches_per_data_node" not in changes:
+        del source["microbatches_per_data_node"]
+    return {key: value for key, value in source.items() if value is not ...}
+
+
+def test_a_case_that_leaves_nothing_open_is_its_own_only_candidate():
+    (case,) = load_cases(Path(PAPER))
+    assert case.source == load_case(Path(PAPER)).source
+
+
+def test_the_paper_chose_the_balanced_sizes():
+    first, *others = candidates(PAPER_SOURCE | {"stages": "auto", "stage_count": 6})
+    assert first.stages == (5, 3, 3, 3, 3, 3)
+    assert first.source == PAPER_SOURCE
+    # One replica moved: into the data stage, out of it, or between two of the equal inner ones.
+    assert {(c.stages[0], *sorted(c.stages[1:])) for c in others} == {
+        (6, 2, 3, 3, 3, 3),
+        (4, 3, 3, 3, 3, 4),
+        (5, 2, 3, 3, 3, 4),
+    }
+
+
+def test_costly_stages_and_longer_paths_take_more_replicas():
+    data_stage, *inner = candidates(open_case(12))[0].stages
+    # Of 3.5 + 2 * 1.5 forward passes' worth of work, the data stage has about half.
+    assert (data_stage, *inner) == (6, 3, 3)
+    assert candidates(open_case(12, path_length=3))[0].stages == (4, 4, 4)
+    assert candidates(open_case(12, path_length=3, stage_cost=[1, 1, 4]))[0].stages == (3, 2, 7)
+    assert candidates(open_case(12, path_length=3, loss_ratio=6))[0].stages == (6, 3, 3)
+
+
+@st.composite
+def open_cases(draw: st.DrawFn, most_nodes: int = 40):
+    stage_count = draw(st.integers(1, 4))
+    given = open_case(
+        draw(st.integers(stage_count, most_nodes)),
+        stage_count=stage_count,
+        stage_cost=draw(st.lists(st.integers(1, 4), min_size=stage_count, max_size=stage_count)),
+    )
+    given["path_length"] = draw(st.sampled_from(["auto", 1, stage_count]))
+    if stage_count > 1:
+        given["microbatches"] = draw(st.integers(1, 20))
+    else:
+        given["microbatches"] = 40
+    return given
+
+
+@given(open_cases())
+@settings(max_examples=60, deadline=None)
+def test_every_candidate_is_a_whole_case_with_the_same_work(given):
+    found = candidates(given)
+    assert 1 <= len(found) <= MOST_CANDIDATES
+    assert len({(case.stages, case.path_length) for case in found}) == len(found)
+    stage_count = given["stage_count"]
+    for case in found:
+        assert len(case.stages) == stage_count
+        assert sum(case.stages) == len(case.nodes) == given["nodes"]
+        assert sum(case.microbatches) == given["microbatches"]
+        if given["path_length"] == "auto":
+            assert stage_count / 2 <= case.path_length <= stage_count
+        again = parse_case(json.loads(json.dumps(dict(case.source))))
+        assert (again.stages, again.path_length) == (case.stages, case.path_length)
+        assert again.source == case.source
+
+
+@given(open_cases(most_nodes=10))
+@settings(max_examples=40, deadline=None)
+def test_no_sizes_give_the_busiest_stage_less_to_do_than_the_first_candidate(given):
+    case = candidates(given)[0]
+    stages = len(case.stages)
+    inner_visits = (case.path_length - 1) / max(1, stages - 1)
+    passes = [1 + case.backward_ratio + case.loss_ratio]
+    passes += [inner_visits * (1 + case.backward_ratio)] * (stages - 1)
+
+    def busiest(sizes):
+        work = zip(passes, case.stage_cost, sizes, strict=True)
+        return max(passed * cost / size for passed, cost, size in work)
+
+    others = [
+        sizes
+        for sizes in product(range(1, given["nodes"] + 1), repeat=stages)
+        if sum(sizes) == given["nodes"] and sizes[0] <= given["microbatches"]
+    ]
+    assert busiest(case.stages) == pytest.approx(min(map(busiest, others)))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "lengths"),
+    [
+        (..., {3, 4, 5, 6}),
+        ([0, 0], {6}),
+        ([0.33, 0.33], {4}),
+        ([0.3, 0.67], {2, 3, 4}),
+        ([0.8, 1], {1}),
+    ],
+)
+def test_path_lengths_follow_the_skip_ratio(ratio, lengths):
+    given = PAPER_SOURCE | {"path_length": "auto", "skip_ratio": ratio}
+    if ratio is ...:
+        del given["skip_ratio"]
+    found = candidates(given)
+    assert {case.path_length for case in found} == lengths
+    assert {case.stages for case in found} == {(5, 3, 3, 3, 3, 3)}
+    assert not {"skip_ratio", "stage_count"} & found[0].source.keys()
+
+
+def test_a_thousand_nodes_have_candidates_that_differ_noticeably():
+    given = PAPER_SOURCE | {"nodes": 1000, "stages": "auto", "stage_count": 6}
+    first, *others = candidates(given)
+    assert sum(first.stages) == 1000
+    assert all(abs(other.stages[0] - first.stages[0]) != 1 for other in others)
+
+
+def test_a_link_table_beside_the_case_is_in_every_candidate(tmp_path):
+    rows = [",".join(COLUMNS), "here,there,10,1"]
+    (tmp_path / "mine.csv").write_text("\n".join(rows), encoding="utf-8")
+    given = open_case(6, locations=["here", "there"], links="mine.csv")
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
+    for case in load_cases(tmp_path / "case.yaml"):
+        assert case.source["links"] == [["here", "there", 10, 1]]
+
+
+# Choosing.
+
+
+def test_the_case_whose_quick_plan_is_quickest_is_chosen_and_its_plan_loads():
+    def judge(case):
+        return make_plan(case, "balanced").predicted.iteration_s
+
+    cases = candidates(open_case(7, path_length="auto", skip_ratio=[0, 0.4]))
+    chosen = choose(cases, judge)
+    assert judge(chosen) == min(map(judge, cases)) < max(map(judge, cases))
+    plan = make_plan(chosen, "balanced")
+    assert parse_plan(json.loads(json.dumps(plan.to_json()))).case.stages == chosen.stages
+
+
+def test_cases_with_more_microbatches_may_take_longer():
+    """With a number per data node, more data nodes do more work in an iteration."""
+    small = same_place([1, 2], microbatches_per_data_node=6)
+    large = same_place([2, 1], microbatches_per_data_node=6)
+    assert choose([small, large], lambda case: {1: 10.0, 2: 19.0}[case.stages[0]]) is large
+    assert choose([small, large], lambda case: {1: 10.0, 2: 21.0}[case.stages[0]]) is small
+    assert choose([small, large], lambda case: 10.0 * case.stages[0]) is small
+
+
+def test_a_refused_case_is_not_chosen_and_the_first_refusal_tells_why_none_is():
+    rules = {"max_jump": 0}
+    cases = candidates(open_case(6, path_length="auto", skip_ratio=[0, 0.4], rules=rules))
+    assert {case.path_length for case in cases} == {2, 3}
+    judged = []
+
+    def judge(case):
+        judged.append(case.path_length)
+        return make_plan(case, "balanced").predicted.iteration_s
+
+    assert choose(cases, judge).path_length == 3
+    assert set(judged) == {2, 3}
+    with pytest.raises(InputError, match="max_jump = 0: no paths"):
+        choose([case for case in cases if case.path_length == 2], judge)
+
+
+def test_a_single_case_is_taken_without_a_look():
+    case = same_place([1])
+    assert choose([case], lambda _: pytest.fail("judged")) is case
+
+
+# What is wrong.
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "problem", "remedy"),
+    [
+        (
+            {"stage_count": 7},
+            "case.stage_count",
+            "only 5 nodes, and each stage needs one",
+            "Write 5 or less, or add 2 nodes",
+        ),
+        ({"stage_count": ...}, "case.stage_count", "is missing", "Add stage_count:"),
+        ({"stage_count": 0}, "case.stage_count", "at least 1", "Write 1"),
+        ({"stages": [2, 3]}, "case.stage_count", "unknown key", "Remove it"),
+        ({"skip_ratio": [0, 0.5]}, "case.skip_ratio", "unknown key", "Remove it"),
+        ({"path_length": 4}, "case.path_length", "only 3 stages", "Write 3 or less"),
+        ({"path_length": ...}, "case.path_length", "is missing", "Add path_length:"),
+        ({"memory": ...}, "case.memory", "is missing", "Add memory:"),
+        ({"stage_bytes": [1, 2]}, "case.stage_bytes", "2 entries for 3 stages", "one number"),
+        (
+            {"microbatches": ..., "microbatches_per_data_node": [1, 1]},
+            "case.microbatches_per_data_node",
+            "how many data nodes there are is still to be chosen",
+            "Write one number",
+        ),
+        (
+            {"stage_count": 1, "path_length": 1, "microbatches": 3},
+            "case.microbatches",
+            "5 data nodes",
+            "Write 5",
+        ),
+        (
+            {"path_length": "auto", "skip_ratio": [0.4, 0.6]},
+            "case.skip_ratio",
+            "no path over some of 3 stages",
+            "Write [0.33, 0.6], which allows paths of 2",
+        ),
+        ({"path_length": "auto", "skip_ratio": [0, 50]}, "case.skip_ratio", "share", "from 0 to 1"),
+        ({"path_length": "auto", "skip_ratio": [0.5]}, "case.skip_ratio", "share", "two numbers"),
+        ({"path_length": "auto", "skip_ratio": 0.5}, "case.skip_ratio", "list", "Write [first"),
+        ({"path_length": "auto", "skip_ratio": [-1, 1]}, "case.skip_ratio[0]", "at least", "0"),
+    ],
+)
+def test_a_case_without_a_choice_is_refused(change, field, problem, remedy):
+    with pytest.raises(InputError) as refused:
+        candidates(open_case(5, **change))
+    assert refused.value.field == field
+    assert problem in refused.value.problem
+    assert remedy in refused.value.remedy

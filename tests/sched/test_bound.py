@@ -1,0 +1,318 @@
+"""The lower bound: never above the true optimum, reached where it should be, quick on any size."""
+
+import contextlib
+import time
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.bound import NodeWork, busy_apart_s, busy_s, lower_bound_s
+from skippipe_sched.case import load_case, parse_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import balanced
+from skippipe_sched.plan import microbatch_chain
+from skippipe_sched.rules import violations
+from skippipe_sched.search import Search
+from skippipe_sched.simulate import simulate
+
+from tests.sched.examples import PAPER, case_with, in_order, same_place
+from tests.sched.optimum import optimum, optimum_s, random_small_case
+
+ROUNDING = 1 - 1e-12
+
+
+@pytest.mark.parametrize("seed", range(22, 46))
+def test_the_bound_is_never_above_the_optimum(seed):
+    case = random_small_case(seed)
+    assert lower_bound_s(case, case.path_length) * ROUNDING <= optimum_s(case)
+
+
+# The optimum itself, against trying everything.
+
+
+def _every_plan(case):
+    """Every placement, and for each all choices of paths of `path_length` stages."""
+    length = case.path_length - 1
+    sequences = list(permutations(range(1, len(case.stages)), length))
+    sent = [node for node, count in enumerate(case.microbatches) for _ in range(count)]
+    for nodes in permutations(range(len(case.nodes))):
+        stages = tuple(tuple(nodes[place] for place in stage) for stage in in_order(case.stages))
+        if any(list(stage) != sorted(stage) for stage in stages[1:]):
+            continue  # Inner replicas in another order are the same placement.
+        routes = [
+            route
+            for sequence in sequences
+            for route in product(*(stages[stage] for stage in sequence))
+        ]
+        for chosen in product(routes, repeat=len(sent)):
+            yield stages, tuple((stages[0][n], *r) for n, r in zip(sent, chosen, strict=True))
+
+
+def _every_order(case, paths):
+    """Every order of operations on every node, those that lock or overfill it left out."""
+    orders = []
+    for node in range(len(case.nodes)):
+        own = [op for m, p in enumerate(paths) for op in microbatch_chain(m, p) if op.node == node]
+        orders.append(
+            [order for order in permutations(own) if _fits(order, case.nodes[node].memory)]
+        )
+    return product(*orders)
+
+
+def _fits(order, memory):
+    in_flight = 0
+    for position, operation in enumerate(order):
+        in_flight += {"F": 1, "L": 0, "B": -1}[operation.kind]
+        before = {(op.kind, op.microbatch) for op in order[:position]}
+        needed = {(kind, operation.microbatch) for kind in "FLB"["FLB".index(operation.kind) + 1 :]}
+        if in_flight > memory or before & needed:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("contention", ["none", "link"])
+@pytest.mark.parametrize("memory", [1, 2])
+def test_the_optimum_is_the_best_of_all_orders(contention, memory):
+    case = case_with(
+        nodes=[
+            {"location": "here", "forward_s": 1, "memory": memory},
+            {"location": "there", "forward_s": 0.5, "memory": 2},
+        ],
+        links=[["here", "there", 1500, 1], ["there", "here", 250, 1]],
+        microbatches_per_data_node=2,
+        stage_bytes=0,
+        contention=contention,
+    )
+    seconds = []
+    for stages, paths in _every_plan(case):
+        for order in _every_order(case, paths):
+            with contextlib.suppress(InputError):  # Nodes may wait for each other for ever.
+                seconds.append(simulate(case, stages, paths, order).iteration_s)
+    assert optimum_s(case) == pytest.approx(min(seconds), rel=1e-12)
+
+
+def test_the_optimum_orders_operations_too():
+    """Backward first, then first come first served, is not always best on the same paths."""
+    case = random_small_case(27)
+    best = optimum(case)
+    assert violations(case, best.stages, best.paths) == []
+    ordered = simulate(case, best.stages, best.paths, best.order).iteration_s
+    assert ordered == best.iteration_s
+    assert ordered <= 0.9 * simulate(case, best.stages, best.paths).iteration_s
+
+
+@given(data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_no_plan_of_a_tiny_case_beats_the_lower_bound(data):
+    sizes, microbatches = data.draw(
+        st.sampled_from(
+            [
+                ([1], 3),
+                ([2], [1, 2]),
+                ([1, 1], 2),
+                ([1, 2], 2),
+                ([2, 1], [2, 1]),
+                ([2, 2], 1),
+                ([1, 1, 1], 2),
+                ([3, 1], 1),
+            ]
+        )
+    )
+    speed = st.sampled_from([0.25, 1.0, 3.0])
+    places = [f"place {index}" for index in range(sum(sizes))]
+    latency = st.integers(1, 2000)
+    case = {
+        **same_place(sizes).source,
+        "nodes": [{"location": place, "forward_s": data.draw(speed)} for place in places],
+        "links": [
+            [a, b, data.draw(latency), data.draw(st.sampled_from([0.1, 1.0]))]
+            for a in places
+            for b in places
+            if a != b
+        ],
+        "activation_bytes": data.draw(st.sampled_from([0, 2**27])),
+        "stage_bytes": data.draw(st.sampled_from([0, 2**30])),
+        "loss_ratio": data.draw(st.sampled_from([0, 0.5])),
+        "path_length": data.draw(st.integers(1, len(sizes))),
+        "microbatches_per_data_node": microbatches,
+        "memory": data.draw(st.integers(1, 2)),
+        "contention": "none",
+    }
+    case = parse_case(case)
+    bound_s = lower_bound_s(case, case.path_length)
+    for stages, paths in _every_plan(case):
+        # Plans that break CC3 or TC1 may beat it: the far nodes count on being visited.
+        if not violations(case, stages, paths):
+            assert bound_s * ROUNDING <= simulate(case, stages, paths).iteration_s
+
+
+# Where the bound is reached.
+
+
+def test_the_bound_is_reached_by_one_microbatch_alone():
+    case = _on_grid(same_place([1, 1, 1]))
+    assert lower_bound_s(case, 3) == pytest.approx(optimum_s(case))
+
+
+def _on_grid(case):
+    return parse_case({**case.source, "same_location": {"latency_ms": 0, "bandwidth_GiB_per_s": 1}})
+
+
+@pytest.mark.parametrize("memory", [1, 2, 3])
+def test_the_bound_is_reached_by_a_data_node_with_near_and_idle_others(memory):
+    case = _on_grid(same_place([1, 3], microbatches_per_data_node=3, memory=memory))
+    assert lower_bound_s(case, 2) == pytest.approx(optimum_s(case))
+
+
+def test_the_bound_is_reached_by_data_nodes_alone():
+    case = same_place(
+        [3], path_length=1, microbatches_per_data_node=[2, 5, 1], stage_bytes=2**30, forward_s=2
+    )
+    timeline = simulate(case, [(0, 1, 2)], [(0,)] * 2 + [(1,)] * 5 + [(2,)])
+    assert timeline.iteration_s == pytest.approx(lower_bound_s(case, 1))
+
+
+# The parts, and what the bound follows.
+
+
+def _every_schedule_s(work):
+    """When the last backward ends, over all orders of microbatches that need not come in turn."""
+    done = [0] * work.microbatches  # Operations that each has behind it.
+    ready = [0.0] * work.microbatches
+    lengths = (work.forward_s, work.loss_s, work.backward_s)
+    away = (work.away_s, work.away_back_s, 0.0)
+
+    def least(free_s):
+        if all(operations == 3 for operations in done):
+            return free_s
+        best = float("inf")
+        for m, operations in enumerate(list(done)):
+            in_flight = sum(0 < number < 3 for number in done)
+            if operations == 3 or (operations == 0 and in_flight == work.memory):
+                continue
+            before = ready[m]
+            end_s = max(free_s, before) + lengths[operations]
+            done[m], ready[m] = operations + 1, end_s + away[operations]
+            best = min(best, least(end_s))
+            done[m], ready[m] = operations, before
+        return best
+
+    return least(0.0)
+
+
+@given(
+    microbatches=st.integers(1, 3),
+    memory=st.integers(1, 3),
+    seconds=st.lists(st.integers(0, 6), min_size=5, max_size=5),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_busy_node_takes_the_least_of_all_schedules(microbatches, memory, seconds):
+    work = NodeWork(microbatches, memory, *map(float, seconds))
+    assert busy_s(work) == _every_schedule_s(work)
+    assert busy_apart_s(work) <= busy_s(work)
+
+
+def test_too_many_interleavings_give_a_weaker_bound():
+    work = NodeWork(200, 12, 0.4, 2.0, 0.1, 3.0, 0.6)
+    assert busy_s(work) == busy_apart_s(work) >= 200 * 1.1
+
+
+@pytest.fixture(scope="module")
+def paper():
+    return load_case(Path(PAPER))
+
+
+def test_the_bound_of_the_paper_case_is_strong(paper):
+    routes = balanced.routes(paper, Search())
+    found_s = simulate(paper, routes.stages, routes.paths).iteration_s
+    assert 33.0 < lower_bound_s(paper, 4) < found_s
+
+
+def test_the_bound_of_one_cluster_sees_how_memory_and_work_interleave(paper):
+    """Two waves of three microbatches: a bit more than their round trips one after another."""
+    cluster = parse_case({**paper.source, "locations": ["Belgium"]})
+    hop_s = float(cluster.hop_s[0, 1])
+    trip_s = 4 * 0.44 * 2.5 + 0.11 + 8 * hop_s
+    away_s, back_s = 4 * hop_s + 3 * 0.44, 4 * hop_s + 3 * 0.66
+    work = NodeWork(6, 3, 0.44, away_s, 0.11, back_s, 0.66)
+    averaging_s = 8 / 5 * paper.stage_bytes[0] / 2**31 + 8 * 0.001
+    assert lower_bound_s(cluster, 4) == pytest.approx(busy_s(work) + averaging_s)
+    assert busy_s(work) > 2 * trip_s + 2 * 0.66
+
+
+@pytest.mark.parametrize(
+    ("field", "better", "worse"),
+    [
+        ("memory", 4, 2),
+        ("hop_overhead_s", 0.1, 0.6),
+        ("forward_s", 0.3, 0.6),
+        ("stage_bytes", 2**26, 2**30),
+        ("microbatches_per_data_node", 4, 8),
+        ("activation_bytes", 2**20, 2**27),
+    ],
+)
+def test_the_bound_follows_what_a_case_gets_worse_by(paper, field, better, worse):
+    better_s, given_s, worse_s = (
+        lower_bound_s(case, 4)
+        for case in (
+            parse_case({**paper.source, field: better}),
+            paper,
+            parse_case({**paper.source, field: worse}),
+        )
+    )
+    assert better_s < given_s < worse_s
+
+
+def _scattered(nodes, places, random):
+    """Nodes of many speeds and memories at places of a plane, linked by their distance."""
+    spots = random.uniform(0, 100, (places, 2))
+    return {
+        "nodes": [
+            {
+                "location": f"place {index % places}",
+                "forward_s": float(random.uniform(0.2, 0.9)),
+                "memory": int(random.integers(1, 9)),
+            }
+            for index in range(nodes)
+        ],
+        "links": [
+            [
+                f"place {a}",
+                f"place {b}",
+                float(np.hypot(*(spots[a] - spots[b]))),
+                0.01 * (1 + a % 9),
+            ]
+            for a, b in permutations(range(places), 2)
+        ],
+    }
+
+
+@pytest.mark.parametrize("places", [None, 100])
+def test_the_bound_of_a_thousand_nodes_takes_seconds(paper, places):
+    scattered = _scattered(1000, places, np.random.default_rng(0)) if places else {"nodes": 1000}
+    case = parse_case(
+        {
+            **paper.source,
+            "stages": [125] * 8,
+            "path_length": 6,
+            "microbatches_per_data_node": 48,
+            **scattered,
+        }
+    )
+    start_s = time.monotonic()
+    bound_s = lower_bound_s(case, 6)
+    assert time.monotonic() - start_s < 15
+    # All visits, spread over all nodes, and as if all nodes were the fastest.
+    assert bound_s > 48 * 6 / 8 * 2.5 * min(node.forward_s for node in case.nodes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_beats_the_bound_where_near_places_count_as_one(paper, seed):
+    random = np.random.default_rng(seed)
+    case = parse_case({**paper.source, **_scattered(20, 20, random)})
+    routes = balanced.routes(case, Search(seed))
+    iteration_s = simulate(case, routes.stages, routes.paths).iteration_s
+    assert 0 < lower_bound_s(case, 4) <= iteration_s

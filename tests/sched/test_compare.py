@@ -1,0 +1,216 @@
+"""All methods side by side: each row holds what its own plan simulates to."""
+
+import json
+import re
+import signal
+from dataclasses import replace
+from functools import cache
+from xml.etree import ElementTree
+
+import pytest
+from skippipe_sched.compare import Refusal, Row, compare, picture, row_of, table, to_json
+from skippipe_sched.flows import link_traffic
+from skippipe_sched.methods import make_plan
+from skippipe_sched.search import Search
+from skippipe_sched.simulate import simulate_plan
+
+from tests.sched.examples import case_with, in_order
+
+SPREAD = {
+    "nodes": 6,
+    "locations": ["Iowa", "Belgium", "Taiwan"],
+    "links": "gcp12",
+    "activation_bytes": 2**25,
+    "stage_bytes": 2**26,
+    "stages": [2, 2, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+}
+METHODS = ("balanced", "full")
+
+
+def search_of(method: str) -> Search:
+    return Search({"balanced": 3, "full": 4}[method], 0.3, placement=in_order(SPREAD["stages"]))
+
+
+@cache
+def compared(max_jump: int = 2) -> tuple[Row | Refusal, ...]:
+    case = case_with(**SPREAD, rules={"max_jump": max_jump})
+    return tuple(compare(case, METHODS, search_of))
+
+
+def test_a_row_holds_what_a_plan_simulates_to():
+    plan = make_plan(case_with(**SPREAD), "balanced", search_of("balanced"))
+    timeline = simulate_plan(plan)
+    row = row_of(plan, timeline, 1.5)
+    assert (row.method, row.search_s, row.ratio_to_full) == ("balanced", 1.5, None)
+    assert row.iteration_s == timeline.iteration_s
+    assert row.pipeline_s == timeline.pipeline_s
+    assert row.averaging_s == timeline.averaging_s
+    assert row.lower_bound_s == plan.predicted.lower_bound_s
+    assert row.gap == pytest.approx(timeline.iteration_s / row.lower_bound_s - 1)
+    computing_s = sum(run.end_s - run.start_s for run in timeline.runs)
+    assert row.idle_share == pytest.approx(1 - computing_s / (6 * timeline.pipeline_s))
+    location = [node.location for node in plan.case.nodes]
+    far = [t for t in timeline.transfers if location[t.source] != location[t.target]]
+    # The replicas of a stage lie in different locations here, and each of two sends it whole.
+    assert all(location[a] != location[b] for a, b in plan.stages)
+    assert row.wide_area_bytes == len(far) * 2**25 + 6 * 2**26
+    busiest = max(link_traffic(plan, timeline), key=lambda flow: flow.busy_s)
+    assert row.busiest_link_s == busiest.busy_s
+    assert row.busiest_link == (
+        f"node {busiest.source} ({location[busiest.source]}) → "
+        f"node {busiest.target} ({location[busiest.target]})"
+    )
+
+
+def test_each_method_has_its_own_search_and_row():
+    searches = {}
+
+    def watched_search_of(method: str) -> Search:
+        searches[method] = search_of(method)
+        return searches[method]
+
+    rows = compare(case_with(**SPREAD), METHODS, watched_search_of)
+    assert [row.method for row in rows] == list(METHODS) == list(searches)
+    for row in rows:
+        assert isinstance(row, Row)
+        assert 0 < row.search_s <= searches[row.method].elapsed_s
+        assert row.lower_bound_s <= row.iteration_s
+
+
+def test_an_interrupt_ends_one_search_and_keeps_its_plan():
+    interrupts = iter([signal.SIGINT])
+
+    def interrupt_once(used: float, best_s: float) -> None:
+        for number in interrupts:
+            signal.raise_signal(number)
+
+    searches = {method: search_of(method) for method in METHODS}
+    searches["full"].watch = interrupt_once
+    rows = compare(case_with(**SPREAD), METHODS, lambda method: searches[method])
+    assert all(isinstance(row, Row) for row in rows)
+    assert searches["full"].end.interrupted
+    assert not searches["balanced"].end.interrupted
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_methods_are_measured_against_full():
+    balanced, full = compared()
+    assert isinstance(balanced, Row)
+    assert isinstance(full, Row)
+    assert full.ratio_to_full == 1
+    assert balanced.ratio_to_full == balanced.iteration_s / full.iteration_s
+    (alone,) = compare(case_with(**SPREAD), ["balanced"], search_of)
+    assert isinstance(alone, Row)
+    assert alone.ratio_to_full is None
+
+
+def test_a_method_that_refuses_the_case_says_why_and_the_others_go_on():
+    refusal, full = compared(max_jump=0)
+    assert isinstance(refusal, Refusal)
+    assert refusal.method == "balanced"
+    assert refusal.reason.startswith("case.rules.max_jump = 0: ")
+    assert isinstance(full, Row)
+
+
+def test_one_node_has_no_links():
+    case = case_with(nodes=1, locations=["here"], links=[], stages=[1], path_length=1)
+    plan = make_plan(case, "full", Search(placement=((0,),)))
+    row = row_of(plan, simulate_plan(plan), 0.0)
+    assert row.busiest_link is None
+    assert row.busiest_link_s == row.wide_area_bytes == row.idle_share == 0
+    assert table([row]).splitlines()[1].endswith(" -")
+
+
+def test_the_table_is_aligned_and_holds_the_figures():
+    balanced, full = compared()
+    refusal = Refusal("joint", "case.memory = 0: must be at least 1. Write more.")
+    head, *lines = table([balanced, refusal, full]).splitlines()
+    assert lines[-1] == f"joint: {refusal.reason}"
+    assert [line.split()[0] for line in lines] == ["balanced", "full", "joint:"]
+    assert isinstance(full, Row)
+    for text in (
+        f"{full.iteration_s:.2f} s",
+        "1.000",
+        f"{full.gap:z.1%}",
+        f"{full.idle_share:.0%}",
+        full.busiest_link or "",
+    ):
+        assert text in lines[1]
+    for heading in ("iteration", "pipeline", "averaging", "of full", "wide area", "search", "gap"):
+        end = head.index(heading) + len(heading)
+        assert all(line[end - 1] != " " and line[end] == " " for line in lines[:-1])
+
+
+def test_json_is_json():
+    balanced, _ = compared()
+    refusal = Refusal("joint", "no")
+    rows = json.loads(json.dumps(to_json([balanced, refusal]), allow_nan=False))
+    assert rows[0]["method"] == "balanced"
+    assert isinstance(balanced, Row)
+    assert rows[0]["iteration_s"] == balanced.iteration_s
+    assert set(rows[0]) == set(Row.__annotations__)
+    assert rows[1] == {"method": "joint", "reason": "no"}
+
+
+class _Picture:
+    def __init__(self, svg: str):
+        self.root = ElementTree.fromstring(svg)
+        for element in self.root.iter():
+            element.tag = element.tag.removeprefix("{http://www.w3.org/2000/svg}")
+        self.texts = ["".join(text.itertext()) for text in self.root.iter("text")]
+        self.bars = [group for group in self.root.iter("g") if group.find("title") is not None]
+
+
+def test_bars_are_as_long_as_iterations_and_bounds_stand_in_their_rows():
+    balanced, full = compared()
+    assert isinstance(balanced, Row)
+    assert isinstance(full, Row)
+    # A row without averaging has no second part.
+    third = replace(full, method="joint", iteration_s=full.pipeline_s, ratio_to_full=None)
+    rows = [balanced, full, third]
+    drawn = _Picture(picture(rows, "<spread>"))
+    assert drawn.texts[0].startswith("<spread>")
+    scales = set()
+    for row, bar in zip(rows, drawn.bars, strict=True):
+        assert bar.findtext("title", "").startswith(f"{row.method}: iteration")
+        parts = bar.findall("rect")
+        assert [part.get("class") for part in parts] == ["pipeline", "rest"][: len(parts)]
+        assert len(parts) == 1 + (row.iteration_s > row.pipeline_s)
+        left = float(parts[0].get("x", ""))
+        length = sum(float(part.get("width", "")) for part in parts)
+        scales.add(round(length / row.iteration_s, 1))
+        assert float(parts[0].get("width", "")) * row.iteration_s == pytest.approx(
+            length * row.pipeline_s, rel=1e-3
+        )
+        (bound,) = bar.findall("line")
+        assert (float(bound.get("x1", "")) - left) * row.iteration_s == pytest.approx(
+            length * row.lower_bound_s, rel=1e-2
+        )
+    assert len(scales) == 1
+    for row in (balanced, full):
+        assert any(f"{row.ratio_to_full:.3f} of full" in text for text in drawn.texts)
+
+
+def test_a_refusal_stands_in_the_picture_within_the_paper():
+    balanced, _ = compared()
+    reason = "case.stages = " + "a long story, " * 30
+    for rows in ([balanced, Refusal("joint", reason)], [Refusal("joint", reason)]):
+        drawn = _Picture(picture(rows, "spread"))
+        (text,) = [t for t in drawn.root.iter("text") if t.get("class") == "refused"]
+        assert reason.startswith((text.text or "").rstrip("…"))
+        assert text.findtext("title") == reason
+        width = float(drawn.root.get("width", ""))
+        assert float(text.get("x", "")) + 6.2 * len(text.text or "") <= width
+        assert len(drawn.bars) == len(rows) - 1
+
+
+def test_figures_stay_within_the_paper():
+    balanced, _ = compared()
+    assert isinstance(balanced, Row)
+    wide = replace(balanced, ratio_to_full=1.234, gap=12.345, iteration_s=1234.5, pipeline_s=1e3)
+    svg = picture([wide], "spread")
+    figures = next(t for t in _Picture(svg).root.iter("text") if "of full" in (t.text or ""))
+    assert float(figures.get("x", "")) + 6.2 * len(figures.text or "") <= 900
+    assert not re.search("href|<script|url\\(", svg)

@@ -1,0 +1,367 @@
+"""What the links carry is what the plan sends, and the map shows all of it."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from functools import cache
+from itertools import combinations, pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from skippipe_sched.averaging import averaging_s
+from skippipe_sched.case import Case
+from skippipe_sched.flows import (
+    flows_map,
+    link_name,
+    link_traffic,
+    location_traffic,
+    seconds_text,
+    size_text,
+    wide_area_bytes,
+)
+from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.simulate import Timeline, simulate
+
+from tests.sched.examples import case_with, in_order, routed_cases, same_place
+
+GIBIBYTE = 2**30
+LOCATIONS = [
+    *("Belgium", "Canada", "Germany", "Iowa", "Japan", "LA", "NL", "Oregon"),
+    *("Singapore", "Taiwan", "London", "Australia"),
+]
+
+
+def planned(case: Case, stages, paths) -> tuple[Plan, Timeline]:
+    stages, paths = tuple(map(tuple, stages)), tuple(map(tuple, paths))
+    timeline = simulate(case, stages, paths)
+    predicted = Predicted(
+        timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 0.5 * timeline.pipeline_s
+    )
+    return Plan("example", stages, paths, timeline.order, predicted, case), timeline
+
+
+def spread(
+    nodes: int, locations: list[str] = LOCATIONS, links: str | list[list] = "gcp12"
+) -> tuple[Plan, Timeline]:
+    """Stages of equal size, a microbatch for each data node and shift of its way through them."""
+    size = math.isqrt(nodes)
+    sizes = [size + nodes % size] + [size] * (nodes // size - 1)
+    case = case_with(
+        nodes=nodes,
+        stages=sizes,
+        path_length=len(sizes),
+        locations=locations,
+        links=links,
+        activation_bytes=2**25,
+        stage_bytes=2**28,
+        microbatches_per_data_node=2,
+    )
+    stages = in_order(sizes)
+    paths = [
+        [node, *(group[(node + shift) % len(group)] for group in stages[1:])]
+        for shift in range(2)
+        for node in stages[0]
+    ]
+    return planned(case, stages, paths)
+
+
+def test_activations_and_gradients_of_one_microbatch():
+    case = case_with(activation_bytes=GIBIBYTE)
+    plan, timeline = planned(case, [[0], [1]], [[0, 1]])
+    # F there, back for L, B there and back; each hop takes a second of latency and one to send.
+    flows = link_traffic(plan, timeline)
+    assert [(flow.source, flow.target, flow.use) for flow in flows] == [
+        (0, 1, "pipeline"),
+        (1, 0, "pipeline"),
+    ]
+    assert [flow.bytes for flow in flows] == [2 * GIBIBYTE] * 2
+    assert [flow.busy_s for flow in flows] == pytest.approx([4.0] * 2)
+    assert [flow.source for flow in location_traffic(plan, timeline)] == ["here", "there"]
+
+
+def test_what_overlaps_on_a_link_is_busy_once():
+    # Both forwards leave half a second apart and are under way for one.
+    alone, together = (
+        planned(
+            case_with(
+                activation_bytes=0,
+                forward_s=0.5,
+                contention="none",
+                microbatches_per_data_node=count,
+            ),
+            [[0], [1]],
+            [[0, 1]] * count,
+        )
+        for count in (1, 2)
+    )
+    assert link_traffic(*alone)[0].busy_s == pytest.approx(2.0)
+    there = next(flow for flow in link_traffic(*together) if flow.source == 0)
+    spans = sorted((t.start_s, t.end_s) for t in together[1].transfers if t.source == 0)
+    assert any(end > start for (_, end), (start, _) in pairwise(spans))
+    moments = [0.01 * step for step in range(int(100 * together[1].iteration_s))]
+    busy_s = 0.01 * sum(any(start <= m < end for start, end in spans) for m in moments)
+    assert there.busy_s == pytest.approx(busy_s, abs=0.05)
+    assert there.busy_s < sum(end - start for start, end in spans) - 0.4
+
+
+def test_replicas_send_around_their_ring():
+    links = [["a", "b", 100, 1], ["b", "c", 100, 1], ["c", "a", 100, 1]]
+    links += [["b", "a", 100, 0.25], ["c", "b", 100, 0.5], ["a", "c", 100, 0.5]]
+    case = case_with(
+        nodes=3,
+        locations=["a", "b", "c"],
+        links=links,
+        stages=[3],
+        path_length=1,
+        stage_bytes=3 * GIBIBYTE,
+    )
+    plan, timeline = planned(case, [[0, 1, 2]], [[0], [1], [2]])
+    flows = link_traffic(plan, timeline)
+    assert {(flow.source, flow.target) for flow in flows} == {(0, 1), (1, 2), (2, 0)}
+    assert {flow.use for flow in flows} == {"averaging"}
+    assert [flow.bytes for flow in flows] == [pytest.approx(4 * GIBIBYTE)] * 3
+    # Four steps of a tenth of a second, and 4 GiB at 1 GiB/s.
+    assert [flow.busy_s for flow in flows] == [pytest.approx(4.4)] * 3
+    assert wide_area_bytes(case, flows) == pytest.approx(12 * GIBIBYTE)
+
+
+@settings(deadline=None, max_examples=60)
+@given(routed_cases())
+def test_traffic_adds_up(routed):
+    case, stages, paths = routed
+    plan, timeline = planned(case, stages, paths)
+    flows = link_traffic(plan, timeline)
+    assert len({(flow.source, flow.target) for flow in flows}) == len(flows)
+    assert [flow.busy_s for flow in flows] == sorted((f.busy_s for f in flows), reverse=True)
+    hops = Counter()
+    for path in paths:
+        forward = [*pairwise(path), (path[-1], path[0])]
+        hops.update([*forward, *((b, a) for a, b in forward)] if len(path) > 1 else [])
+    assert {(flow.source, flow.target): flow.bytes for flow in flows if flow.use == "pipeline"} == {
+        link: pytest.approx(count * case.activation_bytes) for link, count in hops.items()
+    }
+    for stage, nodes in enumerate(stages):
+        ring = [f for f in flows if f.use == "averaging" and f.source in nodes]
+        expected = 2 * (len(nodes) - 1) * case.stage_bytes[stage]
+        assert sum(flow.bytes for flow in ring) == pytest.approx(expected)
+        following = {flow.source: flow.target for flow in ring}
+        assert sorted(following.values()) == sorted(nodes if len(nodes) > 1 else ())
+        if len(nodes) > 1:
+            order = [nodes[0]]
+            while len(order) < len(nodes):
+                order.append(following[order[-1]])
+            assert max(flow.busy_s for flow in ring) <= averaging_s(case, stage, order) * 1.0001
+    assert all(0 <= flow.busy_s <= timeline.iteration_s * 1.0001 for flow in flows)
+
+
+@settings(deadline=None, max_examples=40)
+@given(routed_cases())
+def test_traffic_of_locations_is_that_of_their_nodes(routed):
+    plan, timeline = planned(*routed)
+    members = defaultdict(list)
+    for flow in link_traffic(plan, timeline):
+        source, target = (plan.case.nodes[n].location for n in (flow.source, flow.target))
+        members[source, target, flow.use].append(flow)
+    between = location_traffic(plan, timeline)
+    assert {(flow.source, flow.target, flow.use) for flow in between} == set(members)
+    for flow in between:
+        group = members[flow.source, flow.target, flow.use]
+        assert flow.bytes == pytest.approx(sum(member.bytes for member in group))
+        assert flow.busy_s <= sum(member.busy_s for member in group) * 1.0001
+        assert flow.busy_s >= max(member.busy_s for member in group) * 0.9999
+    assert wide_area_bytes(plan.case, link_traffic(plan, timeline)) == pytest.approx(
+        sum(flow.bytes for flow in between if flow.source != flow.target)
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999.4, "999 B"), (999.6, "1.00 kB"), (33554432, "33.6 MB"), (4e15, "4000 TB")],
+)
+def test_sizes_have_three_digits(size, text):
+    assert size_text(size) == text
+
+
+def test_seconds_have_three_digits():
+    assert [seconds_text(s) for s in (0.00123, 2, 142.5, 4321)] == [
+        "0.00123 s",
+        "2.00 s",
+        "142 s",
+        "4321 s",
+    ]
+
+
+class _Map:
+    """What a reader of the SVG finds in it."""
+
+    def __init__(self, svg: str):
+        self.root = ElementTree.fromstring(svg)
+        for element in self.root.iter():
+            element.tag = element.tag.removeprefix("{http://www.w3.org/2000/svg}")
+        self.width, self.height = (float(self.root.get(name, "")) for name in ("width", "height"))
+        self.arrows = [
+            group for group in self.root.iter("g")
+            if "flow" in _classes(group) and group.find("title") is not None
+        ]  # fmt: skip
+        self.discs = [disc for disc in self.root.iter("circle") if disc.find("title") is not None]
+        self.names = [text for text in self.root.iter("text") if text.find("title") is not None]
+        self.texts = ["".join(text.itertext()) for text in self.root.iter("text")]
+
+
+def _classes(element) -> list[str]:
+    return element.get("class", "").split()
+
+
+def _centre(disc) -> tuple[float, float]:
+    return float(disc.get("cx")), float(disc.get("cy"))
+
+
+@cache
+def _drawn(nodes: int, places: int) -> tuple[Plan, Timeline, _Map]:
+    if places <= len(LOCATIONS):
+        plan, timeline = spread(nodes, LOCATIONS[:places])
+    else:
+        names = [f"place number {index}" for index in range(places)]
+        links = [[a, b, 1 + (7 * i) % 50, 1] for i, (a, b) in enumerate(combinations(names, 2))]
+        plan, timeline = spread(nodes, names, links)
+    return plan, timeline, _Map(flows_map(plan, timeline))
+
+
+SIZES = [(1, 1), (2, 2), (4, 1), (9, 3), (20, 12), (36, 20), (60, 12), (60, 60), (80, 12), (80, 70)]
+
+
+@pytest.mark.parametrize(("nodes", "places"), SIZES)
+def test_every_flow_is_an_arrow_as_wide_as_the_root_of_its_bytes(nodes, places):
+    plan, timeline, drawn = _drawn(nodes, places)
+    flows = link_traffic(plan, timeline) if nodes <= 60 else location_traffic(plan, timeline)
+    flows = [flow for flow in flows if flow.source != flow.target]
+    widths = {
+        arrow.findtext("title", ""): float(path.get("stroke-width", ""))
+        for arrow in drawn.arrows
+        for path in arrow.findall("path")
+    }
+    expected = {
+        f"{link_name(plan.case, flow)}: {flow.use}, {size_text(flow.bytes)}, "
+        f"busy {seconds_text(flow.busy_s)}": flow
+        for flow in flows
+    }
+    assert len(expected) == len(flows) == len(drawn.arrows)
+    assert set(widths) == set(expected)
+    most = max((flow.bytes for flow in flows), default=0)
+    for tip, flow in expected.items():
+        expected_width = max(0.5, max(widths.values()) * math.sqrt(flow.bytes / most))
+        assert widths[tip] == pytest.approx(expected_width, abs=0.02)
+    assert all(2 < max(widths.values()) <= 7 for _ in flows[:1])
+
+
+@pytest.mark.parametrize(("nodes", "places"), SIZES)
+def test_discs_and_names_lie_apart_and_within_the_paper(nodes, places):
+    plan, _, drawn = _drawn(nodes, places)
+    assert len(drawn.discs) == (nodes if nodes <= 60 else places)
+    centres = [_centre(disc) for disc in drawn.discs]
+    assert all(math.dist(a, b) >= 18 for a, b in combinations(centres, 2))
+    names = [_corners(text) for text in drawn.names]
+    assert len(names) == len({node.location for node in plan.case.nodes})
+    for corners in names:
+        assert all(0 <= x <= drawn.width and 0 <= y <= drawn.height for x, y in corners)
+        assert all(math.dist(_nearest(corners, centre), centre) > 9 for centre in centres)
+    assert not any(_overlap(a, b) for a, b in combinations(names, 2))
+
+
+def _corners(text) -> list[tuple[float, float]]:
+    """The corners of a text, at 6.2 pixels a letter and 9 from its baseline upwards."""
+    x, y, turned = map(float, re.findall(r"-?[\d.]+", text.get("transform")))
+    length = 6.2 * len(text.text)
+    start = {"middle": -length / 2, "end": -length}.get(text.get("class"), 0.0)
+    base = float(text.get("y"))
+    cos, sin = math.cos(math.radians(turned)), math.sin(math.radians(turned))
+    box = [(start, base), (start + length, base), (start + length, base - 9), (start, base - 9)]
+    return [(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in box]
+
+
+def _nearest(corners, point):
+    """The point of a box's outline that is nearest to a point outside, by sampling."""
+    outline = [
+        (a[0] + (b[0] - a[0]) * step / 40, a[1] + (b[1] - a[1]) * step / 40)
+        for a, b in pairwise([*corners, corners[0]])
+        for step in range(40)
+    ]
+    return min(outline, key=lambda place: math.dist(place, point))
+
+
+def _overlap(a, b) -> bool:
+    """Whether two boxes overlap: none of their sides' directions tells them apart."""
+    for (x0, y0), (x1, y1) in [(a[0], a[1]), (a[1], a[2]), (b[0], b[1]), (b[1], b[2])]:
+        along = [[(x1 - x0) * x + (y1 - y0) * y for x, y in box] for box in (a, b)]
+        if max(along[0]) <= min(along[1]) or max(along[1]) <= min(along[0]):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(("nodes", "places"), SIZES)
+def test_the_busiest_links_are_numbered_and_listed(nodes, places):
+    plan, timeline, drawn = _drawn(nodes, places)
+    flows = link_traffic(plan, timeline) if nodes <= 60 else location_traffic(plan, timeline)
+    busiest = [flow for flow in flows if flow.source != flow.target][:8]
+    badges = [group for group in drawn.root.iter("g") if "badge" in _classes(group)]
+    numbers = Counter(group.findtext("text") for group in badges)
+    assert numbers == {str(rank): 2 for rank in range(1, len(busiest) + 1)}
+    assert len([a for a in drawn.arrows if "busiest" in _classes(a)]) == len(busiest)
+    for flow in busiest:
+        figures = f"busy {seconds_text(flow.busy_s)} · {size_text(flow.bytes)} · {flow.use}"
+        assert any(text.endswith(figures) for text in drawn.texts)
+    on_the_map = [_centre(circle) for group in badges for circle in group.findall("circle")][
+        : len(busiest)
+    ]
+    assert all(math.dist(a, b) >= 14 for a, b in combinations(on_the_map, 2))
+
+
+def test_nodes_have_the_colour_of_their_stage_and_so_have_rings():
+    plan, _, drawn = _drawn(20, 12)
+    for disc in drawn.discs:
+        node = int(re.findall(r"Node (\d+)", disc.findtext("title", ""))[0])
+        assert f"s{plan.stage_of[node]}" in _classes(disc)
+    rings = [arrow for arrow in drawn.arrows if "averaging" in _classes(arrow)]
+    for arrow in rings:
+        node = int(re.findall(r"node (\d+)", arrow.findtext("title", ""))[0])
+        assert f"s{plan.stage_of[node]}" in _classes(arrow)
+    assert len(rings) == 20
+    assert not any(
+        re.search(r"\bs\d", arrow.get("class", "")) for arrow in drawn.arrows if arrow not in rings
+    )
+
+
+def test_near_locations_lie_side_by_side():
+    names = ["1a", "1b", "2a", "2b", "3a", "3b"]
+    links = [[a, b, 1 if a[1] == b[1] else 500, 1] for a, b in combinations(names, 2)]
+    plan, timeline = spread(6, names, links)
+    discs = _Map(flows_map(plan, timeline)).discs
+    around = [re.findall(r" in \d(.)", disc.findtext("title", ""))[0] for disc in discs]
+    assert sum(a != b for a, b in pairwise([*around, around[0]])) == 2
+
+
+def test_no_link_that_carries_anything():
+    plan, timeline = planned(same_place([1]), [[0]], [[0]])
+    assert link_traffic(plan, timeline) == []
+    assert "No link carries anything" in _Map(flows_map(plan, timeline)).texts
+
+
+def test_names_are_escaped_and_cut():
+    location = "<A&B> a place with a name that nobody remembers"
+    plan, timeline = spread(2, ["Iowa", location], [["Iowa", location, 10, 1]])
+    svg = flows_map(plan, timeline)
+    assert "<A&B>" not in svg
+    drawn = _Map(svg)
+    assert any(text.text == "<A&B> a place w…" for text in drawn.names)
+    assert any(location in text.findtext("title", "") for text in drawn.names)
+
+
+def test_it_needs_no_other_file_and_is_the_same_every_time():
+    plan, timeline, _ = _drawn(20, 12)
+    svg = flows_map(plan, timeline)
+    assert svg == flows_map(plan, timeline)
+    assert "href" not in svg
+    assert "<script" not in svg
+    assert "url(" not in svg
+    assert len(svg.encode()) < 200_000

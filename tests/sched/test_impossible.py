@@ -1,0 +1,181 @@
+"""Cases that no plan can serve: refused with the reason and the smallest change that helps."""
+
+import json
+import sys
+
+import pytest
+import yaml
+from skippipe_sched.__main__ import main
+from skippipe_sched.case import parse_case
+from skippipe_sched.methods import make_plan
+
+LINKS = [["here", "there", 10, 1], ["here", "far", 20, 1], ["there", "far", 20, 1]]
+POSSIBLE = {
+    "nodes": 6,
+    "locations": ["here", "there", "far"],
+    "links": LINKS,
+    "activation_bytes": 2**20,
+    "stage_bytes": 2**20,
+    "forward_s": 1,
+    "stages": [2, 2, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+    "memory": 2,
+}
+
+# What makes the case impossible, the field named, the reason, the remedy, and that remedy done.
+IMPOSSIBLE = {
+    "no memory": (
+        {"memory": 0},
+        "case.memory = 0",
+        "must be at least 1",
+        "Write 1",
+        {"memory": 1},
+    ),
+    "a node without memory": (
+        {"nodes": [*[{}] * 5, {"memory": 0}]},
+        "case.nodes[5].memory = 0",
+        "must be at least 1",
+        "Write 1",
+        {"nodes": [*[{}] * 5, {"memory": 1}]},
+    ),
+    "a path longer than the pipeline": (
+        {"path_length": 5},
+        "case.path_length = 5",
+        "only 3 stages, and a path visits no stage twice",
+        "Write 3 or less, or add 2 to case.stages",
+        {"path_length": 3},
+    ),
+    "fewer nodes than places": (
+        {"nodes": 5},
+        "case.stages = [2, 2, 2]",
+        "6 places, but case.nodes gives 5",
+        "Take 1 from the sizes or add 1 to the nodes",
+        {"nodes": 5, "stages": [2, 2, 1]},
+    ),
+    "more nodes than places": (
+        {"nodes": 8},
+        "case.stages = [2, 2, 2]",
+        "6 places, but case.nodes gives 8",
+        "Add 2 to the sizes or take 2 from the nodes",
+        {"nodes": 8, "stages": [4, 2, 2]},
+    ),
+    "fewer nodes than stages": (
+        {"nodes": 2},
+        "case.stages = [2, 2, 2]",
+        "6 places, but case.nodes gives 2",
+        "leave out 1 of the stages, or add 1 to the nodes; then make the sizes add up",
+        {"nodes": 3, "stages": [1, 1, 1]},
+    ),
+    "a missing link": (
+        {"links": LINKS[:2]},
+        "case.links = 'there to far'",
+        "no link between these locations (1 missing in all)",
+        "Add a row: there,far,",
+        {"links": LINKS},
+    ),
+    "a location that no one can reach": (
+        {"links": LINKS[:1]},
+        "case.links = 'far'",
+        "can reach the nodes [2, 5] at this location: all of its 2 links are missing",
+        "Put these nodes elsewhere, or add 2 rows, the first: here,far,",
+        {"links": LINKS[:1], "locations": ["here", "there"]},
+    ),
+    "negative bandwidth": (
+        {"links": [["here", "there", 10, -1], *LINKS[1:]]},
+        "case.links[0].bandwidth_GiB_per_s = -1",
+        "must be at least 1e-12",
+        "Write a number at least 1e-12",
+        {"links": [["here", "there", 10, 1e-12], *LINKS[1:]]},
+    ),
+    "a factor that leaves no bandwidth": (
+        {"bandwidth_factor": 0},
+        "case.bandwidth_factor = 0",
+        "must be at least 1e-12",
+        "Write a number at least 1e-12",
+        {"bandwidth_factor": 1e-12},
+    ),
+    "fewer microbatches than data nodes": (
+        {"microbatches_per_data_node": ..., "microbatches": 1},
+        "case.microbatches = 1",
+        "there are 2 data nodes, and each sends at least one",
+        "Write 2 or a greater number, or make the first stage 1 or smaller",
+        {"microbatches_per_data_node": ..., "microbatches": 2},
+    ),
+    "microbatches in two ways": (
+        {"microbatches": 4},
+        "case.microbatches = 4",
+        "the number per data node is given too",
+        "Remove this key or microbatches_per_data_node",
+        {"microbatches_per_data_node": ..., "microbatches": 4},
+    ),
+    "no microbatches in any way": (
+        {"microbatches_per_data_node": ...},
+        "case.microbatches_per_data_node = None",
+        "is missing",
+        "Add microbatches_per_data_node:",
+        {"microbatches_per_data_node": 1},
+    ),
+    "a stage too far to step to": (
+        {"rules": {"max_jump": 0}},
+        "case.rules.max_jump = 0",
+        "no paths visit every inner stage equally often",
+        "Raise max_jump (at most 1 matters)",
+        {"rules": {"max_jump": 1}},
+    ),
+}
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a command in this process; gives its exit code and what it says of errors."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["skippipe_sched", *map(str, arguments)])
+        return main(), capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "reason", "remedy", "repair"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys()
+)
+def test_refused_with_reason_and_remedy_and_the_remedy_helps(
+    command, tmp_path, change, field, reason, remedy, repair
+):
+    def plan(changes):
+        given = {k: v for k, v in (POSSIBLE | changes).items() if v is not ...}
+        (tmp_path / "case.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
+        output = tmp_path / "plan.json"
+        return command("plan", tmp_path / "case.yaml", "-o", output, "--method", "balanced")
+
+    code, said = plan(change)
+    assert code == 2
+    assert said.startswith(f"error: {field}: ")
+    assert said.count("\n") == 1
+    *_, advice = said.partition(reason)
+    assert advice, f"{reason!r} is not in {said!r}"
+    assert remedy in advice
+    assert plan(repair)[0] == 0
+
+
+def test_an_order_that_needs_more_memory_than_there_is_says_how_much(command, tmp_path):
+    """Three microbatches in flight, which the message tells although it stops at the second."""
+    changes = {"microbatches_per_data_node": 3, "memory": 3}
+    plan = make_plan(parse_case(POSSIBLE | changes), "balanced").to_json()
+    data_node = plan["stages"][0][0]
+    own = [m for m, path in enumerate(plan["microbatches"]) if path[0] == data_node]
+    plan["order"][data_node] = [[kind, m] for kind in "FLB" for m in own]
+    path = tmp_path / "plan.json"
+
+    def simulate(memory):
+        plan["case"] = plan["case"] | {"memory": memory}
+        path.write_text(json.dumps(plan), encoding="utf-8")
+        return command("simulate", path)
+
+    code, said = simulate(1)
+    assert code == 2
+    assert f"error: plan.order[{data_node}][1] = ['F', {own[1]}]: puts 2 microbatches" in said
+    assert "raise the node's memory in plan.case to 3." in said
+    assert simulate(2)[0] == 2
+    assert simulate(3)[0] == 0

@@ -1,0 +1,265 @@
+"""The published methods: DT-FM's placement, the full pipeline, random paths, the path search."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.averaging import quickest_averaging_s
+from skippipe_sched.case import load_case, parse_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import dtfm, dtfm_skip, full, skippipe
+from skippipe_sched.plan import stage_of_nodes
+from skippipe_sched.rules import violations
+from skippipe_sched.search import End, Search
+from skippipe_sched.simulate import simulate
+
+from tests.sched.examples import PAPER, cases, in_order, same_place
+from tests.sched.test_methods import _balance_is_possible
+
+# The placement published for the paper's case of 20 nodes.
+PUBLISHED = (
+    (0, 3, 4, 10, 11),
+    (15, 8, 14),
+    (1, 9, 6),
+    (16, 12, 13),
+    (5, 18, 7),
+    (17, 2, 19),
+)
+METHODS = {
+    "full": full.routes,
+    "dtfm-skip": dtfm_skip.routes,
+    "skippipe-no-tc2": skippipe.routes_without_tc2,
+    "skippipe": skippipe.routes,
+}
+
+
+def _timeline(case, routes):
+    return simulate(case, routes.stages, routes.paths, routes.order)
+
+
+@pytest.fixture(scope="module")
+def paper():
+    case = load_case(Path(PAPER))
+    dtfm.place(case, Search(budget_s=0.01))  # What it compiles is no searching.
+    return case
+
+
+# DT-FM's placement.
+
+
+@given(case=cases(), seed=st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_a_placement_gives_every_node_one_stage(case, seed):
+    stages = dtfm.place(case, Search(seed, budget_s=0.02))
+    assert tuple(map(len, stages)) == case.stages
+    assert sorted(node for nodes in stages for node in nodes) == list(range(len(case.nodes)))
+
+
+def test_a_placement_that_is_given_is_kept(paper):
+    for routes in METHODS.values():
+        assert routes(paper, Search(budget_s=0.05, placement=PUBLISHED)).stages == PUBLISHED
+
+
+def test_each_cluster_gets_a_replica_of_every_stage_where_activations_weigh_most():
+    case = _two_clusters(activation_bytes=2**30, stage_bytes=0)
+    stages = dtfm.place(case, Search(budget_s=0.2))
+    assert [sorted(node % 2 for node in nodes) for nodes in stages] == [[0, 1]] * 3
+
+
+def test_stages_stay_in_one_cluster_where_averaging_weighs_most():
+    case = _two_clusters(activation_bytes=0, stage_bytes=2**34)
+    stages = dtfm.place(case, Search(budget_s=0.2))
+    assert sum(len({node % 2 for node in nodes}) > 1 for nodes in stages) == 1
+
+
+def _two_clusters(**changes):
+    """Six nodes, of which the even and the odd ones are near each other; three stages of two.
+
+    Three nodes a cluster: one stage at least has to span them.
+    """
+    return same_place(
+        [2, 2, 2],
+        locations=["east", "west"],
+        links=[["east", "west", 10, 0.125]],
+        same_location={"latency_ms": 1, "bandwidth_GiB_per_s": 8},
+        **changes,
+    )
+
+
+def test_slow_nodes_are_spread_over_the_stages():
+    speeds = [1.0, 1.0, 1.0, 4.0, 4.0, 4.0]
+    case = same_place([2, 2, 2], nodes=[{"forward_s": s} for s in speeds])
+    stages = dtfm.place(case, Search(budget_s=0.2))
+    assert [sorted(speeds[node] for node in nodes) for nodes in stages] == [[1.0, 4.0]] * 3
+
+
+def test_the_data_node_with_the_most_microbatches_is_the_fastest():
+    case = same_place(
+        [3],
+        nodes=[{"forward_s": s} for s in (1.0, 3.0, 2.0)],
+        microbatches_per_data_node=[1, 2, 5],
+    )
+    assert dtfm.place(case, Search(budget_s=0.1)) == ((1, 2, 0),)
+
+
+def test_the_placement_of_the_paper_averages_sooner_than_the_published_one(paper):
+    stages = dtfm.place(paper, Search(budget_s=2.0))
+    ours, published = (
+        max(quickest_averaging_s(paper, stage, nodes) for stage, nodes in enumerate(placement))
+        for placement in (stages, PUBLISHED)
+    )
+    assert ours < 0.8 * published
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_estimate_of_a_ring_is_never_above_the_quickest_one_and_exact_for_three(data):
+    size = data.draw(st.integers(2, 5))
+    latencies = {(a, b): data.draw(st.integers(1, 100)) for a in range(size) for b in range(a)}
+    case = same_place(
+        [size],
+        locations=[str(node) for node in range(size)],
+        links=[[str(a), str(b), latency, 1] for (a, b), latency in latencies.items()],
+        stage_bytes=2**20,
+    )
+    nodes = tuple(range(size))
+    model = dtfm._model(case)
+    estimate_s = dtfm._averaging_s(np.ones(size, dtype=int), 0, model)
+    quickest_s = quickest_averaging_s(case, 0, nodes)
+    assert estimate_s <= quickest_s * (1 + 1e-9)
+    if size <= 3:
+        assert estimate_s == pytest.approx(quickest_s)
+
+
+def test_a_thousand_nodes_are_placed_much_better_than_at_random(paper):
+    case = parse_case({**paper.source, "nodes": 1000, "stages": [5] * 200, "path_length": 200})
+    stages = dtfm.place(case, Search(budget_s=2.0))
+    model = dtfm._model(case)
+    shuffled = np.random.default_rng(0).permutation(np.repeat(np.arange(200), 5))
+    placed_s = dtfm._cost(dtfm._score(np.array(stage_of_nodes(stages)), model), model)
+    assert placed_s < 0.6 * dtfm._cost(dtfm._score(shuffled, model), model)
+
+
+# All methods.
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(case=cases(), seed=st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_paths_keep_the_rules_whatever_the_case(method, case, seed):
+    if method != "full" and not _balance_is_possible(case):
+        with pytest.raises(InputError, match=r"case\.rules\.max_jump"):
+            METHODS[method](case, Search(seed, budget_s=0.03))
+        return
+    routes = METHODS[method](case, Search(seed, budget_s=0.03))
+    assert violations(case, routes.stages, routes.paths) == []
+    length = len(case.stages) if method == "full" else case.path_length
+    assert {len(path) for path in routes.paths} == {length}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_plan(method, paper):
+    first, second = (METHODS[method](paper, _Patient(7, budget_s=0.2)) for _ in range(2))
+    assert first == second
+
+
+class _Patient(Search):
+    """A search whose clock never stops it: only the number of steps counts."""
+
+    def stopped(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_interrupted_search_returns_at_once_what_it_has(method, paper):
+    search = Search(budget_s=1000.0, end=End(interrupted=True))
+    routes = METHODS[method](paper, search)
+    assert violations(paper, routes.stages, routes.paths) == []
+    assert search.end.cut_short
+    assert search.elapsed_s < 5.0
+
+
+@pytest.mark.parametrize("method", ["full", "skippipe"])
+def test_the_best_plan_is_the_one_that_is_returned(method, paper):
+    search = Search(budget_s=0.5, placement=PUBLISHED)
+    routes = METHODS[method](paper, search)
+    assert _timeline(paper, routes).iteration_s == search.best_s
+
+
+# The full pipeline.
+
+
+def test_the_full_pipeline_is_an_honest_baseline(paper):
+    timeline = _timeline(paper, full.routes(paper, Search(budget_s=1.0, placement=PUBLISHED)))
+    assert timeline.pipeline_s < 73.0  # Published: 105.28 s.
+    assert timeline.iteration_s < 109.5  # Published: 141.8 s.
+
+
+def test_many_microbatches_are_matched_in_blocks(paper):
+    case = parse_case({**paper.source, "microbatches_per_data_node": 60})
+    paths = full.matched(case, PUBLISHED, full._first_paths(case, PUBLISHED))
+    assert len(paths) > full.MATCHED_AT_ONCE
+    assert violations(case, PUBLISHED, paths) == []
+
+
+# Random balanced paths.
+
+
+def test_random_paths_differ_from_seed_to_seed_and_have_no_swaps(paper):
+    drawn = {
+        dtfm_skip.routes(paper, Search(seed, budget_s=0.05, placement=PUBLISHED)).paths
+        for seed in range(3)
+    }
+    assert len(drawn) == 3
+    stage_of = stage_of_nodes(PUBLISHED)
+    for paths in drawn:
+        assert all(stage_of[a] < stage_of[b] for path in paths for a, b in pairwise(path))
+
+
+# The path search.
+
+
+def test_the_path_search_reaches_the_published_plan(paper):
+    search = Search(budget_s=6.0, placement=PUBLISHED)
+    timeline = _timeline(paper, skippipe.routes(paper, search))
+    assert timeline.pipeline_s <= 33.0
+
+
+def test_seeing_meetings_helps_where_all_would_take_the_near_node():
+    # Both data nodes are near node 2 and only a little farther from node 3.
+    case = parse_case(
+        {
+            **same_place([2, 2]).source,
+            "nodes": [{"location": place} for place in ("a", "a", "b", "c")],
+            "links": [["a", "b", 100, 1], ["a", "c", 150, 1], ["b", "c", 100, 1]],
+            "microbatches_per_data_node": 2,
+            "memory": 4,
+        }
+    )
+    placement = in_order((2, 2))
+    blind, seeing = (
+        _timeline(case, method(case, Search(budget_s=0.5, placement=placement))).iteration_s
+        for method in (skippipe.routes_without_tc2, skippipe.routes)
+    )
+    assert seeing < 0.9 * blind
+
+
+def test_the_search_keeps_all_rules_where_data_nodes_cannot_keep_one_path_each(paper):
+    # Seven microbatches a data node do not fill the replicas evenly: 35 * 3 / 5 = 21 a stage.
+    case = parse_case({**paper.source, "microbatches_per_data_node": [7, 7, 6, 5, 5]})
+    search = Search(budget_s=4.0, placement=PUBLISHED)
+    routes = skippipe.routes(case, search)
+    assert violations(case, routes.stages, routes.paths) == []
+    at_random = dtfm_skip.random_paths(case, PUBLISHED, np.random.default_rng(0))
+    random_s = simulate(case, PUBLISHED, at_random).pipeline_s
+    assert _timeline(case, routes).pipeline_s < 0.8 * random_s
+
+
+def test_contention_is_part_of_what_the_search_judges(paper):
+    case = replace(paper, contention="link")
+    search = Search(budget_s=1.0, placement=PUBLISHED)
+    assert _timeline(case, skippipe.routes(case, search)).iteration_s == search.best_s

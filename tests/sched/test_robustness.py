@@ -1,0 +1,145 @@
+"""Replays with random delays: exact where a delay is known, the same luck for every plan."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.case import load_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.robustness import draw_stretch, replay
+from skippipe_sched.simulate import Stretch, simulate, simulate_plan
+
+from tests.sched.examples import PAPER, case_with, routed_cases
+
+
+def _dispatched(case, stages, paths) -> Plan:
+    timeline = simulate(case, stages, paths)
+    return Plan("example", stages, paths, timeline.order, Predicted(1, 1, 0, 1), case)
+
+
+def _ones(microbatches, stages) -> Stretch:
+    ones = np.ones((microbatches, 2 * stages + 1))
+    return Stretch(ones, ones.copy(), np.ones(stages))
+
+
+# F 1 s, L half a second, B 2 s, and a hop 1 s each way: the chain F F L B B takes 10.5 s.
+
+
+@pytest.mark.parametrize(
+    ("position", "longer_s"), list(enumerate([1, 1, 0.5, 2, 2])), ids=["F0", "F1", "L", "B1", "B0"]
+)
+def test_an_operation_that_takes_twice_as_long_ends_the_chain_later_by_itself(position, longer_s):
+    plan = _dispatched(case_with(), ((0,), (1,)), ((0, 1),))
+    stretch = _ones(1, 2)
+    stretch.operations[0, position] = 2
+    timeline = simulate_plan(plan, stretch)
+    assert timeline.pipeline_s == 10.5 + longer_s
+    run = timeline.runs[position]
+    assert run.end_s - run.start_s == 2 * longer_s
+
+
+@pytest.mark.parametrize("position", [1, 2, 3, 4])
+def test_a_hop_three_times_as_long_brings_the_operation_at_its_position_later(position):
+    plan = _dispatched(case_with(), ((0,), (1,)), ((0, 1),))
+    stretch = _ones(1, 2)
+    stretch.hops[0, position] = 3
+    timeline = simulate_plan(plan, stretch)
+    assert timeline.pipeline_s == 12.5
+    lasting = [transfer.end_s - transfer.start_s for transfer in timeline.transfers]
+    assert lasting == [3 if position == other else 1 for other in (1, 2, 3, 4)]
+
+
+def test_a_stage_averages_longer_and_nothing_else_changes():
+    case = case_with(nodes=3, stages=[2, 1], stage_bytes=2**30)
+    plan = _dispatched(case, ((0, 1), (2,)), ((0, 2), (1, 2)))
+    stretch = _ones(2, 2)
+    stretch.averagings[0] = 1.5
+    planned, stretched = simulate_plan(plan), simulate_plan(plan, stretch)
+    assert stretched.runs == planned.runs
+    assert stretched.averaging_s == pytest.approx(1.5 * planned.averaging_s)
+
+
+@given(routed_cases())
+@settings(max_examples=25, deadline=None)
+def test_without_jitter_every_draw_is_the_plan(example):
+    plan = _dispatched(*example)
+    planned_s = simulate_plan(plan).iteration_s
+    assert replay(plan, 0.0, 3).tolist() == [planned_s] * 3
+
+
+@given(routed_cases(), st.integers(0, 2**40))
+@settings(max_examples=25, deadline=None)
+def test_where_links_do_not_contend_every_draw_takes_longer_and_more_jitter_longer_yet(
+    example, seed
+):
+    """In a strict order all times are sums and maxima of what is stretched.
+
+    Where links contend, a delay may let a transfer that matters go first.
+    """
+    case, stages, paths = example
+    plan = _dispatched(replace(case, contention="none"), stages, paths)
+    planned_s = simulate_plan(plan).iteration_s
+    little, much = replay(plan, 0.1, 4, seed), replay(plan, 0.5, 4, seed)
+    assert (little >= planned_s).all()
+    assert (much >= little).all()
+    # Everything at the longest factor would be a bound: the same iteration, so many times as long.
+    size = len(paths), len(stages)
+    for draw, iteration_s in enumerate(much):
+        stretch = draw_stretch(*size, 0.5, seed, draw)
+        arrays = (stretch.operations, stretch.hops, stretch.averagings)
+        assert iteration_s <= planned_s * max(array.max() for array in arrays) * (1 + 1e-9)
+
+
+def test_the_luck_belongs_to_seed_draw_microbatch_and_position():
+    stretch = draw_stretch(30, 6, 0.3, seed=5, draw=2)
+    again = draw_stretch(40, 6, 0.3, seed=5, draw=2)
+    assert stretch.operations.shape == stretch.hops.shape == (30, 13)
+    np.testing.assert_array_equal(stretch.operations, again.operations[:30])
+    np.testing.assert_array_equal(stretch.hops, again.hops[:30])
+    np.testing.assert_array_equal(stretch.averagings, again.averagings)
+    for seed, draw in ((5, 3), (6, 2), (2, 5)):
+        other = draw_stretch(30, 6, 0.3, seed, draw)
+        assert not np.isclose(other.operations, stretch.operations).any()
+    assert not np.isclose(stretch.operations, stretch.hops).any()
+
+
+def test_the_luck_is_exponential_with_the_mean_of_the_jitter():
+    factors = draw_stretch(2000, 6, 0.3, seed=0, draw=0).hops
+    assert factors.min() >= 1
+    assert factors.mean() == pytest.approx(1.3, abs=0.01)
+    assert np.median(factors) == pytest.approx(1 + 0.3 * np.log(2), abs=0.01)
+
+
+def test_draws_are_a_prefix_of_more_draws_and_two_hundred_take_some_seconds():
+    case = load_case(Path(PAPER))
+    stages = ((0, 3, 4, 10, 11), (15, 8, 14), (1, 9, 6), (16, 12, 13), (5, 18, 7), (17, 2, 19))
+    paths = ((0, 14, 6, 12), (3, 15, 17, 5), (4, 7, 13, 19), (10, 1, 18, 2), (11, 8, 16, 9)) * 6
+    plan = _dispatched(case, stages, paths)
+    started = time.process_time()
+    iterations = replay(plan, 0.3, 200, seed=1)
+    assert time.process_time() - started < 10
+    assert replay(plan, 0.3, 5, seed=1).tolist() == iterations[:5].tolist()
+    assert len(set(iterations)) == 200
+    median, late = np.percentile(iterations, [50, 95])
+    assert simulate_plan(plan).iteration_s < median < late
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"jitter": -0.1}, "--jitter"),
+        ({"jitter": float("nan")}, "--jitter"),
+        ({"draws": 0}, "--draws"),
+        ({"seed": -1}, "--seed"),
+    ],
+)
+def test_arguments_without_sense_are_refused(wrong, field):
+    plan = _dispatched(case_with(), ((0,), (1,)), ((0, 1),))
+    with pytest.raises(InputError) as refused:
+        replay(plan, **({"jitter": 0.3, "draws": 2, "seed": 0} | wrong))
+    assert refused.value.field == field

@@ -1,0 +1,196 @@
+"""The trace tells the same times as the timeline, in the form that trace viewers read."""
+
+import json
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from skippipe_sched.averaging import best_ring
+from skippipe_sched.plan import Plan, Predicted, microbatch_chain
+from skippipe_sched.simulate import Averaging, Run, Timeline, simulate
+from skippipe_sched.trace import chrome_trace
+
+from tests.sched.examples import case_with, routed_cases, same_place
+
+# Half a nanosecond each for a start and an end, in microseconds.
+ROUNDING_US = 1.01e-3
+
+
+def planned(case, stages, paths) -> tuple[Plan, Timeline]:
+    stages, paths = tuple(map(tuple, stages)), tuple(map(tuple, paths))
+    timeline = simulate(case, stages, paths)
+    predicted = Predicted(timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 1.0)
+    return Plan("example", stages, paths, timeline.order, predicted, case), timeline
+
+
+class _Trace:
+    """What a viewer finds in the JSON."""
+
+    def __init__(self, plan: Plan, timeline: Timeline):
+        # NaN and infinity would be no JSON.
+        self.whole = json.loads(json.dumps(chrome_trace(plan, timeline), allow_nan=False))
+        self.events = self.whole["traceEvents"]
+        self.threads = {
+            (event["pid"], event["tid"]): event["args"]["name"]
+            for event in self.events
+            if event["ph"] == "M" and event["name"] == "thread_name"
+        }
+
+    def slices(self, *categories):
+        return [e for e in self.events if e["ph"] == "X" and e["cat"] in categories]
+
+    def thread(self, event) -> str:
+        return self.threads[event["pid"], event["tid"]]
+
+
+def _span(event) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _microseconds(start_s, end_s):
+    return pytest.approx((1e6 * start_s, 1e6 * end_s), abs=ROUNDING_US, rel=1e-12)
+
+
+@settings(deadline=None, max_examples=50)
+@given(routed_cases())
+def test_every_operation_transfer_and_averaging_is_a_slice_at_its_time(routed):
+    plan, timeline = planned(*routed)
+    trace = _Trace(plan, timeline)
+    operations = {
+        (event["name"], event["args"]["node"]): event
+        for event in trace.slices("forward", "loss", "backward")
+    }
+    assert len(operations) == len(timeline.runs)
+    for run in timeline.runs:
+        kind, microbatch, node = run.operation
+        event = operations[f"{kind} {microbatch}", node]
+        assert event["cat"] == {"F": "forward", "L": "loss", "B": "backward"}[kind]
+        assert _span(event) == _microseconds(run.start_s, run.end_s)
+        assert event["args"]["microbatch"] == microbatch
+        assert event["args"]["stage"] == plan.stage_of[node] == event["pid"] - 1
+        assert trace.thread(event) == f"node {node} · {plan.case.nodes[node].location}"
+    transfers = {(e["name"], e["args"]["target"]): e for e in trace.slices("transfer")}
+    assert len(transfers) == len(timeline.transfers)
+    for sent in timeline.transfers:
+        name = f"{sent.operation.kind} {sent.operation.microbatch} from node {sent.source}"
+        event = transfers[name, sent.target]
+        assert _span(event) == _microseconds(sent.start_s, sent.end_s)
+        assert event["args"]["bytes"] == plan.case.activation_bytes
+        assert trace.thread(event) == f"to node {sent.target}"
+    waits = sorted(map(_span, trace.slices("waiting")))
+    expected = sorted((t.ready_s, t.start_s) for t in timeline.transfers if t.start_s > t.ready_s)
+    assert len(waits) == len(expected)
+    assert all(a == _microseconds(*b) for a, b in zip(waits, expected, strict=True))
+    averagings = {event["args"]["stage"]: event for event in trace.slices("averaging")}
+    for averaging in timeline.averagings:
+        nodes = plan.stages[averaging.stage]
+        assert (averaging.stage in averagings) == (len(nodes) > 1)
+        if len(nodes) > 1:
+            event = averagings[averaging.stage]
+            assert _span(event) == _microseconds(averaging.start_s, averaging.end_s)
+            assert event["args"]["ring"] == list(best_ring(plan.case, averaging.stage, nodes))
+
+
+@settings(deadline=None, max_examples=50)
+@given(routed_cases())
+def test_slices_of_a_track_follow_one_another(routed):
+    trace = _Trace(*planned(*routed))
+    tracks = defaultdict(list)
+    for event in trace.slices("forward", "loss", "backward", "transfer", "waiting", "averaging"):
+        # In whole nanoseconds, as viewers count them.
+        start, length = round(1000 * event["ts"]), round(1000 * event["dur"])
+        assert length >= 0
+        tracks[event["pid"], event["tid"]].append((start, start + length))
+    assert set(tracks) <= set(trace.threads)
+    for spans in tracks.values():
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+@settings(deadline=None, max_examples=50)
+@given(routed_cases())
+def test_an_arrow_leads_over_every_transfer_to_the_operation_that_it_was_for(routed):
+    plan, timeline = planned(*routed)
+    trace = _Trace(plan, timeline)
+    around = {}
+    open_slice = {}
+    for event in trace.events:
+        if event["ph"] == "X":
+            open_slice = event
+        elif event["ph"] in "stf":
+            # A viewer binds it to the slice around it on its own track.
+            assert (event["pid"], event["tid"]) == (open_slice["pid"], open_slice["tid"])
+            start, end = _span(open_slice)
+            assert start - ROUNDING_US <= event["ts"] <= end + ROUNDING_US
+            assert (event["ph"], event["id"]) not in around
+            assert event.get("bp") == ("e" if event["ph"] == "f" else None)
+            around[event["ph"], event["id"]] = open_slice
+    drawn = Counter(
+        tuple((around[part, number]["name"], _node(around[part, number])) for part in "stf")
+        for part, number in around
+        if part == "s"
+    )
+    expected = Counter()
+    for microbatch, path in enumerate(plan.microbatches):
+        for before, after in pairwise(microbatch_chain(microbatch, path)):
+            if before.node != after.node:
+                name = f"{after.kind} {microbatch}"
+                expected[
+                    (f"{before.kind} {microbatch}", before.node),
+                    (f"{name} from node {before.node}", after.node),
+                    (name, after.node),
+                ] += 1
+    assert drawn == expected
+    assert len(around) == 3 * len(timeline.transfers)
+
+
+def _node(event) -> int:
+    return event["args"].get("target", event["args"].get("node"))
+
+
+def test_stages_are_processes_and_numbers_are_nobody_elses():
+    case = same_place([2, 2], microbatches_per_data_node=2)
+    trace = _Trace(*planned(case, [[0, 1], [2, 3]], [[0, 2], [1, 3]] * 2))
+    processes = {
+        event["pid"]: event["args"]["name"]
+        for event in trace.events
+        if event["ph"] == "M" and event["name"] == "process_name"
+    }
+    assert processes == {1: "stage 0 · data", 2: "stage 1"}
+    names = list(trace.threads.values())
+    assert [name for name in names if name.startswith("node")] == [
+        f"node {node} · here" for node in range(4)
+    ]
+    assert names.count("averaging") == 2
+    threads = [thread for _, thread in trace.threads]
+    assert len(set(threads)) == len(threads)
+    assert not set(threads) & {0, 1, 2}
+
+
+def test_the_whole_is_summed_up():
+    case = case_with(nodes=3, stages=[1, 2], stage_bytes=2**30, microbatches_per_data_node=2)
+    plan, timeline = planned(case, [[0], [1, 2]], [[0, 1], [0, 2]])
+    trace = _Trace(plan, timeline)
+    assert trace.whole["otherData"] == {
+        "method": "example",
+        "iteration_s": timeline.iteration_s,
+        "pipeline_s": timeline.pipeline_s,
+    }
+    assert [event["name"] for event in trace.slices("averaging")] == ["averaging of stage 1"]
+
+
+def test_a_measured_timeline_needs_no_transfers():
+    case = case_with(microbatches_per_data_node=2)
+    plan, predicted = planned(case, [[0], [1]], [[0, 1]] * 2)
+    measured = Timeline(
+        2,
+        tuple(
+            Run(run.operation, 3 * run.arrived_s, 3 * run.start_s, 3 * run.end_s)
+            for run in predicted.runs
+        ),
+        (),
+        tuple(Averaging(a.stage, 3 * a.start_s, 3 * a.end_s) for a in predicted.averagings),
+    )
+    trace = _Trace(plan, measured)
+    assert len(trace.slices("backward")) == 4
+    assert {event["ph"] for event in trace.events} == {"M", "X"}
