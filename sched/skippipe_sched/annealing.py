@@ -18,7 +18,6 @@ from skippipe_sched.evaluator import (
     Stretches,
     dispatch_priority,
     evaluate,
-    first_of_slots,
     operation_s,
     set_averaging,
     slot_at,
@@ -378,37 +377,38 @@ def _calm():
 
 
 @compiled
-def cost_of(problem, candidate, draws, scratch, limit, mean_weight):
-    """What a candidate costs [s]: its iteration, or if there are `draws` of delays, a bad one.
-
-    With draws, the order that dispatch gives is replayed with each, and the mean of the worst
-    quarter counts.
-    """
-    number = draws.operations.shape[0]
-    calm = _calm()
-    order = np.zeros(candidate.priority.size if number > 0 else 0, np.int64)
-    first = order
-    if number > 0:
-        first = first_of_slots(candidate.paths, candidate.node_of_slot.shape[0])
-    cost = evaluate(
+def cost_of(problem, candidate, scratch, limit, mean_weight):
+    """What a candidate costs [s] if its priorities decide what goes first."""
+    no_order = np.zeros(0, np.int64)
+    return evaluate(
         problem,
         candidate.node_of_slot,
         candidate.paths,
         candidate.averaging_s,
         candidate.priority,
-        order,
-        first,
+        no_order,
+        no_order,
         False,
-        calm,
+        _calm(),
         scratch,
         limit,
         mean_weight,
     )
-    if number == 0 or cost == np.inf:
-        return cost
-    costs = np.zeros(number)
+
+
+@compiled
+def cost_of_order(problem, candidate, order, first, draws, scratch, limit, mean_weight):
+    """What a candidate costs [s] if the nodes run `order`: the mean over `draws` of delays.
+
+    Without draws nothing is late. Infinity if it cannot be below `limit`.
+    """
+    number = max(1, draws.operations.shape[0])
+    total = 0.0
     for draw in range(number):
-        costs[draw] = evaluate(
+        stretch = _calm()
+        if draws.operations.shape[0] > 0:
+            stretch = Stretches(draws.operations[draw], draws.hops[draw], draws.averagings[draw])
+        total += evaluate(
             problem,
             candidate.node_of_slot,
             candidate.paths,
@@ -417,13 +417,14 @@ def cost_of(problem, candidate, draws, scratch, limit, mean_weight):
             order,
             first,
             True,
-            Stretches(draws.operations[draw], draws.hops[draw], draws.averagings[draw]),
+            stretch,
             scratch,
-            np.inf,
+            number * limit - total,
             mean_weight,
         )
-    costs.sort()
-    return costs[-max(1, number // 4) :].mean()
+        if total >= number * limit:
+            return np.inf
+    return total / number
 
 
 @compiled
@@ -434,7 +435,6 @@ def anneal(
     best,
     best_cost,
     undo,
-    draws,
     scratch,
     state,
     steps,
@@ -455,7 +455,7 @@ def anneal(
         if made:
             # Drawn first, so that a simulation can stop once the move cannot be accepted.
             limit = current - temperature * np.log(1.0 - _uniform(state))
-            cost = cost_of(problem, candidate, draws, scratch, limit, mean_weight)
+            cost = cost_of(problem, candidate, scratch, limit, mean_weight)
             if cost < limit:
                 current = cost
                 if cost < best_cost[0]:
@@ -577,14 +577,17 @@ def polish(
 
     Here a node may wait for an operation although another is there, which no dispatch does. Most
     moves change the order; the others change the paths, by the moves of `weights`, and the
-    microbatches that change places keep each other's places in the orders.
+    microbatches that change places keep each other's places in the orders. `first` is where the
+    operations of each slot begin.
     """
     count = candidate.priority.shape[1]
     best = order.copy()
+    best_first = first.copy()
     best_paths = candidate.paths.copy()
     best_nodes = candidate.node_of_slot.copy()
     best_averaging = candidate.averaging_s.copy()
     before = order.copy()
+    first_before = first.copy()
     current = cost_of_order(problem, candidate, order, first, draws, scratch, np.inf, mean_weight)
     least = current
     for _ in range(steps):
@@ -599,7 +602,11 @@ def polish(
                 continue
             if move != NODES:
                 before[:] = order
-                _follow_paths(candidate, undo, order, first)
+                first_before[:] = first
+                if move in (REPLICA, STAGE):
+                    _follow_relocation(candidate, undo, order, before, first, state)
+                else:
+                    _follow_paths(candidate, undo, order, first)
         else:
             slot = _below(state, candidate.node_of_slot.shape[0])
             room = first[slot + 1] - first[slot]
@@ -624,6 +631,7 @@ def polish(
             if cost < least:
                 least = cost
                 best[:] = order
+                best_first[:] = first
                 best_paths[:] = candidate.paths
                 best_nodes[:] = candidate.node_of_slot
                 best_averaging[:] = candidate.averaging_s
@@ -631,9 +639,11 @@ def polish(
             revert(problem, candidate, undo, move, True)
             if move != NODES:
                 order[:] = before
+                first[:] = first_before
         else:
             _rotate(order, slot_begin, slot_end, not forward)
     order[:] = best
+    first[:] = best_first
     candidate.paths[:] = best_paths
     candidate.node_of_slot[:] = best_nodes
     candidate.averaging_s[:] = best_averaging
@@ -669,6 +679,37 @@ def _follow_paths(candidate, undo, order, first):
 
 
 @compiled
+def _follow_relocation(candidate, undo, order, before, first, state):
+    """After a relocation: the microbatch leaves one slot's order for any places in the other's."""
+    length = candidate.paths.shape[1]
+    count = 2 * length + 1
+    m = undo.which[0]
+    i = 1
+    while candidate.paths[m, i] == undo.paths[0, i]:
+        i += 1
+    source, target = undo.paths[0, i], candidate.paths[m, i]
+    room = first[target + 1] - first[target]
+    forward_at, backward_at = _below(state, room + 1), _below(state, room + 1)
+    if forward_at > backward_at:
+        forward_at, backward_at = backward_at, forward_at
+    written = 0
+    for slot in range(candidate.node_of_slot.shape[0]):
+        begin, end = first[slot], first[slot + 1]
+        # `first` of this slot is not needed any more; that of the next is, until its turn.
+        first[slot] = written
+        for place in range(begin, end + 1):
+            if slot == target and place - begin == forward_at:
+                order[written] = m * count + i
+                written += 1
+            if slot == target and place - begin == backward_at:
+                order[written] = m * count + 2 * length - i
+                written += 1
+            if place < end and not (slot == source and before[place] // count == m):
+                order[written] = before[place]
+                written += 1
+
+
+@compiled
 def _rotate(order, i, k, forward):
     if forward:
         moved = order[i]
@@ -680,32 +721,3 @@ def _rotate(order, i, k, forward):
         for place in range(k, i, -1):
             order[place] = order[place - 1]
         order[i] = moved
-
-
-@compiled
-def cost_of_order(problem, candidate, order, first, draws, scratch, limit, mean_weight):
-    """What a candidate costs [s] as `cost_of` says it, if the nodes run `order`."""
-    number = draws.operations.shape[0]
-    costs = np.zeros(max(1, number))
-    for draw in range(costs.shape[0]):
-        stretch = _calm()
-        if number > 0:
-            stretch = Stretches(draws.operations[draw], draws.hops[draw], draws.averagings[draw])
-        costs[draw] = evaluate(
-            problem,
-            candidate.node_of_slot,
-            candidate.paths,
-            candidate.averaging_s,
-            candidate.priority,
-            order,
-            first,
-            True,
-            stretch,
-            scratch,
-            limit if number == 0 else np.inf,
-            mean_weight,
-        )
-        if costs[draw] == np.inf:
-            return np.inf
-    costs.sort()
-    return costs[-max(1, number // 4) :].mean()

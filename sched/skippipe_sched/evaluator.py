@@ -70,7 +70,7 @@ class Scratch(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """`simulate.Stretch` as arrays; several of them have one more axis in front."""
+    """`simulate.Stretch` as arrays; several draws of it have one more axis in front."""
 
     operations: np.ndarray  # microbatches, 2 * length + 1
     hops: np.ndarray  # microbatches, 2 * length + 1

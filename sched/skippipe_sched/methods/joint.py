@@ -24,6 +24,7 @@ from skippipe_sched.evaluator import (
     NO_ORDER,
     NO_STRETCH,
     Problem,
+    Scratch,
     Stretches,
     as_operations,
     evaluate,
@@ -38,7 +39,7 @@ from skippipe_sched.search import Placement, Search
 
 # Operations that a thread simulates in a second on a slow core: a second of the budget pays for
 # so many on each of the threads, however quick the machine is.
-OPERATIONS_PER_S = 6e6
+OPERATIONS_PER_S = 13e6
 THREADS = 2
 ROUNDING = 1e-9
 # What a move costs besides its simulation, in operations.
@@ -63,14 +64,20 @@ WEIGHTS = {
 }
 # The mean end of the data nodes guides the search where the maximum is flat.
 MEAN_WEIGHT = 0.3
-# Luck that a robust plan is made for: other luck than the one with which plans are replayed.
-JITTER_DRAWS = 12
-JITTER_SEED = 1_000_000
+# A robust plan is first a good plan. Then, for the rest of the work, its paths and order are
+# polished for the mean over draws of jitter: other draws than `simulate --jitter` has.
+CALM_SHARE = 0.4
+DRAWS = 48
+DRAWS_SEED = 1_000_000
 # The quick estimate first, then the rounds, and last the order.
 SETTLE_SHARE = 0.05
 SETTLE_HOTTEST_S, SETTLE_COLDEST_S = 2.0, 0.05
-POLISH_SHARE = 0.2
+POLISH_SHARE = 0.18
 POLISH_HOTTEST, POLISH_COLDEST = 0.01, 0.0003
+# With steps enough to reorder everything, polishing starts up to so many times hotter, on so many
+# more chains: few operations are searched for the best order as thoroughly as for the best paths.
+POLISH_MOST = 10
+STEPS_TO_REORDER = 5
 POLISH_MEAN_WEIGHT = 0.001
 
 
@@ -85,9 +92,9 @@ class Round:
 
 
 ROUNDS = (
-    Round(chains=8, share=0.45, hottest=0.03, coldest=0.003),
-    Round(chains=3, share=0.25, hottest=0.012, coldest=0.0015),
-    Round(chains=2, share=0.2, hottest=0.006, coldest=0.0003),
+    Round(chains=8, share=0.42, hottest=0.03, coldest=0.003),
+    Round(chains=3, share=0.2, hottest=0.012, coldest=0.0015),
+    Round(chains=2, share=0.15, hottest=0.006, coldest=0.0003),
 )
 
 
@@ -130,15 +137,14 @@ class _Joint:
         microbatches = sum(case.microbatches)
         self.chain_length = 2 * case.path_length + 1
         self.operations = microbatches * self.chain_length + OPERATIONS_OF_MOVE
+        self.steps_to_reorder = STEPS_TO_REORDER * (microbatches * self.chain_length) ** 2
         self.bound_s = lower_bound_s(case, case.path_length)
         self.weights = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
         if search.placement is not None:
             self.weights[annealing.NODES] = 0.0
-        # Polishing keeps what each node runs how often.
         self.polish_moves = np.ones(annealing.MOVES)
         self.polish_moves[[annealing.PRIORITY, annealing.URGENCY]] = 0.0
-        self.polish_moves[[annealing.REPLICA, annealing.STAGE]] = 0.0
-        if self.problem.unequal:
+        if self.problem.unequal:  # Then a node's order is not another's.
             self.polish_moves[annealing.NODES] = 0.0
         self.draws = NO_DRAWS
         self.optimal = False
@@ -148,15 +154,14 @@ class _Joint:
         self.compile(first)
         self.search.start_clock()
         work = self.search.steps(THREADS * OPERATIONS_PER_S)
-        steps = work / self.operations
+        steps = work / self.operations * (CALM_SHARE if self.search.jitter else 1.0)
         least = max(LEAST_STEPS, LEAST_STEPS_OF_MICROBATCH * sum(self.case.microbatches))
         most = int(np.clip(ROUNDS[0].share * steps / least, THREADS, ROUNDS[0].chains))
-        chains = [first, *(self.start(number) for number in range(1, most))]
+        every_chain = [first, *(self.start(number) for number in range(1, most))]
+        chains = every_chain
         with ThreadPoolExecutor(THREADS) as threads:
             self.each(threads, chains, lambda chain: self.settle(chain, work / most))
             for round_ in ROUNDS:
-                if round_ is ROUNDS[-1] and self.search.jitter > 0:
-                    steps = self.expect_jitter(chains, steps)
                 chains = sorted(chains, key=lambda chain: chain.cost_s)[: round_.chains]
                 share = int(round_.share * steps / len(chains))
                 reference_s = chains[0].cost_s
@@ -165,31 +170,30 @@ class _Joint:
                     chains,
                     lambda chain, r=round_, n=share, s=reference_s: self.anneal(chain, r, n, s),
                 )
-            chains = sorted(chains, key=lambda chain: chain.cost_s)[:THREADS]
-            polish = int(POLISH_SHARE * steps / len(chains))
+            work_of_polish = POLISH_SHARE * steps
+            most = int(np.clip(work_of_polish / self.steps_to_reorder, THREADS, len(every_chain)))
+            chains = sorted(every_chain, key=lambda chain: chain.cost_s)[:most]
+            polish = int(work_of_polish / len(chains))
             self.each(threads, chains, lambda chain: self.polish(chain, polish))
-        return self.routes_of(min(chains, key=lambda chain: chain.cost_s))
+            if self.search.jitter:
+                self.draws = self.draws_of_jitter()
+                steps = (1 - CALM_SHARE) / CALM_SHARE * steps / DRAWS / len(chains)
+                self.each(threads, chains, lambda chain: self.polish(chain, int(steps)))
+        best = min(chains, key=lambda chain: chain.cost_s)
+        return self.routes_of(best.candidate, best.order)
 
-    def expect_jitter(self, chains: list[_Chain], steps: float) -> float:
-        """Judge by bad luck from now on; returns how many steps the work makes then."""
-        draws = [
-            draw_stretch(
-                sum(self.case.microbatches),
-                len(self.case.stages),
-                self.search.jitter,
-                JITTER_SEED + self.search.seed,
-                draw,
-            )
-            for draw in range(JITTER_DRAWS)
+    def draws_of_jitter(self) -> Stretches:
+        """The luck that a robust plan is made for."""
+        size = sum(self.case.microbatches), len(self.case.stages)
+        luck = [
+            draw_stretch(*size, self.search.jitter, DRAWS_SEED + self.search.seed, draw)
+            for draw in range(DRAWS)
         ]
-        self.draws = Stretches(
-            np.stack([draw.operations for draw in draws]),
-            np.stack([draw.hops for draw in draws]),
-            np.stack([draw.averagings for draw in draws]),
+        return Stretches(
+            np.stack([one.operations for one in luck]),
+            np.stack([one.hops for one in luck]),
+            np.stack([one.averagings for one in luck]),
         )
-        for chain in chains:
-            self.judge(chain)
-        return steps / (1 + JITTER_DRAWS)
 
     def each(
         self, threads: ThreadPoolExecutor, chains: list[_Chain], work: Callable[[_Chain], None]
@@ -199,7 +203,7 @@ class _Joint:
             self.search.found(chain.cost_s)
         # Only here, where all have ended: what a chain does must not hang on how quick others are.
         least_s = min(chain.cost_s for chain in chains)
-        self.optimal = self.search.jitter == 0 and least_s <= self.bound_s * (1 + ROUNDING)
+        self.optimal = not self.search.jitter and least_s <= self.bound_s * (1 + ROUNDING)
 
     def start(self, number: int) -> _Chain:
         """A chain on a random placement (unless one is given) with random balanced paths."""
@@ -225,6 +229,7 @@ class _Joint:
         self.settle(chain, 0.0)
         self.anneal(chain, ROUNDS[0], 0, 1.0)
         self.polish(chain, 0)
+        chain.order = NO_ORDER
 
     def settle(self, chain: _Chain, work: float) -> None:
         """Anneal by the quick estimate, for `SETTLE_SHARE` of the work."""
@@ -285,7 +290,6 @@ class _Joint:
                 chain.best,
                 chain.best_cost,
                 chain.undo,
-                self.draws,
                 chain.scratch,
                 chain.state,
                 number,
@@ -308,7 +312,6 @@ class _Joint:
         return annealing.cost_of(
             self.problem,
             chain.candidate,
-            self.draws,
             chain.scratch,
             np.inf,
             mean_weight,
@@ -320,13 +323,16 @@ class _Joint:
         chain.cost_s = self.cost(chain, 0.0)
 
     def polish(self, chain: _Chain, steps: int) -> None:
-        """Improve paths and order together, beginning with the order that dispatch gives."""
+        """Improve paths and order together, from the order that dispatch gives or the last one."""
         candidate = chain.candidate
         first = first_of_slots(candidate.paths, len(candidate.node_of_slot))
-        chain.order = np.zeros(first[-1], np.int64)
-        arguments = (self.problem, *candidate[:2], candidate.averaging_s, candidate.priority)
-        evaluate(*arguments, chain.order, first, False, NO_STRETCH, chain.scratch, np.inf, 0.0)
-        dispatched, dispatched_order = candidate.copy(), chain.order.copy()
+        if len(chain.order) == 0:
+            chain.order = self.dispatched(candidate, chain.scratch)
+        before, order_before = candidate.copy(), chain.order.copy()
+
+        def cost_s() -> float:
+            order = (chain.order, first, self.draws, chain.scratch)
+            return annealing.cost_of_order(self.problem, candidate, *order, np.inf, 0.0)
 
         def run(number: int, temperature: float, cooling: float) -> None:
             annealing.polish(
@@ -345,21 +351,28 @@ class _Joint:
                 POLISH_MEAN_WEIGHT,
             )
 
-        hottest, coldest = POLISH_HOTTEST * chain.cost_s, POLISH_COLDEST * chain.cost_s
-        self.in_pieces(steps, self.operations, hottest, coldest, run)
-        polished_s = annealing.cost_of_order(
-            self.problem, candidate, chain.order, first, self.draws, chain.scratch, np.inf, 0.0
-        )
+        chain.cost_s = cost_s()
+        hotter = np.clip(steps / self.steps_to_reorder, 1, POLISH_MOST)
+        hottest, coldest = hotter * POLISH_HOTTEST * chain.cost_s, POLISH_COLDEST * chain.cost_s
+        work_of_step = self.operations * max(1, len(self.draws.operations))
+        self.in_pieces(steps, work_of_step, hottest, coldest, run)
+        polished_s = cost_s()
         if polished_s < chain.cost_s:
             chain.cost_s = polished_s
         else:
-            candidate.take(dispatched)
-            chain.order = dispatched_order
+            candidate.take(before)
+            chain.order = order_before
 
-    def routes_of(self, chain: _Chain) -> Routes:
-        candidate = chain.candidate
+    def dispatched(self, candidate: Candidate, scratch: Scratch) -> np.ndarray:
+        """The order in which dispatch runs a candidate, slot after slot."""
+        first = first_of_slots(candidate.paths, len(candidate.node_of_slot))
+        order = np.zeros(first[-1], np.int64)
+        arguments = (self.problem, *candidate[:2], candidate.averaging_s, candidate.priority)
+        evaluate(*arguments, order, first, False, NO_STRETCH, scratch, np.inf, 0.0)
+        return order
+
+    def routes_of(self, candidate: Candidate, order: np.ndarray) -> Routes:
         nodes = candidate.node_of_slot
         paths = tuple(tuple(path) for path in nodes[candidate.paths].tolist())
         first = first_of_slots(candidate.paths, len(nodes))
-        order = as_operations(chain.order, first, nodes, paths)
-        return Routes(self.placement(nodes), paths, order)
+        return Routes(self.placement(nodes), paths, as_operations(order, first, nodes, paths))

@@ -1,0 +1,122 @@
+"""The joint search: near the optimum where that is known, and what it promises besides."""
+
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from skippipe_sched.auto import candidates
+from skippipe_sched.bound import lower_bound_s
+from skippipe_sched.case import load_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import make_plan, plan_best
+from skippipe_sched.plan import load_plan
+from skippipe_sched.robustness import replay
+from skippipe_sched.rules import violations
+from skippipe_sched.search import Search
+from skippipe_sched.simulate import simulate_plan
+
+from skippipe_jax.program import compile_plan
+from tests.sched.examples import PAPER, same_place
+from tests.sched.optimum import optimum_s, random_small_case
+
+PUBLISHED = Path("experiments/paper/published_gcp20.json")
+
+
+def paper_case():
+    return load_case(Path(PAPER))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_joint_is_within_two_percent_of_the_optimum(seed):
+    case = random_small_case(seed)
+    optimum = optimum_s(case)
+    plan = make_plan(case, "joint", Search(budget_s=2.0))
+    assert plan.predicted.iteration_s <= 1.02 * optimum
+    assert plan.predicted.lower_bound_s <= optimum * (1 + 1e-9)
+    assert compile_plan(plan, tuple(range(len(case.nodes))))
+
+
+def test_the_papers_case_is_planned_far_better_than_published():
+    """A second of search; the benchmark has the figures that matter."""
+    case, search = paper_case(), Search(budget_s=2.0)
+    plan = make_plan(case, "joint", search)
+    published = simulate_plan(load_plan(PUBLISHED))
+    assert published.pipeline_s == pytest.approx(32.92, abs=0.01)
+    assert published.iteration_s == pytest.approx(69.44, abs=0.01)
+    assert plan.predicted.iteration_s < 0.8 * published.iteration_s
+    assert search.best_s == pytest.approx(plan.predicted.iteration_s)
+    assert violations(case, plan.stages, plan.microbatches) == []
+    assert compile_plan(plan, (0,) * len(case.nodes))
+
+
+def test_partial_paths_beat_full_ones_under_the_same_search():
+    case = paper_case()
+    partial, full = (make_plan(case, m, Search(budget_s=1.0)) for m in ("joint", "full-joint"))
+    assert {len(path) for path in full.microbatches} == {len(case.stages)}
+    assert partial.predicted.iteration_s < full.predicted.iteration_s
+
+
+def test_one_cluster_is_planned_to_the_bound():
+    case = load_case(Path("experiments/paper/cluster1.yaml"))
+    plan = make_plan(case, "joint", Search(budget_s=30.0))
+    assert plan.predicted.iteration_s <= 1.02 * lower_bound_s(case, case.path_length)
+
+
+def test_the_same_seed_gives_the_same_plan_and_another_seed_another():
+    case = paper_case()
+    first, again, other = (
+        make_plan(case, "joint", Search(seed, 0.5)).to_json() for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert first["microbatches"] != other["microbatches"]
+
+
+def test_a_given_placement_is_kept():
+    placement = load_plan(PUBLISHED).stages
+    plan = make_plan(paper_case(), "joint", Search(budget_s=0.5, placement=placement))
+    assert plan.stages == placement
+
+
+def test_more_microbatches_than_the_budget_pays_for_still_have_a_plan():
+    case = same_place([3, 2, 2], path_length=2, microbatches_per_data_node=200)
+    plan = make_plan(case, "joint", Search(budget_s=0.01))
+    assert violations(case, plan.stages, plan.microbatches) == []
+
+
+def test_an_interrupt_ends_the_search_with_the_best_so_far():
+    search = Search(budget_s=120.0)
+    timer = threading.Timer(5.0, lambda: signal.raise_signal(signal.SIGINT))
+    make_plan(paper_case(), "joint", Search(budget_s=0.01))  # Compiles what is not yet compiled.
+    with search.interruptible():
+        timer.start()
+        plan = make_plan(paper_case(), "joint", search)
+    assert search.end.interrupted
+    assert search.elapsed_s < 30
+    assert violations(plan.case, plan.stages, plan.microbatches) == []
+
+
+def test_a_robust_plan_keeps_the_rules_and_is_replayed_in_its_order():
+    case = paper_case()
+    plan = make_plan(case, "joint", Search(budget_s=2.0, jitter=0.3))
+    assert violations(case, plan.stages, plan.microbatches) == []
+    assert simulate_plan(plan).iteration_s == plan.predicted.iteration_s
+    assert np.all(replay(plan, 0.3, 5) > plan.predicted.iteration_s)
+
+
+def test_an_open_case_is_planned_with_sizes_that_fit():
+    source = dict(same_place([2, 2, 2], microbatches_per_data_node=2).source)
+    del source["microbatches_per_data_node"]
+    source |= {"stages": "auto", "stage_count": 3, "path_length": "auto", "microbatches": 6}
+    plan = plan_best(candidates(source), "joint", Search(budget_s=1.0))
+    assert sum(len(nodes) for nodes in plan.stages) == 6
+    assert sum(plan.case.microbatches) == 6
+    assert plan.case.path_length == len(plan.microbatches[0])
+
+
+def test_a_case_without_balanced_paths_is_refused():
+    case = same_place([1] * 4, path_length=2, microbatches_per_data_node=30, rules={"max_jump": 0})
+    with pytest.raises(InputError) as refused:
+        make_plan(case, "joint", Search(budget_s=0.1))
+    assert refused.value.field == "case.rules.max_jump"
