@@ -89,7 +89,7 @@ def undo_for(candidate: Candidate) -> Undo:
 
 def random_state(seed: int) -> np.ndarray:
     """The state of the random numbers of one chain."""
-    return np.array([seed], np.uint64)
+    return np.array([seed % 2**64], np.uint64)
 
 
 @compiled

@@ -32,6 +32,11 @@ def compiled(function: Callable[..., Any]) -> Any:
         settings.CACHE_DIR = others_folder
 
 
+def is_compiled() -> bool:
+    """Whether this machine has compiled the search before, which takes half a minute."""
+    return any(Path(_cache_folder()).rglob("annealing.polish-*.nbi"))
+
+
 @cache
 def _cache_folder() -> str:
     """A folder for this very code: the user's cache, or the system's temporary files."""

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,15 @@ def test_more_microbatches_than_the_budget_pays_for_still_have_a_plan():
     case = same_place([3, 2, 2], path_length=2, microbatches_per_data_node=200)
     plan = make_plan(case, "joint", Search(budget_s=0.01))
     assert violations(case, plan.stages, plan.microbatches) == []
+
+
+def test_swaps_and_little_memory_never_leave_a_plan_that_locks():
+    rules = {"max_swaps": 3, "max_swap_distance": 3}
+    case = same_place([3, 1, 1, 1], path_length=4, microbatches_per_data_node=4, memory=1)
+    case = replace(case, rules=replace(case.rules, **rules))
+    for seed in (0, 1, 2**70):
+        plan = make_plan(case, "joint", Search(seed, 0.02))
+        assert simulate_plan(plan).iteration_s == plan.predicted.iteration_s < np.inf
 
 
 def test_an_interrupt_ends_the_search_with_the_best_so_far():
