@@ -42,3 +42,11 @@ def test_gpu_on_any_machine():
     ratio = results["model_flops_per_second"] / results["product_flops_per_second"]
     assert abs(results["utilisation"] - ratio) < 0.01
     assert results["peak_memory_bytes"] > 0
+
+
+def test_planner():
+    report = last_line_of("planner", "--only", "compiled")
+    figures = report["compiled"]
+    rates = figures["compiled_plans_per_s"] / figures["simulator_plans_per_s"]
+    assert abs(figures["ratio"] / rates - 1) < 0.1
+    assert figures["ratio"] > 1

@@ -52,10 +52,12 @@ from experiments.benchmarks import machine
 PAPER = Path(__file__).parents[1] / "paper"
 PUBLISHED = PAPER / "published_gcp20.json"
 CASES = ("gcp20", "world18", "world42", "clusters5", "cluster1")
-# Published, with averaging added: DT-FM's full pipeline with all 30 microbatches.
+# The published full pipeline uses three of its five data nodes and is not in the plan's file. These
+# are columns of its placement that take as long as it is said to: 79.9 s with 27 microbatches.
+PUBLISHED_COLUMNS = ((0, 14, 9, 13, 7, 19), (3, 15, 1, 16, 5, 17), (10, 8, 6, 12, 18, 2))
 PUBLISHED_FULL_S = 141.8
 # Nodes, replicas of the data stage and of each inner stage, microbatches per data node, seconds.
-SIZES = {42: (7, 5, 7, 6, 60), 200: (40, 32, 5, 30, 120), 1000: (200, 160, 5, 30, 600)}
+SIZES = {42: (7, 5, 7, 6, 60), 200: (40, 32, 5, 30, 120), 1000: (200, 160, 5, 30, 300)}
 
 
 def searched(case: Case, method: str, search: Search) -> tuple[Plan, dict[str, Any]]:
@@ -80,16 +82,24 @@ def yardstick(seeds: int) -> dict[str, Any]:
     case = load_case(PAPER / "gcp20.yaml")
     published = load_plan(PUBLISHED)
     timeline = simulate_plan(published)
+    columns = [PUBLISHED_COLUMNS[microbatch % 3] for microbatch in range(30)]
+    full = simulate(case, published.stages, columns)
     result: dict[str, Any] = {
         "published_plan": {
             "pipeline_s": round(timeline.pipeline_s, 2),
             "iteration_s": round(timeline.iteration_s, 2),
+        },
+        "published_full_pipeline": {
+            "pipeline_s": round(full.pipeline_s, 2),
+            "iteration_s": round(full.iteration_s, 2),
         },
         "full_published_placement": searched(case, "full", Search(placement=published.stages))[1],
         "skippipe_published_placement": searched(
             case, "skippipe", Search(placement=published.stages)
         )[1],
     }
+    for name, found in result.items():
+        print(f"{name}: {found}", flush=True)
     for method, budget_s in (("joint", 10.0), ("joint", 60.0), ("full-joint", 60.0)):
         runs = [searched(case, method, Search(seed, budget_s))[1] for seed in range(seeds)]
         median_s = statistics.median(run["iteration_s"] for run in runs)
@@ -275,6 +285,7 @@ def _run(arguments: argparse.Namespace) -> int:
         report[part] = run[part]()
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
     return 0
 
 

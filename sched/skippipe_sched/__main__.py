@@ -180,8 +180,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         print("the search was interrupted: this is the best plan it had", file=sys.stderr)
     elif search.end.cut_short:
         print(
-            "the clock ended the search before its work was done, so another run may find "
-            "another plan: raise --budget, or take fewer steps with a lower one",
+            "the clock ended the search before its work was done: on a machine with less else to "
+            "do, the same seed may find another plan",
             file=sys.stderr,
         )
     _write("--output", arguments.output, plan.save)

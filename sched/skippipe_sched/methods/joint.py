@@ -1,8 +1,9 @@
 """Placement, stage sets, replicas, swaps and the order on the nodes, all searched together.
 
-Several chains start from different placements and random balanced paths. Each first settles by a
-quick estimate, then anneals by the simulation of the whole iteration; the best of them go on. At
-the end the order of operations on the nodes is polished, where nodes may also wait.
+Several chains start from different placements and random balanced paths (large cases from what
+the paper's search finds quickly). Each first settles by a quick estimate, then anneals by the
+simulation of the whole iteration; the best of them go on. At the end paths and order are polished
+together, where nodes may also wait.
 
 Not in the paper, which places nodes, finds paths and orders operations one after the other.
 """
@@ -34,6 +35,7 @@ from skippipe_sched.evaluator import (
     problem_of,
     scratch_for,
 )
+from skippipe_sched.methods import full, skippipe
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.robustness import draw_stretch
@@ -46,11 +48,20 @@ THREADS = 2
 ROUNDING = 1e-9
 # What a move costs besides its simulation, in operations.
 OPERATIONS_OF_MOVE = 50
+# Beyond what the caches hold, an operation takes up to three times as long.
+CACHED_OPERATIONS = 5000
 # A chain looks at the clock whenever it has done about this many seconds of work.
 LOOK_S = 0.1
 # A chain needs this many simulations to be worth starting, and so many for each microbatch.
 LEAST_STEPS = 2000
 LEAST_STEPS_OF_MICROBATCH = 20
+
+# With fewer simulations than these for each microbatch, chains do not start at random but from
+# what the paper's search finds in a share of the budget, with little of the heat that would
+# destroy it.
+HURRIED_STEPS = 300
+HURRIED_HEAT = 0.05
+PREPARING_SHARE = 0.2
 
 # How often each move is tried, by its number in annealing.py.
 WEIGHTS = {
@@ -138,8 +149,10 @@ class _Joint:
         self.problem = problem_of(case)
         microbatches = sum(case.microbatches)
         self.chain_length = 2 * case.path_length + 1
-        self.operations = microbatches * self.chain_length + OPERATIONS_OF_MOVE
-        self.steps_to_reorder = STEPS_TO_REORDER * (microbatches * self.chain_length) ** 2
+        operations = microbatches * self.chain_length
+        slower = 1 + min(2.0, operations / CACHED_OPERATIONS)
+        self.operations = operations * slower + OPERATIONS_OF_MOVE
+        self.steps_to_reorder = STEPS_TO_REORDER * operations**2
         self.bound_s = lower_bound_s(case, case.path_length)
         self.weights = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
         if search.placement is not None:
@@ -149,17 +162,21 @@ class _Joint:
         if self.problem.unequal:  # Then a node's order is not another's.
             self.polish_moves[annealing.NODES] = 0.0
         self.draws = NO_DRAWS
+        self.prepared: Routes | None = None
+        self.heat = 1.0
         self.optimal = False
 
     def run(self) -> Routes:
-        first = self.start(0)
-        self.compile(first)
+        self.compile(self.start(0))
         self.search.start_clock()
         work = self.search.steps(THREADS * OPERATIONS_PER_S)
         steps = work / self.operations * (CALM_SHARE if self.search.jitter else 1.0)
         least = max(LEAST_STEPS, LEAST_STEPS_OF_MICROBATCH * sum(self.case.microbatches))
         most = int(np.clip(ROUNDS[0].share * steps / least, THREADS, ROUNDS[0].chains))
-        every_chain = [first, *(self.start(number) for number in range(1, most))]
+        if ROUNDS[0].share * steps / most < HURRIED_STEPS * sum(self.case.microbatches):
+            self.prepared = skippipe.routes(self.case, self.search.part(PREPARING_SHARE))
+            self.heat = HURRIED_HEAT
+        every_chain = [self.start(number) for number in range(most)]
         chains = every_chain
         with ThreadPoolExecutor(THREADS) as threads:
             self.each(threads, chains, lambda chain: self.settle(chain, work / most))
@@ -213,15 +230,17 @@ class _Joint:
         self.optimal = not self.search.jitter and least_s <= self.bound_s * (1 + ROUNDING)
 
     def start(self, number: int) -> _Chain:
-        """A chain on a random placement (unless one is given) with random balanced paths."""
+        """A chain with random balanced paths on a random placement, unless better ones are known."""
         search, case = self.search, self.case
         nodes = search.random.permutation(len(case.nodes))
-        if search.placement is not None:
-            nodes = np.array([node for stage in search.placement for node in stage])
+        known = self.prepared.stages if self.prepared else search.placement
+        if known is not None:
+            nodes = np.array([node for stage in known for node in stage])
         stages = self.placement(nodes)
-        slot_of_node = np.argsort(nodes)
-        paths = slot_of_node[np.array(random_paths(case, stages, search.random))]
-        candidate = annealing.candidate_of(self.problem, nodes, paths)
+        paths = random_paths(case, stages, search.random)
+        if self.prepared is not None:
+            paths = full.matched(case, stages, paths) if number else self.prepared.paths
+        candidate = annealing.candidate_of(self.problem, nodes, np.argsort(nodes)[np.array(paths)])
         return _Chain(self.problem, candidate, search.seed * 1_000_003 + number)
 
     def placement(self, nodes: np.ndarray) -> Placement:
@@ -242,7 +261,7 @@ class _Joint:
 
     def settle(self, chain: _Chain, work: float) -> None:
         """Anneal by the quick estimate, for `SETTLE_SHARE` of the work."""
-        start = chain.candidate.copy()
+        start, start_s = chain.candidate.copy(), self.cost(chain, 0.0)
         cost = 4 * self.chain_length + self.case.stages[0]
         weights = self.weights.copy()
         # Swapping nodes costs as much as all microbatches do.
@@ -253,8 +272,8 @@ class _Joint:
         self.in_pieces(
             steps,
             cost + nodes_share * self.operations,
-            SETTLE_HOTTEST_S,
-            SETTLE_COLDEST_S,
+            self.heat * SETTLE_HOTTEST_S,
+            self.heat * SETTLE_COLDEST_S,
             lambda number, temperature, cooling: annealing.settle(
                 self.problem,
                 chain.candidate,
@@ -268,7 +287,7 @@ class _Joint:
         )
         chain.best.take(chain.candidate)
         self.judge(chain)
-        if chain.cost_s == np.inf:  # The estimate does not see that nodes lock; no start does.
+        if not chain.cost_s <= start_s:  # The estimate does not see all, nor that nodes lock.
             chain.best.take(start)
             self.judge(chain)
 
@@ -315,8 +334,8 @@ class _Joint:
         self.in_pieces(
             steps,
             self.operations,
-            round_.hottest * reference_s,
-            round_.coldest * reference_s,
+            self.heat * round_.hottest * reference_s,
+            self.heat * round_.coldest * reference_s,
             run,
         )
         self.judge(chain)
