@@ -230,7 +230,7 @@ class _Joint:
         self.optimal = not self.search.jitter and least_s <= self.bound_s * (1 + ROUNDING)
 
     def start(self, number: int) -> _Chain:
-        """A chain with random balanced paths on a random placement, unless better ones are known."""
+        """A chain with random balanced paths on a random placement, if no better are known."""
         search, case = self.search, self.case
         nodes = search.random.permutation(len(case.nodes))
         known = self.prepared.stages if self.prepared else search.placement
