@@ -42,7 +42,7 @@ from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.search import Placement, Search
 
 # A second of the budget pays for simulating so many operations on each of the threads, however
-# quick the machine is. A free core of a server of 2021 does half as many again.
+# quick the machine is. The machine of the committed results does half as many again.
 OPERATIONS_PER_S = 13e6
 THREADS = 2
 ROUNDING = 1e-9
