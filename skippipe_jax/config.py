@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from skippipe_sched import fields
@@ -31,10 +32,17 @@ class PlanConfig:
     `file` is a plan (JSON). `case` is a case: the path of a YAML file, or the case itself, whose
     link table then lies beside the config file. `method`, `seed` and `budget_s`, the seconds that
     the search may take, are the planner's.
+
+    With `measure`, links, seconds, bytes and memory are measured when the run starts, and `case`
+    says only what cannot be: stages, path lengths, microbatches and rules, as far as the defaults
+    of `skippipe_jax.profile` do not suit. `plan: auto` measures and leaves all to these defaults.
     """
+
+    SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"measure": True}}
 
     file: str | None = None
     case: str | dict | None = None
+    measure: bool = False
     method: str = DEFAULT_METHOD
     seed: int = 0
     budget_s: float = DEFAULT_BUDGET_S
@@ -47,6 +55,79 @@ class PlanConfig:
         if self.file is not None and self.case is not None:
             raise InputError(
                 "plan.file", self.file, "plan.case is given too", "Remove one of the two"
+            )
+        if self.measure and self.file is not None:
+            raise InputError(
+                "plan.measure",
+                True,
+                "a plan file is given too, which needs no measured case",
+                "Remove one of the two",
+            )
+        if self.measure and isinstance(self.case, str):
+            raise InputError(
+                "plan.case",
+                self.case,
+                "a case in a file is complete, but plan.measure asks to measure it",
+                "Write stages, path_length and so on under plan.case itself, or remove measure",
+            )
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """How nodes exchange arrays, or how a network between them is emulated.
+
+    Attributes:
+        mode: `real`, or `emulate`: every hop is delayed by the case's latency, bandwidth and
+            overhead, hops on one directed link one after another, and averaging takes the seconds
+            that the case predicts. `network: emulate` is short for this.
+        emulate_compute: with `emulate`, every operation takes at least the case's seconds.
+        jitter: with `emulate`, everything takes (1 + x) times as long, x exponential with this
+            mean, drawn anew for each iteration from the seed.
+        averaging: `collective` sums a stage's gradients over its replicas by a collective of JAX,
+            `ring` passes them round chunk by chunk in the planner's order of the replicas. `auto`
+            takes the ring between processes where a link has less than 1 GiB/s in the case.
+        activation_dtype: `bfloat16` rounds activations and their gradients for each hop between
+            nodes, which halves their bytes. null: they travel as they are computed.
+        averaging_dtype: `bfloat16` rounds gradients, and sums of some replicas' gradients, for
+            each step of the ring. Replicas that share a device exchange nothing.
+        deadline_s: seconds that a host waits for anything from another before the run ends.
+    """
+
+    SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        mode: {"mode": mode} for mode in ("real", "emulate")
+    }
+
+    mode: str = "real"
+    emulate_compute: bool = False
+    jitter: float = 0.0
+    averaging: str = "auto"
+    activation_dtype: str | None = None
+    averaging_dtype: str | None = None
+    deadline_s: float = 300.0
+
+    def __post_init__(self):
+        """Refuse what has no effect."""
+        fields.text(self.mode, "network.mode", ("real", "emulate"))
+        fields.text(self.averaging, "network.averaging", ("auto", "collective", "ring"))
+        fields.number(self.jitter, "network.jitter", 0.0)
+        fields.number(self.deadline_s, "network.deadline_s", 0.0, above=True)
+        for name in ("activation_dtype", "averaging_dtype"):
+            if getattr(self, name) is not None:
+                fields.text(getattr(self, name), f"network.{name}", ("bfloat16",))
+        for name in ("emulate_compute", "jitter"):
+            if getattr(self, name) and self.mode == "real":
+                raise InputError(
+                    f"network.{name}",
+                    getattr(self, name),
+                    "the network is real, and so nothing is delayed",
+                    "Write network.mode: emulate too, or remove it",
+                )
+        if self.averaging == "collective" and self.averaging_dtype is not None:
+            raise InputError(
+                "network.averaging_dtype",
+                self.averaging_dtype,
+                "only the ring rounds what it sends, and network.averaging is collective",
+                "Write averaging: ring, or remove it",
             )
 
 
@@ -67,10 +148,18 @@ class Config:
 
     `run_dir` is the folder that the run writes; `seed` draws the first parameters. Programs
     compiled by XLA are kept in `compilation_cache` and found there by later runs.
+
+    `execution`: with `strict` every node keeps to the plan's order, and a run gives the same bits
+    each time. With `ready-first` a node takes, among the operations whose inputs have arrived, the
+    earliest in the plan's order, so that it does not stand still when a transfer is late; sums are
+    then rounded in the order of arrival. `trace`: `never`, or `every N` iterations the timeline of
+    one is recorded in the run folder and drawn beside the predicted one.
     """
 
     run_dir: str = "runs/default"
     seed: int = 0
+    execution: str = "strict"
+    trace: str = "never"
     compilation_cache: str | None = "~/.cache/skippipe_jax"
     model: ModelConfig = field(default_factory=ModelConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -79,10 +168,16 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self):
         """Refuse a sequence that is longer than the model's context."""
         fields.integer(self.seed, "seed", 0, 2**32 - 1)
+        fields.text(self.execution, "execution", ("strict", "ready-first"))
+        if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
+            raise InputError(
+                "trace", self.trace, "says no interval", "Write never, or every 10, or the like"
+            )
         if self.data.sequence_length > self.model.context:
             raise InputError(
                 "data.sequence_length",
@@ -90,6 +185,10 @@ class Config:
                 f"is longer than model.context = {self.model.context}",
                 "Shorten it, or raise model.context",
             )
+
+    def traces(self, iteration: int) -> bool:
+        """Whether the timeline of an iteration, counted from 0, is recorded."""
+        return self.trace != "never" and (iteration + 1) % int(self.trace.split()[1]) == 0
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -174,7 +273,11 @@ def _mapping(value: Any, name: str, shown: Any) -> dict[str, Any]:
 def _parse(kind: Any, value: Any, name: str) -> Any:
     """`value` as a value of type `kind`, where `name` is its place in the tree."""
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        types_of = typing.get_type_hints(kind)
+        hints = {field.name: types_of[field.name] for field in dataclasses.fields(kind)}
+        shorthand = getattr(kind, "SHORTHAND", {})
+        if isinstance(value, str) and value in shorthand:
+            value = shorthand[value]
         given = fields.mapping(value, name or "config", hints)
         prefix = f"{name}." if name else ""
         return typing.cast(Any, kind)(

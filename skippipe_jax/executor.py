@@ -1,8 +1,9 @@
-"""Running a host's program: the state of its nodes, and one iteration after another.
+"""The state of a host's nodes, and one iteration of its program after another.
 
-`Executor.run` only dispatches. The device runs a node's operations in the program's order because
-each call takes the gauge or the gradients that the call before it returned; transfers overlap with
-the compute of other microbatches because nothing here waits for a value.
+`Executor.run` takes one of two ways. Where nothing has to be waited for, in one process, everything
+is dispatched in the program's order at once: the device runs a node's operations in that order
+because each call takes the gauge that the call before it returned. Otherwise `skippipe_jax.live`
+starts every operation when its input has arrived.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
+from skippipe_sched.averaging import best_ring
+from skippipe_sched.links import GIBIBYTE
 from skippipe_sched.plan import Operation, Plan
 
+from skippipe_jax.config import NetworkConfig
 from skippipe_jax.data import Batch
 from skippipe_jax.links import Link
-from skippipe_jax.model import ModelConfig
+from skippipe_jax.model import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.optimizer import OptimizerConfig
 from skippipe_jax.program import Compute, Program
+from skippipe_jax.ring import Ring
 from skippipe_jax.stages import (
     STOP,
     Gauge,
@@ -32,6 +37,9 @@ from skippipe_jax.stages import (
     stage_functions,
 )
 from skippipe_jax.summing import sum_over_devices
+
+# `network.averaging: auto` takes the collective where no link between replicas is slower.
+FAST_LINK = GIBIBYTE
 
 
 @dataclass
@@ -59,16 +67,18 @@ class NodeState:
     gauge: Gauge
     saved: dict[int, PyTree] = field(default_factory=dict)
     targets: dict[int, jax.Array] = field(default_factory=dict)
-    # What the operation before left for the next one on the same node.
-    carried: dict[int, jax.Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one iteration, still being computed: the totals over all nodes, and this host's gauges."""
+    """Of one iteration, still being computed: the totals over all nodes, and this host's gauges.
+
+    `busy_s` is how long each node computed, where that was watched.
+    """
 
     totals: Totals
     gauges: dict[int, Gauge]
+    busy_s: Float[Array, " nodes"] | None
 
 
 def devices_of_nodes(plan: Plan, host_of: Sequence[int]) -> tuple[jax.Device, ...]:
@@ -109,18 +119,24 @@ class Executor:
         host_of: Sequence[int],
         model: ModelConfig,
         seed: int,
+        activation: jax.ShapeDtypeStruct,
+        network: NetworkConfig | None = None,
     ):
         """Create the parameters of the stages served here, drawn from `seed`.
 
         `devices[n]` and `host_of[n]` are the device and the host of node n, `functions[s]` those
-        of stage s, `links[h]` the way to host h.
+        of stage s, `links[h]` the way to host h, `activation` what stages give to each other.
         """
         self.plan = plan
         self.program = program
         self.devices = devices
         self.links = links
         self.host_of = host_of
+        self.network = network or NetworkConfig()
         self.stage_of = plan.stage_of
+        self.activation = activation
+        travelling = self.network.activation_dtype or activation.dtype
+        self.travelling = jax.ShapeDtypeStruct(activation.shape, travelling)
         self.replicas = [
             tuple(dict.fromkeys(devices[node] for node in nodes)) for nodes in plan.stages
         ]
@@ -134,12 +150,50 @@ class Executor:
                 created = jax.device_put(created, devices[node])
                 self.states[stage, devices[node]] = StageState(functions[stage], *created)
         self.nodes = {
-            node: NodeState(gauge=self._put(np.zeros(2, np.int32), node)) for node in program.nodes
+            node: NodeState(gauge=self.put(np.zeros(2, np.int32), node)) for node in program.nodes
         }
+        self.rings = self._rings([parameter_count(s) for s in stage_shapes(model, len(layers))])
         # One device of each host sums what all hosts need to know.
         first_node_of_host = {host: node for node, host in reversed(list(enumerate(host_of)))}
-        self.host_devices = [devices[node] for _, node in sorted(first_node_of_host.items())]
+        self.first_nodes = [node for _, node in sorted(first_node_of_host.items())]
+        self.host_devices = [devices[node] for node in self.first_nodes]
         self.host_device = self.host_devices[program.host]
+
+    def _rings(self, lengths: Sequence[int]) -> dict[int, Ring]:
+        """The ring of each stage that is averaged by one, of so many numbers."""
+        rings: dict[int, Ring] = {}
+        first_hop = self.program.first_free_hop
+        for stage, nodes in enumerate(self.plan.stages):
+            node_of_device = {self.devices[node]: node for node in reversed(nodes)}
+            members = best_ring(self.plan.case, stage, sorted(node_of_device.values()))
+            if self._averages_by_ring(members):
+                rings[stage] = Ring.of(stage, members, first_hop, lengths[stage])
+                first_hop += rings[stage].hops
+        return rings
+
+    def _averages_by_ring(self, members: Sequence[int]) -> bool:
+        if len(members) == 1 or self.network.averaging == "collective":
+            return False
+        if self.network.averaging == "ring" or self.network.averaging_dtype is not None:
+            return True
+        _, bandwidth = self.plan.case.link_matrices
+        return any(
+            bandwidth[a, b] < FAST_LINK
+            for a in members
+            for b in members
+            if self.host_of[a] != self.host_of[b]
+        )
+
+    @property
+    def sums_totals_by_links(self) -> bool:
+        """Whether hosts send their totals to host 0: slow links suit no collective."""
+        return len(self.host_devices) > 1 and bool(self.rings)
+
+    @property
+    def first_totals_hop(self) -> int:
+        """Above the numbers of all other hops."""
+        after_rings = [ring.first_hop + ring.hops for ring in self.rings.values()]
+        return max([self.program.first_free_hop, *after_rings])
 
     def open_sums(self) -> None:
         """Sum something small over every group of devices that training sums over.
@@ -148,7 +202,9 @@ class Executor:
         not let one change), and compiling the stages can keep one of them longer. Call this on all
         hosts at about the same time.
         """
-        groups = [*self.replicas, tuple(self.host_devices)]
+        groups = [own for stage, own in enumerate(self.replicas) if stage not in self.rings]
+        if not self.sums_totals_by_links:
+            groups.append(tuple(self.host_devices))
         for devices in groups:
             own = [d for d in devices if d.process_index == jax.process_index()]
             if own:
@@ -158,36 +214,38 @@ class Executor:
     def run(
         self, iteration: int, batches: Mapping[int, Sequence[Batch]], stop: bool = False
     ) -> Outcome:
-        """Dispatch one iteration.
+        """Dispatch one iteration in the program's order, waiting for nothing.
 
         `batches[d]` are those of data node d, one for each of its microbatches in order. `stop`
         tells all hosts, through the totals, that this one was asked to stop.
         """
-        totals = {
-            device: jax.device_put(np.zeros(4, np.float32), device)
-            for stage, device in self.states
-            if stage == 0
-        }
-        inputs = self._batches_of_microbatches(batches)
+        assert not self.rings, "a ring waits for what arrives"
+        totals = self.new_totals()
+        inputs = self.batches_of_microbatches(batches)
+        carried: dict[int, jax.Array] = {}
         owners: list[Totals] = []
         for instruction in self.program.instructions:
             if isinstance(instruction, Compute):
-                self._compute(instruction, iteration, inputs, totals)
+                self._compute(instruction, iteration, inputs, carried, totals)
             else:
-                owners += self._sum_replicas(instruction.stage)
-        stopping = np.zeros(4, np.float32)
-        stopping[STOP] = stop
-        summed = self._sum_totals([*totals.values(), *owners, stopping])
+                self.sum_replicas(instruction.stage)
+                owners += self.squared_norms(instruction.stage)
+        local = self.add_up([*totals.values(), *owners], stop, {})
+        summed = sum_over_devices(self.host_devices, {self.host_device: local})[self.host_device]
+        return self.update(summed, watched=False)
+
+    def update(self, summed: Float[Array, " totals_and_nodes"], *, watched: bool) -> Outcome:
+        """Update all stages served here; `summed` is what `add_up` gave, over all hosts."""
+        totals, busy_s = _apart(summed)
         for (_, device), state in self.states.items():
             state.parameters, state.optimizer_state, state.gradients = state.functions.update(
                 state.parameters,
                 state.optimizer_state,
                 state.gradients,
-                jax.device_put(summed, device),
+                jax.device_put(totals, device),
             )
-        # The next iteration gives the gauges themselves up.
-        gauges = {node: jnp.copy(state.gauge) for node, state in self.nodes.items()}
-        return Outcome(summed, gauges)
+        gauges = {node: state.gauge for node, state in self.nodes.items()}
+        return Outcome(totals, gauges, busy_s if watched else None)
 
     def owned_stages(self) -> dict[int, StageState]:
         """The stages whose first replica is served here: this host saves them."""
@@ -197,7 +255,16 @@ class Executor:
             if (stage, replicas[0]) in self.states
         }
 
-    def _batches_of_microbatches(self, batches: Mapping[int, Sequence[Batch]]) -> dict[int, Batch]:
+    def new_totals(self) -> dict[jax.Device, Totals]:
+        """Zeros to add to, on each device that computes losses."""
+        return {
+            device: jax.device_put(np.zeros(4, np.float32), device)
+            for stage, device in self.states
+            if stage == 0
+        }
+
+    def batches_of_microbatches(self, batches: Mapping[int, Sequence[Batch]]) -> dict[int, Batch]:
+        """The batch of each microbatch whose data node is served here."""
         unused = {node: iter(own) for node, own in batches.items()}
         return {
             microbatch: next(unused[path[0]])
@@ -210,27 +277,32 @@ class Executor:
         instruction: Compute,
         iteration: int,
         inputs: Mapping[int, Batch],
+        carried: dict[int, jax.Array],
         totals: dict[jax.Device, Totals],
     ) -> None:
-        kind, microbatch, node = operation = instruction.operation
+        operation = instruction.operation
         arrives, leaves = instruction.arrives, instruction.leaves
         if arrives is not None:
-            value = self.links[self.host_of[arrives.source]].receive(arrives, iteration)
-        elif kind == "F":
-            batch = inputs[microbatch]
-            value = self._put(batch["tokens"], node)
-            self.nodes[node].targets[microbatch] = self._put(batch["targets"], node)
+            link = self.links[self.host_of[arrives.source]]
+            value = self.unpack(link.receive(arrives, iteration, self.travelling))
+        elif operation.kind == "F":
+            value = self.first_input(operation, inputs)
         else:
-            value = self.nodes[node].carried.pop(microbatch)
-        result = self._call(operation, value, totals)
+            value = carried.pop(operation.microbatch)
+        result = self.call(operation, value, totals)
         if leaves is not None:
-            self.links[self.host_of[leaves.target]].send(leaves, iteration, result)
+            self.links[self.host_of[leaves.target]].send(leaves, iteration, self.pack(result))
         elif result is not None:
-            self.nodes[node].carried[microbatch] = result
+            carried[operation.microbatch] = result
 
-    def _call(
-        self, operation: Operation, value: jax.Array, totals: dict[jax.Device, Totals]
-    ) -> Any:
+    def first_input(self, operation: Operation, inputs: Mapping[int, Batch]) -> jax.Array:
+        """The tokens of a microbatch, on its data node, which keeps its targets."""
+        _, microbatch, node = operation
+        batch = inputs[microbatch]
+        self.nodes[node].targets[microbatch] = self.put(batch["targets"], node)
+        return self.put(batch["tokens"], node)
+
+    def call(self, operation: Operation, value: jax.Array, totals: dict[jax.Device, Totals]) -> Any:
         """Dispatch one operation; its output, or None after the last backward of a path."""
         kind, microbatch, node = operation
         device = self.devices[node]
@@ -241,10 +313,11 @@ class Executor:
                 stage.parameters, own.gauge, value
             )
         elif kind == "L":
-            result, stage.gradients, totals[device] = functions.loss(
+            result, stage.gradients, totals[device], own.gauge = functions.loss(
                 stage.parameters,
                 stage.gradients,
                 totals[device],
+                own.gauge,
                 value,
                 own.targets.pop(microbatch),
             )
@@ -254,31 +327,50 @@ class Executor:
             )
         return result
 
-    def _sum_replicas(self, stage: int) -> list[Totals]:
-        """Sum a stage's gradients over its replicas; the squared norm, on its first replica."""
-        replicas = self.replicas[stage]
+    def pack(self, array: jax.Array) -> jax.Array:
+        """An activation, or its gradient, as it travels."""
+        return array.astype(self.travelling.dtype)
+
+    def unpack(self, array: jax.Array) -> jax.Array:
+        """An activation, or its gradient, as stages compute with it."""
+        return array.astype(self.activation.dtype)
+
+    def sum_replicas(self, stage: int) -> None:
+        """Sum a stage's gradients over its replicas by a collective."""
         own = {device: state for (of, device), state in self.states.items() if of == stage}
         summed = sum_over_devices(
-            replicas, {device: state.gradients for device, state in own.items()}
+            self.replicas[stage], {device: state.gradients for device, state in own.items()}
         )
         for device, state in own.items():
             state.gradients = summed[device]
-        return [
-            state.functions.squared_norm(state.gradients)
-            for device, state in own.items()
-            if device == replicas[0]
-        ]
 
-    def _sum_totals(self, parts: Sequence[Any]) -> Totals:
-        """The sum of this host's parts and all other hosts', on this host's first device."""
-        device = self.host_device
-        local = _add_all([jax.device_put(part, device) for part in parts])
-        return sum_over_devices(self.host_devices, {device: local})[device]
+    def squared_norms(self, stage: int) -> list[Totals]:
+        """The squared norm of a stage's summed gradients, where its first replica is served."""
+        first = (stage, self.replicas[stage][0])
+        owned = [self.states[first]] if first in self.states else []
+        return [state.functions.squared_norm(state.gradients) for state in owned]
 
-    def _put(self, array: np.ndarray, node: int) -> jax.Array:
+    def add_up(
+        self, parts: Sequence[Totals], stop: bool, busy_s: Mapping[int, float]
+    ) -> Float[Array, " totals_and_nodes"]:
+        """What this host adds to the sum over all: totals, then how long each node computed."""
+        own = np.zeros(4 + len(self.devices), np.float32)
+        own[STOP] = stop
+        for node, seconds in busy_s.items():
+            own[4 + node] = seconds
+        here = [jax.device_put(part, self.host_device) for part in parts]
+        return _add_totals(here, jax.device_put(own, self.host_device))
+
+    def put(self, array: np.ndarray, node: int) -> jax.Array:
+        """A copy on the device of a node."""
         return jax.device_put(array, self.devices[node])
 
 
 @jax.jit
-def _add_all(parts: list[jax.Array]) -> jax.Array:
-    return jnp.sum(jnp.stack(parts), axis=0)
+def _add_totals(parts: list[jax.Array], own: jax.Array) -> jax.Array:
+    return own.at[:4].add(jnp.sum(jnp.stack([*parts, jnp.zeros(4)]), axis=0))
+
+
+@jax.jit
+def _apart(summed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return summed[:4], summed[4:]

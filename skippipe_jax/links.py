@@ -1,4 +1,4 @@
-"""How an activation or a gradient gets from one node to another.
+"""How an array gets from one node to another.
 
 One interface with two implementations: nodes of one process pass arrays by `jax.device_put`,
 nodes of different processes by JAX's transfer server. Neither blocks: what `receive` returns may
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
-from skippipe_jax.program import Compute, Hop, Program
+from skippipe_jax.program import Hop
 
 
 class Link(ABC):
@@ -25,8 +26,8 @@ class Link(ABC):
         """Hand over what the hop carries; the caller must not donate it afterwards."""
 
     @abstractmethod
-    def receive(self, hop: Hop, iteration: int) -> jax.Array:
-        """What the hop carries, on the device of its target node."""
+    def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """What the hop carries, on the device of its target node; its shape is that of `like`."""
 
 
 class WithinProcess(Link):
@@ -41,7 +42,7 @@ class WithinProcess(Link):
         """Copy to the device of the target node, if that is another one."""
         self.underway[hop] = jax.device_put(array, self.device_of[hop.target])
 
-    def receive(self, hop: Hop, iteration: int) -> jax.Array:
+    def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Take what `send` copied."""
         return self.underway.pop(hop)
 
@@ -56,64 +57,73 @@ class BetweenProcesses(Link):
         self,
         server: transfer.TransferServer,
         address: str,
-        arrays: Mapping[int, jax.ShapeDtypeStruct],
+        device_of: Mapping[int, jax.Device],
     ):
-        """`address` is the other process's server; `arrays[n]` what arrives at node n of ours."""
+        """`address` is the other process's server; `device_of[n]` the device of node n of ours."""
         self.server = server
-        self.connection = server.connect(address)
-        self.arrays = arrays
+        self.address = address
+        self.device_of = device_of
+        # Made when it is first needed: most hosts exchange nothing with most others.
+        self.connection: transfer.TransferConnection | None = None
 
     def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
         """Offer the array under the hop's name until the other process has pulled it."""
         self.server.await_pull(self._name(hop, iteration), [array])
 
-    def receive(self, hop: Hop, iteration: int) -> jax.Array:
+    def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Ask the other process for the array, which it may offer later."""
-        [array] = self.connection.pull(self._name(hop, iteration), [self.arrays[hop.target]])
+        if self.connection is None:
+            self.connection = self.server.connect(self.address)
+        here = SingleDeviceSharding(self.device_of[hop.target])
+        wanted = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
+        [array] = self.connection.pull(self._name(hop, iteration), [wanted])
         return array
 
     def _name(self, hop: Hop, iteration: int) -> int:
         return (iteration << self.HOP_BITS) + hop.number
 
 
+class Transfers:
+    """JAX's transfer server of this process, and where those of the others are reached."""
+
+    def __init__(
+        self,
+        host: int,
+        hosts: int,
+        backend: Any,
+        listen_on: Sequence[str],
+        exchange: Callable[[str], Sequence[str]],
+    ):
+        """All hosts call this together, for the client of JAX's `backend` that has their devices.
+
+        `listen_on` are the addresses, "IP:PORT", on which this host's server takes requests and
+        sends arrays. `exchange` tells all hosts a text (where this server is reached) and returns
+        everyone's, by host. A run of one host needs no server and starts none.
+        """
+        self.host = host
+        self.addresses: Sequence[str] = [""]
+        if hosts > 1:
+            requests, *arrays = listen_on
+            self.server = transfer.start_transfer_server(backend, requests, arrays)
+            self.addresses = exchange(self.server.address())
+
+    def links(self, device_of: Mapping[int, jax.Device]) -> dict[int, Link]:
+        """A link to every host, this one included; `device_of` maps this host's nodes."""
+        return {
+            host: WithinProcess(device_of)
+            if host == self.host
+            else BetweenProcesses(self.server, address, device_of)
+            for host, address in enumerate(self.addresses)
+        }
+
+
 def open_links(
-    program: Program,
-    host_of: Sequence[int],
+    host: int,
+    hosts: int,
     device_of: Mapping[int, jax.Device],
-    activation: jax.ShapeDtypeStruct,
-    bind_address: str,
+    listen_on: Sequence[str],
     exchange: Callable[[str], Sequence[str]],
 ) -> dict[int, Link]:
-    """A link to every host that this program exchanges hops with, this one included.
-
-    `device_of` maps this host's nodes, `activation` is what every hop carries, `bind_address` the
-    IP address on which this host's transfer server listens. `exchange` tells all hosts a text (the
-    server's address) and returns everyone's, by host.
-    """
-    links: dict[int, Link] = {program.host: WithinProcess(device_of)}
-    if max(host_of) == 0:
-        return links
-    backend = device_of[program.nodes[0]].client
-    server = transfer.start_transfer_server(backend, f"{bind_address}:0", [f"{bind_address}:0"])
-    addresses = exchange(server.address())
-    arrays = {
-        node: jax.ShapeDtypeStruct(
-            activation.shape, activation.dtype, sharding=SingleDeviceSharding(device)
-        )
-        for node, device in device_of.items()
-    }
-    for peer in sorted(peers(program, host_of)):
-        links[peer] = BetweenProcesses(server, addresses[peer], arrays)
-    return links
-
-
-def peers(program: Program, host_of: Sequence[int]) -> set[int]:
-    """The other hosts that a program exchanges hops with."""
-    hops = [
-        hop
-        for instruction in program.instructions
-        if isinstance(instruction, Compute)
-        for hop in (instruction.arrives, instruction.leaves)
-        if hop is not None
-    ]
-    return {host_of[node] for hop in hops for node in (hop.source, hop.target)} - {program.host}
+    """A link from this host to every host of the run, itself included (see `Transfers`)."""
+    backend = next(iter(device_of.values())).client
+    return Transfers(host, hosts, backend, listen_on, exchange).links(device_of)

@@ -8,7 +8,7 @@ microbatches in flight on a node than its memory holds, is refused here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from skippipe_sched.errors import InputError
@@ -18,9 +18,10 @@ from skippipe_sched.simulate import simulate_plan
 
 @dataclass(frozen=True)
 class Hop:
-    """One transfer of an iteration: an activation or a gradient from node to node.
+    """One transfer of an iteration, from node to node.
 
-    `number` names it among all hops of the iteration, on every host alike.
+    `number` names it among all hops of the iteration, on every host alike. Activations and their
+    gradients come first; what rings and totals pass on follows.
     """
 
     number: int
@@ -52,11 +53,16 @@ Instruction = Compute | SumReplicas
 
 @dataclass(frozen=True)
 class Program:
-    """What one host does in an iteration, in order."""
+    """What one host does in an iteration, in order. Hops from `first_free_hop` on mean nothing yet.
+
+    `following[o]` is what the microbatch of an operation o needs next.
+    """
 
     host: int
     nodes: tuple[int, ...]
     instructions: tuple[Instruction, ...]
+    following: Mapping[Operation, Operation]
+    first_free_hop: int
 
 
 def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
@@ -66,6 +72,12 @@ def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
         InputError: if the plan's orders break a memory limit or wait for each other for ever.
     """
     order = global_order(plan)
+    following = {
+        before: after
+        for microbatch, path in enumerate(plan.microbatches)
+        for before, after in itertools.pairwise(microbatch_chain(microbatch, path))
+    }
+    hops = sum(before.node != after.node for before, after in following.items())
     stage_of = plan.stage_of
 
     def concerns(instruction: Instruction, host: int) -> bool:
@@ -78,6 +90,8 @@ def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
             host=host,
             nodes=tuple(node for node in range(len(stage_of)) if host_of[node] == host),
             instructions=tuple(step for step in order if concerns(step, host)),
+            following=following,
+            first_free_hop=hops,
         )
         for host in range(max(host_of) + 1)
     )

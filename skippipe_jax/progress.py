@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
+from skippipe_sched.averaging import best_ring
 from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan, microbatch_chain
 from tqdm import tqdm
@@ -59,12 +60,16 @@ class CompilationCounter:
 
 @dataclass(frozen=True)
 class Finished:
-    """An iteration that has ended: its totals, this host's peaks in flight, and when it ended."""
+    """An iteration that has ended: its totals, this host's peaks in flight, and when it ended.
+
+    `busy_s` is how long each node computed, where that was watched.
+    """
 
     step: int
     totals: np.ndarray
     peaks: dict[int, int]
     compilations: int
+    busy_s: np.ndarray | None
     at_s: float
 
 
@@ -76,7 +81,7 @@ class Progress:
         self.config = config
         self.plan = plan
         self.folder = folder
-        self.bytes_sent = bytes_sent(plan, config)
+        self.sent = bytes_per_link(plan, config)
         self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
         self.learning_rate(step)  # Compiled now, not while training.
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="progress")
@@ -98,7 +103,8 @@ class Progress:
             totals = np.asarray(outcome.totals)
             # NumPy indexes: on a device an index would be a program to compile.
             peaks = {node: int(np.asarray(gauge)[1]) for node, gauge in outcome.gauges.items()}
-            return Finished(step, totals, peaks, compilations, time.perf_counter())
+            busy_s = None if outcome.busy_s is None else np.asarray(outcome.busy_s)
+            return Finished(step, totals, peaks, compilations, busy_s, time.perf_counter())
 
         self.watched.append(self.watcher.submit(wait))
 
@@ -142,7 +148,11 @@ class Progress:
                 "tokens": int(totals[TOKENS]),
                 "tokens_per_second": float(totals[TOKENS]) / seconds,
                 "seconds_per_iteration": seconds,
-                "bytes_sent": self.bytes_sent,
+                "predicted_seconds": self.plan.predicted.iteration_s,
+                "network": self.config.network.mode,
+                "bytes_sent": sum(self.sent.values()),
+                "bytes_per_link": {f"{a}-{b}": size for (a, b), size in self.sent.items()},
+                "idle_share": _idle_share(finished.busy_s, seconds),
                 "gradient_norm": norm,
                 "learning_rate": float(np.asarray(self.learning_rate(step - 1))),
                 "compilations": finished.compilations,
@@ -175,20 +185,33 @@ class Progress:
             )
 
 
-def bytes_sent(plan: Plan, config: Config) -> int:
-    """Bytes that nodes send in one iteration: activations, their gradients, and the averaging.
+def _idle_share(busy_s: np.ndarray | None, seconds: float) -> list[float] | None:
+    """The share of an iteration of so many seconds in which each node did not compute."""
+    if busy_s is None:
+        return None
+    return [round(max(0.0, 1.0 - busy / seconds), 4) for busy in busy_s.tolist()]
 
-    Nodes count as if each had its own device; averaging is a ring, 2(n-1) times the gradients of
-    a stage with n replicas.
+
+def bytes_per_link(plan: Plan, config: Config) -> dict[tuple[int, int], int]:
+    """Bytes that go from one node to another in an iteration: activations, gradients, averaging.
+
+    Nodes count as if each had its own device. A stage with n replicas averages round the planner's
+    ring, each node sending 2(n-1)/n of the gradients to the next.
     """
-    chains = [microbatch_chain(m, path) for m, path in enumerate(plan.microbatches)]
-    hops = sum(a.node != b.node for chain in chains for a, b in itertools.pairwise(chain))
+    network = config.network
     batch_tokens = config.data.microbatch_size * config.data.sequence_length
-    element = jnp.dtype(config.model.compute_dtype).itemsize
-    gradients = sum(
-        2 * (len(nodes) - 1) * parameter_count(shapes)
-        for nodes, shapes in zip(
-            plan.stages, stage_shapes(config.model, len(plan.stages)), strict=True
-        )
-    )
-    return hops * batch_tokens * config.model.width * element + gradients * 4
+    travelling = jnp.dtype(network.activation_dtype or config.model.compute_dtype)
+    hop_bytes = batch_tokens * config.model.width * travelling.itemsize
+    sent: Counter[tuple[int, int]] = Counter()
+    for microbatch, path in enumerate(plan.microbatches):
+        for before, after in itertools.pairwise(microbatch_chain(microbatch, path)):
+            if before.node != after.node:
+                sent[before.node, after.node] += hop_bytes
+    element = jnp.dtype(network.averaging_dtype or jnp.float32).itemsize
+    for stage, shapes in enumerate(stage_shapes(config.model, len(plan.stages))):
+        ring = best_ring(plan.case, stage, plan.stages[stage])
+        passed = 2 * (len(ring) - 1) * parameter_count(shapes) * element // len(ring)
+        for position, node in enumerate(ring):
+            if passed:
+                sent[ring[position - 1], node] += passed
+    return dict(sent)

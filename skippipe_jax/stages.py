@@ -1,11 +1,13 @@
 """The jitted functions of one stage: forward, loss, backward and update.
 
 Each is compiled once and serves every microbatch: which one it is, and where it goes, never enters
-a trace. Two values travel through all calls on a node, so that its device runs them in order:
+a trace. Two values travel through the calls on a node, so that its device runs them in order:
 
-- `gradients`, to which every backward adds. They are of the sum of token losses over the number of
-  tokens in a microbatch; `update` turns them into the gradient of the mean over all target tokens.
-- `gauge`, how many microbatches are in flight on the node now, and the most there ever were.
+- `gradients`, to which every loss and every backward adds. They are of the sum of token losses over
+  the number of tokens in a microbatch; `update` turns them into the gradient of the mean over all
+  target tokens.
+- `gauge`, how many microbatches are in flight on the node now, and the most there ever were. It
+  goes through all calls, and it is never donated: who waits for it waits for the call's end.
 """
 
 from __future__ import annotations
@@ -75,8 +77,9 @@ class StageFunctions:
     """(key, first layer) -> parameters, optimizer state, zero gradients"""
     forward: Callable[[Parameters, Gauge, Array], tuple[Array, PyTree, Gauge]]
     """(parameters, gauge, inputs) -> outputs, saved, gauge"""
-    loss: Callable[..., tuple[Array, Gradients, Totals]]
-    """(parameters, gradients, totals, activations, targets) -> their gradient, gradients, totals"""
+    loss: Callable[..., tuple[Array, Gradients, Totals, Gauge]]
+    """(parameters, gradients, totals, gauge, activations, targets) -> gradient of the activations,
+    gradients, totals, gauge"""
     backward: Callable[..., tuple[Array | None, Gradients, Gauge]]
     """(parameters, gradients, gauge, saved, gradient of outputs) -> of inputs, gradients, gauge"""
     squared_norm: Callable[[Gradients], Totals]
@@ -131,7 +134,12 @@ def stage_functions(
         return (of_inputs[0] if of_inputs else None), add(gradients, of_parameters), gauge
 
     def loss(
-        parameters: Parameters, gradients: Gradients, totals: Totals, activations: Array, targets
+        parameters: Parameters,
+        gradients: Gradients,
+        totals: Totals,
+        gauge: Gauge,
+        activations: Array,
+        targets: Array,
     ):
         def scaled_loss(parameters: Parameters, activations: Array):
             nats, tokens = nnx.merge(structure, parameters).loss(activations, targets)
@@ -141,7 +149,8 @@ def stage_functions(
             scaled_loss, argnums=(0, 1), has_aux=True
         )(parameters, activations)
         totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens)
-        return of_activations, add(gradients, of_parameters), totals
+        # Plus nothing: an output that is an input would be there before the rest.
+        return of_activations, add(gradients, of_parameters), totals, gauge + 0
 
     def squared_norm(gradients: Gradients) -> Totals:
         squares = sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients))
@@ -159,11 +168,11 @@ def stage_functions(
 
     # A cotangent can be overwritten by the gradient of the inputs, which has the same shape; a
     # data stage's inputs are tokens, which have none.
-    overwritten = (1, 2) if is_data_stage else (1, 2, 4)
+    overwritten = (1,) if is_data_stage else (1, 4)
     return StageFunctions(
         create=jax.jit(create),
-        forward=jax.jit(forward, donate_argnums=1),
-        loss=jax.jit(loss, donate_argnums=(1, 2, 3)),
+        forward=jax.jit(forward),
+        loss=jax.jit(loss, donate_argnums=(1, 2, 4)),
         backward=jax.jit(backward, donate_argnums=overwritten),
         squared_norm=jax.jit(squared_norm),
         update=jax.jit(update, donate_argnums=(0, 1, 2)),

@@ -31,9 +31,11 @@ from skippipe_jax.checkpoint import (
 )
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
-from skippipe_jax.data import ShardIterator, check_vocabulary, load_corpus, training_batches
-from skippipe_jax.executor import Executor, devices_of_nodes, functions_of_stages
+from skippipe_jax.data import Batch, ShardIterator, check_vocabulary, load_corpus, training_batches
+from skippipe_jax.emulation import Emulation
+from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
 from skippipe_jax.links import open_links
+from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.model import ModelConfig
 from skippipe_jax.program import Program, compile_plan, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
@@ -91,6 +93,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         data_nodes=len(plan.stages[0]),
         keep=config.checkpoint.keep,
     )
+    iterations = Iterations(config, executor, host)
     progress = Progress(config, plan, step, folder if host.index == 0 else None)
 
     saved_step, stopping = step, False
@@ -102,7 +105,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         CompilationCounter() as compilations,
     ):
         while step < config.train.steps and not stopping:
-            outcome = executor.run(step, _next_batches(plan, shards), stop=bool(received))
+            outcome = iterations.run(step, _next_batches(plan, shards), stop=bool(received))
             step += 1
             progress.watch(step, outcome, compilations.take())
             saves = step % config.checkpoint.every == 0
@@ -234,22 +237,64 @@ def make_executor(
     batch, time = config.data.microbatch_size, config.data.sequence_length
     devices = devices_of_nodes(plan, host_of)
     links = open_links(
-        program,
-        host_of,
+        host.index,
+        host.count,
         {node: devices[node] for node in program.nodes},
-        jax.ShapeDtypeStruct((batch, time, config.model.width), config.model.compute_dtype),
-        host.address,
+        [f"{host.address}:0", f"{host.address}:0"],
         lambda address: _exchange(host, address, config.cluster.connect_timeout_s),
     )
     functions = functions_of_stages(
         plan, config.model, config.optimizer, config.train.steps, batch * time
     )
     executor = Executor(
-        plan, program, devices, functions, links, host_of, config.model, config.seed
+        plan,
+        program,
+        devices,
+        functions,
+        links,
+        host_of,
+        config.model,
+        config.seed,
+        jax.ShapeDtypeStruct((batch, time, config.model.width), config.model.compute_dtype),
+        config.network,
     )
     host.barrier("executors", config.cluster.connect_timeout_s)
     executor.open_sums()
     return executor
+
+
+class Iterations:
+    """Runs each iteration in the way that the configuration asks for."""
+
+    def __init__(self, config: Config, executor: Executor, host: Membership):
+        """Find out how far this host's clock is from host 0's, if timelines are recorded."""
+        self.config = config
+        self.executor = executor
+        self.host = host
+        network = config.network
+        self.emulation = (
+            Emulation(executor.plan, network, config.seed) if network.mode == "emulate" else None
+        )
+        self.ready_first = config.execution == "ready-first"
+        # In one process nothing is ever late, unless it is made so.
+        self.waits = (
+            host.count > 1 or self.emulation is not None or self.ready_first or bool(executor.rings)
+        )
+
+    def run(self, iteration: int, batches: Mapping[int, Sequence[Batch]], stop: bool) -> Outcome:
+        """Run one iteration, and record it in the run folder if its turn has come."""
+        traced = self.config.traces(iteration)
+        if not (self.waits or traced):
+            return self.executor.run(iteration, batches, stop)
+        live = LiveIteration(
+            self.executor, iteration, ready_first=self.ready_first, emulation=self.emulation
+        )
+        outcome = live.run(batches, stop)
+        if traced:
+            clock = Clock.with_offset(self.host.clock_offset_s())
+            recording = live.recording(clock)
+            recording.save(Path(self.config.run_dir), iteration + 1, self.host.index)
+        return outcome
 
 
 def _give_sums_threads(program: Program) -> None:

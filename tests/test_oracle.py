@@ -14,9 +14,12 @@ from skippipe_sched.case import parse_case
 from skippipe_sched.plan import Plan, Predicted
 from skippipe_sched.simulate import simulate
 
+from skippipe_jax.config import NetworkConfig
 from skippipe_jax.data import Batch
+from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, functions_of_stages
-from skippipe_jax.links import open_links
+from skippipe_jax.links import WithinProcess
+from skippipe_jax.live import LiveIteration
 from skippipe_jax.model import RECOMPUTE, ModelConfig, RopeScaling
 from skippipe_jax.optimizer import OptimizerConfig
 from skippipe_jax.program import compile_plan
@@ -59,7 +62,7 @@ def plans(draw: st.DrawFn) -> Plan:
             ],
             "locations": ["here"],
             "links": [],
-            "activation_bytes": draw(st.sampled_from([1e3, 1e9])),
+            "activation_bytes": draw(st.sampled_from([1e3, 1e7])),
             "stage_bytes": 1e6,
             "forward_s": 0.1,
             "stages": sizes,
@@ -102,12 +105,32 @@ def random_batches(plan: Plan, seed: int) -> list[list[Batch]]:
     return [[batch() for _ in plan.microbatches] for _ in range(ITERATIONS)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How iterations are run."""
+
+    live: bool
+    ready_first: bool
+    network: NetworkConfig
+
+
+WAYS = [
+    Way(live=False, ready_first=False, network=NetworkConfig()),
+    Way(live=True, ready_first=False, network=NetworkConfig()),
+    Way(live=True, ready_first=True, network=NetworkConfig(averaging="ring")),
+    Way(live=True, ready_first=False, network=NetworkConfig(averaging="ring", mode="emulate")),
+    # So much luck that little happens in the plan's order.
+    Way(live=True, ready_first=True, network=NetworkConfig(mode="emulate", jitter=20.0)),
+]
+
+
 def run(
     plan: Plan,
     model: ModelConfig,
     optimizer: OptimizerConfig,
     batches: list[list[Batch]],
     devices: int,
+    way: Way,
 ) -> tuple[Executor, list[Outcome]]:
     """Train in this process, with the nodes spread over some of its devices."""
     nodes = len(plan.case.nodes)
@@ -115,19 +138,32 @@ def run(
     [program] = compile_plan(plan, host_of)
     device_of = [jax.devices()[node % devices] for node in range(nodes)]
     functions = functions_of_stages(plan, model, optimizer, ITERATIONS, BATCH * TIME)
-    links = open_links(program, host_of, dict(enumerate(device_of)), _activation(model), "", list)
-    executor = Executor(plan, program, device_of, functions, links, host_of, model, seed=0)
+    executor = Executor(
+        plan,
+        program,
+        device_of,
+        functions,
+        {0: WithinProcess(dict(enumerate(device_of)))},
+        host_of,
+        model,
+        seed=0,
+        activation=jax.ShapeDtypeStruct((BATCH, TIME, model.width), model.compute_dtype),
+        network=way.network,
+    )
+    emulation = Emulation(plan, way.network, 0) if way.network.mode == "emulate" else None
     outcomes = []
     for iteration, of_microbatch in enumerate(batches):
         of_node: dict[int, list[Any]] = {node: [] for node in plan.stages[0]}
         for path, batch in zip(plan.microbatches, of_microbatch, strict=True):
             of_node[path[0]].append(batch)
-        outcomes.append(executor.run(iteration, of_node))
+        if way.live:
+            live = LiveIteration(
+                executor, iteration, ready_first=way.ready_first, emulation=emulation
+            )
+            outcomes.append(live.run(of_node))
+        else:
+            outcomes.append(executor.run(iteration, of_node))
     return executor, outcomes
-
-
-def _activation(model: ModelConfig) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((BATCH, TIME, model.width), model.compute_dtype)
 
 
 @pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
@@ -147,7 +183,8 @@ def test_training_equals_the_oracle(data: st.DataObject):
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=clip_norm)
 
     devices = data.draw(st.sampled_from([1, 3]))
-    executor, outcomes = run(plan, model, optimizer, batches, devices)
+    way = data.draw(st.sampled_from(WAYS))
+    executor, outcomes = run(plan, model, optimizer, batches, devices, way)
 
     stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
     expected, losses = oracle.train(

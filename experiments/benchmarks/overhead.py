@@ -120,6 +120,10 @@ def pipeline(workload: Workload) -> Iteration:
         host_of,
         workload.model,
         SEED,
+        jax.ShapeDtypeStruct(
+            (workload.microbatch_size, workload.sequence_length, workload.model.width),
+            workload.model.compute_dtype,
+        ),
     )
     iteration = 0
 

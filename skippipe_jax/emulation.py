@@ -1,0 +1,60 @@
+"""A network, and slower nodes, that are not there: delays taken from the plan's case.
+
+Delays are those of the timing model (see `skippipe_sched.simulate`), so that an iteration on one
+machine takes about as long as the plan predicts, as long as the machine computes quicker than the
+nodes that it stands for.
+"""
+
+from __future__ import annotations
+
+from skippipe_sched.averaging import quickest_averaging_s
+from skippipe_sched.plan import Operation, Plan, microbatch_chain
+from skippipe_sched.robustness import draw_stretch
+
+from skippipe_jax.config import NetworkConfig
+
+
+class Emulation:
+    """When things end that really end sooner. Times are seconds on the caller's clock."""
+
+    def __init__(self, plan: Plan, network: NetworkConfig, seed: int):
+        """`seed` draws the jitter of each iteration."""
+        self.plan = plan
+        self.network = network
+        self.seed = seed
+        self.link_free_s: dict[tuple[int, int], float] = {}
+        self.position = {
+            operation: position
+            for microbatch, path in enumerate(plan.microbatches)
+            for position, operation in enumerate(microbatch_chain(microbatch, path))
+        }
+        self.begin(0)
+
+    def begin(self, iteration: int) -> None:
+        """Draw the luck of an iteration."""
+        size = len(self.plan.microbatches), len(self.plan.stages)
+        self.stretch = draw_stretch(*size, self.network.jitter, self.seed, iteration)
+
+    def operation_end_s(self, operation: Operation, start_s: float, end_s: float) -> float:
+        """When an operation ends that really ran from `start_s` to `end_s`."""
+        if not self.network.emulate_compute:
+            return end_s
+        node = operation.node
+        planned_s = self.plan.case.duration(operation.kind, node, self.plan.stage_of[node])
+        factor = self.stretch.operations.item(operation.microbatch, self.position[operation])
+        return max(end_s, start_s + planned_s * factor)
+
+    def hop_end_s(self, source: int, following: Operation, ready_s: float) -> float:
+        """When the input of the operation `following`, ready at `source`, arrives there."""
+        link = (source, following.node)
+        start_s = ready_s
+        if self.plan.case.contention == "link":
+            start_s = max(ready_s, self.link_free_s.get(link, 0.0))
+        factor = self.stretch.hops.item(following.microbatch, self.position[following])
+        self.link_free_s[link] = start_s + float(self.plan.case.hop_s[link]) * factor
+        return self.link_free_s[link]
+
+    def averaging_end_s(self, stage: int, end_s: float) -> float:
+        """When the averaging of a stage ends, of which all replicas had come by `end_s`."""
+        planned_s = quickest_averaging_s(self.plan.case, stage, self.plan.stages[stage])
+        return end_s + planned_s * self.stretch.averagings.item(stage)

@@ -1,0 +1,133 @@
+"""Which operation is next: never a deadlock, never over the memory, whatever comes late."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.plan import Operation, Plan, microbatch_chain
+
+from skippipe_jax.turns import Turns
+from tests.test_program import placements
+
+PROPERTIES = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+def turns_of(plan: Plan, ready_first: Sequence[bool]) -> list[Turns]:
+    return [
+        Turns(order, plan.case.nodes[node].memory, ready_first=ready_first[node])
+        for node, order in enumerate(plan.order)
+    ]
+
+
+def run(plan: Plan, nodes: list[Turns], pick: random.Random) -> list[list[Operation]]:
+    """What each node has run, in order, when arrivals and nodes take any time they like."""
+    chains = [microbatch_chain(m, path) for m, path in enumerate(plan.microbatches)]
+    following = {a: b for chain in chains for a, b in itertools.pairwise(chain)}
+    underway = [chain[0] for chain in chains]
+    running: dict[int, Operation] = {}
+    ran: list[list[Operation]] = [[] for _ in nodes]
+    while any(turns.left for turns in nodes) or running:
+        for node, turns in enumerate(nodes):
+            operation = turns.take() if node not in running else None
+            if operation is not None:
+                running[node] = operation
+                ran[node].append(operation)
+                in_flight = sum({"F": 1, "L": 0, "B": -1}[ran.kind] for ran in ran[node])
+                assert in_flight <= plan.case.nodes[node].memory
+        happening = [*underway, *running.values()]
+        assert happening, f"locked, with {[turns.left for turns in nodes]} left"
+        event = pick.choice(happening)
+        if event in underway:
+            underway.remove(event)
+            nodes[event.node].arrive(event)
+        else:
+            del running[event.node]
+            underway += [following[event]] if event in following else []
+    return ran
+
+
+@PROPERTIES
+@given(placements(), st.integers(0, 2**32), st.data())
+def test_nodes_come_to_the_end_whatever_is_late(placement, seed: int, data: st.DataObject):
+    plan, _ = placement
+    size = len(plan.order)
+    ready_first = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    ran = run(plan, turns_of(plan, ready_first), random.Random(seed))
+    for node, order in enumerate(plan.order):
+        assert sorted(ran[node]) == sorted(order)
+        if not ready_first[node]:
+            assert ran[node] == list(order)
+
+
+@PROPERTIES
+@given(placements(), st.integers(0, 2**32), st.data())
+def test_one_host_takes_any_arrivals(placement, seed: int, data: st.DataObject):
+    """Others may send in any order: all that one node starts can end, and it starts all it may."""
+    plan, _ = placement
+    node = data.draw(st.sampled_from([n for n, order in enumerate(plan.order) if order]))
+    memory = plan.case.nodes[node].memory
+    turns = Turns(plan.order[node], memory, ready_first=True)
+    pick = random.Random(seed)
+    waiting = [operation for operation in plan.order[node] if operation.kind == "F"]
+    pick.shuffle(waiting)
+    ran: list[Operation] = []
+    while waiting:
+        turns.arrive(waiting.pop(pick.randrange(len(waiting))))
+        while (operation := turns.take()) is not None:
+            ran.append(operation)
+            assert turns.in_flight <= memory
+            # What follows on this node comes back at any time after it.
+            mine = [o for o in plan.order[node] if o.microbatch == operation.microbatch]
+            chain = [
+                o
+                for o in microbatch_chain(
+                    operation.microbatch, plan.microbatches[operation.microbatch]
+                )
+                if o in mine
+            ]
+            waiting += chain[chain.index(operation) + 1 :][:1]
+    assert sorted(ran) == sorted(plan.order[node])
+
+
+def forward(microbatch: int) -> Operation:
+    return Operation("F", microbatch, 0)
+
+
+def backward(microbatch: int) -> Operation:
+    return Operation("B", microbatch, 0)
+
+
+def test_the_earliest_that_is_there_goes_first():
+    turns = Turns([forward(0), forward(1), forward(2)], memory=3, ready_first=True)
+    turns.arrive(forward(2))
+    turns.arrive(forward(1))
+    assert turns.take() == forward(1)
+    turns.arrive(forward(0))
+    assert turns.take() == forward(0)
+    assert turns.take() == forward(2)
+    assert turns.take() is None
+
+
+def test_strict_waits_for_the_plan():
+    turns = Turns([forward(0), forward(1)], memory=2, ready_first=False)
+    turns.arrive(forward(1))
+    assert turns.take() is None
+    turns.arrive(forward(0))
+    assert [turns.take(), turns.take()] == [forward(0), forward(1)]
+
+
+def test_a_forward_leaves_room_for_those_it_passes():
+    order = [forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)]
+    turns = Turns(order, memory=2, ready_first=True)
+    turns.arrive(forward(2))
+    # Beside it, microbatches 0 and 1 are in flight together in the plan's order.
+    assert turns.take() is None
+    turns.arrive(forward(1))
+    assert turns.take() == forward(1)
+    turns.arrive(backward(1))
+    assert turns.take() == backward(1)
+    assert turns.take() == forward(2)
