@@ -7,6 +7,7 @@ still be on its way.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,11 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from skippipe_jax.program import Hop
+
+# What a server copies at a time, and how many copies it makes ahead of the network: with more of
+# either it holds several times what it sends, and is no quicker.
+PIECE_BYTES = 1 << 20
+PARALLEL_COPIES = 2
 
 
 class Link(ABC):
@@ -59,7 +65,10 @@ class BetweenProcesses(Link):
         address: str,
         device_of: Mapping[int, jax.Device],
     ):
-        """`address` is the other process's server; `device_of[n]` the device of node n of ours."""
+        """Through our `server` and that at `address`, each for the other process alone.
+
+        `device_of[n]` is the device of node n of ours.
+        """
         self.server = server
         self.address = address
         self.device_of = device_of
@@ -84,7 +93,11 @@ class BetweenProcesses(Link):
 
 
 class Transfers:
-    """JAX's transfer server of this process, and where those of the others are reached."""
+    """JAX's transfer servers of this process, one for each other host, and where theirs are.
+
+    One server sends, and receives, one array after another, whoever it is for: with one for all,
+    a slow link would hold up the quick ones. On a link of its own it keeps the order of offering.
+    """
 
     def __init__(
         self,
@@ -96,25 +109,41 @@ class Transfers:
     ):
         """All hosts call this together, for the client of JAX's `backend` that has their devices.
 
-        `listen_on` are the addresses, "IP:PORT", on which this host's server takes requests and
-        sends arrays. `exchange` tells all hosts a text (where this server is reached) and returns
-        everyone's, by host. A run of one host needs no server and starts none.
+        `listen_on` are the addresses, "IP:PORT", on which this host's servers take requests and
+        send arrays. Port 0 means any; other ports are those for host 0, and the server for host h
+        has those 2h above. `exchange` tells all hosts a text (where these servers are reached) and
+        returns everyone's, by host.
         """
         self.host = host
-        self.addresses: Sequence[str] = [""]
-        if hosts > 1:
-            requests, *arrays = listen_on
-            self.server = transfer.start_transfer_server(backend, requests, arrays)
-            self.addresses = exchange(self.server.address())
+        self.servers = {
+            other: transfer.start_transfer_server(
+                backend,
+                _port_above(listen_on[0], other),
+                [_port_above(listen_on[1], other)],
+                max_num_parallel_copies=PARALLEL_COPIES,
+                transfer_size=PIECE_BYTES,
+            )
+            for other in range(hosts)
+            if other != host
+        }
+        here = json.dumps({other: server.address() for other, server in self.servers.items()})
+        told = exchange(here) if hosts > 1 else []
+        self.addresses = {other: json.loads(told[other])[str(host)] for other in self.servers}
 
     def links(self, device_of: Mapping[int, jax.Device]) -> dict[int, Link]:
         """A link to every host, this one included; `device_of` maps this host's nodes."""
         return {
-            host: WithinProcess(device_of)
-            if host == self.host
-            else BetweenProcesses(self.server, address, device_of)
-            for host, address in enumerate(self.addresses)
+            self.host: WithinProcess(device_of),
+            **{
+                other: BetweenProcesses(server, self.addresses[other], device_of)
+                for other, server in self.servers.items()
+            },
         }
+
+
+def _port_above(address: str, host: int) -> str:
+    name, _, port = address.rpartition(":")
+    return address if port == "0" else f"{name}:{int(port) + 2 * host}"
 
 
 def open_links(

@@ -29,7 +29,7 @@ from skippipe_jax.cluster import DeadlinePassed
 from skippipe_jax.data import Batch
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome
-from skippipe_jax.program import Compute, Hop, SumReplicas
+from skippipe_jax.program import Compute, Hop
 from skippipe_jax.recording import Recording
 from skippipe_jax.ring import RingPart
 from skippipe_jax.summing import sum_over_devices
@@ -107,11 +107,8 @@ class LiveIteration:
         self.averagings: list[Averaging] = []
         self.ring_parts: dict[Part, RingPart] = {}
         self.not_averaged: set[Part] = set(executor.states)
-        self.collectives = deque(
-            step.stage
-            for step in executor.program.instructions
-            if isinstance(step, SumReplicas) and step.stage not in executor.rings
-        )
+        self.ended: set[Operation] = set()
+        self.instructions = deque(executor.program.instructions)
         self.totals_of_hosts: dict[int, jax.Array] = {}
         self.outcome: Outcome | None = None
 
@@ -143,7 +140,8 @@ class LiveIteration:
         for node, progress in self.nodes.items():
             self._ask_ahead(progress)
             if progress.is_done:
-                self._end_node(node)
+                self._begin_ring_of(node)
+        self._begin_collectives()
         while self.outcome is None:
             for node, progress in self.nodes.items():
                 if progress.idle_since_s is not None:
@@ -292,6 +290,7 @@ class LiveIteration:
         progress = self.nodes[node]
         progress.busy_s += end_s - run.start_s
         progress.idle_since_s = end_s
+        self.ended.add(run.operation)
         leaves = self.computes[run.operation].leaves
         following = self.executor.program.following.get(run.operation)
         if following is not None and result is not None:
@@ -303,25 +302,36 @@ class LiveIteration:
             elif not self._goes_at_once(leaves):
                 self._give(leaves, result)
         if progress.is_done:
-            self._end_node(node)
+            self._begin_ring_of(node)
+        self._begin_collectives()
 
     # Averaging.
 
-    def _end_node(self, node: int) -> None:
-        """All operations of a node have ended: average what can be averaged now."""
-        stage, device = part = self.executor.stage_of[node], self.executor.devices[node]
-        nodes = [n for n in self.nodes if self.executor.stage_of[n] == stage]
-        if stage in self.executor.rings:
-            sharing = [n for n in nodes if self.executor.devices[n] == device]
-            if all(self.nodes[n].is_done for n in sharing):
-                self._begin_ring(part)
-        # Collectives of a host begin in the same order everywhere, or hosts would wait in a circle.
-        while self.collectives and self._is_computed(self.collectives[0]):
-            self._begin_collective(self.collectives.popleft())
+    def _begin_ring_of(self, node: int) -> None:
+        """A node is done: begin its stage's ring, unless others share the replica and are not."""
+        part = stage, _ = self.executor.stage_of[node], self.executor.devices[node]
+        sharing = [
+            progress
+            for other, progress in self.nodes.items()
+            if (self.executor.stage_of[other], self.executor.devices[other]) == part
+        ]
+        if stage in self.executor.rings and all(progress.is_done for progress in sharing):
+            self._begin_ring(part)
 
-    def _is_computed(self, stage: int) -> bool:
-        own = [p for n, p in self.nodes.items() if self.executor.stage_of[n] == stage]
-        return all(progress.is_done for progress in own)
+    def _begin_collectives(self) -> None:
+        """Begin the collectives before which nothing is left in this host's program.
+
+        A collective keeps its device until all replicas have come to it. Hosts that then lack
+        nothing that comes before it in the one order of all programs do not wait in a circle.
+        """
+        while self.instructions:
+            step = self.instructions[0]
+            if isinstance(step, Compute):
+                if step.operation not in self.ended:
+                    return
+            elif step.stage not in self.executor.rings:
+                self._begin_collective(step.stage)
+            self.instructions.popleft()
 
     def _begin_collective(self, stage: int) -> None:
         start_s = time.perf_counter()
@@ -391,6 +401,7 @@ class LiveIteration:
         norms = [norm for stage in stages for norm in executor.squared_norms(stage)]
         busy_s = {node: progress.busy_s for node, progress in self.nodes.items()}
         local = executor.add_up([*self.totals.values(), *norms], self.stop, busy_s)
+        like = jax.ShapeDtypeStruct(local.shape, local.dtype)
         hosts = range(len(executor.host_devices))
         if not executor.sums_totals_by_links:
             own = {executor.host_device: local}
@@ -399,10 +410,10 @@ class LiveIteration:
         elif self.host == 0:
             self._hear(0, self.last_event_s, local)
             for host in hosts[1:]:
-                self._ask(self._totals_hop(host), local, partial(self._hear, host))
+                self._ask(self._totals_hop(host), like, partial(self._hear, host))
         else:
             self._give(self._totals_hop(self.host), local)
-            self._ask(self._answer_hop(self.host), local, lambda _, summed: self._finish(summed))
+            self._ask(self._answer_hop(self.host), like, lambda _, summed: self._finish(summed))
 
     def _totals_hop(self, host: int) -> Hop:
         nodes, first = self.executor.first_nodes, self.executor.first_totals_hop

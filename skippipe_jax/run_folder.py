@@ -19,6 +19,8 @@ from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.config import Config, parse_config, to_yaml
 
 CONFIG, PLAN, PICTURE, METRICS = "config.yaml", "plan.json", "plan.svg", "metrics.jsonl"
+CASE = "case.yaml"
+"""Where a run that measured its cluster keeps the case."""
 
 
 def require_new(folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from skippipe_sched.auto import candidates, load_cases
+from skippipe_sched.case import Case
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import plan_best
 from skippipe_sched.plan import Plan, load_plan
@@ -34,15 +35,20 @@ from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
 from skippipe_jax.data import Batch, ShardIterator, check_vocabulary, load_corpus, training_batches
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
-from skippipe_jax.links import open_links
+from skippipe_jax.links import Transfers
 from skippipe_jax.live import Clock, LiveIteration
+from skippipe_jax.measured_case import Profile, measure
 from skippipe_jax.model import ModelConfig
 from skippipe_jax.program import Program, compile_plan, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
+from skippipe_jax.recording import draw_recorded, remove_recordings
 
 # The results of an iteration are read when this many later ones have been dispatched, so that
 # devices have work while the host reads.
 ITERATIONS_AHEAD = 1
+
+# For the threads of a host before its plan is known.
+MOST_NODES_OF_A_HOST = 16
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,21 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
             checkpoint cannot be used.
     """
     folder = Path(config.run_dir)
+    if host.index == 0 and not resume:
+        run_folder.require_new(folder)
+    if host.count > 1:
+        _give_sums_threads(config, host)
+    transfers = open_transfers(config, host)
+    profile = None
+    if config.plan.measure and not resume:
+        here = {host.index: jax.local_devices()[0]}
+        tell = _say if host.index == 0 else _say_nothing
+        profile = measure(config, host, transfers.links(here), tell)
     if host.index == 0:
-        plan = _plan_of_run(config, resume, config_folder)
+        plan = _plan_of_run(config, resume, config_folder, profile)
     else:
         plan = _plan_of_host_0(config, host)
+    _require_patience(config, plan)
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
     program = compile_plan(plan, host_of)[host.index]
     shards = _open_shards(config, plan, program)
@@ -76,9 +93,11 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     if host.index == 0:
         if not resume:
             run_folder.start_run(folder, config, plan)
+            if profile is not None:
+                profile.save(folder / run_folder.CASE)
         host.put("run", _description(config, plan))
     _require_same_text(config, host, host_of[plan.stages[0][0]], shards)
-    executor = make_executor(config, plan, host, host_of, program)
+    executor = make_executor(config, plan, host, host_of, program, transfers)
 
     found = prepare_run(folder, host)
     step = 0 if found is None else found.step
@@ -86,6 +105,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         _restore(found, executor, shards)
     if host.index == 0 and resume:
         run_folder.continue_run(folder, config, step)
+        remove_recordings(folder, after=step)
     writer = CheckpointWriter(
         folder,
         host,
@@ -117,6 +137,10 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         progress.report()
         if saved_step != step:
             _save(writer, step, executor, shards)
+    if config.trace != "never":
+        host.barrier("recordings", config.cluster.connect_timeout_s)
+        if host.index == 0:
+            draw_recorded(folder)
     # A run that is resumed after its last step has nothing left to do.
     if step >= config.train.steps:
         return Ending(step, None)
@@ -124,18 +148,25 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     return Ending(step, received[0] if received else signal.SIGTERM)
 
 
-def _plan_of_run(config: Config, resume: bool, config_folder: Path) -> Plan:
+def _plan_of_run(
+    config: Config, resume: bool, config_folder: Path, profile: Profile | None
+) -> Plan:
+    """The plan of host 0: the run's own, one for the case that was measured, or a given one."""
     folder = Path(config.run_dir)
     if resume:
         require_same_run(config, run_folder.saved_config(folder, "run_dir"))
         return run_folder.saved_plan(folder)
-    run_folder.require_new(folder)
+    if profile is not None:
+        _say(f"planning for what was measured, {config.plan.budget_s:g} s at most")
+        return _planned(config.plan, candidates(profile.case))
     return plan_of(config.plan, config_folder)
 
 
 def _plan_of_host_0(config: Config, host: Membership) -> Plan:
     """The plan that host 0 has put into the run folder, if this host was started like host 0."""
-    theirs = json.loads(host.get("run", config.cluster.connect_timeout_s, source=0))
+    # Host 0 may search for a plan first, and compile the search for half a minute before.
+    patience_s = config.cluster.connect_timeout_s + 2 * config.plan.budget_s
+    theirs = json.loads(host.get("run", patience_s, source=0))
     for section, value in to_tree(config).items():
         if _digest(value) != theirs["config"][section]:
             raise InputError(
@@ -155,6 +186,14 @@ def _plan_of_host_0(config: Config, host: Membership) -> Plan:
             "Name a folder that all hosts share",
         )
     return plan
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(_: str) -> None:
+    """What host 0 says is enough."""
 
 
 def _description(config: Config, plan: Plan) -> str:
@@ -183,7 +222,23 @@ def plan_of(config: PlanConfig, config_folder: Path) -> Plan:
         cases = load_cases(Path(config.case))
     else:
         cases = candidates(config.case, config_folder)
+    return _planned(config, cases)
+
+
+def _planned(config: PlanConfig, cases: Sequence[Case]) -> Plan:
     return plan_best(cases, config.method, Search(config.seed, config.budget_s))
+
+
+def _require_patience(config: Config, plan: Plan) -> None:
+    """Refuse a deadline that passes while everything goes as planned."""
+    if config.network.deadline_s <= plan.predicted.iteration_s:
+        raise InputError(
+            "network.deadline_s",
+            config.network.deadline_s,
+            f"a host may have to wait for most of an iteration, which takes "
+            f"{plan.predicted.iteration_s:.3g} s by the plan",
+            f"Write {2 * plan.predicted.iteration_s:.0f} or more",
+        )
 
 
 def _open_shards(config: Config, plan: Plan, program: Program) -> dict[int, ShardIterator]:
@@ -225,24 +280,33 @@ def _require_attention(model: ModelConfig) -> None:
         )
 
 
-def make_executor(
-    config: Config, plan: Plan, host: Membership, host_of: Sequence[int], program: Program
-) -> Executor:
-    """What runs this host's `program`, with first parameters and with links to the other hosts.
+def open_transfers(config: Config, host: Membership) -> Transfers:
+    """The transfer servers of this host; all hosts call this together."""
 
-    All hosts call this together: they tell each other where their transfer servers listen.
-    """
-    if host.count > 1:
-        _give_sums_threads(program)
+    def exchange(address: str) -> list[str]:
+        host.put(f"transfer_server/{host.index}", address)
+        timeout_s = config.cluster.connect_timeout_s
+        return [
+            host.get(f"transfer_server/{index}", timeout_s, source=index)
+            for index in range(host.count)
+        ]
+
+    backend = jax.local_devices()[0].client
+    return Transfers(host.index, host.count, backend, host.transfer_addresses(), exchange)
+
+
+def make_executor(
+    config: Config,
+    plan: Plan,
+    host: Membership,
+    host_of: Sequence[int],
+    program: Program,
+    transfers: Transfers,
+) -> Executor:
+    """What runs this host's `program`, with first parameters; all hosts call this together."""
     batch, time = config.data.microbatch_size, config.data.sequence_length
     devices = devices_of_nodes(plan, host_of)
-    links = open_links(
-        host.index,
-        host.count,
-        {node: devices[node] for node in program.nodes},
-        [f"{host.address}:0", f"{host.address}:0"],
-        lambda address: _exchange(host, address, config.cluster.connect_timeout_s),
-    )
+    links = transfers.links({node: devices[node] for node in program.nodes})
     functions = functions_of_stages(
         plan, config.model, config.optimizer, config.train.steps, batch * time
     )
@@ -297,22 +361,17 @@ class Iterations:
         return outcome
 
 
-def _give_sums_threads(program: Program) -> None:
+def _give_sums_threads(config: Config, host: Membership) -> None:
     """Let XLA have more threads than cores on a CPU, which it creates when it is first used.
 
     There a sum over replicas holds a thread until all of them have come to it, and so does a
     launch for which the device has no room yet: with two threads, both may wait for work that has
     no thread left.
     """
-    threads = (os.cpu_count() or 1) + 2 * len(program.nodes) + 1
+    given = config.cluster.host_of_node
+    nodes = MOST_NODES_OF_A_HOST if given is None else given.count(host.index)
+    threads = (os.cpu_count() or 1) + 2 * nodes + 1
     os.environ.setdefault("PJRT_NPROC", str(threads))
-
-
-def _exchange(host: Membership, address: str, timeout_s: float) -> list[str]:
-    host.put(f"transfer_server/{host.index}", address)
-    return [
-        host.get(f"transfer_server/{index}", timeout_s, source=index) for index in range(host.count)
-    ]
 
 
 def _next_batches(plan: Plan, shards: Mapping[int, ShardIterator]) -> dict[int, list[Any]]:

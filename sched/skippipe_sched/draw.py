@@ -89,14 +89,31 @@ def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
     `title` stands before the figures; without one it is the plan's method. Times are drawn from 0
     to the timeline's own end.
     """
-    layout = _layout(plan, timeline)
+    return gantt_series(plan, {title or plan.method: timeline})
+
+
+def gantt_series(plan: Plan, timelines: Mapping[str, Timeline]) -> str:
+    """Iterations of one plan by their titles, below one another on one scale of time, as an SVG.
+
+    Each is drawn as by `gantt`, so that a prediction can be compared with measurements by eye.
+    """
+    layout = _layout(plan, max(timeline.iteration_s for timeline in timelines.values()))
+    height = layout.bottom + AXIS
+    seconds = ", ".join(layout.seconds(timeline.iteration_s) for timeline in timelines.values())
+    about = f"Timeline of one iteration of {seconds}"
     styles = STYLE + "".join(map(_microbatch_style, range(len(plan.microbatches))))
-    about = f"Timeline of one iteration of {layout.seconds(timeline.iteration_s)}"
-    svg = start_picture("gantt", (WIDTH, layout.bottom + AXIS), about, styles)
+    svg = start_picture("gantt", (WIDTH, height * len(timelines)), about, styles)
     _draw_hatching(svg)
+    for index, (title, timeline) in enumerate(timelines.items()):
+        chart = SubElement(svg, "g", {"transform": f"translate(0 {rounded(index * height)})"})
+        _draw_chart(chart, layout, plan, timeline, title)
+    return svg_text(svg)
+
+
+def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, title: str) -> None:
     add_title(
         svg,
-        title or plan.method,
+        title,
         f"iteration {layout.seconds(timeline.iteration_s)} · "
         f"pipeline {layout.seconds(timeline.pipeline_s)} · "
         f"lower bound {layout.seconds(plan.predicted.lower_bound_s)}",
@@ -109,7 +126,6 @@ def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
     _draw_runs(svg, layout, plan, timeline)
     _draw_markers(svg, layout, timeline)
     _draw_averagings(svg, layout, plan, timeline)
-    return svg_text(svg)
 
 
 @dataclass(frozen=True)
@@ -133,7 +149,7 @@ class _Layout:
         return f"{start_s:.{self.decimals}f}\N{EN DASH}{self.seconds(end_s)}"
 
 
-def _layout(plan: Plan, timeline: Timeline) -> _Layout:
+def _layout(plan: Plan, end_s: float) -> _Layout:
     y = PLOT_TOP
     stage_tops = []
     row_tops = {}
@@ -149,8 +165,8 @@ def _layout(plan: Plan, timeline: Timeline) -> _Layout:
         bottom=y,
         stage_tops=tuple(stage_tops),
         row_tops=row_tops,
-        end_s=timeline.iteration_s,
-        decimals=max(2, 2 - math.floor(math.log10(timeline.iteration_s))),
+        end_s=end_s,
+        decimals=max(2, 2 - math.floor(math.log10(end_s))),
     )
 
 
@@ -247,11 +263,12 @@ def _draw_axis(svg: Element, layout: _Layout) -> None:
     add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
 
 
-def round_ticks(end_s: float) -> list[float]:
-    """Round times from 0 to `end_s`, at most `MOST_TICKS` + 1 of them."""
-    power = 10.0 ** math.floor(math.log10(end_s / MOST_TICKS))
-    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * MOST_TICKS >= end_s)
-    return [step * index for index in range(math.floor(end_s / step) + 1)]
+def round_ticks(end: float, start: float = 0.0, most: int = MOST_TICKS) -> list[float]:
+    """Round numbers from `start` to `end`, at most `most` + 1 of them."""
+    span = end - start
+    power = 10.0 ** math.floor(math.log10(span / most))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * most >= span)
+    return [step * index for index in range(math.ceil(start / step), math.floor(end / step) + 1)]
 
 
 class _Wait(NamedTuple):
@@ -381,7 +398,11 @@ def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
     ):
         x = layout.x(time_s)
         add_line(svg, "marker", (x, PLOT_TOP - rise - 10), (x, layout.bottom))
-        add_text(svg, "end", x - 4, PLOT_TOP - rise, f"{label} {layout.seconds(time_s)}")
+        text = f"{label} {layout.seconds(time_s)}"
+        if x > CHARACTER * len(text):
+            add_text(svg, "end", x - 4, PLOT_TOP - rise, text)
+        else:
+            add_text(svg, "", x + 4, PLOT_TOP - rise, text)
 
 
 def _microbatch_style(microbatch: int) -> str:

@@ -43,27 +43,41 @@ class _Track:
     slices: tuple[_Slice, ...]
 
 
-def chrome_trace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+def chrome_trace(
+    plan: Plan, timeline: Timeline, measured: Timeline | None = None
+) -> dict[str, Any]:
     """One iteration of `plan`, predicted or measured, in Chrome's trace event format.
 
     A process for every stage. In it a thread for every node with its operations, threads for what
     the node receives (as many as overlap), and one for the averaging of the stage. Arrows lead
     from an operation over its transfer to the operation that it was for.
+
+    With `measured`, that iteration follows in processes of its own, and `timeline` is called
+    predicted.
     """
+    shown = {"": timeline}
+    if measured is not None:
+        shown = {"predicted · ": timeline, "measured · ": measured}
     # Zero would be the idle process and thread to Perfetto, and a thread with the number of its
     # process the main one.
-    first_thread = len(plan.stages) + 1
+    thread = len(shown) * len(plan.stages)
+    first_arrow = 0
     events: list[dict[str, Any]] = []
-    for stage in range(len(plan.stages)):
-        name = f"stage {stage}" + " · data" * (stage == 0)
-        events.append(_metadata("process_name", stage + 1, {"name": name}))
-        events.append(_metadata("process_sort_index", stage + 1, {"sort_index": stage}))
-    for thread, track in enumerate(_tracks(plan, timeline), start=first_thread):
-        process = track.stage + 1
-        events.append(_metadata("thread_name", process, {"name": track.name}, thread))
-        events.append(_metadata("thread_sort_index", process, {"sort_index": thread}, thread))
-        for piece in track.slices:
-            events += _events(piece, process, thread)
+    for group, (prefix, one) in enumerate(shown.items()):
+        first_process = group * len(plan.stages) + 1
+        for stage in range(len(plan.stages)):
+            process = first_process + stage
+            name = f"{prefix}stage {stage}" + " · data" * (stage == 0)
+            events.append(_metadata("process_name", process, {"name": name}))
+            events.append(_metadata("process_sort_index", process, {"sort_index": process - 1}))
+        for track in _tracks(plan, one, first_arrow):
+            thread += 1
+            process = first_process + track.stage
+            events.append(_metadata("thread_name", process, {"name": track.name}, thread))
+            events.append(_metadata("thread_sort_index", process, {"sort_index": thread}, thread))
+            for piece in track.slices:
+                events += _events(piece, process, thread)
+        first_arrow += len(one.transfers)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -71,7 +85,15 @@ def chrome_trace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
             "method": plan.method,
             "iteration_s": timeline.iteration_s,
             "pipeline_s": timeline.pipeline_s,
-        },
+        }
+        | (
+            {}
+            if measured is None
+            else {
+                "measured_iteration_s": measured.iteration_s,
+                "measured_pipeline_s": measured.pipeline_s,
+            }
+        ),
     }
 
 
@@ -108,9 +130,12 @@ def _microseconds(time_s: float) -> float:
     return round(time_s * 1e9) / 1e3
 
 
-def _tracks(plan: Plan, timeline: Timeline) -> list[_Track]:
-    operations = _operation_slices(plan, timeline)
-    numbers = {transfer.operation: number for number, transfer in enumerate(timeline.transfers)}
+def _tracks(plan: Plan, timeline: Timeline, first_arrow: int) -> list[_Track]:
+    numbers = {
+        transfer.operation: number
+        for number, transfer in enumerate(timeline.transfers, start=first_arrow)
+    }
+    operations = _operation_slices(plan, timeline, numbers)
     tracks = []
     for stage, nodes in enumerate(plan.stages):
         for node in nodes:
@@ -126,9 +151,11 @@ def _tracks(plan: Plan, timeline: Timeline) -> list[_Track]:
     return tracks
 
 
-def _operation_slices(plan: Plan, timeline: Timeline) -> list[list[_Slice]]:
+def _operation_slices(
+    plan: Plan, timeline: Timeline, numbers: Mapping[Operation, int]
+) -> list[list[_Slice]]:
     """The slices of every node."""
-    flows = _flows_of_operations(plan, timeline)
+    flows = _flows_of_operations(plan, numbers)
     slices: list[list[_Slice]] = [[] for _ in range(timeline.nodes)]
     for run in timeline.runs:
         kind, microbatch, node = run.operation
@@ -151,17 +178,22 @@ def _operation_slices(plan: Plan, timeline: Timeline) -> list[list[_Slice]]:
     return slices
 
 
-def _flows_of_operations(plan: Plan, timeline: Timeline) -> dict[Operation, list[tuple[int, str]]]:
-    """For every operation, the arrows that end and begin in it."""
+def _flows_of_operations(
+    plan: Plan, numbers: Mapping[Operation, int]
+) -> dict[Operation, list[tuple[int, str]]]:
+    """For every operation, the arrows that end and begin in it.
+
+    `numbers` are those of the arrows, by the operation that each transfer is for.
+    """
     before = {
         after: operation
         for microbatch, path in enumerate(plan.microbatches)
         for operation, after in pairwise(microbatch_chain(microbatch, path))
     }
     flows: dict[Operation, list[tuple[int, str]]] = defaultdict(list)
-    for number, transfer in enumerate(timeline.transfers):
-        flows[before[transfer.operation]].append((number, "s"))
-        flows[transfer.operation].append((number, "f"))
+    for operation, number in numbers.items():
+        flows[before[operation]].append((number, "s"))
+        flows[operation].append((number, "f"))
     return flows
 
 

@@ -48,7 +48,11 @@ METRICS = {
     "tokens",
     "tokens_per_second",
     "seconds_per_iteration",
+    "predicted_seconds",
+    "network",
     "bytes_sent",
+    "bytes_per_link",
+    "idle_share",
     "gradient_norm",
     "learning_rate",
     "compilations",
@@ -89,17 +93,23 @@ TIED = {
 
 
 @pytest.mark.parametrize(
-    ("paths", "model", "host_of_node"),
+    ("paths", "model", "host_of_node", "execution", "averaging"),
     [
-        (UNEVEN, {"layers": 3, "recompute": "none"}, [0, 1, 2, 3, 4]),
-        (FOUR_STAGES, TIED, [0, 1, 2, 3, 4, 5]),
+        (UNEVEN, {"layers": 3, "recompute": "none"}, [0, 1, 2, 3, 4], "ready-first", "ring"),
+        (FOUR_STAGES, TIED, [0, 1, 2, 3, 4, 5], "strict", "collective"),
         # Here two stages, and the sum over all hosts, are summed between the same two devices.
-        (FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0]),
+        (FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0], "strict", "collective"),
+        (FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0], "ready-first", "ring"),
     ],
-    ids=["5 hosts", "6 hosts", "2 hosts"],
+    ids=["5 hosts", "6 hosts", "2 hosts", "2 hosts, ring"],
 )
 def test_every_replica_equals_the_oracle(
-    tmp_path: Path, paths: Paths, model: dict[str, Any], host_of_node: list[int]
+    tmp_path: Path,
+    paths: Paths,
+    model: dict[str, Any],
+    host_of_node: list[int],
+    execution: str,
+    averaging: str,
 ):
     stages, microbatches = paths
     plan = plan_of(stages, microbatches)
@@ -119,6 +129,8 @@ def test_every_replica_equals_the_oracle(
         },
         train={"steps": ORACLE_STEPS},
         cluster={"host_of_node": host_of_node},
+        execution=execution,
+        network={"averaging": averaging, "deadline_s": 30},
     )
     hosts = max(host_of_node) + 1
     with started_processes(tmp_path / "hosts") as processes:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from skippipe_sched.case import parse_case
-from skippipe_sched.draw import gantt
+from skippipe_sched.draw import gantt, gantt_series, round_ticks
 from skippipe_sched.plan import Plan, Predicted, microbatch_chain, parse_plan
 from skippipe_sched.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 
@@ -270,19 +270,73 @@ def test_short_times_keep_their_digits():
 
 def test_a_measured_timeline_needs_no_transfers():
     plan, predicted = _example("nine")
-    measured = Timeline(
-        predicted.nodes,
-        tuple(
-            Run(run.operation, 3 * run.arrived_s, 3 * run.start_s, 3 * run.end_s)
-            for run in predicted.runs
-        ),
-        (),
-        tuple(Averaging(a.stage, 3 * a.start_s, 3 * a.end_s) for a in predicted.averagings),
-    )
-    picture = _Picture(gantt(plan, measured, "measured"))
+    picture = _Picture(gantt(plan, _measured(predicted, 3.0), "measured"))
     assert f"end of iteration {3 * predicted.iteration_s:.2f} s" in picture.texts
     assert not picture.marks("rect", "wait")
     assert len(picture.marks("rect", "B")) == 36
+
+
+def _measured(predicted, factor):
+    return Timeline(
+        predicted.nodes,
+        tuple(
+            Run(r.operation, factor * r.arrived_s, factor * r.start_s, factor * r.end_s)
+            for r in predicted.runs
+        ),
+        (),
+        tuple(
+            Averaging(a.stage, factor * a.start_s, factor * a.end_s) for a in predicted.averagings
+        ),
+    )
+
+
+def test_a_series_is_drawn_on_one_scale_of_time():
+    plan, predicted = _example("nine")
+    measured = _measured(predicted, 2.0)
+    picture = _Picture(gantt_series(plan, {"predicted": predicted, "step 8": measured}))
+    assert [text for text in picture.texts if text.startswith(("predicted", "step 8"))] == [
+        f"{title}iteration {timeline.iteration_s:.2f} s · pipeline {timeline.pipeline_s:.2f} s · "
+        f"lower bound {plan.predicted.lower_bound_s:.2f} s"
+        for title, timeline in (("predicted", predicted), ("step 8", measured))
+    ]
+    above, below = [group for group in picture.root if group.tag == "g"]
+    widths = []
+    for group in (above, below):
+        bars = [bar for bar in group.iter("rect") if bar.get("class") == "B m3"]
+        widths.append(
+            [float(bar.get("width", "")) for bar in bars if bar.find("title") is not None]
+        )
+    assert widths[1] == pytest.approx([2 * width for width in widths[0]], abs=0.02)
+    # They stand below one another, and the picture is as high as both.
+    height = float(picture.root.get("height", ""))
+    assert above.get("transform") == "translate(0 0)"
+    assert below.get("transform") == f"translate(0 {height / 2:g})"
+    assert height == 2 * float(_Picture(gantt(plan, predicted)).root.get("height", ""))
+
+
+def test_an_end_far_to_the_left_is_named_on_the_paper():
+    plan, predicted = _example("one")
+    picture = _Picture(
+        gantt_series(plan, {"predicted": _measured(predicted, 0.01), "step 8": predicted})
+    )
+    early, late = [
+        text for text in picture.root.iter("text") if "end of iteration" in (text.text or "")
+    ]
+    assert (early.get("class"), late.get("class")) == (None, "end")
+    assert float(early.get("x", "")) > picture.left
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "most", "ticks"),
+    [
+        (0.0, 5.2, 12, [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5]),
+        (2.05, 3.01, 5, [2.2, 2.4, 2.6, 2.8, 3.0]),
+        (1, 2, 6, [1, 1.2, 1.4, 1.6, 1.8, 2]),
+        (-0.3, 0.3, 3, [-0.2, 0, 0.2]),
+    ],
+)
+def test_ticks_are_round_numbers(start, end, most, ticks):
+    assert round_ticks(end, start, most) == pytest.approx(ticks)
 
 
 def test_names_are_escaped():

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from skippipe_sched.averaging import best_ring
 from skippipe_sched.plan import Plan, Predicted, microbatch_chain
-from skippipe_sched.simulate import Averaging, Run, Timeline, simulate
+from skippipe_sched.robustness import draw_stretch
+from skippipe_sched.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 from skippipe_sched.trace import chrome_trace
 
 from tests.sched.examples import case_with, routed_cases, same_place
@@ -27,9 +28,10 @@ def planned(case, stages, paths) -> tuple[Plan, Timeline]:
 class _Trace:
     """What a viewer finds in the JSON."""
 
-    def __init__(self, plan: Plan, timeline: Timeline):
+    def __init__(self, plan: Plan, timeline: Timeline, measured: Timeline | None = None):
         # NaN and infinity would be no JSON.
-        self.whole = json.loads(json.dumps(chrome_trace(plan, timeline), allow_nan=False))
+        whole = chrome_trace(plan, timeline, measured)
+        self.whole = json.loads(json.dumps(whole, allow_nan=False))
         self.events = self.whole["traceEvents"]
         self.threads = {
             (event["pid"], event["tid"]): event["args"]["name"]
@@ -194,3 +196,47 @@ def test_a_measured_timeline_needs_no_transfers():
     trace = _Trace(plan, measured)
     assert len(trace.slices("backward")) == 4
     assert {event["ph"] for event in trace.events} == {"M", "X"}
+
+
+def test_predicted_and_measured_stand_in_processes_of_their_own():
+    case = same_place([2, 2], microbatches_per_data_node=2)
+    plan, predicted = planned(case, [[0, 1], [2, 3]], [[0, 2], [1, 3]] * 2)
+    measured = simulate_plan(plan, draw_stretch(4, 2, 0.5, 0, 0))
+    trace = _Trace(plan, predicted, measured)
+    names = [
+        (event["pid"], event["args"]["name"])
+        for event in trace.events
+        if event["ph"] == "M" and event["name"] == "process_name"
+    ]
+    assert names == [
+        (1, "predicted · stage 0 · data"),
+        (2, "predicted · stage 1"),
+        (3, "measured · stage 0 · data"),
+        (4, "measured · stage 1"),
+    ]
+    assert not {thread for _, thread in trace.threads} & set(range(5))
+    assert len({thread for _, thread in trace.threads}) == len(trace.threads)
+    for timeline, processes in ((predicted, (1, 2)), (measured, (3, 4))):
+        spans = [
+            _span(event)
+            for event in trace.slices("forward", "loss", "backward")
+            if event["pid"] in processes
+        ]
+        expected = sorted((run.start_s, run.end_s) for run in timeline.runs)
+        assert len(spans) == len(expected)
+        for span, (start_s, end_s) in zip(sorted(spans), expected, strict=True):
+            assert span == _microseconds(start_s, end_s)
+    # An arrow stays within its group.
+    ends = defaultdict(set)
+    for event in trace.events:
+        if event["ph"] in "stf":
+            ends[event["id"]].add((event["ph"], event["pid"] > 2))
+    assert len(ends) == len(predicted.transfers) + len(measured.transfers)
+    assert all(len(parts) == 3 and len({late for _, late in parts}) == 1 for parts in ends.values())
+    assert trace.whole["otherData"] == {
+        "method": "example",
+        "iteration_s": predicted.iteration_s,
+        "pipeline_s": predicted.pipeline_s,
+        "measured_iteration_s": measured.iteration_s,
+        "measured_pipeline_s": measured.pipeline_s,
+    }

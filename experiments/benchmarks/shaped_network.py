@@ -1,0 +1,273 @@
+"""A real network on one machine, whose links are as slow as they are told to be.
+
+    with ShapedNetwork(rates) as network:
+        subprocess.run([*network.command(host=0), "python", "-m", "skippipe_jax.train", ...])
+
+Every host is a network namespace with one interface; a bridge in a namespace of its own joins them,
+so that nothing is seen, filtered or left in the network of the machine itself. On its interface a
+host has one `htb` class per other host, which `u32` filters find by the address: every directed
+link has its own rate, whatever the others carry. There is no added latency: `netem`, which could,
+is missing from many kernels.
+
+It needs Linux, root and iproute2 (`ip` and `tc`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import itertools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from jaxtyping import Float
+from skippipe_sched.errors import InputError
+
+FIRST_ADDRESS = ipaddress.IPv4Address("10.77.0.1")
+PREFIX_LENGTH = 16
+INTERFACE = "eth0"
+NETWORK_FILES = Path("/etc/netns")
+NAME = re.compile(r"shaped-(\d+)-\d+-\w+")  # the process that made it, its number there, the host
+HOSTS_FILE = "127.0.0.1 localhost\n{address} {hostname}\n"
+
+NOT_SHAPED_BYTES_PER_S = 10e9
+# What a link may send at once after a rest: enough that a timer which fires late loses little, and
+# so little that a transfer does not look quicker than the link.
+BURST_S = 0.0005
+SMALLEST_BURST_BYTES = 3028
+# What waits for a link, two pieces of TCP at least: a small message behind a large one is delayed
+# by a tenth of a second, not by seconds.
+QUEUE_S = 0.1
+SMALLEST_QUEUE_BYTES = 32768
+# What TCP hands to an interface in one piece. The usual 64 kB would take a quarter of a second on
+# the slowest links; single packets would keep a small machine busy with nothing else.
+LARGEST_PIECE_BYTES = 8192
+# A TCP packet with an IP header of 20 bytes, less than 64 bytes in all, and no flag but ACK. Real
+# hosts acknowledge many packets with one; here it is one for one or two, which would fill a link
+# whose other direction is much quicker.
+ACKNOWLEDGEMENT = (
+    "match ip protocol 6 0xff match u8 0x05 0x0f at 0 "
+    "match u16 0 0xffc0 at 2 match u8 0x10 0xff at 33"
+)
+
+_numbers = itertools.count()
+
+
+class ShapedNetwork:
+    """Hosts joined by links of given rates; a context manager, in which the network exists.
+
+    On leaving, the processes that still run on its hosts are killed and everything is removed. What
+    a killed process left behind is removed when the next network starts.
+    """
+
+    def __init__(self, rates: Float[np.ndarray, "hosts hosts"]):
+        """Take the rate from the host of the row to that of the column, in bytes per second.
+
+        Rates are of Ethernet packets, as `tc` counts them: TCP carries 95.6% of them as payload.
+        `np.inf` is a link that is not shaped; the diagonal means nothing.
+
+        Raises:
+            InputError: rates are not a square array of positive numbers.
+        """
+        self.rates = np.array(rates, float)
+        if self.rates.ndim != 2 or self.rates.shape[0] != self.rates.shape[1]:
+            raise InputError(
+                "rates", self.rates.shape, "not a square array", "Give a row and column per host"
+            )
+        for source, target in self._links():
+            _check_rate(f"rates[{source}, {target}]", self.rates[source, target])
+        self._prefix = f"shaped-{os.getpid()}-{next(_numbers)}"
+        self._switch = f"{self._prefix}-switch"
+
+    def command(self, host: int) -> list[str]:
+        """The words before a command that run it on a host."""
+        return ["ip", "netns", "exec", self._namespace(host)]
+
+    def address(self, host: int) -> str:
+        """The IP address of a host, known inside the network only."""
+        return str(FIRST_ADDRESS + host)
+
+    def set_link(self, host: int, up: bool) -> None:
+        """Cut a host off from all others, or join it again.
+
+        Packets get lost in silence, as in a network far away: the host keeps its address and sees
+        no error.
+        """
+        bridge = ["master", "bridge"] if up else ["nomaster"]
+        _run("ip", "-n", self._switch, "link", "set", _port(host), *bridge)
+
+    def set_rate(self, source: int, target: int, bytes_per_s: float) -> None:
+        """Change the rate of a directed link from now on.
+
+        Raises:
+            InputError: the rate is not a positive number.
+        """
+        _check_rate("bytes_per_s", bytes_per_s)
+        self.rates[source, target] = bytes_per_s
+        _batch("tc", self._namespace(source), _link(target, bytes_per_s))
+
+    def __enter__(self) -> Self:
+        """Make the network.
+
+        Raises:
+            InputError: this machine or this user cannot.
+        """
+        require_root_and_tools()
+        _remove(name for name in _names() if not Path("/proc", _process(name)).exists())
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Remove the network, and the processes that are left in it."""
+        self._remove()
+
+    def _make(self) -> None:
+        hosts = range(len(self.rates))
+        namespaces = [self._switch, *map(self._namespace, hosts)]
+        _batch("ip", None, [f"netns add {namespace}" for namespace in namespaces])
+        _batch("ip", self._switch, ["link add bridge type bridge", "link set bridge up"])
+        _batch("ip", self._switch, (line for host in hosts for line in self._cable(host)))
+        for host in hosts:
+            folder = NETWORK_FILES / self._namespace(host)
+            folder.mkdir(parents=True)
+            # Or else libraries that look up the host's own name find an address of the machine.
+            names = HOSTS_FILE.format(address=self.address(host), hostname=socket.gethostname())
+            (folder / "hosts").write_text(names)
+            _batch("ip", self._namespace(host), self._interface(host))
+            _batch("tc", self._namespace(host), self._shapes(host))
+
+    def _cable(self, host: int) -> list[str]:
+        port = _port(host)
+        end = f"name {INTERFACE} address {_hardware(host)} netns {self._namespace(host)}"
+        return [f"link add {port} type veth peer {end}", f"link set {port} master bridge up"]
+
+    def _interface(self, host: int) -> list[str]:
+        others = (target for source, target in self._links() if source == host)
+        return [
+            "link set lo up",
+            f"addr add {self.address(host)}/{PREFIX_LENGTH} dev {INTERFACE}",
+            f"link set {INTERFACE} gso_max_size {LARGEST_PIECE_BYTES}",
+            f"link set {INTERFACE} up",
+            # Or else a host that is cut off is told so: who was its neighbour does not answer.
+            *(
+                f"neigh add {self.address(other)} lladdr {_hardware(other)} dev {INTERFACE}"
+                for other in others
+            ),
+        ]
+
+    def _shapes(self, source: int) -> list[str]:
+        filters = f"filter add dev {INTERFACE} parent 1: protocol ip prio 1 u32"
+        lines = [
+            f"qdisc add dev {INTERFACE} root handle 1: htb",  # what has no class is not shaped
+            f"{filters} {ACKNOWLEDGEMENT} flowid 1:",  # which is no class
+        ]
+        for target in (target for start, target in self._links() if start == source):
+            lines += _link(target, self.rates[source, target])
+            lines += [f"{filters} match ip dst {self.address(target)} flowid {_class_id(target)}"]
+        return lines
+
+    def _links(self) -> Iterable[tuple[int, int]]:
+        return itertools.permutations(range(len(self.rates)), 2)
+
+    def _namespace(self, host: int) -> str:
+        return f"{self._prefix}-{host}"
+
+    def _remove(self) -> None:
+        _remove(name for name in _names() if name.startswith(f"{self._prefix}-"))
+
+
+def require_root_and_tools() -> None:
+    """Check that this user can make a network here.
+
+    Raises:
+        InputError: the user is not root, or `ip` or `tc` is missing.
+    """
+    if os.geteuid() != 0:
+        raise InputError(
+            "user", os.geteuid(), "only root may make a shaped network", "Run this as root"
+        )
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise InputError("PATH", os.environ.get("PATH"), f"has no `{tool}`", "Install iproute2")
+
+
+def _check_rate(field: str, bytes_per_s: float) -> None:
+    if not bytes_per_s > 0:
+        raise InputError(field, float(bytes_per_s), "not a positive rate", "Give bytes per second")
+
+
+def _port(host: int) -> str:
+    return f"host{host}"
+
+
+def _hardware(host: int) -> str:
+    return f"02:00:00:00:{host >> 8:02x}:{host & 255:02x}"
+
+
+def _class_id(target: int) -> str:
+    return f"1:{target + 1:x}"
+
+
+def _link(target: int, bytes_per_s: float) -> list[str]:
+    """The class of a directed link, and its queue: new ones, or instead of those that are there."""
+    rate = min(bytes_per_s, NOT_SHAPED_BYTES_PER_S)
+    burst = max(rate * BURST_S, SMALLEST_BURST_BYTES)
+    queue = max(rate * QUEUE_S, SMALLEST_QUEUE_BYTES)
+    # The quantum shares what classes lend each other, which is nothing here; without it `tc` warns.
+    sizes = f"burst {burst:.0f} cburst {burst:.0f} quantum {LARGEST_PIECE_BYTES}"
+    return [
+        f"class replace dev {INTERFACE} parent 1: classid {_class_id(target)} "
+        f"htb rate {rate:.0f}bps {sizes}",
+        f"qdisc replace dev {INTERFACE} parent {_class_id(target)} bfifo limit {queue:.0f}",
+    ]
+
+
+def _names() -> set[str]:
+    """The namespaces of all shaped networks on this machine, whole or half made."""
+    listed = (line.split()[0] for line in _run("ip", "netns", "list").splitlines())
+    folders = (folder.name for folder in NETWORK_FILES.glob("shaped-*"))
+    return {name for name in (*listed, *folders) if NAME.fullmatch(name)}
+
+
+def _process(name: str) -> str:
+    return NAME.fullmatch(name)[1]  # pyright: ignore[reportOptionalSubscript]
+
+
+def _remove(names: Iterable[str]) -> None:
+    for name in names:
+        if Path("/run/netns", name).exists():
+            for process in _run("ip", "netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(int(process), signal.SIGKILL)
+            _run("ip", "netns", "delete", name)
+        shutil.rmtree(NETWORK_FILES / name, ignore_errors=True)
+
+
+def _batch(tool: str, namespace: str | None, lines: Iterable[str]) -> None:
+    """Run many lines of `ip` or `tc` as one process."""
+    inside = [] if namespace is None else ["-n", namespace]
+    _run(tool, *inside, "-batch", "-", lines="\n".join(lines) + "\n")
+
+
+def _run(*command: str, lines: str | None = None) -> str:
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise InputError(
+            "network",
+            " ".join(command),
+            done.stderr.strip(),
+            "Use a Linux kernel with network namespaces, veth, bridge, htb and u32",
+        )
+    return done.stdout

@@ -1,0 +1,257 @@
+"""What happened when in an iteration: a recording by every host, put together into a timeline.
+
+A run folder holds `timelines/<step>/host_<i>.json` for every recorded iteration:
+
+    {"runs": [["F", microbatch, node, arrived_s, start_s, end_s], ...],
+     "averagings": [[stage, start_s, end_s], ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched import fields
+from skippipe_sched.draw import gantt_series
+from skippipe_sched.errors import InputError
+from skippipe_sched.plan import KINDS, Operation, Plan, microbatch_chain
+from skippipe_sched.simulate import Averaging, Run, Timeline, Transfer, simulate_plan
+from skippipe_sched.trace import chrome_trace
+
+from skippipe_jax.run_folder import saved_plan
+
+TIMELINES = "timelines"
+
+
+class IncompleteRecordingError(InputError):
+    """A recording in which the operations of some nodes are missing."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one host saw of one iteration; seconds since the epoch by host 0's clock.
+
+    `runs` are the operations of its nodes, `averagings` those of the stages of its nodes. A stage
+    that exchanges nothing, because it has one replica, needs no averaging.
+    """
+
+    runs: tuple[Run, ...]
+    averagings: tuple[Averaging, ...]
+
+    def save(self, folder: Path, step: int, host: int) -> None:
+        """Write it into a run folder, whole or not at all."""
+        path = recording_path(folder, step, host)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "runs": [[*run.operation, run.arrived_s, run.start_s, run.end_s] for run in self.runs],
+            "averagings": [[a.stage, a.start_s, a.end_s] for a in self.averagings],
+        }
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def recording_path(folder: Path, step: int, host: int) -> Path:
+    """Where a run folder holds what `host` recorded of the iteration that led to `step`."""
+    return folder / TIMELINES / f"{step:08d}" / f"host_{host}.json"
+
+
+def recorded_steps(run_dir: Path) -> list[int]:
+    """The steps of which a run folder holds recordings, ascending."""
+    paths = (run_dir / TIMELINES).glob("*/host_*.json")
+    return sorted({int(path.parent.name) for path in paths if path.parent.name.isdecimal()})
+
+
+def remove_recordings(run_dir: Path, after: int) -> None:
+    """Remove what was recorded after a step, as a run that is resumed there records it again.
+
+    The hosts may be fewer then, and what the others had left would not fit what is new.
+    """
+    for step in recorded_steps(run_dir):
+        if step > after:
+            shutil.rmtree(recording_path(run_dir, step, 0).parent)
+
+
+def measured_timeline(run_dir: Path, plan: Plan, step: int) -> Timeline:
+    """A recorded iteration, from its first forward, at 0 s, to its last averaging.
+
+    Between operations of a microbatch on different nodes lies a transfer: from the end of the one
+    before until what it sent has arrived; as far as the transfer before it on the same link took
+    that time too, it waited. A stage averages from when the last of its hosts began to.
+
+    Raises:
+        IncompleteRecordingError: if operations are missing: the file of a host is not there.
+        InputError: if a file is damaged, or does not belong to this plan.
+    """
+    paths = sorted(recording_path(run_dir, step, 0).parent.glob("host_*.json"))
+    recordings = [_load(path, plan) for path in paths]
+    recorded = _by_operation((run for host in recordings for run in host.runs), plan, step)
+    zero_s = min(run.start_s for run in recorded.values())
+    runs = {operation: _counted_from(zero_s, run) for operation, run in recorded.items()}
+    averagings = [
+        Averaging(seen.stage, seen.start_s - zero_s, seen.end_s - zero_s)
+        for host in recordings
+        for seen in host.averagings
+    ]
+    return Timeline(
+        nodes=len(plan.case.nodes),
+        # What takes no time stands before what starts when it ends.
+        runs=tuple(sorted(runs.values(), key=lambda run: (run.start_s, run.end_s))),
+        transfers=_transfers(plan, runs),
+        averagings=_averagings(plan, runs, averagings),
+    )
+
+
+def draw_recorded(run_dir: Path) -> list[Path]:
+    """Draw every recorded iteration below the predicted one; returns what was written.
+
+    For each step `timelines/<step>.svg`, and `timelines/<step>.trace.json` for Perfetto. A step
+    that is recorded in part is left out, and stderr says so.
+
+    Raises:
+        InputError: if the plan or a recording is damaged.
+    """
+    plan = saved_plan(run_dir)
+    predicted = simulate_plan(plan)
+    written = []
+    for step in recorded_steps(run_dir):
+        try:
+            measured = measured_timeline(run_dir, plan, step)
+        except IncompleteRecordingError as error:
+            print(f"not drawn: {error}", file=sys.stderr)
+            continue
+        titles = {"predicted": predicted, measured_title(step): measured}
+        for ending, content in (
+            (".svg", gantt_series(plan, titles)),
+            (".trace.json", json.dumps(chrome_trace(plan, predicted, measured)) + "\n"),
+        ):
+            path = recording_path(run_dir, step, 0).parent.with_suffix(ending)
+            path.write_text(content, encoding="utf-8")
+            written.append(path)
+    return written
+
+
+def measured_title(step: int) -> str:
+    """What a recorded iteration is called in pictures."""
+    return f"measured, step {step}"
+
+
+def _load(path: Path, plan: Plan) -> Recording:
+    """Read and check a recording."""
+    field = "/".join(path.parts[-3:])
+    names = ("runs", "averagings")
+    given = fields.mapping(fields.load_json(path, field), field, names, names)
+    runs = _rows(given["runs"], f"{field}.runs", 6)
+    averagings = _rows(given["averagings"], f"{field}.averagings", 3)
+    return Recording(
+        tuple(Run(_operation(row, where), *_times(row[3:], where)) for where, row in runs),
+        tuple(
+            Averaging(
+                fields.integer(row[0], where, 0, len(plan.stages) - 1), *_times(row[1:], where)
+            )
+            for where, row in averagings
+        ),
+    )
+
+
+def _rows(value: Any, field: str, length: int) -> Iterator[tuple[str, list]]:
+    for index, row in enumerate(fields.sequence(value, field, minimum_length=0)):
+        where = f"{field}[{index}]"
+        if len(fields.sequence(row, where)) != length:
+            raise InputError(where, row, f"must have {length} entries", "Remove the recording")
+        yield where, row
+
+
+def _operation(row: list, field: str) -> Operation:
+    kind, microbatch, node = row[:3]
+    return Operation(
+        fields.text(kind, field, KINDS),  # pyright: ignore[reportArgumentType]
+        fields.integer(microbatch, field, 0),
+        fields.integer(node, field, 0),
+    )
+
+
+def _times(values: list, field: str) -> list[float]:
+    """Times of which the last is no earlier than the one before it."""
+    *times, end_s = [fields.number(value, field) for value in values]
+    return [*times, fields.number(end_s, field, times[-1])]
+
+
+def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation, Run]:
+    """Every operation of the plan, and its run."""
+    field = f"{TIMELINES}/{step:08d}"
+    missing = {operation for operations in plan.order for operation in operations}
+    found: dict[Operation, Run] = {}
+    for run in runs:
+        if run.operation not in missing:
+            raise InputError(
+                field,
+                str(run.operation),
+                "is recorded twice, or is no operation of this plan",
+                "Remove the recordings of this step: they are not all of this run",
+            )
+        missing.remove(run.operation)
+        found[run.operation] = run
+    if missing:
+        nodes = sorted({operation.node for operation in missing})
+        raise IncompleteRecordingError(
+            field,
+            f"{len(found)} operations",
+            f"step {step} is recorded in part: operations are missing of nodes "
+            f"{', '.join(map(str, nodes))}",
+            "Copy the files of the hosts that serve them there, or remove this folder",
+        )
+    return found
+
+
+def _counted_from(zero_s: float, run: Run) -> Run:
+    """The run by a clock that shows 0 at `zero_s`; what had arrived before is there from 0 on."""
+    return replace(
+        run,
+        arrived_s=max(0.0, run.arrived_s - zero_s),
+        start_s=run.start_s - zero_s,
+        end_s=run.end_s - zero_s,
+    )
+
+
+def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...]:
+    on_links: dict[tuple[int, int], list[tuple[float, float, Operation]]] = defaultdict(list)
+    for microbatch, path in enumerate(plan.microbatches):
+        for before, after in pairwise(microbatch_chain(microbatch, path)):
+            if before.node != after.node:
+                ready_s = runs[before].end_s
+                # The clocks of two hosts differ by milliseconds: nothing arrives before it is sent.
+                end_s = max(ready_s, runs[after].arrived_s)
+                on_links[before.node, after.node].append((end_s, ready_s, after))
+    transfers = []
+    for (source, target), sendings in on_links.items():
+        free_s = 0.0
+        for end_s, ready_s, operation in sorted(sendings):
+            start_s = min(end_s, max(ready_s, free_s))
+            transfers.append(Transfer(source, target, operation, ready_s, start_s, end_s))
+            # Without contention transfers do not meet, in the measured timeline as in the planned.
+            if plan.case.contention == "link":
+                free_s = end_s
+    return tuple(sorted(transfers, key=lambda transfer: transfer.start_s))
+
+
+def _averagings(
+    plan: Plan, runs: Mapping[Operation, Run], seen: Sequence[Averaging]
+) -> tuple[Averaging, ...]:
+    """One for every stage; that of a stage of which none was seen takes no time."""
+    averagings = []
+    for stage, nodes in enumerate(plan.stages):
+        of_stage = [averaging for averaging in seen if averaging.stage == stage]
+        last_s = max((run.end_s for run in runs.values() if run.operation.node in nodes), default=0)
+        start_s = max((averaging.start_s for averaging in of_stage), default=last_s)
+        end_s = max((averaging.end_s for averaging in of_stage), default=last_s)
+        averagings.append(Averaging(stage, start_s, end_s))
+    return tuple(sorted(averagings, key=lambda averaging: averaging.start_s))

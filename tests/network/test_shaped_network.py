@@ -1,0 +1,157 @@
+"""The shaped network does what the tests and benchmarks on it take for granted."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from skippipe_sched.errors import InputError
+
+from experiments.benchmarks import shaped_network
+from experiments.benchmarks.shaped_network import ShapedNetwork
+
+TRAFFIC = Path(__file__).with_name("traffic.py")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 and "CI" not in os.environ, reason="only root may make a shaped network"
+)
+
+
+@pytest.fixture
+def network() -> Iterator[ShapedNetwork]:
+    rates = np.full((4, 4), 1e6)
+    rates[0, 1], rates[1, 0] = 0.25e6, 8e6
+    rates[2, 3] = np.inf
+    with ShapedNetwork(rates) as network:
+        yield network
+
+
+def transfer(
+    network: ShapedNetwork, source: int, target: int, size: int
+) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """Start a receiver and a sender; the receiver prints the bytes per second that arrived."""
+    address = f"{network.address(target)}:{5000 + source}"
+    python = [sys.executable, "-I", "-S", str(TRAFFIC)]
+    receive = [*network.command(target), *python, "receive", address]
+    send = [*network.command(source), *python, "send", address, str(size)]
+    receiver = subprocess.Popen(receive, stdout=subprocess.PIPE, text=True)
+    return receiver, subprocess.Popen(send, text=True)
+
+
+def goodput(receiver: subprocess.Popen[str]) -> float:
+    return float(receiver.communicate(timeout=60)[0])
+
+
+def traces(network: ShapedNetwork) -> list[str]:
+    """What there is of a network on this machine: namespaces and files."""
+    name = network.command(0)[-1].rpartition("-")[0]
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    folders = map(str, Path("/etc/netns").glob(f"{name}-*"))
+    return [line for line in (*listed.stdout.splitlines(), *folders) if name in line]
+
+
+@needs_root
+def test_every_directed_link_has_its_own_rate(network: ShapedNetwork):
+    pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 3), (3, 0)]
+    receivers = [transfer(network, *pair, int(3 * network.rates[pair]))[0] for pair in pairs]
+    shares = [goodput(r) / network.rates[pair] for r, pair in zip(receivers, pairs, strict=True)]
+    assert shares == pytest.approx([1.0] * len(pairs), abs=0.1)
+
+
+@needs_root
+def test_a_link_without_a_rate_is_quick(network: ShapedNetwork):
+    assert goodput(transfer(network, 2, 3, 50_000_000)[0]) > 50e6
+
+
+@needs_root
+def test_a_rate_can_change(network: ShapedNetwork):
+    network.set_rate(0, 1, 4e6)
+    assert goodput(transfer(network, 0, 1, 4_000_000)[0]) == pytest.approx(4e6, rel=0.1)
+
+
+@needs_root
+def test_a_host_is_cut_off_and_joined_again(network: ShapedNetwork):
+    start = time.monotonic()
+    receiver, _ = transfer(network, 0, 2, 2_000_000)  # two seconds
+    bystander, _ = transfer(network, 3, 1, 2_000_000)
+    time.sleep(0.5)
+    network.set_link(0, up=False)
+    assert goodput(bystander) == pytest.approx(1e6, rel=0.1)
+    time.sleep(1)
+    assert receiver.poll() is None
+    network.set_link(0, up=True)
+    goodput(receiver)
+    assert 2.5 < time.monotonic() - start < 10
+
+
+@needs_root
+def test_a_host_finds_its_own_address_by_its_name(network: ShapedNetwork):
+    command = "import socket; print(socket.gethostbyname(socket.gethostname()))"
+    done = subprocess.run(
+        [*network.command(2), sys.executable, "-c", command], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == network.address(2)
+
+
+@needs_root
+def test_nothing_is_left_after_an_exception():
+    network = ShapedNetwork(np.full((2, 2), 1e6))
+    sleepers: list[psutil.Process] = []
+
+    def fail_inside() -> None:
+        with network:
+            sleepers.append(psutil.Popen([*network.command(1), "sleep", "600"]))
+            while sleepers[0].name() != "sleep":
+                time.sleep(0.01)
+            assert len(traces(network)) == 5  # two hosts and a switch; the files of two hosts
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert traces(network) == []
+    assert sleepers[0].wait(timeout=5) != 0
+
+
+@needs_root
+def test_what_a_killed_process_left_is_removed_by_the_next_network():
+    dying = "\n".join(
+        [
+            "import os, numpy, signal",
+            "from experiments.benchmarks.shaped_network import ShapedNetwork",
+            "network = ShapedNetwork(numpy.ones((2, 2))).__enter__()",
+            "print(os.getpid(), flush=True)",
+            "os.kill(os.getpid(), signal.SIGKILL)",
+        ]
+    )
+    root = Path(shaped_network.__file__).parents[2]
+    killed = subprocess.run([sys.executable, "-c", dying], cwd=root, capture_output=True, text=True)
+
+    def left() -> bool:
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+        return f"shaped-{killed.stdout.strip()}-" in listed.stdout
+
+    assert left()
+    with ShapedNetwork(np.ones((1, 1))) as first, ShapedNetwork(np.ones((1, 1))) as second:
+        assert traces(first)
+        assert traces(second)
+        assert not left()
+
+
+@pytest.mark.parametrize("rates", [np.ones((2, 3)), np.zeros((2, 2)), np.full((2, 2), np.nan)])
+def test_refuses_what_are_no_rates(rates: np.ndarray):
+    with pytest.raises(InputError, match="rates"):
+        ShapedNetwork(rates)
+
+
+def test_says_that_it_needs_root_and_tools(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(InputError, match="root"):
+        shaped_network.require_root_and_tools()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(InputError, match="Install iproute2"):
+        shaped_network.require_root_and_tools()

@@ -1,0 +1,379 @@
+"""The page of a run holds the run's figures, needs nothing beside it, and says what is wrong."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import numpy as np
+import pytest
+from skippipe_sched.case import parse_case
+from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.robustness import draw_stretch
+from skippipe_sched.simulate import Averaging, Timeline, simulate, simulate_plan
+
+from skippipe_jax import recording, report, run_folder
+from skippipe_jax.config import parse_config
+
+PATHS = ((0, 1, 3), (0, 2, 4), (0, 4, 1), (0, 3, 2))
+CASE = {
+    "locations": ["Iowa", "Oregon", "Belgium", "Taiwan", "<b>"],
+    "nodes": 5,
+    "links": [
+        [a, b, 20, 0.5]
+        for a in ("Iowa", "Oregon", "Belgium", "Taiwan", "<b>")
+        for b in ("Iowa", "Oregon", "Belgium", "Taiwan", "<b>")
+        if a < b
+    ],
+    "activation_bytes": 1_500_000,
+    "stage_bytes": 40_000_000,
+    "forward_s": 0.2,
+    "stages": [1, 2, 2],
+    "path_length": 3,
+    "microbatches_per_data_node": 4,
+    "memory": 4,
+}
+
+
+def small_plan(paths=PATHS) -> Plan:
+    case = parse_case(CASE)
+    stages = ((0,), (1, 2), (3, 4))
+    timeline = simulate(case, stages, paths)
+    predicted = Predicted(timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 1.0)
+    return Plan("balanced", stages, paths, timeline.order, predicted, case)
+
+
+PLAN = small_plan()
+
+
+def start_run(folder: Path) -> Path:
+    config = {"run_dir": str(folder), "model": {"layers": 3}, "train": {"steps": 500}}
+    run_folder.start_run(folder, parse_config(config), PLAN)
+    return folder
+
+
+def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
+    """The first iteration compiles for a minute; the others take between 4 and 5 s."""
+    seconds = 60.0 if step == 1 else 4.0 + step % 2
+    return {
+        "step": step,
+        "loss": 2.0 + 3.0 / step,
+        "tokens": 4000,
+        "tokens_per_second": 4000 / seconds,
+        "seconds_per_iteration": seconds,
+        "bytes_sent": 1,
+        "gradient_norm": 1.0,
+        "learning_rate": 1e-3,
+        "compilations": int(step == 1),
+        "peak_in_flight": {"0": 1},
+    } | changes
+
+
+def write_metrics(folder: Path, steps: int, **changes: Any) -> None:
+    for step in range(1, steps + 1):
+        run_folder.append_metrics(folder, metrics_line(step, **changes))
+
+
+def record(folder: Path, step: int) -> Timeline:
+    """Two hosts record an iteration."""
+    timeline = simulate_plan(PLAN, draw_stretch(4, 3, 0.5, 0, step))
+    for host in range(2):
+        nodes = range(0, 3) if host == 0 else range(3, 5)
+        runs = tuple(run for run in timeline.runs if run.operation.node in nodes)
+        recording.Recording(runs, timeline.averagings).save(folder, step, host)
+    return timeline
+
+
+def run_main(monkeypatch, *arguments: Any) -> int:
+    monkeypatch.setattr("sys.argv", ["report", *map(str, arguments)])
+    return report.main()
+
+
+def parsed(page: str) -> Element:
+    """The page as XML, without its namespaces."""
+    assert page.startswith("<!DOCTYPE html>\n")
+    root = ElementTree.fromstring(page.split("\n", 1)[1])
+    for element in root.iter():
+        element.tag = element.tag.removeprefix("{http://www.w3.org/2000/svg}")
+    return root
+
+
+def text_of(element: Element) -> str:
+    """What a reader sees: no styles and no tooltips."""
+    hidden = {"style", "title"}
+    parts = [(element.text or "") if element.tag not in hidden else ""]
+    for child in element:
+        parts += [text_of(child), child.tail or ""]
+    return " ".join(" ".join(parts).split())
+
+
+def figures_of(page: str) -> dict[str, str]:
+    return {
+        text_of(pair[0]): text_of(pair[1])
+        for pair in parsed(page).iter("div")
+        if len(pair) == 2 and pair[0].tag == "dt"
+    }
+
+
+def pictures(root: Element, name: str) -> list[Element]:
+    return [svg for svg in root.iter("svg") if svg.get("class") == name]
+
+
+def test_the_page_holds_the_figures_of_the_run(tmp_path):
+    folder = start_run(tmp_path / "far apart")
+    write_metrics(folder, 101, predicted_seconds=4.0, network="real")
+    figures = figures_of(report.report(folder))
+    assert figures["steps"] == "101 of 500"
+    assert figures["loss"] == "2.030 nats per token, of the last step"
+    assert figures["per iteration"] == "4.50 s median"
+    assert figures["tokens per second"] == "900 median"
+    assert figures["predicted"] == "4.00 s measured is 1.12 times that"
+    assert figures["Model"].startswith("LLaMA, 2.54 million parameters: 3 layers of width 256")
+    assert figures["Plan"] == "balanced; 4 microbatches per iteration, each visits 3 of 3 stages"
+    assert figures["Nodes"] == "5 in 5 locations; nodes per stage: 1, 2, 2"
+    assert figures["Network"] == "real"
+    assert f"evaluate --run '{folder}'" in figures["Held-out loss"]
+
+
+def test_what_an_old_run_did_not_note_is_left_out(tmp_path):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 5)
+    page = report.report(folder)
+    figures, text = figures_of(page), text_of(parsed(page))
+    assert not {"predicted", "Network"} & set(figures)
+    assert "Idle nodes" not in text
+    assert "sent" not in [text_of(cell) for cell in parsed(page).iter("th")]
+    assert "No iteration was recorded" in text
+    assert len(pictures(parsed(page), "curve")) == 2
+
+
+def test_a_run_that_has_just_started_says_so(tmp_path):
+    folder = start_run(tmp_path / "run")
+    root = parsed(report.report(folder))
+    assert "No iteration has ended yet." in text_of(root)
+    assert not pictures(root, "curve")
+    assert len(pictures(root, "gantt")) == len(pictures(root, "flows")) == 1
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 3)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert figures_of(report.report(folder))["steps"] == "3 of 500"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"), [(3, "network:"), (2, "network in 2 of 3 iterations:")]
+)
+def test_an_emulated_network_is_said_at_the_top(tmp_path, lines, words):
+    folder = start_run(tmp_path / "run")
+    for step in range(1, 4):
+        network = "emulate" if step > 3 - lines else "real"
+        run_folder.append_metrics(folder, metrics_line(step, network=network))
+    root = parsed(report.report(folder))
+    [notice] = [p for p in root.iter("p") if p.get("class") == "notice"]
+    assert text_of(notice).startswith(f"Emulated {words}")
+
+
+def test_the_newest_recording_stands_below_the_prediction_and_others_are_folded(tmp_path):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 30)
+    record(folder, 10)
+    record(folder, 20)
+    newest = record(folder, 30)
+    root = parsed(report.report(folder))
+    shown, folded = [text_of(svg) for svg in pictures(root, "gantt")]
+    assert shown.index("predicted") < shown.index("measured, step 30")
+    assert f"end of iteration {newest.iteration_s:.2f} s" in shown
+    assert folded.index("measured, step 20") < folded.index("measured, step 10")
+    assert "predicted" not in folded
+    [details] = [d for d in root.iter("details") if "Other recorded" in text_of(d)]
+    assert len(pictures(details, "gantt")) == 1
+    assert "Busiest links, in the newest recorded iteration" in text_of(root)
+
+
+def test_a_recording_in_part_is_noted_and_another_shown(tmp_path):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 20)
+    record(folder, 10)
+    record(folder, 20)
+    recording.recording_path(folder, 20, 1).unlink()
+    text = text_of(parsed(report.report(folder)))
+    assert "measured, step 10" in text
+    assert "measured, step 20" not in text
+    assert re.search(r"Not shown: timelines/00000020 .* missing of nodes 3, 4\.", text)
+
+
+def test_of_many_recordings_some_are_shown_the_newest_among_them(tmp_path, monkeypatch):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 1)
+    for step in range(1, 21):
+        record(folder, step)
+    operations = sum(map(len, PLAN.order))
+    monkeypatch.setattr(report, "MOST_OPERATIONS", 3 * operations)
+    timelines, notes = report.load_timelines(folder, PLAN)
+    assert list(timelines) == [1, 11, 20]
+    assert notes == ["3 of 20 recorded iterations are shown."]
+    monkeypatch.setattr(report, "MOST_OPERATIONS", operations - 1)
+    assert list(report.load_timelines(folder, PLAN)[0]) == [20]
+
+
+def test_links_are_listed_with_what_went_over_them(tmp_path):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 3, bytes_per_link={"1-2": 12_300_000, "0-1": 4_560_000})
+    root = parsed(report.report(folder))
+    [table] = [t for t in root.iter("table") if t.get("class") is None]
+    heading, *rows = [[text_of(cell) for cell in row] for row in table]
+    assert heading == ["link", "carries", "planned", "sent", "busy", "of iteration"]
+    by_link = {row[0]: row for row in rows}
+    timeline = simulate_plan(PLAN)
+    flow = next(f for f in report.link_traffic(PLAN, timeline) if (f.source, f.target) == (1, 2))
+    assert by_link["node 1 (Oregon) → node 2 (Belgium)"][1:] == [
+        "averaging",
+        "40.0 MB",
+        "12.3 MB",
+        f"{flow.busy_s:.3f} s",
+        f"{flow.busy_s / timeline.iteration_s:.0%}",
+    ]
+    assert by_link["node 0 (Iowa) → node 1 (Oregon)"][3] == "4.56 MB"
+    assert by_link["node 0 (Iowa) → node 2 (Belgium)"][3] == "0 B"
+
+
+def test_a_ring_that_was_quicker_than_planned_is_busy_no_longer_than_it_took(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "BUSIEST_LINKS", 100)
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 10)
+    runs = simulate_plan(PLAN).runs
+    averagings = tuple(Averaging(stage, 30.0, 30.001) for stage in range(3))
+    recording.Recording(runs, averagings).save(folder, 10, 0)
+    root = parsed(report.report(folder))
+    [table] = [t for t in root.iter("table") if t.get("class") is None]
+    rows = [[text_of(cell) for cell in row] for row in table][1:]
+    assert {row[3] for row in rows if row[1] == "averaging"} == {"0.00100 s"}
+    busy_s = [float(row[3].removesuffix(" s")) for row in rows]
+    assert busy_s == sorted(busy_s, reverse=True)
+
+
+def test_idle_nodes_are_bars_by_stage(tmp_path):
+    folder = start_run(tmp_path / "run")
+    for step, share in ((1, None), (2, 0.1), (3, 0.3), (4, 0.7)):
+        shares = None if share is None else [share, 0.5, 0.5, 0.5, 1.0]
+        run_folder.append_metrics(folder, metrics_line(step, idle_share=shares))
+    root = parsed(report.report(folder))
+    assert "Share of an iteration, median of the last 3 iterations" in text_of(root)
+    tables = [t for t in root.iter("table") if t.get("class") == "idle"]
+    assert [text_of(table[0]) for table in tables] == ["Stage 0 · data", "Stage 1", "Stage 2"]
+    rows = [row for table in tables for row in table.iter("tr")]
+    assert [text_of(row[0]).split(" · ")[0] for row in rows] == [f"node {n}" for n in range(5)]
+    assert [text_of(row[2]) for row in rows] == ["30%", "50%", "50%", "50%", "100%"]
+    predicted = simulate_plan(PLAN)
+    for node, row in enumerate(rows):
+        bar, mark = row[1]
+        assert bar.get("style") == f"width:{[30, 50, 50, 50, 100][node]:.1f}%"
+        idle = 100 * (1 - predicted.busy_s[node] / predicted.iteration_s)
+        assert mark.get("style") == f"left:{idle:.1f}%"
+
+
+def test_idle_shares_come_from_a_recording_where_none_was_noted(tmp_path):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 10)
+    timeline = record(folder, 10)
+    root = parsed(report.report(folder))
+    shares = [text_of(row[2]) for row in root.iter("tr") if row[-1].get("class") == "number"]
+    idle = 1 - np.array(timeline.busy_s) / timeline.iteration_s
+    assert shares[-5:] == [f"{share:.0%}" for share in idle]
+
+
+def test_names_are_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path):
+    folder = start_run(tmp_path / "<i>&amp;")
+    write_metrics(folder, 5, idle_share=[0.5] * 5, bytes_per_link={})
+    record(folder, 5)
+    page = report.report(folder)
+    assert "<b>" not in re.sub("<dd><b>", "", page)
+    root = parsed(page)
+    assert root.findtext("head/title") == "<i>&amp;"
+    assert "node 4 · <b>" in text_of(root)
+    assert "node 4 (<b>)" in text_of(root)
+    assert not [e for e in root.iter() if e.tag in ("script", "img", "link", "iframe")]
+    assert not [e for e in root.iter() if {"src", "href"} & set(e.keys())]
+    assert set(re.findall(r"url\(([^)]*)\)", page)) == {"#gantt-wait"}
+    assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}
+    [configuration] = root.iter("pre")
+    assert configuration.text == (folder / "config.yaml").read_text()
+
+
+def test_a_long_run_stays_small(tmp_path):
+    folder = start_run(tmp_path / "run")
+    line = json.dumps(metrics_line(2, predicted_seconds=4.0, idle_share=[0.5] * 5)) + "\n"
+    (folder / "metrics.jsonl").write_text(line * 20_000)
+    assert len(report.report(folder)) < 200_000
+
+
+def test_the_command_writes_where_it_is_told(tmp_path, monkeypatch, capsys):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 2)
+    assert run_main(monkeypatch, folder) == 0
+    assert capsys.readouterr().out == f"report written to {folder / 'report.html'}\n"
+    assert run_main(monkeypatch, folder, "-o", tmp_path / "page.html") == 0
+    assert (tmp_path / "page.html").read_text() == (folder / "report.html").read_text()
+
+
+GOOD = json.dumps(metrics_line(1)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "field"),
+    [
+        (GOOD + "{\n", "metrics.jsonl, line 2"),
+        (GOOD + "[]\n", "metrics.jsonl, line 2"),
+        ('{"step": 1}\n', "metrics.jsonl, line 1, loss"),
+        (GOOD.replace("5.0", "NaN"), "metrics.jsonl, line 1, loss"),
+        (GOOD.replace("5.0", '"low"'), "metrics.jsonl, line 1, loss"),
+        (GOOD.replace("60.0", "0.0"), "metrics.jsonl, line 1, seconds_per_iteration"),
+        (json.dumps(metrics_line(1, predicted_seconds=0)) + "\n", "predicted_seconds"),
+        (json.dumps(metrics_line(1, bytes_per_link=[])) + "\n", "metrics.jsonl, bytes_per_link"),
+        (json.dumps(metrics_line(1, bytes_per_link={"0-1": "x"})) + "\n", "bytes_per_link.0-1"),
+        (json.dumps(metrics_line(1, idle_share=[0.5])) + "\n", "metrics.jsonl, idle_share"),
+        (b"\xff\n", "metrics.jsonl"),
+        (None, "metrics.jsonl"),
+    ],
+)
+def test_damaged_metrics_are_named(tmp_path, monkeypatch, capsys, metrics, field):
+    folder = start_run(tmp_path / "run")
+    path = folder / "metrics.jsonl"
+    path.unlink()
+    if metrics is not None:
+        path.write_bytes(metrics if isinstance(metrics, bytes) else metrics.encode())
+    assert run_main(monkeypatch, folder) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert f"{field} = " in error
+    assert not (folder / "report.html").exists()
+
+
+def test_a_folder_without_a_run_and_damaged_recordings_end_with_code_2(
+    tmp_path, monkeypatch, capsys
+):
+    assert run_main(monkeypatch, tmp_path) == 2
+    assert "holds no run" in capsys.readouterr().err
+    folder = start_run(tmp_path / "run")
+    record(folder, 10)
+    recording.recording_path(folder, 10, 1).write_text('{"runs": [["F", 0')
+    assert run_main(monkeypatch, folder) == 2
+    assert "timelines/00000010/host_1.json" in capsys.readouterr().err
+    assert run_main(monkeypatch, folder, "-o", tmp_path / "nowhere" / "page.html") == 2
+    recording.remove_recordings(folder, after=0)
+    assert run_main(monkeypatch, folder, "-o", tmp_path / "nowhere" / "page.html") == 2
+    assert "--output = " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_recording_of_another_plan_ends_with_code_2(tmp_path, monkeypatch, capsys):
+    folder = start_run(tmp_path / "run")
+    record(folder, 10)
+    small_plan(PATHS[::-1]).save(folder / "plan.json")
+    assert run_main(monkeypatch, folder) == 2
+    assert "is no operation of this plan" in capsys.readouterr().err
