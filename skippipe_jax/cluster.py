@@ -24,12 +24,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
+from jax._src import config as jax_config
+from jax._src import distributed as jax_distributed
+from jax._src import xla_bridge
 from jax._src.clusters import ClusterEnv
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.addresses import (
+    BIND_VARIABLE,
+    chosen_address,
+    first_address,
+    join_address,
+    parse_address,
+    reachable_address,
+    require_free,
+    require_one_interface,
+)
 from skippipe_jax.hub import (
     BEATS,
     HELLO_S,
@@ -44,15 +59,28 @@ from skippipe_jax.hub import (
 )
 
 LOST_HOST_EXIT_CODE = 75
-"""With this code a process ends because another host was lost (EX_TEMPFAIL: run it again)."""
+"""With this code a process ends because another host was lost, or it waited too long for something
+(EX_TEMPFAIL: run it again)."""
 
 
 _OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 """JAX's errors that start with one of these do not come from another host."""
 
 
+_LAST_PORT = (1 << 16) - 1
+
+
 _LINGER_S = 2.0
 """How long a process that must end waits for others to read why."""
+
+
+_CLOCK_EXCHANGES = 8
+_CLOCK_S = 0.5
+"""How often a host asks for host 0's clock, and how long it goes on asking."""
+
+
+class DeadlinePassed(TimeoutError):
+    """Something was waited for too long: `joined` ends the process as for a lost host."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +93,34 @@ class ClusterConfig:
         heartbeat_timeout_s: seconds of silence after which a host is lost.
         connect_timeout_s: seconds in which all hosts must have found each other; also the longest
             that a host which has finished waits for the others to finish.
+        bind_address: the IP address of this host on which everything of the run listens: the hub
+            (host 0 only), the transfer server and the CPU's collectives. As all hosts share the
+            configuration, each gets its own by the environment variable SKIPPIPE_BIND_ADDRESS,
+            which wins. By default, the address by which this host and host 0 reach each other.
+        transfer_port: with p, the transfer server of host i for host j, of N hosts, listens on the
+            ports p + 2(iN + j) (requests) and the next (arrays), so that several hosts may share a
+            machine, and a firewall that lets p to p + 2N² - 1 through serves all of them. By
+            default, on any free ports.
     """
 
     host_of_node: tuple[int, ...] | None = None
     heartbeat_timeout_s: float = 30.0
     connect_timeout_s: float = 300.0
+    bind_address: str | None = None
+    transfer_port: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse timeouts that no host could keep."""
+        """Refuse timeouts that no host could keep, and what is no address or port."""
         for field in ("heartbeat_timeout_s", "connect_timeout_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise InputError(
                     f"cluster.{field}", value, "not a positive time", "give seconds above 0"
                 )
+        if self.bind_address is not None:
+            require_one_interface(self.bind_address, "cluster.bind_address")
+        if self.transfer_port is not None:
+            fields.integer(self.transfer_port, "cluster.transfer_port", 1, _LAST_PORT - 1)
 
 
 @dataclass(frozen=True)
@@ -88,7 +130,6 @@ class _Place:
     index: int
     count: int
     coordinator: tuple[str, int]  # where host 0 is reached
-    bind: tuple[str, int]  # where host 0 listens; an empty name means every interface
 
 
 @contextlib.contextmanager
@@ -109,12 +150,12 @@ def joined(
     A block that ends well leaves. One that raises ends the whole process, unless the host is alone:
     if the error came from a lost host then with `LOST_HOST_EXIT_CODE` and the message about that
     host; else the error is printed, the others learn it, and the exit code is 2 for an
-    `InputError`, 130 for an interrupt and 1 for anything else.
+    `InputError`, 130 for an interrupt and 1 for anything else. `DeadlinePassed` ends the process of
+    a host that is alone as well: its message is printed and the code is `LOST_HOST_EXIT_CODE`.
 
     Args:
         config: the timeouts.
-        coordinator: ``HOST:PORT`` on host 0 that all hosts can reach. Host 0 listens on that
-            address only, or on that in ``JAX_COORDINATOR_BIND_ADDRESS``.
+        coordinator: ``HOST:PORT`` on host 0 that all hosts can reach.
         hosts: number of processes in the run.
         host_id: this process's index among them.
         distributed: ask JAX to detect the cluster, even if nothing here hints at one.
@@ -128,6 +169,8 @@ def joined(
         yield membership
         membership.leave()
     except BaseException as error:
+        if isinstance(error, DeadlinePassed):
+            membership.stop(str(error))
         if membership.count > 1:
             _abandon(membership, error)
         raise
@@ -141,7 +184,7 @@ def _join(config: ClusterConfig, place: _Place | None) -> Membership:
     # The sockets outlive their names, which nobody needs once JAX has connected.
     with tempfile.TemporaryDirectory(prefix="skippipe-", dir="/tmp") as sockets:
         membership._enter(place, sockets)
-        _start_jax(config, place, sockets)
+        _start_jax(config, place, sockets, membership.address)
     return membership
 
 
@@ -166,7 +209,7 @@ class Membership:
     Attributes:
         index: this host among the others, from 0.
         count: the number of hosts.
-        address: the IP address by which this host is connected with the others.
+        address: the IP address by which the others reach this host, and on which it listens.
         last_words: called when another host is lost, for a sentence that the final message ends
             with, such as the checkpoint to resume from. Set it to your own; it has two seconds.
     """
@@ -188,6 +231,7 @@ class Membership:
         self._hub_name: str
         self._hub: Hub | None = None
         self._leaving = False
+        self._clock_samples: asyncio.Queue[tuple[float, float]] = asyncio.Queue()
         self._failing = threading.Event()
         self._failure_is_known = threading.Event()
 
@@ -236,6 +280,38 @@ class Membership:
         for host in range(self.count):
             self.get(f"barrier/{name}/{host}", max(0.0, deadline - time.monotonic()), source=host)
 
+    def transfer_addresses(self) -> tuple[str, str]:
+        """Where this host's transfer servers take requests and send arrays: ``IP:PORT`` each.
+
+        Port 0 stands for any free one, unless ``cluster.transfer_port`` fixes them. Then these are
+        the ports of the server for host 0, and that for host h has those 2h above.
+
+        Raises:
+            InputError: if there are no such ports for all hosts, or one of this host's is taken.
+        """
+        first, field = self._config.transfer_port, "cluster.transfer_port"
+        if first is None:
+            return join_address(self.address, 0), join_address(self.address, 0)
+        needed = 2 * self.count**2
+        if first + needed - 1 > _LAST_PORT:
+            remedy = f"write at most {_LAST_PORT + 1 - needed}"
+            problem = f"too high for {needed} ports, 2 for each pair of {self.count} hosts"
+            raise InputError(field, first, problem, remedy)
+        own = first + 2 * self.count * self.index
+        for port in range(own, own + 2 * self.count):
+            require_free(field, self.address, port)
+        return join_address(self.address, own), join_address(self.address, own + 1)
+
+    def clock_offset_s(self) -> float:
+        """What to add to this host's `time.time()` to get host 0's.
+
+        It is off by half of the shortest round trip between the two hosts at most. Takes about
+        half a second at most, or one round trip where that is longer.
+        """
+        if self.index == 0:
+            return 0.0
+        return asyncio.run_coroutine_threadsafe(self._compare_clocks(), self._loop).result()
+
     def leave(self) -> None:
         """Part from the others at the end of a run, once all of them have come to it.
 
@@ -262,6 +338,19 @@ class Membership:
         self._failing.set()
         self._loop.call_soon_threadsafe(self._link.send, "fail", reason[:MESSAGE_CHARACTERS])
         self._failure_is_known.wait(2 * _LINGER_S)
+
+    def stop(self, reason: str) -> NoReturn:
+        """End this process by `LOST_HOST_EXIT_CODE` and one message that gives this host's reason.
+
+        The others stop too and name it. If they stop because of another host, so does this one.
+        """
+        self.fail(reason)
+        ending = self._end(f"{self._name}: {reason}")
+        if self.count == 1:
+            asyncio.run(ending)
+        else:
+            asyncio.run_coroutine_threadsafe(ending, self._loop).result()
+        _exit(LOST_HOST_EXIT_CODE)
 
     def explain(self, error: BaseException) -> None:
         """Find out whether an error of this host comes from the loss of another.
@@ -316,6 +405,8 @@ class Membership:
             _exit(1)
 
     async def _meet(self, place: _Place, sockets: str) -> None:
+        name, port = place.coordinator
+        chosen = chosen_address(self._config.bind_address)
         if place.index == 0:
             self._hub = Hub(
                 place.count,
@@ -323,9 +414,20 @@ class Membership:
                 heartbeat_timeout_s=self._config.heartbeat_timeout_s,
                 connect_timeout_s=self._config.connect_timeout_s,
             )
-            self._link = await self._hub.open(place.bind)
+            near = chosen or first_address(name)
+            self.address = chosen or reachable_address(near, name)
+            if self.address != near:
+                say(
+                    f"{name} is {near} here, so this host listens on {self.address} as well. "
+                    f"{BIND_VARIABLE} chooses another address."
+                )
+            # Other hosts on this machine may look for host 0 where its name leads them.
+            addresses = list(dict.fromkeys([self.address, near]))
+            self._link = await self._hub.open(addresses, port)
         else:
             self._link = Link(*await reach(place.coordinator, self._config.connect_timeout_s))
+            near = self._link.writer.get_extra_info("sockname")[0]
+            self.address = chosen or reachable_address(near, name)
             relay = partial(relay_jax, place.coordinator)
             await asyncio.start_unix_server(each_in_a_task(relay), f"{sockets}/relay")
         self._link.send("join", place.index, place.count, self._name)
@@ -338,14 +440,12 @@ class Membership:
         match answer:
             case ["welcome", str(hub_name)]:
                 self._hub_name = hub_name
-                link = self._link if self._hub is None else self._hub.any_link()
-                self.address = link.writer.get_extra_info("sockname")[0]
             case ["refused", str(field), value, str(problem), str(remedy)]:
                 raise InputError(field, value, problem, remedy)
             case _:
                 raise InputError(
                     "--coordinator",
-                    "{}:{}".format(*place.coordinator),
+                    join_address(*place.coordinator),
                     "what listens there ended the connection, or is not host 0 of a run",
                     "look at the output of host 0, and whether another program uses this port",
                 )
@@ -356,6 +456,11 @@ class Membership:
             match message:
                 case ["put", str(key), str(value)]:
                     self._post(key, value)
+                case ["clock", float(sent), float(theirs)]:
+                    # Cristian's algorithm: host 0 looked at its clock half a round trip ago.
+                    round_trip = time.monotonic() - sent
+                    offset = theirs + round_trip / 2 - time.time()
+                    self._clock_samples.put_nowait((round_trip, offset))
                 case ["verdict", int(culprit), str(text)]:
                     if culprit != self.index:
                         return text
@@ -380,15 +485,27 @@ class Membership:
             if self._hub is not None:
                 self._hub.beat()
 
-    async def _end(self, verdict: str) -> NoReturn:
+    async def _compare_clocks(self) -> float:
+        """Host 0's clock less this host's, from the exchange with the shortest round trip."""
+        samples: list[tuple[float, float]] = []
+        began = time.monotonic()
+        while True:
+            self._link.send("clock", time.monotonic())
+            samples.append(await self._clock_samples.get())
+            shortest, offset = min(samples)
+            next_end = time.monotonic() - began + shortest
+            if len(samples) == _CLOCK_EXCHANGES or next_end > _CLOCK_S:
+                return offset
+
+    async def _end(self, reason: str) -> NoReturn:
         """Say why, and end the process whatever its main thread is doing."""
         try:
             words = await asyncio.wait_for(asyncio.to_thread(self.last_words), _LINGER_S)
-        except Exception as error:  # the verdict matters more than a fault in the last words
+        except Exception as error:  # the reason matters more than a fault in the last words
             words = f"What to resume from could not be told: {error!r}"
         ending = f"{self._name} stops, exit code {LOST_HOST_EXIT_CODE}."
         try:
-            say("\n".join([f"{verdict}.", f"{ending} {words}".strip()]))
+            say("\n".join([f"{reason}.", f"{ending} {words}".strip()]))
             if self._hub is not None:
                 await self._hub.disperse(_LINGER_S)
         finally:
@@ -430,8 +547,7 @@ def _given_place(coordinator: str | None, hosts: int | None, host_id: int | None
     if not 0 <= host_id < hosts:
         remedy = f"give each host its own id from 0 to {hosts - 1}"
         raise InputError("--host-id", host_id, f"out of range for {hosts} hosts", remedy)
-    address = _address("--coordinator", coordinator)
-    return _Place(host_id, hosts, address, _bind_address(address))
+    return _Place(host_id, hosts, parse_address("--coordinator", coordinator))
 
 
 def _is_launched_with_others() -> bool:
@@ -460,24 +576,10 @@ def _detected_place(config: ClusterConfig) -> _Place:
     if address is None or count is None or index is None:
         remedy = "give --coordinator HOST:PORT, --hosts N and --host-id I"
         raise InputError("--distributed", True, problem, remedy)
-    host, port = _address("the detected coordinator", address)
-    # The name of the first host may mean a loopback address on that host itself.
-    return _Place(index, count, (host, port), _bind_address(("", port)))
+    return _Place(index, count, parse_address("the detected coordinator", address))
 
 
-def _address(field: str, text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise InputError(field, text, "not an address", "write HOST:PORT, such as 10.0.0.1:1234")
-    return host.strip("[]"), int(port)
-
-
-def _bind_address(default: tuple[str, int]) -> tuple[str, int]:
-    variable = "JAX_COORDINATOR_BIND_ADDRESS"
-    return _address(variable, os.environ[variable]) if variable in os.environ else default
-
-
-def _start_jax(config: ClusterConfig, place: _Place, sockets: str) -> None:
+def _start_jax(config: ClusterConfig, place: _Place, sockets: str, address: str) -> None:
     """Connect JAX's distributed runtime by way of the links that this module keeps."""
     # It would catch SIGTERM, so that a host told to end would run on.
     jax.config.update("jax_enable_preemption_service", False)
@@ -493,6 +595,21 @@ def _start_jax(config: ClusterConfig, place: _Place, sockets: str) -> None:
         heartbeat_timeout_seconds=late,
         shutdown_timeout_seconds=late,
     )
+    if jax_config.cpu_collectives_implementation.value == "gloo":
+        _listen_for_collectives_on(address)
+
+
+def _listen_for_collectives_on(address: str) -> None:
+    """Give the CPU's collectives this address, where they would take what the host's name means."""
+
+    def make_client() -> Any:
+        collectives = _jax.make_gloo_tcp_collectives(
+            distributed_client=jax_distributed.global_state.client, hostname=address
+        )
+        return xla_bridge.make_cpu_client(collectives)
+
+    # In place of JAX's own way to make it, which takes no address.
+    xla_bridge.register_backend_factory("cpu", make_client, fail_quietly=False)
 
 
 def _may_stem_from_a_peer(error: BaseException) -> bool:

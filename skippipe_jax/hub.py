@@ -18,10 +18,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from skippipe_sched.errors import InputError
+
+from skippipe_jax.addresses import join_address, listening_socket
 
 BEATS = 10
 """Heartbeats sent per heartbeat timeout, and how many may stay away before a host is lost."""
@@ -46,7 +48,7 @@ class Link:
         self.ending = "its connection closed without a farewell"
         self._silent_beats = 0
 
-    def send(self, *message: str | int) -> None:
+    def send(self, *message: str | int | float) -> None:
         """Send a message without waiting; to an end that has gone, nothing."""
         if not self.writer.is_closing():
             self.writer.write(json.dumps(message).encode() + b"\n")
@@ -89,21 +91,21 @@ class Hub:
         self._left: set[int] = set()
         self._culprit: int | None = None
 
-    async def open(self, bind: tuple[str, int]) -> Link:
+    async def open(self, addresses: Sequence[str], port: int) -> Link:
         """Listen for the other hosts, and return host 0's own link to this hub."""
-        self._server = await asyncio.start_server(
-            each_in_a_task(self._welcome), sock=_listening_socket(*bind), limit=_LINE_BYTES
-        )
+        attend = each_in_a_task(self._welcome)
+        self._servers = [
+            await asyncio.start_server(
+                attend, sock=listening_socket(address, port), limit=_LINE_BYTES
+            )
+            for address in addresses
+        ]
         inner, outer = socket.socketpair()
         connection = await asyncio.open_connection(sock=inner, limit=_LINE_BYTES)
         self._own = asyncio.create_task(self._welcome(*connection))
         loop = asyncio.get_running_loop()
         loop.call_later(self._connect_timeout_s, self._give_up_gathering)
         return Link(*await asyncio.open_connection(sock=outer, limit=_LINE_BYTES))
-
-    def any_link(self) -> Link:
-        """A link to another host: its near end has the address that others know host 0 by."""
-        return next(link for index, link in self._links.items() if index != 0)
 
     def beat(self) -> None:
         """Show every host that this one lives, and judge those that have been silent too long."""
@@ -151,6 +153,8 @@ class Hub:
             match message:
                 case ["put", str(), str()]:
                     self._broadcast(*message)
+                case ["clock", float(sent)]:
+                    link.send("clock", sent, time.time())
                 case ["fail", str(reason)]:
                     self._judge(index, f"failed: {reason}")
                 case ["hub lost", str(reason)]:
@@ -207,7 +211,7 @@ async def reach(
             if remaining <= 0:
                 raise InputError(
                     "--coordinator",
-                    "{}:{}".format(*address),
+                    join_address(*address),
                     f"no connection in {timeout_s:g} s (last: {str(error) or 'no answer'})",
                     "check that host 0 is running with this address, that this machine can reach "
                     "it, and that no firewall stops the port",
@@ -243,24 +247,6 @@ def say(text: str) -> None:
     """Print to stderr, whatever the main thread holds."""
     # Not through sys.stderr, whose lock the main thread may hold for ever.
     os.write(2, f"{text}\n".encode())
-
-
-def _listening_socket(host: str, port: int) -> socket.socket:
-    """Listen on one address, or for an empty host on all of them."""
-    try:
-        if host in ("", "::") and socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-        return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        raise InputError(
-            "--coordinator",
-            f"{host}:{port}",
-            f"host 0 cannot listen there ({error})",
-            "give an address of host 0 and a free port; where the others know host 0 by an address "
-            "that is not its own, set JAX_COORDINATOR_BIND_ADDRESS to HOST:PORT of its own",
-        ) from error
 
 
 def each_in_a_task(

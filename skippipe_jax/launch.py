@@ -18,6 +18,7 @@ from typing import IO
 from skippipe_sched import fields
 from skippipe_sched.errors import run_command
 
+from skippipe_jax.addresses import chosen_address, join_address
 from skippipe_jax.config import load_config
 from skippipe_jax.train import add_config_arguments
 
@@ -57,8 +58,9 @@ def launch(arguments: argparse.Namespace) -> int:
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
     fields.number(arguments.grace, "--grace", 0.0)
     # What is wrong here is said once; every host would say it.
-    load_config(arguments.config, arguments.set)
-    coordinator = f"127.0.0.1:{free_port()}"
+    config = load_config(arguments.config, arguments.set)
+    address = chosen_address(config.cluster.bind_address) or "127.0.0.1"
+    coordinator = join_address(address, free_port(address))
     command = [sys.executable, "-m", "skippipe_jax.train", "--config", str(arguments.config)]
     command += [word for override in arguments.set for word in ("--set", override)]
     command += ["--resume"] * arguments.resume
@@ -120,13 +122,14 @@ def _show(host: int, output: IO[str]) -> None:
         print(f"[host {host}] {line}", end="", flush=True)
 
 
-def free_port() -> int:
-    """A port of this machine on which nobody listens."""
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port on which nobody listens at this address of this machine."""
     while True:
         port = random.choice(PORTS)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
+        try:
+            socket.create_connection((address, port)).close()
+        except OSError:
+            return port
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
 from skippipe_sched.errors import run_command
 
 from skippipe_jax.checkpoint import latest_step
-from skippipe_jax.cluster import joined
+from skippipe_jax.cluster import Membership, joined
 from skippipe_jax.config import Config, load_config, to_yaml
 from skippipe_jax.trainer import Ending, train
 
@@ -37,8 +38,8 @@ def main() -> int:
         return 130
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to train: shared with the launcher, which passes them on."""
+def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = True) -> None:
+    """The arguments that give the configuration, and that a run `resumes` if a command does so."""
     parser.add_argument("--config", type=Path, required=True, help="the configuration, YAML")
     parser.add_argument(
         "--set",
@@ -47,8 +48,37 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY.SUB=VALUE",
         help="override one key of the configuration; may be given often",
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint in run_dir"
+    if resumes:
+        parser.add_argument(
+            "--resume", action="store_true", help="go on from the last checkpoint in run_dir"
+        )
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments by which a process finds the other hosts, as `joined_by` reads them."""
+    cluster = parser.add_argument_group("many hosts")
+    cluster.add_argument("--coordinator", metavar="HOST:PORT", help="where host 0 listens")
+    cluster.add_argument("--hosts", type=int, metavar="N", help="how many hosts there are")
+    cluster.add_argument("--host-id", type=int, metavar="I", help="which of them this is, from 0")
+    cluster.add_argument(
+        "--distributed",
+        action="store_true",
+        help="let JAX find the cluster (for TPU pods whose environment does not name the others)",
+    )
+
+
+def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextManager[Membership]:
+    """Keep compiled programs as `config` says, and be one of the hosts that `arguments` name."""
+    if config.compilation_cache is not None:
+        cache = os.path.expanduser(config.compilation_cache)
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    return joined(
+        config.cluster,
+        arguments.coordinator,
+        arguments.hosts,
+        arguments.host_id,
+        arguments.distributed,
     )
 
 
@@ -60,32 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_arguments(parser)
-    cluster = parser.add_argument_group("many hosts")
-    cluster.add_argument("--coordinator", metavar="HOST:PORT", help="where host 0 listens")
-    cluster.add_argument("--hosts", type=int, metavar="N", help="how many hosts there are")
-    cluster.add_argument("--host-id", type=int, metavar="I", help="which of them this is, from 0")
-    cluster.add_argument(
-        "--distributed",
-        action="store_true",
-        help="let JAX find the cluster (for TPU pods whose environment does not name the others)",
-    )
+    add_cluster_arguments(parser)
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.set)
-    if config.compilation_cache is not None:
-        cache = os.path.expanduser(config.compilation_cache)
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    cluster = joined(
-        config.cluster,
-        arguments.coordinator,
-        arguments.hosts,
-        arguments.host_id,
-        arguments.distributed,
-    )
-    with cluster as host:
+    with joined_by(arguments, config) as host:
         host.last_words = lambda: where_to_resume(config)
         if host.index == 0:
             print(to_yaml(config), flush=True)

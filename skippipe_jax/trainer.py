@@ -37,7 +37,8 @@ from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
 from skippipe_jax.links import Transfers
 from skippipe_jax.live import Clock, LiveIteration
-from skippipe_jax.measured_case import Profile, measure
+from skippipe_jax.measured_case import Profile
+from skippipe_jax.measured_cluster import measure
 from skippipe_jax.model import ModelConfig
 from skippipe_jax.program import Program, compile_plan, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress

@@ -6,10 +6,11 @@ import time
 
 import jax
 import numpy as np
+from jax.experimental import transfer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from skippipe_jax.cluster import ClusterConfig, Membership, joined
+from skippipe_jax.cluster import ClusterConfig, DeadlinePassed, Membership, joined
 
 
 def main() -> None:
@@ -21,13 +22,29 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="how long host 0 goes on")
     parser.add_argument("--linger-s", type=float, default=0.0, help="sleep before the end")
     parser.add_argument("--fail-at", type=int, help="the step after which this host raises")
+    parser.add_argument("--late-at", type=int, help="the step after which a deadline has passed")
+    parser.add_argument("--transfer-port", type=int)
+    parser.add_argument("--clock-ahead-s", type=float, help="how wrong this host's clock is")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    config = ClusterConfig(heartbeat_timeout_s=args.heartbeat_timeout_s, connect_timeout_s=60.0)
+    if args.clock_ahead_s is not None:
+        right = time.time
+        time.time = lambda: right() + args.clock_ahead_s
+    config = ClusterConfig(
+        heartbeat_timeout_s=args.heartbeat_timeout_s,
+        connect_timeout_s=60.0,
+        transfer_port=args.transfer_port,
+    )
     with joined(config, args.coordinator, args.hosts, args.host_id) as membership:
         print(f"host {membership.index} of {membership.count}", flush=True)
         exchange(membership)
-        sum_repeatedly(membership, args.seconds, args.fail_at)
+        client = jax.local_devices()[0].client
+        requests, arrays = membership.transfer_addresses()
+        server = transfer.start_transfer_server(client, requests, [arrays])
+        print(f"transfer server on {server.address()}")
+        began = time.monotonic()
+        print(f"clock offset {membership.clock_offset_s()}, {time.monotonic() - began} s")
+        sum_repeatedly(membership, args.seconds, args.fail_at, args.late_at)
         time.sleep(args.linger_s)
     print("ended well", flush=True)
 
@@ -41,7 +58,9 @@ def exchange(membership: Membership) -> None:
         assert membership.get(f"square/{host}", 30.0, source=host) == str(host**2)
 
 
-def sum_repeatedly(membership: Membership, seconds: float, fail_at: int | None) -> None:
+def sum_repeatedly(
+    membership: Membership, seconds: float, fail_at: int | None, late_at: int | None
+) -> None:
     """Add up what every device contributes, until host 0's contribution says that time is up."""
     mesh = jax.make_mesh((jax.device_count(),), ("device",))
     sharding = NamedSharding(mesh, P("device"))
@@ -62,6 +81,8 @@ def sum_repeatedly(membership: Membership, seconds: float, fail_at: int | None) 
             print("summing", flush=True)
         if step == fail_at:
             raise ValueError("the data ran out")
+        if step == late_at:
+            raise DeadlinePassed("nothing came from node 7 for 300 s")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Hosts are real processes: they join, end together, and name the one that is lost."""
 
+import contextlib
+import re
 import signal
 import socket
 import threading
@@ -8,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster import LOST_HOST_EXIT_CODE, ClusterConfig, joined
+from skippipe_jax.addresses import BIND_VARIABLE, reachable_address
+from skippipe_jax.cluster import LOST_HOST_EXIT_CODE, ClusterConfig, Membership, joined
 from skippipe_jax.launch import PORTS, free_port
 from tests.multihost.processes import Processes
 
@@ -107,6 +111,62 @@ def test_slurm_tasks_find_each_other(run: Run):
         assert f"host {host} of 2" in run.output(host)
 
 
+def listens_on(run: Run, host: int) -> list[tuple[str, int]]:
+    """The addresses and ports on which a host waits for connections."""
+    connections = psutil.Process(run.processes[host].pid).net_connections("tcp")
+    return [(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
+
+
+def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Run):
+    run.start_workers(3)
+    run.wait_until_summing()
+    for host in range(3):
+        # The transfer server's two, one of the collectives, and the hub of host 0.
+        found = listens_on(run, host)
+        assert len(found) == (4 if host == 0 else 3)
+        assert {address for address, _ in found} == {"127.0.0.1"}
+
+
+def test_each_host_listens_on_its_own_address_and_ports(run: Run):
+    coordinator, port = free_port(), free_port()
+    for host in range(3):
+        arguments = ["--coordinator", f"127.0.0.1:{coordinator}", "--hosts", "3"]
+        arguments += ["--host-id", str(host), "--transfer-port", str(port)]
+        # All of 127.0.0.0/8 is this machine.
+        run.start(WORKER, *arguments, **{BIND_VARIABLE: f"127.0.0.{host + 1}"})
+    run.wait_until_summing()
+    for host in range(3):
+        found = listens_on(run, host)
+        assert {address for address, _ in found} == {f"127.0.0.{host + 1}"}
+        # The worker has a server for host 0 only; a host has ports for all of them.
+        assert {port + 6 * host, port + 6 * host + 1} <= {port for _, port in found}
+
+
+def test_clocks_are_compared_with_that_of_host_0(run: Run):
+    run.start_workers(3, "--seconds", "0.5", last=("--clock-ahead-s", "100"))
+    for host, expected in enumerate([0.0, 0.0, -100.0]):
+        assert run.exit_code(host, START_S) == 0, run.output(host)
+        printed = re.search("clock offset (.*), (.*) s", run.output(host))
+        assert printed
+        assert float(printed[1]) == pytest.approx(expected, abs=0.0 if host == 0 else 0.005)
+        assert float(printed[2]) < 0.5
+
+
+def test_a_host_that_has_waited_too_long_says_so_and_all_stop(run: Run):
+    # With this timeout, nobody waits to find out whether a host is lost.
+    run.start_workers(3, "--heartbeat-timeout-s", "300", last=("--late-at", "5"))
+    run.wait_until_summing()
+    message = "nothing came from node 7 for 300 s."
+    assert_stopped_by(run, 2, f"{run.name(2)}: {message}", START_S)
+    for host in (0, 1):
+        assert_stopped_by(run, host, f"{run.name(2)} failed: {message}", 5.0)
+
+
+def test_a_host_alone_that_has_waited_too_long_says_so(run: Run):
+    run.start(WORKER, "--late-at", "5")
+    assert_stopped_by(run, 0, f"{run.name(0)}: nothing came from node 7 for 300 s.", START_S)
+
+
 def test_a_host_alone_talks_with_itself():
     with joined(ClusterConfig()) as membership:
         assert (membership.index, membership.count) == (0, 1)
@@ -155,6 +215,54 @@ def test_wrong_arguments_are_named(
 def test_distributed_without_a_cluster_is_refused():
     with pytest.raises(InputError, match="--distributed"):
         enter(ClusterConfig(), distributed=True)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "vienna", "192.0.2.1"])
+def test_an_address_that_is_not_this_hosts_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(BIND_VARIABLE, address)
+    with pytest.raises(InputError) as caught:
+        enter(ClusterConfig(), "127.0.0.1:1234", 2, 0)
+    assert caught.value.field == BIND_VARIABLE
+
+
+def test_a_configured_address_that_is_not_this_hosts_is_refused():
+    with pytest.raises(InputError, match=r"cluster\.bind_address = '0\.0\.0\.0'"):
+        ClusterConfig(bind_address="0.0.0.0")
+    with pytest.raises(InputError, match=r"cluster\.bind_address = '192\.0\.2\.1'"):
+        enter(ClusterConfig(bind_address="192.0.2.1"), "127.0.0.1:1234", 2, 0)
+
+
+def test_a_name_that_means_loopback_here_only_is_replaced():
+    # What a machine's own name means to it on Debian, where others know another address.
+    own = {
+        address.address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if not address.address.startswith(("127.", "::1"))
+    }
+    with contextlib.suppress(InputError):  # on a machine without a network
+        assert reachable_address("127.0.1.1", "vienna") in own
+    assert reachable_address("127.0.0.1", "localhost") == "127.0.0.1"
+    assert reachable_address("127.0.0.1", "127.0.0.1") == "127.0.0.1"
+    assert reachable_address("10.0.0.1", "vienna") == "10.0.0.1"
+
+
+def test_ports_of_the_transfer_server():
+    assert Membership(ClusterConfig(), 1, 3).transfer_addresses() == ("127.0.0.1:0",) * 2
+    port = free_port() & ~1
+    # Of three hosts, the first has six ports.
+    first = ClusterConfig(transfer_port=port - 6)
+    expected = (f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}")
+    assert Membership(first, 1, 3).transfer_addresses() == expected
+    with socket.create_server(("127.0.0.1", port + 1)), pytest.raises(InputError, match="in use"):
+        Membership(first, 1, 3).transfer_addresses()
+    with pytest.raises(InputError, match="write at most 65518"):
+        Membership(ClusterConfig(transfer_port=65531), 1, 3).transfer_addresses()
+    for number in (0, 65535):
+        with pytest.raises(InputError, match=r"cluster\.transfer_port"):
+            ClusterConfig(transfer_port=number)
 
 
 @pytest.mark.parametrize("field", ["heartbeat_timeout_s", "connect_timeout_s"])

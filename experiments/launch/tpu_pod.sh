@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Trains over the TPU VMs of a pod slice, which find each other by the slice's metadata:
+#
+#   export NAME=my-slice ZONE=us-central2-b
+#   experiments/launch/tpu_pod.sh install
+#   experiments/launch/tpu_pod.sh train --config FILE --set run_dir=/mnt/shared/run [ARGUMENT...]
+#   experiments/launch/tpu_pod.sh stop
+#
+# install copies this checkout to every worker and installs it there; train passes its arguments to
+# skippipe_jax.train; stop, given in another terminal, ends a run after a last checkpoint. run_dir
+# must be a folder that all workers share, such as a mounted Filestore instance.
+set -euo pipefail
+
+: "${NAME:?is the name of the TPU slice}" "${ZONE:?is the zone of the TPU slice}"
+cd "$(dirname "$0")/../.."
+
+on_all_workers() {
+    gcloud compute tpus tpu-vm ssh "$NAME" --zone="$ZONE" --worker=all --command="$1"
+}
+
+action=${1:?install, train or stop}
+shift
+case $action in
+    install)
+        git archive --prefix=skippipe-jax/ --output=/tmp/skippipe-jax.tar HEAD
+        gcloud compute tpus tpu-vm scp /tmp/skippipe-jax.tar "$NAME:" --zone="$ZONE" --worker=all
+        on_all_workers "tar -xf skippipe-jax.tar && cd skippipe-jax &&
+            sudo apt-get install -y python3.11-venv && python3.11 -m venv .venv &&
+            .venv/bin/pip install -r requirements-tpu.txt"
+        ;;
+    train)
+        on_all_workers "cd skippipe-jax &&
+            exec .venv/bin/python -m skippipe_jax.train --distributed ${*@Q}"
+        ;;
+    stop)
+        # The brackets keep the pattern from matching the shell that looks for it.
+        on_all_workers "pkill -TERM -f '[s]kippipe_jax.train'"
+        ;;
+    *)
+        echo "$action is none of install, train and stop" >&2
+        exit 2
+        ;;
+esac

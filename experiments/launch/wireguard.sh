@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Makes the configurations of a private network, by WireGuard, in which every site reaches every
+# other directly:
+#
+#   experiments/launch/wireguard.sh FOLDER HOST:PORT HOST:PORT...
+#
+# Each HOST:PORT is where the other sites reach one site by UDP. FOLDER/0/wg0.conf is for the first,
+# which will be 10.88.0.1 in the private network, and so on (NETWORK=10.99.0 chooses another). A
+# file holds its site's private key: bring it there safely, as /etc/wireguard/wg0.conf, delete it
+# here, and begin with: wg-quick up wg0
+set -euo pipefail
+umask 077
+
+folder=$1
+shift
+endpoints=("$@")
+network=${NETWORK:-10.88.0}
+if ((${#endpoints[@]} < 2 || ${#endpoints[@]} > 254)); then
+    echo "a network has 2 to 254 sites, not ${#endpoints[@]}" >&2
+    exit 2
+fi
+if [[ -e $folder ]]; then
+    echo "$folder is there already; its keys may be in use" >&2
+    exit 2
+fi
+
+private_keys=()
+public_keys=()
+for _ in "${endpoints[@]}"; do
+    key=$(wg genkey)
+    private_keys+=("$key")
+    public_keys+=("$(wg pubkey <<< "$key")")
+done
+
+for site in "${!endpoints[@]}"; do
+    mkdir -p "$folder/$site"
+    {
+        echo "[Interface]"
+        echo "PrivateKey = ${private_keys[site]}"
+        echo "Address = $network.$((site + 1))/24"
+        echo "ListenPort = ${endpoints[site]##*:}"
+        for peer in "${!endpoints[@]}"; do
+            if ((peer != site)); then
+                echo
+                echo "[Peer]"
+                echo "PublicKey = ${public_keys[peer]}"
+                echo "Endpoint = ${endpoints[peer]}"
+                echo "AllowedIPs = $network.$((peer + 1))/32"
+                # Keeps the way open through a router that translates addresses.
+                echo "PersistentKeepalive = 25"
+            fi
+        done
+    } > "$folder/$site/wg0.conf"
+    echo "$folder/$site/wg0.conf is for ${endpoints[site]%:*}, SKIPPIPE_BIND_ADDRESS=$network.$((site + 1))"
+done

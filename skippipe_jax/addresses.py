@@ -1,0 +1,141 @@
+"""By which addresses hosts reach each other, and on which of them a host listens."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+from skippipe_sched.errors import InputError
+
+BIND_VARIABLE = "SKIPPIPE_BIND_ADDRESS"
+"""The environment variable with the address on which everything of this host listens."""
+
+
+def parse_address(field: str, text: str) -> tuple[str, int]:
+    """Read ``HOST:PORT``."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InputError(field, text, "not an address", "write HOST:PORT, such as 10.0.0.1:1234")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Write ``HOST:PORT``, as URLs do for IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def require_one_interface(address: str, field: str) -> None:
+    """Refuse what is no IP address, or stands for every interface."""
+    remedy = "give an IP address of this host, such as 10.0.0.1"
+    try:
+        stands_for_all = ipaddress.ip_address(address).is_unspecified
+    except ValueError as error:
+        raise InputError(field, address, "not an IP address", remedy) from error
+    if stands_for_all:
+        raise InputError(field, address, "no other host can reach such an address", remedy)
+
+
+def chosen_address(configured: str | None) -> str | None:
+    """The address that the environment or else the configuration chooses for this host.
+
+    Raises:
+        InputError: if it is no address of this host.
+    """
+    address = os.environ.get(BIND_VARIABLE) or configured
+    if address is None:
+        return None
+    field = BIND_VARIABLE if os.environ.get(BIND_VARIABLE) else "cluster.bind_address"
+    require_one_interface(address, field)
+    try:
+        socket.create_server((address, 0), family=_family(address)).close()
+    except OSError as error:
+        remedy = f"give one that this host has; where hosts differ, set {BIND_VARIABLE} on each"
+        raise InputError(field, address, f"not this host's address ({error})", remedy) from error
+    return address
+
+
+def first_address(host: str) -> str:
+    """The IP address that a name means on this host, IPv4 where there is one.
+
+    Raises:
+        InputError: if it means none.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        remedy = "give a name that this host knows, or an address"
+        raise InputError("--coordinator", host, f"no address is known ({error})", remedy) from error
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+
+
+def reachable_address(near: str, coordinator: str) -> str:
+    """By which address other machines reach this host, whose way to host 0 begins at `near`.
+
+    That is `near`, but for a machine whose own name means a loopback address to itself (Debian
+    writes 127.0.1.1 into /etc/hosts): there it is the address that routes outwards. A coordinator
+    that is written as a loopback address, or as localhost, has its hosts on one machine.
+
+    Raises:
+        InputError: if this host has no such address.
+    """
+    if not ipaddress.ip_address(near).is_loopback or _is_loopback_by_itself(coordinator):
+        return near
+    outward = _outward_address()
+    if outward is None:
+        raise InputError(
+            "--coordinator",
+            coordinator,
+            f"means {near} on this host, which no other machine can reach",
+            f"set {BIND_VARIABLE} to the address of this host that the others reach",
+        )
+    return outward
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Listen on one address, on which other hosts find host 0."""
+    try:
+        return socket.create_server((host, port), family=_family(host))
+    except OSError as error:
+        raise InputError(
+            "--coordinator",
+            join_address(host, port),
+            f"host 0 cannot listen there ({error})",
+            "give an address of host 0 and a free port; where the others know host 0 by an address "
+            f"that is not its own, set {BIND_VARIABLE} to its own",
+        ) from error
+
+
+def require_free(field: str, host: str, port: int) -> None:
+    """Refuse a port on which another program listens.
+
+    Transfer servers would not complain: two of them share a port, and each gets half of the calls.
+    """
+    try:
+        socket.create_server((host, port), family=_family(host)).close()
+    except OSError as error:
+        problem = f"{join_address(host, port)} cannot be listened on ({error})"
+        raise InputError(field, port, problem, "choose free ports, or null for any") from error
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _is_loopback_by_itself(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _outward_address() -> str | None:
+    # Documentation addresses: connecting a UDP socket only asks for the route and sends nothing.
+    for family, far in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((far, 9))
+            except OSError:
+                continue
+            return probe.getsockname()[0]
+    return None
