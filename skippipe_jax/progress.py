@@ -168,7 +168,8 @@ class Progress:
         self.bar.close()
 
     def _show(self, line: dict[str, Any]) -> None:
-        speed = f"{line['tokens_per_second']:,.0f} tokens/s"
+        emulated = " on an emulated network" if line["network"] == "emulate" else ""
+        speed = f"{line['tokens_per_second']:,.0f} tokens/s{emulated}"
         self.bar.set_postfix_str(f"loss {line['loss']:.3f}, {speed}", refresh=False)
         self.bar.update()
         is_last = line["step"] == self.config.train.steps

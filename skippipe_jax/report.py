@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -337,7 +337,7 @@ def _links(plan: Plan, predicted: Timeline, newest: Timeline | None, metrics: Me
             seconds_text(flow.busy_s),
             f"{flow.busy_s / timeline.iteration_s:.0%}",
         ]
-        for flow in _traffic(plan, timeline)[:BUSIEST_LINKS]
+        for flow in link_traffic(plan, timeline)[:BUSIEST_LINKS]
     ]
     heading = ["link", "carries", "planned", *(["sent"] if sent is not None else [])]
     parts = [_tag("p", "What the plan sends in an iteration:", "note")]
@@ -347,18 +347,6 @@ def _links(plan: Plan, predicted: Timeline, newest: Timeline | None, metrics: Me
         parts.append(_tag("h3", f"Busiest links, {source}"))
         parts.append(_scrolled(_table([*heading, "busy", "of iteration"], rows)))
     return _section("Links", *parts)
-
-
-def _traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
-    """As `link_traffic`, but a ring is busy for no longer than its stage was seen to average."""
-    lasting_s = {seen.stage: seen.end_s - seen.start_s for seen in timeline.averagings}
-    flows = [
-        replace(flow, busy_s=min(flow.busy_s, lasting_s[plan.stage_of[flow.source]]))
-        if flow.use == "averaging"
-        else flow
-        for flow in link_traffic(plan, timeline)
-    ]
-    return sorted(flows, key=lambda flow: -flow.busy_s)
 
 
 def _bytes_on(sent: Mapping[str, Any], flow: Flow[int]) -> float:

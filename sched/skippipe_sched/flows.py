@@ -104,7 +104,9 @@ def _sendings(plan: Plan, timeline: Timeline) -> Iterator[_Sending]:
         for link in zip(ring, [*ring[1:], ring[0]], strict=True):
             seconds = float(size / bandwidth[link] + steps * latency[link])
             start_s = averaging.start_s
-            yield _Sending(*link, "averaging", size, start_s, start_s + seconds)
+            # A measured averaging may end before the case says that its links are free.
+            end_s = min(start_s + seconds, averaging.end_s)
+            yield _Sending(*link, "averaging", size, start_s, end_s)
 
 
 def _added_up(sendings: Iterable[_Sending], place_of: Callable[[int], Place]) -> list[Flow[Place]]:
