@@ -1,0 +1,338 @@
+"""Does an iteration take as long as its plan says, on links like those of the internet?
+
+    python -m experiments.benchmarks.wan --json wan.json       (needs root and iproute2)
+
+Hosts are network namespaces of this machine, one JAX process in each, joined by links that `tc`
+shapes to a table of bandwidths between cloud regions, scaled so that a hop takes 0.1 to 2 seconds.
+`skippipe_jax.profile` measures these links and the stages of a small LLaMA; every method plans for
+the case that it wrote; the model is trained along each plan, averaging included; and the seconds of
+its iterations are held against the prediction.
+
+The full pipeline is placed as the reference places it: its genetic search scores one activation
+inside a stage, not the bytes that averaging moves. As a region can stand for several hosts, hosts
+of one region are linked at 2 GiB/s, scaled like the rest. The published link from NL to London is a
+thousand times slower than its neighbours; like all that are slower than any other, it gets the
+second slowest rate here, for a single hop would take longer than everything else together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from jaxtyping import Float
+from skippipe_sched import fields, links
+from skippipe_sched.auto import load_cases
+from skippipe_sched.case import Case
+from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.methods import dtfm, make_plan
+from skippipe_sched.plan import Plan
+from skippipe_sched.search import Placement, Search
+
+from experiments.benchmarks import machine
+from experiments.benchmarks.shaped_network import ShapedNetwork
+from skippipe_jax import run_folder
+from skippipe_jax.launch import free_port
+
+METHODS = ("full", "dtfm-skip", "skippipe-no-tc2", "skippipe", "joint", "full-joint")
+SEED = 0
+SLOWEST_HOP_S = 2.0
+SAME_LOCATION = links.Link(1e-3, 2.0 * links.GIBIBYTE)
+# What a packet's headers leave of a rate for what TCP carries.
+PAYLOAD_SHARE = 0.956
+# A process has the threads of one core, as otherwise 20 hosts would fight for all of them.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
+    "OMP_NUM_THREADS": "1",
+}
+PATIENCE_S = 1200.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is trained: a stage is a block of a small LLaMA, and a path visits `path_length`."""
+
+    stages: tuple[int, ...]
+    path_length: int
+    microbatches_per_data_node: int
+    memory: int
+
+    @property
+    def hosts(self) -> int:
+        return sum(self.stages)
+
+    @property
+    def activation_bytes(self) -> int:
+        return MICROBATCH_SIZE * SEQUENCE_LENGTH * WIDTH * 4
+
+
+WIDTH, FFN_WIDTH, HEADS = 64, 128, 4
+MICROBATCH_SIZE, SEQUENCE_LENGTH = 4, 256
+WORKLOADS = {
+    20: Workload((5, 3, 3, 3, 3, 3), path_length=3, microbatches_per_data_node=6, memory=4),
+    6: Workload((2, 2, 2), path_length=2, microbatches_per_data_node=3, memory=3),
+}
+
+
+def main() -> int:
+    """Parse the command line, measure, and print a table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmarks.wan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--hosts", type=int, default=20, choices=sorted(WORKLOADS), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--links", type=Path, metavar="CSV", help="another table of links (default: gcp12)"
+    )
+    parser.add_argument(
+        "--methods", nargs="+", default=METHODS, choices=METHODS, help="default: all of them"
+    )
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=3,
+        help="how many are timed, after a first that compiles (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--path-length", type=int, help="stages that a microbatch visits (default: half of them)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=20.0, help="seconds of each search (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep plans, runs and timelines there"
+    )
+    arguments = parser.parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    fields.integer(arguments.iterations, "--iterations", 1)
+    workload = WORKLOADS[arguments.hosts]
+    if arguments.path_length is not None:
+        length = fields.integer(arguments.path_length, "--path-length", 1, len(workload.stages))
+        workload = dataclasses.replace(workload, path_length=length)
+    locations, rates = shaped_rates(arguments.links, workload)
+    with _folder(arguments.keep) as folder, ShapedNetwork(rates) as network:
+        hosts = Hosts(network, folder, arguments.hosts)
+        config = write_config(folder, workload, locations)
+        start = time.monotonic()
+        hosts.run("profile", "skippipe_jax.profile", "--config", config, "-o", folder / "case.yaml")
+        profile_s = time.monotonic() - start
+        [case] = load_cases(folder / "case.yaml")
+        deviation = bandwidth_deviation(case, rates)
+        print(f"profile: {profile_s:.0f} s, bandwidth within {deviation:.1%} of tc's", flush=True)
+        rows = []
+        for method in arguments.methods:
+            plan = plan_by(method, case, arguments.budget)
+            rows.append(trained(plan, hosts, config, arguments.iterations))
+            print(_line(rows[-1], rows), flush=True)
+    result = {
+        "machine": machine.describe(),
+        "hosts": arguments.hosts,
+        "workload": dataclasses.asdict(workload),
+        "links": str(arguments.links or "gcp12"),
+        "profile_s": profile_s,
+        "bandwidth_deviation": deviation,
+        "methods": rows,
+    }
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def shaped_rates(
+    table: Path | None, workload: Workload
+) -> tuple[list[str], Float[np.ndarray, "hosts hosts"]]:
+    """Locations of the hosts, and bytes per second that `tc` is told between them."""
+    source = "gcp12" if table is None else links.rows_of(str(table.resolve()), Path())
+    of_locations = links.table(source, SAME_LOCATION)
+    names = list(dict.fromkeys(name for pair in of_locations.links for name in pair))
+    locations = [names[host % len(names)] for host in range(workload.hosts)]
+    _, bandwidth = of_locations.matrices(locations)
+    slowest = np.unique(bandwidth)[:2].max()
+    rates = np.maximum(bandwidth, slowest)
+    scale = workload.activation_bytes / SLOWEST_HOP_S / PAYLOAD_SHARE / slowest
+    return locations, rates * scale
+
+
+def write_config(folder: Path, workload: Workload, locations: Sequence[str]) -> Path:
+    """The configuration of all runs: a model of as many blocks as there are stages."""
+    config = {
+        "compilation_cache": str(folder / "compiled"),
+        "model": {
+            "width": WIDTH,
+            "layers": len(workload.stages),
+            "heads": HEADS,
+            "kv_heads": HEADS,
+            "ffn_width": FFN_WIDTH,
+            "context": SEQUENCE_LENGTH,
+        },
+        "plan": {
+            "case": {
+                "locations": list(locations),
+                "stages": list(workload.stages),
+                "path_length": workload.path_length,
+                "microbatches_per_data_node": workload.microbatches_per_data_node,
+                "memory": workload.memory,
+                "rules": {"max_swaps": 2, "max_swap_distance": 1, "max_jump": 4},
+            }
+        },
+        "data": {
+            "source": "python",
+            "sequence_length": SEQUENCE_LENGTH,
+            "microbatch_size": MICROBATCH_SIZE,
+        },
+        "network": {"averaging": "ring"},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def bandwidth_deviation(case: Case, rates: Float[np.ndarray, "hosts hosts"]) -> float:
+    """How far the bandwidth of a pair is from the rate of its link, as a share, at most."""
+    _, bandwidth = case.link_matrices
+    different = ~np.eye(len(rates), dtype=bool)
+    return float(np.max(np.abs(bandwidth / rates - 1)[different]))
+
+
+def plan_by(method: str, case: Case, budget_s: float) -> Plan:
+    """The plan of a method within so many seconds; `full` on the reference's kind of placement."""
+    placement = reference_placement(case, budget_s) if method == "full" else None
+    return make_plan(case, method, Search(SEED, budget_s, placement))
+
+
+def reference_placement(case: Case, budget_s: float) -> Placement:
+    """DT-FM's search when averaging a stage counts as one activation, as the reference has it."""
+    stage_bytes = (case.activation_bytes,) * len(case.stages)
+    return dtfm.place(dataclasses.replace(case, stage_bytes=stage_bytes), Search(SEED, budget_s), 1)
+
+
+def trained(plan: Plan, hosts: Hosts, config: Path, iterations: int) -> dict[str, Any]:
+    """Train along a plan on all hosts; what was predicted and measured."""
+    file = hosts.folder / f"{plan.method}.json"
+    plan.save(file)
+    run_dir = hosts.folder / plan.method
+    settings = {
+        "run_dir": run_dir,
+        "plan": json.dumps({"file": str(file)}),
+        "train.steps": iterations + 1,
+        "trace": f"every {iterations + 1}",
+        "checkpoint.every": iterations + 1,
+    }
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    hosts.run(plan.method, "skippipe_jax.train", "--config", config, *words)
+    lines = run_folder.read_metrics(run_dir)[1:]
+    seconds = [line["seconds_per_iteration"] for line in lines]
+    return {
+        "method": plan.method,
+        "predicted_s": plan.predicted.iteration_s,
+        "measured_s": statistics.median(seconds),
+        "measured_each_s": seconds,
+        "predicted_pipeline_s": plan.predicted.pipeline_s,
+        "bytes_sent": lines[-1]["bytes_sent"],
+        "last_loss": lines[-1]["loss"],
+    }
+
+
+class Hosts:
+    """The processes of all hosts, each in its own namespace."""
+
+    def __init__(self, network: ShapedNetwork, folder: Path, count: int):
+        """What they print goes to files in `folder`."""
+        self.network = network
+        self.folder = folder
+        self.count = count
+
+    def run(self, name: str, module: str, *words: str | Path) -> None:
+        """Run a command on all hosts until all have ended.
+
+        Raises:
+            RuntimeError: with what the first that failed has printed.
+        """
+        coordinator = f"{self.network.address(0)}:{free_port()}"
+        place = ["--coordinator", coordinator, "--hosts", str(self.count), "--host-id"]
+        with contextlib.ExitStack() as stack:
+            processes = []
+            for host in range(self.count):
+                output = stack.enter_context(self._output(name, host).open("wb"))
+                command = [*self.network.command(host), sys.executable, "-m", module, *words]
+                processes.append(
+                    stack.enter_context(
+                        subprocess.Popen(
+                            [*command, *place, str(host)],
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                            env=os.environ | ENVIRONMENT,
+                        )
+                    )
+                )
+            try:
+                self._wait(name, processes)
+            finally:
+                for process in processes:
+                    process.kill()
+
+    def _wait(self, name: str, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while (codes := [process.poll() for process in processes]) != [0] * self.count:
+            failed = [host for host, code in enumerate(codes) if code]
+            if failed or time.monotonic() > deadline:
+                host = failed[0] if failed else codes.index(None)
+                said = self._output(name, host).read_text(errors="replace")
+                how = f"ended with {codes[host]}" if failed else f"took over {PATIENCE_S:g} s"
+                raise RuntimeError(f"{name}: host {host} {how}:\n{said[-3000:]}")
+            time.sleep(0.1)
+
+    def _output(self, name: str, host: int) -> Path:
+        (self.folder / "output").mkdir(exist_ok=True)
+        return self.folder / "output" / f"{name}_{host}.txt"
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        if keep.exists() and any(keep.iterdir()):
+            raise InputError("--keep", str(keep), "is not empty", "Name a new folder")
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    folder = Path(tempfile.mkdtemp(prefix="wan-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _line(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    baseline = next((r["measured_s"] for r in rows if r["method"] == "full"), None)
+    to_full = "" if baseline is None else f"  {row['measured_s'] / baseline:6.3f} of full"
+    return (
+        f"{row['method']:16}  predicted {row['predicted_s']:7.2f} s  "
+        f"measured {row['measured_s']:7.2f} s  "
+        f"({row['measured_s'] / row['predicted_s']:.3f}){to_full}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

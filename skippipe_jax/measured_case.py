@@ -1,0 +1,296 @@
+"""A case from what the hosts of a cluster have measured, and from what is given.
+
+`plan.case` may say what cannot be measured, by these keys of a case:
+
+- `locations`, names of the hosts in turn; by default "host 0", "host 1", ...
+- `stages` or `stage_count`; by default sizes are auto, and there are as many stages as
+  `model.stage_layers` has, or as the layers spread over evenly with two replicas of each.
+- `path_length` or `skip_ratio`; by default paths may skip up to a third of the stages.
+- `microbatches` or `microbatches_per_data_node`; by default two for each node.
+- `rules`; by default one swap of neighbours, and jumps over any number of stages.
+- `memory`, the most microbatches in flight on any node; by default 16.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import yaml
+from skippipe_sched import fields
+from skippipe_sched.auto import AUTO, candidates
+from skippipe_sched.case import OPTIONAL, REQUIRED
+from skippipe_sched.errors import InputError
+from skippipe_sched.links import GIBIBYTE
+
+from skippipe_jax.config import Config, to_tree
+from skippipe_jax.measured_links import MeasuredLink
+from skippipe_jax.measured_stages import (
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    Costs,
+    StageTimings,
+    Timing,
+    fit_costs,
+    shapes_of_stages,
+)
+from skippipe_jax.model import parameter_count, stage_shapes
+from skippipe_jax.program import hosts_of_nodes
+
+NOT_MEASURED = (
+    "locations",
+    "stages",
+    "stage_count",
+    "path_length",
+    "skip_ratio",
+    "microbatches",
+    "microbatches_per_data_node",
+    "rules",
+    "memory",
+)
+DEFAULT_SKIP_RATIO = [0.0, 0.34]
+MICROBATCHES_PER_NODE = 2
+LEAST_REPLICAS = 2
+MOST_IN_FLIGHT = 16
+LEAST_COPY_S = 1e-6
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What one host has measured.
+
+    `links` lead to this host. `copy_s` are the seconds of a byte and of an activation from node to
+    node within the host, if it has several. `memory`, in microbatches, and `processors` are of each
+    of its nodes. `timings` are those of the stages on each processor that this host has timed.
+    """
+
+    name: str
+    links: Sequence[MeasuredLink]
+    copy_s: tuple[float, float] | None
+    memory: Sequence[int]
+    processors: Sequence[str]
+    timings: Mapping[str, Sequence[StageTimings]]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A `case` for the planner; `measured` is all that it was made of."""
+
+    case: dict[str, Any]
+    measured: dict[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Write the case to `path`, and all figures in full beside it, as NAME.measured.json."""
+        in_full = path.with_suffix(".measured.json")
+        in_full.write_text(json.dumps(self.measured, indent=1) + "\n", encoding="utf-8")
+        names = dict.fromkeys(report["name"] for report in self.measured["hosts"])
+        head = [
+            f"Measured by python -m skippipe_jax.profile at {self.measured['at']}, "
+            f"{len(self.measured['hosts'])} hosts on {', '.join(names)}.",
+            f"All figures in full: {in_full.name}",
+            f"Model: {json.dumps(self.measured['model'])}",
+        ]
+        text = yaml.safe_dump(
+            self.case, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100
+        )
+        path.write_text("".join(f"# {line}\n" for line in head) + text, encoding="utf-8")
+
+    def summary(self) -> str:
+        """What one wants to know first, as lines of text."""
+        forward_s = [node["forward_s"] for node in self.case["nodes"]]
+        memory = [node["memory"] for node in self.case["nodes"]]
+        lines = [
+            f"forward {min(forward_s):.4g} to {max(forward_s):.4g} s, backward "
+            f"{self.case['backward_ratio']:.2f} times and loss {self.case['loss_ratio']:.2f} times "
+            f"as long, {min(memory)} to {max(memory)} microbatches in flight",
+            f"activation {self.case['activation_bytes'] / 1e6:.3f} MB, stages "
+            f"{', '.join(f'{size / 1e6:.3f}' for size in self.case['stage_bytes'])} MB",
+        ]
+        links = sorted(self.case["links"], key=lambda row: row[3])
+        width = max((len(f"{source} -> {target}") for source, target, _, _ in links), default=0)
+        for title, rows in (("slowest", links[:3]), ("fastest", links[3:][-3:])):
+            lines += [f"{title} links:"] if rows else []
+            lines += [
+                f"  {f'{source} -> {target}':{width}}  {latency_ms:8.2f} ms"
+                f"  {gibibytes * GIBIBYTE / 1e6:10.3f} MB/s"
+                for source, target, latency_ms, gibibytes in rows
+            ]
+        return "\n".join(lines)
+
+
+def profile_of(config: Config, host_of: Sequence[int], reports: Sequence[HostReport]) -> Profile:
+    """What the planner takes, and all figures in full."""
+    case = case_of(config, host_of, reports)
+    candidates(case)  # which refuse what is wrong with it
+    measured = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": to_tree(config.model),
+        "activation_bytes": case["activation_bytes"],
+        "host_of_node": host_of,
+        "largest_error_of_costs": _costs(reports, host_of).largest_error,
+        "hosts": [asdict(report) for report in reports],
+    }
+    return Profile(case, measured)
+
+
+def check_template(config: Config, hosts: int) -> tuple[int, ...]:
+    """Which host serves which node, once `plan.case` is known to lead to a case.
+
+    Raises:
+        InputError: it does not, or hosts and nodes do not fit.
+    """
+    given = config.cluster.host_of_node
+    host_of = hosts_of_nodes(hosts if given is None else len(given), hosts, given)
+    shapes = shapes_of_stages(config, stage_count(config, len(host_of)))
+    second = Timing(1.0, 1.0, 1.0, 1)
+    timings = [{FORWARD: second, LOSS: second, BACKWARD: second} for _ in shapes]
+    invented = [
+        HostReport(
+            name="",
+            links=[MeasuredLink(o, host, 0.0, 1.0, None, [], []) for o in range(hosts)],
+            copy_s=None,
+            memory=[1] * host_of.count(host),
+            processors=[""] * host_of.count(host),
+            timings={"": timings},
+        )
+        for host in range(hosts)
+    ]
+    candidates(case_of(config, host_of, invented))
+    return host_of
+
+
+def case_of(
+    config: Config, host_of: Sequence[int], reports: Sequence[HostReport]
+) -> dict[str, Any]:
+    """The case that the reports of all hosts and the template of the configuration make."""
+    template = _template(config)
+    most = fields.integer(template.pop("memory", MOST_IN_FLIGHT), "plan.case.memory", 1)
+    names = _names(template.pop("locations", None), len(reports))
+    costs = _costs(reports, host_of)
+    memory = [min(most, count) for count in _of_nodes(host_of, [r.memory for r in reports])]
+    links = [link for report in reports for link in report.links if link.source != link.target]
+    overheads_s = [link.overhead_s for link in links if link.overhead_s is not None]
+    stages = stage_shapes(config.model, len(costs.stage_cost))
+    averaged = jnp.dtype(config.network.averaging_dtype or jnp.float32).itemsize
+    case: dict[str, Any] = {
+        "nodes": [
+            {"location": names[host], "forward_s": _short(forward_s), "memory": fits}
+            for host, forward_s, fits in zip(host_of, costs.forward_s, memory, strict=True)
+        ],
+        "locations": names,
+        "stages": AUTO,
+        "path_length": AUTO,
+        "rules": {"max_swaps": 1, "max_swap_distance": 1, "max_jump": len(stages)},
+        "activation_bytes": activation_bytes(config),
+        "stage_bytes": [averaged * parameter_count(stage) for stage in stages],
+        "forward_s": _short(statistics.median(costs.forward_s)),
+        "stage_cost": [_short(cost) for cost in costs.stage_cost],
+        "backward_ratio": _short(costs.backward_ratio),
+        "loss_ratio": _short(costs.loss_ratio),
+        "memory": min(memory),
+        "hop_overhead_s": _short(max(0.0, statistics.median(overheads_s or [0.0]))),
+        "contention": "link",
+        **template,
+    }
+    if case["stages"] == AUTO:
+        case["stage_count"] = len(stages)
+    if case["path_length"] == AUTO:
+        case.setdefault("skip_ratio", DEFAULT_SKIP_RATIO)
+    if not {"microbatches", "microbatches_per_data_node"} & template.keys():
+        case["microbatches"] = MICROBATCHES_PER_NODE * len(host_of)
+    copies_s = [report.copy_s for report in reports if report.copy_s is not None]
+    if copies_s:
+        latency_s = max(latency_s for latency_s, _ in copies_s)
+        beyond_s = max(LEAST_COPY_S, *(whole_s - latency_s for latency_s, whole_s in copies_s))
+        case["same_location"] = {
+            "latency_ms": _short(1e3 * latency_s),
+            "bandwidth_GiB_per_s": _short(case["activation_bytes"] / beyond_s / GIBIBYTE),
+        }
+    case["links"] = [
+        [
+            names[link.source],
+            names[link.target],
+            _short(1e3 * link.latency_s),
+            _short(link.bandwidth / GIBIBYTE),
+        ]
+        for link in sorted(links, key=lambda link: (link.source, link.target))
+    ]
+    return case
+
+
+def _template(config: Config) -> dict[str, Any]:
+    """What the configuration says of the case, if that is no more than what is not measured."""
+    given = config.plan.file or config.plan.case or {}
+    if isinstance(given, str):
+        raise InputError(
+            "plan.case" if config.plan.file is None else "plan.file",
+            given,
+            "is complete, and what is to be measured is open",
+            "Remove it (--set plan=auto), or write plan.case: {stages: ..., rules: ...} and so on",
+        )
+    for key in given:
+        if key not in NOT_MEASURED and key in (*REQUIRED, *OPTIONAL):
+            raise InputError(f"plan.case.{key}", given[key], "is measured", "Remove it")
+    return dict(fields.mapping(given, "plan.case", NOT_MEASURED))
+
+
+def stage_count(config: Config, nodes: int) -> int:
+    """How many stages the model is cut into: as given, or as many as have enough replicas."""
+    template = _template(config)
+    stages = template.get("stages", AUTO)
+    if stages != AUTO:
+        return len(fields.sequence(stages, "plan.case.stages"))
+    if "stage_count" in template:
+        return fields.integer(template["stage_count"], "plan.case.stage_count", 1)
+    if config.model.stage_layers is not None:
+        return len(config.model.stage_layers)
+    most = max(nodes // LEAST_REPLICAS, min(nodes, 2))
+    return max(n for n in range(1, most + 1) if config.model.layers % n == 0)
+
+
+def _names(given: Any, hosts: int) -> list[str]:
+    """A name of its own for each host."""
+    if given is None:
+        return [f"host {host}" for host in range(hosts)]
+    names: dict[str, None] = {}
+    for name, _ in zip(
+        itertools.cycle(fields.sequence(given, "plan.case.locations")), range(hosts), strict=False
+    ):
+        fields.text(name, "plan.case.locations")
+        others = (f"{name} {number}" for number in itertools.count(2))
+        names[next(n for n in itertools.chain([name], others) if n not in names)] = None
+    return list(names)
+
+
+def activation_bytes(config: Config) -> int:
+    """What one microbatch sends from stage to stage, in the dtype that travels."""
+    dtype = jnp.dtype(config.network.activation_dtype or config.model.compute_dtype)
+    tokens = config.data.microbatch_size * config.data.sequence_length
+    return tokens * config.model.width * dtype.itemsize
+
+
+def _costs(reports: Sequence[HostReport], host_of: Sequence[int]) -> Costs:
+    timings = {of: stages for report in reports for of, stages in report.timings.items()}
+    processors = _of_nodes(host_of, [report.processors for report in reports])
+    return fit_costs([timings[of] for of in processors])
+
+
+def _of_nodes(host_of: Sequence[int], of_hosts: Sequence[Sequence[Value]]) -> list[Value]:
+    """By node, what hosts say of each of their nodes in order."""
+    unused = [iter(values) for values in of_hosts]
+    return [next(unused[host]) for host in host_of]
+
+
+def _short(value: float) -> float:
+    """With as many digits as a measurement deserves."""
+    return float(f"{value:.6g}")

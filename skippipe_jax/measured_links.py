@@ -1,0 +1,330 @@
+"""Latency and bandwidth between all hosts, measured over the links that training uses.
+
+One host asks for a number of bytes, and the other answers with a marker and the bytes behind it.
+From asking to the marker it takes a round trip, and from the marker to the bytes as long as the
+bytes need on their way: two figures by one clock, neither of which is in the other.
+
+In each round every host measures the way from one other host and serves another one, so that nobody
+sends to two hosts or receives from two at a time. A pair measures its two directions in turn.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from skippipe_jax.cluster import DeadlinePassed
+from skippipe_jax.links import Link
+from skippipe_jax.program import Hop
+
+# Iterations of training count from 0; what is sent here must not be taken for theirs.
+FIRST_ITERATION = 2**37
+ROUND_TRIPS = 5
+SMALLEST_BYTES, LARGEST_BYTES, LARGEST_GROWTH = 8 * 2**10, 64 * 2**20, 8
+# A transfer of half this time tells the bandwidth. All last transfers together take the other one.
+TRANSFER_S, ALL_TRANSFERS_S = 1.0, 60.0
+# An activation is sent too unless it takes more than so many times the time of a transfer.
+LONGEST_ACTIVATION = 4.0
+# A host hands this much to its network at once, and so it may also arrive at once.
+PIECE_BYTES = 64 * 2**10
+# Two rates that differ by less confirm each other; so often a transfer is repeated for that.
+AGREEMENT, MOST_REPETITIONS = 0.05, 3
+COPIES = 10
+
+REQUEST, ANSWER = 0, 1
+NO_MORE = -1
+CHECK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """So many bytes arrived so many seconds after what was sent just before them."""
+
+    bytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """In bytes per second."""
+        return self.bytes / self.seconds
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """The way from one host to another: an array takes about `latency_s + bytes / bandwidth`.
+
+    `bandwidth` is in bytes per second. `overhead_s` is how much longer than its bytes at this
+    bandwidth an activation took; None where one would have taken too long to try.
+    """
+
+    source: int
+    target: int
+    latency_s: float
+    bandwidth: float
+    overhead_s: float | None
+    round_trips_s: Sequence[float]
+    transfers: Sequence[Transfer]
+
+
+def measure_links(
+    host: int,
+    links: Mapping[int, Link],
+    device: jax.Device,
+    activation_bytes: int,
+    deadline_s: float,
+    say: Callable[[str], None],
+) -> list[MeasuredLink]:
+    """The links from all other hosts to this one; all hosts call this together.
+
+    `links[h]` leads to host h, where hosts stand for nodes. Arrays lie on `device`. `say` is told
+    how far this host has come.
+
+    Raises:
+        DeadlinePassed: another host has not answered within `deadline_s` seconds.
+    """
+    others = {other: link for other, link in links.items() if other != host}
+    asking = {other: _Conversation(host, other, others[other], device) for other in others}
+    serving = {other: _Conversation(host, other, others[other], device) for other in others}
+    round_trips: dict[int, list[float]] = {}
+    measured: list[MeasuredLink] = []
+    transfer_s = min(TRANSFER_S, ALL_TRANSFERS_S / max(1, len(others)))
+
+    def measure_latency(way: _Conversation) -> None:
+        # The first one opens the connection.
+        _, *round_trips[way.other] = (way.ask(0)[0] for _ in range(1 + ROUND_TRIPS))
+        way.request(NO_MORE)
+
+    def measure_bandwidth(way: _Conversation) -> None:
+        measured.append(_measure(way, round_trips[way.other], activation_bytes, transfer_s))
+        way.request(NO_MORE)
+        say(f"bandwidth from {len(measured)} of {len(others)} hosts")
+
+    # All latencies first, while the network is idle.
+    for measure in (measure_latency, measure_bandwidth):
+        for source, target in rounds(host, len(links)):
+            jobs: dict[_Conversation, Callable[[_Conversation], None]] = {}
+            if source is not None:
+                jobs[asking[source]] = measure
+            if target is not None:
+                jobs[serving[target]] = _Conversation.serve
+            _run(jobs, deadline_s)
+    return measured
+
+
+def rounds(host: int, hosts: int) -> Iterator[tuple[int | None, int | None]]:
+    """In each round, the host that this one measures the way from, and the one that it serves."""
+    for distance in range(1, hosts):
+        source, target = (host - distance) % hosts, (host + distance) % hosts
+        if source != target:
+            yield source, target
+        elif host < source:
+            yield source, None
+            yield None, source
+        else:
+            yield None, source
+            yield source, None
+
+
+def measure_copy(devices: Sequence[jax.Device], size: int) -> tuple[float, float]:
+    """Seconds that an array of a byte, and one of `size` bytes, takes from the first to the last.
+
+    The least of some attempts; next to nothing if they are the same device.
+    """
+
+    def copy_s(size: int) -> float:
+        array = jax.device_put(np.zeros(size, np.uint8), devices[0]).block_until_ready()
+        seconds = []
+        for _ in range(COPIES):
+            start = time.perf_counter()
+            jax.device_put(array, devices[-1]).block_until_ready()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    return copy_s(1), copy_s(size)
+
+
+class _Conversation:
+    """Requests from one host to another and answers the other way, as one of the two has it."""
+
+    def __init__(self, host: int, other: int, link: Link, device: jax.Device):
+        self.host = host
+        self.other = other
+        self.link = link
+        self.device = device
+        self.sent = 0
+        self.received = 0
+        self.waiting: tuple[str, float] | None = None
+        """For what, and since when (as of `time.time`)."""
+
+    def request(self, size: int) -> None:
+        self._send(REQUEST, jax.device_put(np.array([size], np.int32), self.device))
+
+    def ask(self, size: int) -> tuple[float, float]:
+        """Ask for bytes: seconds until the marker is there, and from then until the bytes are."""
+        marker = self._receive(ANSWER, 1, np.int32)
+        payload = self._receive(ANSWER, size, np.uint8) if size else marker
+        start = time.perf_counter()
+        self.request(size)
+        self._wait("an answer", marker)
+        marked = time.perf_counter()
+        self._wait(f"{size} bytes", payload)
+        return marked - start, time.perf_counter() - marked
+
+    def serve(self) -> None:
+        """Answer until no more is asked for."""
+        marker = jax.device_put(np.zeros(1, np.int32), self.device)
+        while True:
+            request = self._receive(REQUEST, 1, np.int32)
+            self._wait("a request", request)
+            size = int(request[0])
+            if size == NO_MORE:
+                return
+            # Random, as no network can make it shorter.
+            payload = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)
+            payload = jax.device_put(payload, self.device).block_until_ready()
+            self._send(ANSWER, marker)
+            if size:
+                self._send(ANSWER, payload)
+
+    def check(self, deadline_s: float) -> None:
+        """Refuse to wait any longer than the deadline."""
+        waiting = self.waiting
+        if waiting is not None and time.time() - waiting[1] > deadline_s:
+            since = time.strftime("%H:%M:%S", time.localtime(waiting[1]))
+            raise DeadlinePassed(
+                f"measuring the links, it has waited for {waiting[0]} from host {self.other} "
+                f"since {since}, {deadline_s:g} s, in vain"
+            )
+
+    def _send(self, kind: int, array: jax.Array) -> None:
+        hop = Hop(2 * self.other + kind, self.host, self.other)
+        self.link.send(hop, FIRST_ITERATION + self.sent, array)
+        self.sent += 1
+
+    def _receive(self, kind: int, size: int, dtype: type) -> jax.Array:
+        hop = Hop(2 * self.host + kind, self.other, self.host)
+        like = jax.ShapeDtypeStruct((size,), dtype)
+        # Asking opens the connection at first, which a host that is gone keeps waiting too.
+        self.waiting = "a connection", time.time()
+        array = self.link.receive(hop, FIRST_ITERATION + self.received, like)
+        self.waiting = None
+        self.received += 1
+        return array
+
+    def _wait(self, what: str, array: jax.Array) -> None:
+        self.waiting = what, time.time()
+        array.block_until_ready()
+        self.waiting = None
+
+
+def _run(
+    jobs: Mapping[_Conversation, Callable[[_Conversation], None]],
+    deadline_s: float,
+) -> None:
+    """Do all jobs at the same time, and watch how long they wait."""
+    endings: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def run(way: _Conversation, job: Callable[[_Conversation], None]) -> None:
+        try:
+            job(way)
+        except Exception as error:
+            endings.put(error)
+        else:
+            endings.put(None)
+
+    for way, job in jobs.items():
+        # A wait has no end of its own, so the process must be able to end without it.
+        threading.Thread(target=run, args=(way, job), daemon=True).start()
+    running = len(jobs)
+    while running:
+        try:
+            error = endings.get(timeout=CHECK_S)
+        except queue.Empty:
+            for way in jobs:
+                way.check(deadline_s)
+            continue
+        if error is not None:
+            raise error
+        running -= 1
+
+
+def _measure(
+    way: _Conversation,
+    round_trips_s: Sequence[float],
+    activation_bytes: int,
+    transfer_s: float,
+) -> MeasuredLink:
+    """Ask for more and more until it takes long enough, then for an activation, until two agree."""
+    round_trip_s = min(round_trips_s)
+    size, transfers = SMALLEST_BYTES, [_transfer(way, SMALLEST_BYTES, round_trip_s)]
+    # One at least comes after another: queues let some bytes pass at once after a rest.
+    while len(transfers) == 1 or (
+        transfers[-1].seconds < transfer_s / 2 and transfers[-1].bytes < LARGEST_BYTES
+    ):
+        wanted = int(min(transfers[-1].rate * transfer_s, LARGEST_GROWTH * size))
+        size = min(LARGEST_BYTES, max(SMALLEST_BYTES, wanted))
+        transfers.append(_transfer(way, size, round_trip_s))
+    activation = None
+    if activation_bytes / transfers[-1].rate <= LONGEST_ACTIVATION * transfer_s:
+        activation = _transfer(way, activation_bytes, round_trip_s)
+        transfers.append(activation)
+    for _ in range(MOST_REPETITIONS):
+        if _agreeing(transfers[1:]):
+            break
+        transfers.append(_transfer(way, size, round_trip_s))
+    bandwidth = _typical(transfers[1:]).rate
+    overhead_s = None
+    if activation is not None:
+        overhead_s = activation.seconds - activation_bytes / bandwidth
+    return MeasuredLink(
+        source=way.other,
+        target=way.host,
+        latency_s=round_trip_s / 2,
+        bandwidth=bandwidth,
+        overhead_s=overhead_s,
+        round_trips_s=round_trips_s,
+        transfers=transfers,
+    )
+
+
+def _transfer(way: _Conversation, size: int, round_trip_s: float) -> Transfer:
+    until_marker, after_marker = way.ask(size)
+    if size <= PIECE_BYTES:
+        # The marker may have waited for the bytes; then it took as long as they did.
+        after_marker = max(after_marker, until_marker + after_marker - round_trip_s)
+    return Transfer(size, after_marker)
+
+
+def _typical(transfers: Sequence[Transfer]) -> Transfer:
+    """The largest one that another one confirms, or the middle one of the large ones."""
+    agreeing = _agreeing(transfers)
+    if agreeing:
+        return agreeing[0]
+    by_rate = sorted(_large(transfers), key=lambda transfer: transfer.rate)
+    return by_rate[len(by_rate) // 2]
+
+
+def _agreeing(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Large transfers whose rate another one has too, the largest first.
+
+    On a busy host, any transfer may be held up, or look quicker since the one before it was.
+    """
+    large = _large(transfers)
+    return [
+        one
+        for one in large
+        if any(abs(other.rate / one.rate - 1) < AGREEMENT for other in large if other is not one)
+    ]
+
+
+def _large(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Those of a quarter of the largest one or more, the largest and of these the fastest first."""
+    most = max(transfer.bytes for transfer in transfers)
+    large = [transfer for transfer in transfers if 4 * transfer.bytes >= most]
+    return sorted(large, key=lambda transfer: (-transfer.bytes, transfer.seconds))

@@ -1,0 +1,185 @@
+"""Seconds that a device takes for the operations of a stage, and how much memory they need."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from skippipe_jax.config import Config
+from skippipe_jax.stages import TOKENS, StageFunctions, stage_functions
+
+FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
+LEAST_REPETITIONS = 3
+# Of what a stage leaves free; the rest is for what else the runtime holds for a while.
+SHARE_FOR_MICROBATCHES = 0.5
+MEMORY_OF_MACHINE = Path("/proc/meminfo")
+
+Shape = tuple[bool, int]
+"""What makes stages alike: whether it is the data stage, and how many layers it has."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of an operation that was repeated."""
+
+    median_s: float
+    least_s: float
+    most_s: float
+    repetitions: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Of the seconds of all repetitions."""
+        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+StageTimings = Mapping[str, Timing]
+"""By operation; a stage without a loss has none for it."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a forward on each node for an average stage, and what all else is in terms of it.
+
+    Fields are those of a case. `largest_error` is the share by which a forward and a backward on
+    some node differ most from what these figures say.
+    """
+
+    forward_s: list[float]
+    stage_cost: list[float]
+    backward_ratio: float
+    loss_ratio: float
+    largest_error: float
+
+
+def shapes_of_stages(config: Config, stages: int) -> list[Shape]:
+    """The shape of each stage when the model is cut into so many."""
+    layers = config.model.layers_of_stages(stages)
+    return [(stage == 0, count) for stage, count in enumerate(layers)]
+
+
+def measure_stage(
+    config: Config, shape: Shape, device: jax.Device, budget_s: float
+) -> dict[str, Timing]:
+    """Time forward, loss (of a data stage), backward and update on one device.
+
+    Microbatches follow one another for `budget_s` seconds. The first call for a shape and a device
+    compiles, so its figures mean nothing.
+    """
+    functions, inputs, targets = _functions(config, shape), *_inputs(config, shape, device)
+    seconds: dict[str, list[float]] = defaultdict(list)
+
+    def timed(operation: str, function: Callable, *arguments: Any) -> Any:
+        jax.block_until_ready(arguments)
+        start = time.perf_counter()
+        results = jax.block_until_ready(function(*arguments))
+        seconds[operation].append(time.perf_counter() - start)
+        return results
+
+    with jax.default_device(device):
+        parameters, state, gradients = functions.create(jax.random.key(0), 0)
+        gauge, totals = jnp.zeros(2, jnp.int32), jnp.zeros(4)
+        end = time.perf_counter() + budget_s
+        while len(seconds[UPDATE]) < LEAST_REPETITIONS or time.perf_counter() < end:
+            outputs, saved, gauge = timed(FORWARD, functions.forward, parameters, gauge, inputs)
+            # The gradient of the outputs is the outputs themselves, unless there is a loss.
+            if targets is not None:
+                outputs, gradients, totals, gauge = timed(
+                    LOSS, functions.loss, parameters, gradients, totals, gauge, outputs, targets
+                )
+            _, gradients, gauge = timed(
+                BACKWARD, functions.backward, parameters, gradients, gauge, saved, outputs
+            )
+            summed = functions.squared_norm(gradients).at[TOKENS].set(inputs.shape[0])
+            parameters, state, gradients = timed(
+                UPDATE, functions.update, parameters, state, gradients, summed
+            )
+    return {operation: Timing.of(values) for operation, values in seconds.items()}
+
+
+def microbatches_in_memory(config: Config, shape: Shape, free_bytes: float) -> int:
+    """How many microbatches may be in flight on a node with so much memory: one at least."""
+    functions = _functions(config, shape)
+    inputs, _ = jax.eval_shape(lambda: _inputs(config, shape))
+    state = jax.eval_shape(functions.create, jax.random.key(0), 0)
+    gauge = jax.ShapeDtypeStruct((2,), jnp.int32)
+    _, saved, _ = jax.eval_shape(functions.forward, state[0], gauge, inputs)
+    left = SHARE_FOR_MICROBATCHES * (free_bytes - _bytes(state))
+    return max(1, int(left / _bytes(saved)))
+
+
+def free_bytes(device: jax.Device, nodes_on_device: int, nodes_on_machine: int) -> float:
+    """What a node may fill: its part of the device's memory, or of the machine's on a CPU."""
+    stats = device.memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return (stats["bytes_limit"] - stats["bytes_in_use"]) / nodes_on_device
+    if MEMORY_OF_MACHINE.exists():
+        lines = dict(line.split(":") for line in MEMORY_OF_MACHINE.read_text().splitlines())
+        available = 1024.0 * int(lines["MemAvailable"].removesuffix("kB"))
+    else:
+        available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return available / nodes_on_machine
+
+
+def fit_costs(timings: Sequence[Sequence[StageTimings]]) -> Costs:
+    """What a case says of the measured `timings[node][stage]`.
+
+    A case knows one figure for each node and one for each stage, whose product is meant to be the
+    time of an operation: these come closest to the sums of forward and backward, by ratio.
+    """
+    forward = _matrix(timings, FORWARD)
+    backward = _matrix(timings, BACKWARD)
+    loss = np.array([of_node[0][LOSS].median_s for of_node in timings])
+    logarithm = np.log(forward + backward)
+    stage_cost = np.exp(logarithm.mean(axis=0) - logarithm.mean())
+    of_node = np.exp(logarithm.mean(axis=1)) * stage_cost.mean()
+    stage_cost /= stage_cost.mean()
+    backward_ratio = float(backward.sum() / forward.sum())
+    forward_s = of_node / (1.0 + backward_ratio)
+    error = np.outer(of_node, stage_cost) / (forward + backward)
+    return Costs(
+        forward_s=forward_s.tolist(),
+        stage_cost=stage_cost.tolist(),
+        backward_ratio=backward_ratio,
+        loss_ratio=float(np.exp(np.log(loss / (forward_s * stage_cost[0])).mean())),
+        largest_error=float(np.abs(error - 1.0).max()),
+    )
+
+
+def _matrix(
+    timings: Sequence[Sequence[StageTimings]], operation: str
+) -> Float[np.ndarray, "nodes stages"]:
+    return np.array([[of[operation].median_s for of in of_node] for of_node in timings])
+
+
+def _functions(config: Config, shape: Shape) -> StageFunctions:
+    tokens = config.data.microbatch_size * config.data.sequence_length
+    return stage_functions(config.model, config.optimizer, config.train.steps, *shape, tokens)
+
+
+def _inputs(
+    config: Config, shape: Shape, device: jax.Device | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """A random microbatch for a stage; with targets for a data stage."""
+    key, batch = jax.random.key(0), (config.data.microbatch_size, config.data.sequence_length)
+    with jax.default_device(device):
+        if shape[0]:
+            tokens = jax.random.randint(key, batch, 0, config.model.vocabulary_size)
+            return tokens, tokens
+        activations = (*batch, config.model.width)
+        return jax.random.normal(key, activations, config.model.compute_dtype), None
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,110 @@
+"""Measure the cluster, and write a case that the planner takes as it is.
+
+python -m skippipe_jax.profile --config FILE -o case.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from skippipe_sched.errors import InputError, run_command
+
+from skippipe_jax.cluster import Membership
+from skippipe_jax.config import Config, load_config
+from skippipe_jax.links import Link, open_links
+from skippipe_jax.measured_case import check_template
+from skippipe_jax.measured_cluster import Board, measure
+from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
+
+EPILOG = """\
+Start it on all hosts like python -m skippipe_jax.train, with the same configuration. Of that it
+takes model, data and network; plan.case may say what cannot be measured: locations, stages or
+stage_count, path_length or skip_ratio, microbatches or microbatches_per_data_node, rules, and the
+memory that a node may use at most.
+
+exit codes: 0 the case is written; 2 the input is wrong; 75 another host was lost.
+"""
+
+
+def main() -> int:
+    """Parse the command line and measure; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m skippipe_jax.profile",
+        description="Measure the links between hosts, the seconds of each stage on each node and "
+        "its memory, and write a case that the planner takes as it is.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_arguments(parser, resumes=False)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("case.yaml"),
+        help="where host 0 writes the case, and beside it all figures in full, as "
+        "case.measured.json (default: %(default)s)",
+    )
+    add_cluster_arguments(parser)
+    arguments = parser.parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.set)
+    start = time.monotonic()
+    with joined_by(arguments, config) as host:
+
+        def say(text: str) -> None:
+            if host.index == 0:
+                print(f"[{time.monotonic() - start:5.1f} s] {text}", flush=True)
+
+        check_template(config, host.count)
+        if host.index == 0:
+            _make_room(arguments.output)
+        say(f"{host.count} hosts have met")
+        profile = measure(config, host, _links(config, host), say)
+        if profile is not None:
+            with _writing(arguments.output):
+                profile.save(arguments.output)
+            say(f"{arguments.output} is written\n{profile.summary()}")
+    return 0
+
+
+def _links(config: Config, host: Membership) -> dict[int, Link]:
+    """Links between hosts, each of which stands for a node."""
+    board = Board(host, config.network.deadline_s)
+    return open_links(
+        host.index,
+        host.count,
+        {host.index: jax.local_devices()[0]},
+        host.transfer_addresses(),
+        lambda address: board.exchange("transfer server", address),
+    )
+
+
+def _make_room(path: Path) -> None:
+    """Make the folder of a file, so that what cannot be written is known at the start."""
+    if path.is_dir():
+        raise InputError("--output", str(path), "is a folder", "Name a file")
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            "--output", str(path), f"cannot be written: {error.strerror}", "Name another file"
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

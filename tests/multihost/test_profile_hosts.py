@@ -1,0 +1,71 @@
+"""Several hosts measure each other: every pair, every node, and never left hanging."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from itertools import permutations
+from pathlib import Path
+
+from skippipe_sched.auto import load_cases
+
+from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
+from tests.multihost.processes import started_processes
+from tests.training_runs import settings, write_config
+
+PROFILE = ("-m", "skippipe_jax.profile")
+PATIENCE_S = 120.0
+
+
+def test_three_hosts_measure_a_case_that_is_planned(tmp_path: Path):
+    output = tmp_path / "case.yaml"
+    config = write_config(tmp_path, plan="auto")
+    with started_processes(tmp_path / "hosts") as processes:
+        processes.start_hosts(3, *PROFILE, "--config", config, "-o", output)
+        assert processes.exit_codes(PATIENCE_S) == [0, 0, 0], processes.outputs()
+    for case in load_cases(output):
+        assert all(node.forward_s > 0 for node in case.nodes)
+        assert set(case.link_table.links) == set(permutations(["host 0", "host 1", "host 2"], 2))
+    measured = json.loads((tmp_path / "case.measured.json").read_text())
+    links = [link for host in measured["hosts"] for link in host["links"]]
+    assert {(link["source"], link["target"]) for link in links} == set(permutations(range(3), 2))
+    assert all(len(link["round_trips_s"]) > 1 and len(link["transfers"]) > 1 for link in links)
+    # They share the cores of this machine, which are timed once.
+    assert [bool(host["timings"]) for host in measured["hosts"]] == [True, False, False]
+    planned = subprocess.run(
+        [
+            *(sys.executable, "-m", "skippipe_sched", "plan", output),
+            *("--method", "balanced", "-o", tmp_path / "plan.json"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert planned.returncode == 0, planned.stderr
+
+
+def test_wrong_input_of_one_host_ends_all(tmp_path: Path):
+    config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
+    with started_processes(tmp_path / "hosts") as processes:
+        wrong = settings(plan="{measure: true, case: {links: gcp12}}")
+        processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, last=wrong)
+        assert processes.exit_codes(PATIENCE_S) == [LOST_HOST_EXIT_CODE, 2], processes.outputs()
+        assert "plan.case.links" in processes.output(1)
+        assert "host 1" in processes.output(0)
+    assert not output.exists()
+
+
+def test_a_host_that_answers_no_more_is_named(tmp_path: Path):
+    config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
+    with started_processes(tmp_path / "hosts") as processes:
+        impatient = settings(network__deadline_s=3)
+        processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, *impatient)
+        processes.wait_until(lambda: "have met" in processes.output(0), PATIENCE_S)
+        processes.processes[1].send_signal(signal.SIGSTOP)
+        # Sooner than its silence is noticed.
+        assert processes.exit_code(0, 15.0) == LOST_HOST_EXIT_CODE, processes.outputs()
+        assert re.search("has waited for .* host 1 since .* in vain", processes.output(0))
+        assert "Traceback" not in processes.output(0)
+    assert not output.exists()

@@ -1,0 +1,315 @@
+"""Cases from what was measured: what is fitted, what a template may say, and the command alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from skippipe_sched.auto import candidates, load_cases
+from skippipe_sched.errors import InputError
+from skippipe_sched.links import GIBIBYTE
+
+from skippipe_jax.config import Config, parse_config
+from skippipe_jax.measured_case import HostReport, case_of, check_template
+from skippipe_jax.measured_links import MeasuredLink, measure_copy, rounds
+from skippipe_jax.measured_stages import (
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    UPDATE,
+    Timing,
+    fit_costs,
+    free_bytes,
+    measure_stage,
+    microbatches_in_memory,
+)
+from skippipe_jax.stages import stage_functions
+from tests.training_runs import write_config
+
+MODEL = {
+    "width": 16,
+    "layers": 4,
+    "heads": 2,
+    "kv_heads": 1,
+    "ffn_width": 24,
+    "context": 32,
+}
+DATA = {"sequence_length": 32, "microbatch_size": 2}
+
+
+def config_of(**sections: Any) -> Config:
+    return parse_config({"model": MODEL, "data": DATA, "plan": "auto"} | sections)
+
+
+def timings_of(forward_s: float, backward_s: float, loss_s: float) -> dict[str, Timing]:
+    seconds = {FORWARD: forward_s, BACKWARD: backward_s, LOSS: loss_s}
+    return {name: Timing(value, value, value, 3) for name, value in seconds.items()}
+
+
+def report(host: int, hosts: int, nodes: int = 1, **changes: Any) -> HostReport:
+    """One whose links, seconds and memory tell its host; host 1 is twice as fast as host 0."""
+    speed = 1 / (host + 1)
+    whole = HostReport(
+        name=f"machine {host}",
+        links=[
+            MeasuredLink(
+                source, host, 0.01 * source + 0.001 * host, 1e6 * (host + 1), 0.002, [], []
+            )
+            for source in range(hosts)
+            if source != host
+        ],
+        copy_s=(1e-5, 3e-5) if nodes > 1 else None,
+        memory=[host + 1] * nodes,
+        processors=[f"processor {host}"] * nodes,
+        timings={
+            f"processor {host}": [
+                timings_of(0.3 * speed, 0.6 * speed, 0.06 * speed),
+                timings_of(0.1 * speed, 0.2 * speed, 0.0),
+            ]
+        },
+    )
+    return dataclasses.replace(whole, **changes)
+
+
+# What is measured.
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 7, 20])
+def test_rounds_cover_every_ordered_pair_and_disturb_none(hosts: int):
+    schedules = [list(rounds(host, hosts)) for host in range(hosts)]
+    measured = []
+    for of_round in zip(*schedules, strict=True):
+        for host, (source, target) in enumerate(of_round):
+            if source is not None:
+                measured.append((source, host))
+                # The other one serves in the same round, and does not ask back in it.
+                assert of_round[source][1] == host
+                assert of_round[source][0] != host
+            if target is not None:
+                assert of_round[target][0] == host
+    assert sorted(measured) == [(a, b) for a in range(hosts) for b in range(hosts) if a != b]
+
+
+def test_costs_are_those_that_seconds_were_made_of():
+    forward_s, stage_cost = np.array([0.2, 0.1, 0.4]), np.array([1.5, 0.5, 1.0, 1.0])
+    forward = np.outer(forward_s, stage_cost)
+    timings = [[timings_of(f, 1.75 * f, 0.3 * row[0]) for f in row] for row in forward]
+    costs = fit_costs(timings)
+    np.testing.assert_allclose(costs.forward_s, forward_s)
+    np.testing.assert_allclose(costs.stage_cost, stage_cost)
+    assert costs.backward_ratio == pytest.approx(1.75)
+    assert costs.loss_ratio == pytest.approx(0.3)
+    assert costs.largest_error == pytest.approx(0.0, abs=1e-9)
+    timings[1][2] = timings_of(0.15, 0.15 * 1.75, 0.0)
+    assert 0.1 < fit_costs(timings).largest_error < 0.5
+
+
+def test_stages_are_timed_with_a_loss_where_there_is_one():
+    config, device = config_of(), jax.devices()[1]
+    compiling = measure_stage(config, (True, 2), device, 0.0)
+    assert {timing.repetitions for timing in compiling.values()} == {3}
+    of_data = measure_stage(config, (True, 2), device, 0.5)
+    assert set(of_data) == {FORWARD, LOSS, BACKWARD, UPDATE}
+    for operation, timing in of_data.items():
+        assert 0 < timing.least_s <= timing.median_s <= timing.most_s
+        assert timing.repetitions > 3
+        assert timing.most_s < compiling[operation].most_s
+    assert set(measure_stage(config, (False, 2), device, 0.0)) == {FORWARD, BACKWARD, UPDATE}
+
+
+def test_more_memory_takes_more_microbatches_and_the_state_comes_first():
+    config, shape = config_of(), (False, 2)
+    functions = stage_functions(config.model, config.optimizer, config.train.steps, *shape, 64)
+    state = jax.eval_shape(functions.create, jax.random.key(0), 0)
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert microbatches_in_memory(config, shape, 0.0) == 1
+    few, many = (microbatches_in_memory(config, shape, state_bytes + b) for b in (2**22, 2**24))
+    assert 1 < few < many
+    assert many == pytest.approx(4 * few, abs=4)
+    recomputing = config_of(model=MODEL | {"recompute": "stage"})
+    # Then a stage keeps its input alone: 64 tokens of width 16 in float32.
+    assert microbatches_in_memory(recomputing, shape, state_bytes + 2**22) == 2**21 // 4096
+
+
+def test_memory_of_the_machine_is_shared_out():
+    device = jax.devices()[0]
+    alone, shared = free_bytes(device, 1, 1), free_bytes(device, 1, 4)
+    assert 2**20 < shared < 0.5 * alone
+
+
+def test_copies_are_timed_between_devices():
+    byte_s, copy_s = measure_copy(jax.devices()[:2], 2**24)
+    assert 0 < byte_s < copy_s < 1.0
+
+
+# The case.
+
+
+def test_case_holds_what_hosts_reported():
+    config = config_of(plan={"measure": True, "case": {"stages": [1, 2]}})
+    case = case_of(config, (0, 1, 2), [report(host, 3) for host in range(3)])
+    [path_2, *_] = candidates(case)
+    assert path_2.path_length == 2
+    assert [node["forward_s"] for node in case["nodes"]] == [0.2, 0.1, pytest.approx(0.2 / 3)]
+    assert [node["memory"] for node in case["nodes"]] == [1, 2, 3]
+    assert case["stage_cost"] == [1.5, 0.5]
+    assert (case["backward_ratio"], case["loss_ratio"]) == (2.0, pytest.approx(0.2))
+    assert case["hop_overhead_s"] == 0.002
+    assert case["activation_bytes"] == 2 * 32 * 16 * 4
+    assert case["microbatches"] == 6
+    assert len(case["links"]) == 6
+    latency_ms, bandwidth = next(
+        row[2:] for row in case["links"] if row[:2] == ["host 2", "host 1"]
+    )
+    assert latency_ms == 21.0
+    assert bandwidth * GIBIBYTE == pytest.approx(2e6, rel=1e-5)
+    assert "same_location" not in case
+    averaged = case_of(
+        config_of(plan=to_measure(stages=[1, 2]), network={"averaging_dtype": "bfloat16"}),
+        (0, 1, 2),
+        [report(host, 3) for host in range(3)],
+    )
+    assert averaged["stage_bytes"] == [size / 2 for size in case["stage_bytes"]]
+
+
+def to_measure(**template: Any) -> dict[str, Any]:
+    return {"measure": True, "case": template}
+
+
+def test_nodes_of_one_host_share_its_location_and_copy_there():
+    config = config_of(cluster={"host_of_node": [1, 0, 1]}, plan=to_measure(stages=[1, 2]))
+    case = case_of(config, (1, 0, 1), [report(0, 2), report(1, 2, nodes=2)])
+    assert [node["location"] for node in case["nodes"]] == ["host 1", "host 0", "host 1"]
+    assert [node["memory"] for node in case["nodes"]] == [2, 1, 2]
+    assert case["same_location"]["latency_ms"] == 0.01
+    copy_s = case["activation_bytes"] / (case["same_location"]["bandwidth_GiB_per_s"] * GIBIBYTE)
+    assert copy_s == pytest.approx(2e-5, rel=1e-4)
+    candidates(case)
+
+
+def test_template_says_what_is_not_measured():
+    template = {
+        "locations": ["Belgium", "Iowa"],
+        "stages": "auto",
+        "stage_count": 2,
+        "path_length": 1,
+        "microbatches_per_data_node": 5,
+        "rules": {"max_swaps": 0},
+        "memory": 2,
+    }
+    case = case_of(config_of(plan=to_measure(**template)), (0, 1, 2, 3), reports_of(4))
+    names = ["Belgium", "Iowa", "Belgium 2", "Iowa 2"]
+    assert [node["location"] for node in case["nodes"]] == names
+    assert [node["memory"] for node in case["nodes"]] == [1, 2, 2, 2]
+    assert "skip_ratio" not in case
+    assert "microbatches" not in case
+    assert case["rules"] == {"max_swaps": 0}
+    assert {found.path_length for found in candidates(case)} == {1}
+
+
+def reports_of(hosts: int) -> list[HostReport]:
+    return [report(host, hosts) for host in range(hosts)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "layers", "stages"),
+    [(1, 4, 1), (2, 4, 2), (3, 4, 2), (5, 4, 2), (9, 4, 4), (20, 6, 6)],
+)
+def test_as_many_stages_as_have_two_replicas(hosts: int, layers: int, stages: int):
+    config = config_of(model=MODEL | {"layers": layers})
+    shapes = [timings_of(0.1, 0.2, 0.01)] * stages
+    reports = [
+        dataclasses.replace(r, timings={of: shapes for of in r.timings}) for r in reports_of(hosts)
+    ]
+    assert check_template(config, hosts) == tuple(range(hosts))
+    case = case_of(config, tuple(range(hosts)), reports)
+    assert case["stage_count"] == stages
+    assert all(len(found.stages) == stages for found in candidates(case))
+
+
+@pytest.mark.parametrize(
+    ("plan", "field"),
+    [
+        (to_measure(links="gcp12"), "plan.case.links"),
+        (to_measure(forward_s=0.4), "plan.case.forward_s"),
+        (to_measure(bandwidth_factor=0.4), "plan.case.bandwidth_factor"),
+        (to_measure(speed=3), "plan.case.speed"),
+        (to_measure(memory=0), "plan.case.memory"),
+        (to_measure(stages=[1, 1]), "case.stages"),
+        (to_measure(stages=7), "plan.case.stages"),
+        (to_measure(stages=[2, 1], stage_count=2), "case.stage_count"),
+        (to_measure(stage_count=3), "model.layers"),
+        (to_measure(locations=[]), "plan.case.locations"),
+        (to_measure(skip_ratio=[0.9, 0.95]), "case.skip_ratio"),
+        (to_measure(rules={"max_swops": 1}), "case.rules.max_swops"),
+        ({"case": "case.yaml"}, "plan.case"),
+        ({"file": "plan.json"}, "plan.file"),
+    ],
+)
+def test_templates_are_refused_before_anything_is_measured(plan: dict[str, Any], field: str):
+    with pytest.raises(InputError) as refused:
+        check_template(config_of(plan=plan), 3)
+    assert refused.value.field == field
+
+
+# The command.
+
+
+def profile(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "skippipe_jax.profile", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_one_host_alone_needs_no_links(tmp_path: Path):
+    config, output = write_config(tmp_path, plan="auto"), tmp_path / "new" / "case.yaml"
+    done = profile("--config", config, "-o", output)
+    assert done.returncode == 0, done.stderr
+    [case] = load_cases(output)
+    assert len(case.nodes) == 1
+    assert case.nodes[0].forward_s > 0
+    measured = json.loads((tmp_path / "new" / "case.measured.json").read_text())
+    assert measured["hosts"][0]["timings"]
+    assert "forward" in done.stdout
+    head = output.read_text().splitlines()[:3]
+    assert all(line.startswith("# ") for line in head)
+    assert '"width": 16' in head[2]
+
+
+def test_nodes_on_devices_of_one_process_have_one_location(tmp_path: Path):
+    config = write_config(tmp_path, plan="auto", cluster={"host_of_node": [0, 0, 0, 0]})
+    done = profile("--config", config, "-o", tmp_path / "case.yaml")
+    assert done.returncode == 0, done.stderr
+    case = yaml.safe_load((tmp_path / "case.yaml").read_text())
+    assert {node["location"] for node in case["nodes"]} == {"host 0"}
+    assert len(case["nodes"]) == 4
+    assert case["same_location"]["bandwidth_GiB_per_s"] > 0
+    assert all(len(found.stages) == 2 for found in load_cases(tmp_path / "case.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "output", "problem"),
+    [
+        (to_measure(links="gcp12"), "case.yaml", "plan.case.links"),
+        ("auto", ".", "--output"),
+        ("auto", "text/case.yaml", "--output"),
+    ],
+)
+def test_bad_input_is_said_before_measuring(tmp_path: Path, plan: Any, output: str, problem: str):
+    config = write_config(tmp_path, plan=plan)
+    done = profile("--config", config, "-o", tmp_path / output)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {problem}")
+    assert "Traceback" not in done.stderr
+    assert "compiling" not in done.stdout
