@@ -9,10 +9,9 @@ the case that it wrote; the model is trained along each plan, averaging included
 its iterations are held against the prediction.
 
 The full pipeline is placed as the reference places it: its genetic search scores one activation
-inside a stage, not the bytes that averaging moves. As a region can stand for several hosts, hosts
-of one region are linked at 2 GiB/s, scaled like the rest. The published link from NL to London is a
-thousand times slower than its neighbours; like all that are slower than any other, it gets the
-second slowest rate here, for a single hop would take longer than everything else together.
+inside a stage, not the bytes that averaging moves. Links are cut to that range of hops: the one
+published for NL and London is a thousand times slower than its neighbours, and hosts of one region
+are quicker linked than two cores can serve twenty processes.
 """
 
 from __future__ import annotations
@@ -38,6 +37,18 @@ from jaxtyping import Float
 from skippipe_sched import fields, links
 from skippipe_sched.auto import load_cases
 from skippipe_sched.case import Case
+from skippipe_sched.draw import (
+    CHARACTER,
+    LEGEND_Y,
+    MARGIN,
+    PLOT_TOP,
+    WIDTH,
+    add_rect,
+    add_text,
+    add_title,
+    start_picture,
+    svg_text,
+)
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.methods import dtfm, make_plan
 from skippipe_sched.plan import Plan
@@ -50,7 +61,7 @@ from skippipe_jax.launch import free_port
 
 METHODS = ("full", "dtfm-skip", "skippipe-no-tc2", "skippipe", "joint", "full-joint")
 SEED = 0
-SLOWEST_HOP_S = 2.0
+FASTEST_HOP_S, SLOWEST_HOP_S = 0.1, 2.0
 SAME_LOCATION = links.Link(1e-3, 2.0 * links.GIBIBYTE)
 # What a packet's headers leave of a rate for what TCP carries.
 PAYLOAD_SHARE = 0.956
@@ -61,6 +72,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 PATIENCE_S = 1200.0
+METHOD_HEIGHT = 36
+STYLE = ".wan .predicted{fill:#b9c6dd}.wan .measured{fill:#3e6ab3}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +91,10 @@ class Workload:
 
     @property
     def activation_bytes(self) -> int:
-        return MICROBATCH_SIZE * SEQUENCE_LENGTH * WIDTH * 4
+        return MICROBATCH_SIZE * SEQUENCE_LENGTH * MODEL_WIDTH * 4
 
 
-WIDTH, FFN_WIDTH, HEADS = 64, 128, 4
+MODEL_WIDTH, FFN_WIDTH, HEADS = 64, 128, 4
 MICROBATCH_SIZE, SEQUENCE_LENGTH = 4, 256
 WORKLOADS = {
     20: Workload((5, 3, 3, 3, 3, 3), path_length=3, microbatches_per_data_node=6, memory=4),
@@ -118,6 +131,7 @@ def main() -> int:
         "--budget", type=float, default=20.0, help="seconds of each search (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    parser.add_argument("--figure", type=Path, metavar="SVG", help="draw the figures there")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep plans, runs and timelines there"
     )
@@ -157,6 +171,9 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.figure is not None:
+        title = f"{arguments.hosts} hosts, links shaped to {result['links']}"
+        arguments.figure.write_text(picture(rows, title), encoding="utf-8")
     return 0
 
 
@@ -169,10 +186,11 @@ def shaped_rates(
     names = list(dict.fromkeys(name for pair in of_locations.links for name in pair))
     locations = [names[host % len(names)] for host in range(workload.hosts)]
     _, bandwidth = of_locations.matrices(locations)
-    slowest = np.unique(bandwidth)[:2].max()
-    rates = np.maximum(bandwidth, slowest)
-    scale = workload.activation_bytes / SLOWEST_HOP_S / PAYLOAD_SHARE / slowest
-    return locations, rates * scale
+    # The slowest but one: NL and London's is a case of its own.
+    scale = workload.activation_bytes / SLOWEST_HOP_S / np.unique(bandwidth)[:2].max()
+    fastest = workload.activation_bytes / FASTEST_HOP_S
+    payload = np.clip(bandwidth * scale, workload.activation_bytes / SLOWEST_HOP_S, fastest)
+    return locations, payload / PAYLOAD_SHARE
 
 
 def write_config(folder: Path, workload: Workload, locations: Sequence[str]) -> Path:
@@ -180,7 +198,7 @@ def write_config(folder: Path, workload: Workload, locations: Sequence[str]) -> 
     config = {
         "compilation_cache": str(folder / "compiled"),
         "model": {
-            "width": WIDTH,
+            "width": MODEL_WIDTH,
             "layers": len(workload.stages),
             "heads": HEADS,
             "kv_heads": HEADS,
@@ -322,6 +340,29 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
+
+
+def picture(rows: Sequence[dict[str, Any]], title: str) -> str:
+    """The text of an SVG: for every method a bar as predicted, and under it one as measured."""
+    left = MARGIN + CHARACTER * max(len(row["method"]) for row in rows) + 12
+    longest_s = max(max(row["predicted_s"], row["measured_s"]) for row in rows)
+    scale = (WIDTH - MARGIN - 200 - left) / longest_s
+    height = PLOT_TOP + METHOD_HEIGHT * len(rows) + MARGIN
+    svg = start_picture("wan", (WIDTH, height), title, STYLE)
+    add_title(svg, title, "seconds of one iteration, averaging included")
+    for x, name in ((MARGIN, "predicted"), (MARGIN + 100, "measured")):
+        add_rect(svg, name, (x, x + 20), (LEGEND_Y - 10, LEGEND_Y), radius=2)
+        add_text(svg, "", x + 26, LEGEND_Y, name)
+    for number, row in enumerate(rows):
+        top = PLOT_TOP + METHOD_HEIGHT * number
+        add_text(svg, "end", left - 10, top + 18, row["method"])
+        for y, name in ((top, "predicted"), (top + 13, "measured")):
+            end = left + scale * row[f"{name}_s"]
+            add_rect(svg, name, (left, end), (y, y + 11), radius=2)
+            ratio = f" · {row['measured_s'] / row['predicted_s']:.3f} of predicted"
+            figures = f"{row[f'{name}_s']:.2f} s" + (ratio if name == "measured" else "")
+            add_text(svg, "", end + 8, y + 10, figures)
+    return svg_text(svg)
 
 
 def _line(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
