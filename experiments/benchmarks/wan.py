@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import yaml
@@ -65,11 +65,9 @@ FASTEST_HOP_S, SLOWEST_HOP_S = 0.1, 2.0
 SAME_LOCATION = links.Link(1e-3, 2.0 * links.GIBIBYTE)
 # What a packet's headers leave of a rate for what TCP carries.
 PAYLOAD_SHARE = 0.956
-# A process has the threads of one core, as otherwise 20 hosts would fight for all of them.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
-    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
 }
 PATIENCE_S = 1200.0
 METHOD_HEIGHT = 36
@@ -273,10 +271,18 @@ def trained(plan: Plan, hosts: Hosts, config: Path, iterations: int) -> dict[str
     }
 
 
-class Hosts:
-    """The processes of all hosts, each in its own namespace."""
+class Network(Protocol):
+    """Where hosts run: the words before a command on a host, and the host's address."""
 
-    def __init__(self, network: ShapedNetwork, folder: Path, count: int):
+    def command(self, host: int) -> list[str]: ...
+
+    def address(self, host: int) -> str: ...
+
+
+class Hosts:
+    """The processes of all hosts."""
+
+    def __init__(self, network: Network, folder: Path, count: int):
         """What they print goes to files in `folder`."""
         self.network = network
         self.folder = folder
