@@ -360,6 +360,17 @@ def _copy(source, target):
 
 
 @compiled
+def _copy_of(candidate):
+    return Candidate(
+        candidate.node_of_slot.copy(),
+        candidate.paths.copy(),
+        candidate.priority.copy(),
+        candidate.averaging_s.copy(),
+        candidate.visits.copy(),
+    )
+
+
+@compiled
 def _draw_move(weights, state):
     drawn = _uniform(state) * weights.sum()
     for move in range(weights.shape[0] - 1):
@@ -581,11 +592,9 @@ def polish(
     operations of each slot begin.
     """
     count = candidate.priority.shape[1]
-    best = order.copy()
+    best = _copy_of(candidate)
+    best_order = order.copy()
     best_first = first.copy()
-    best_paths = candidate.paths.copy()
-    best_nodes = candidate.node_of_slot.copy()
-    best_averaging = candidate.averaging_s.copy()
     before = order.copy()
     first_before = first.copy()
     current = cost_of_order(problem, candidate, order, first, draws, scratch, np.inf, mean_weight)
@@ -630,11 +639,9 @@ def polish(
             current = cost
             if cost < least:
                 least = cost
-                best[:] = order
+                _copy(candidate, best)
+                best_order[:] = order
                 best_first[:] = first
-                best_paths[:] = candidate.paths
-                best_nodes[:] = candidate.node_of_slot
-                best_averaging[:] = candidate.averaging_s
         elif changes_paths:
             revert(problem, candidate, undo, move, True)
             if move != NODES:
@@ -642,11 +649,9 @@ def polish(
                 first[:] = first_before
         else:
             _rotate(order, slot_begin, slot_end, not forward)
-    order[:] = best
+    _copy(best, candidate)
+    order[:] = best_order
     first[:] = best_first
-    candidate.paths[:] = best_paths
-    candidate.node_of_slot[:] = best_nodes
-    candidate.averaging_s[:] = best_averaging
 
 
 @compiled

@@ -11,7 +11,7 @@ from skippipe_sched.auto import candidates
 from skippipe_sched.bound import lower_bound_s
 from skippipe_sched.case import load_case
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import make_plan, plan_best
+from skippipe_sched.methods import joint, make_plan, plan_best
 from skippipe_sched.plan import load_plan
 from skippipe_sched.robustness import replay
 from skippipe_sched.rules import violations
@@ -84,6 +84,17 @@ def test_more_microbatches_than_the_budget_pays_for_still_have_a_plan():
     case = same_place([3, 2, 2], path_length=2, microbatches_per_data_node=200)
     plan = make_plan(case, "joint", Search(budget_s=0.01))
     assert violations(case, plan.stages, plan.microbatches) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_in_many_pieces_keeps_every_nodes_share(seed, monkeypatch):
+    """Nobody wants the one far node, and a piece must begin with what the last one counted."""
+    far = {"locations": ["here"] * 5 + ["there"], "links": [["here", "there", 10_000, 1]]}
+    case = same_place([2, 2, 2], path_length=2, microbatches_per_data_node=3, memory=3, **far)
+    # As many pieces as 4 s of search have, in so little work that no clock cuts it short.
+    monkeypatch.setattr(joint, "OPERATIONS_PER_S", 5e5)
+    plan = make_plan(case, "joint", Search(seed, 4.0))  # Refuses what breaks a rule.
+    assert {node for path in plan.microbatches for node in path} == set(range(6))
 
 
 def test_swaps_and_little_memory_never_leave_a_plan_that_locks():
