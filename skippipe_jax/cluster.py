@@ -257,14 +257,14 @@ class Membership:
             source: the host that should put it, where there is one, for the error message.
 
         Raises:
-            TimeoutError: says what was waited for, from whom, and since when.
+            DeadlinePassed: says what was waited for, from whom, and since when.
         """
         since = time.strftime("%H:%M:%S")
         with self._news:
             if not self._news.wait_for(lambda: key in self._board, timeout_s):
                 sender = "any host" if source is None else f"host {source}"
-                raise TimeoutError(
-                    f"{self._name} has waited for {key!r} from {sender} since {since}, "
+                raise DeadlinePassed(
+                    f"this host has waited for {key!r} from {sender} since {since}, "
                     f"{timeout_s:g} s, in vain"
                 )
             return self._board[key]
@@ -273,7 +273,7 @@ class Membership:
         """Wait until every host has come to the barrier of this name, which is used only once.
 
         Raises:
-            TimeoutError: names a host that did not come within ``timeout_s`` seconds.
+            DeadlinePassed: names a host that did not come within ``timeout_s`` seconds.
         """
         deadline = time.monotonic() + timeout_s
         self.put(f"barrier/{name}/{self.index}", "")
@@ -316,7 +316,7 @@ class Membership:
         """Part from the others at the end of a run, once all of them have come to it.
 
         Raises:
-            TimeoutError: if a host does not come to its end within ``connect_timeout_s``.
+            DeadlinePassed: if a host does not come to its end within ``connect_timeout_s``.
         """
         if self.count == 1:
             return

@@ -35,6 +35,13 @@ class Emulation:
         size = len(self.plan.microbatches), len(self.plan.stages)
         self.stretch = draw_stretch(*size, self.network.jitter, self.seed, iteration)
 
+    def operation_start_s(self, ready_s: float, start_s: float) -> float:
+        """When an operation starts that could at `ready_s` and really did at `start_s`.
+
+        Where compute is emulated, how late this machine is does not add up.
+        """
+        return ready_s if self.network.emulate_compute else start_s
+
     def operation_end_s(self, operation: Operation, start_s: float, end_s: float) -> float:
         """When an operation ends that really ran from `start_s` to `end_s`."""
         if not self.network.emulate_compute:

@@ -39,6 +39,8 @@ from skippipe_jax.turns import Turns
 # always has a request, and not so many that an iteration's arrays need room all at once.
 INPUTS_ASKED_AHEAD = 8
 CHUNKS_ASKED_AHEAD = 32
+# Of what a host waits for when the deadline has passed, so much is named, the oldest first.
+WAITS_NAMED = 5
 
 Part = tuple[int, jax.Device]
 """A stage and a device that holds a replica of it: what averages."""
@@ -230,7 +232,7 @@ class LiveIteration:
             self.wanted[hop] = then
 
     def _hand_over(self, array: jax.Array, then: Callable[[float, jax.Array], None]) -> None:
-        self.events.put((time.perf_counter(), lambda at_s: then(at_s, array)))
+        self._at(self.last_event_s, lambda at_s: then(at_s, array))
 
     # Operations.
 
@@ -259,8 +261,11 @@ class LiveIteration:
         if operation is None:
             return
         arrived_s, value = progress.inputs.pop(operation)
-        progress.idle_since_s = None
         start_s = time.perf_counter()
+        if self.emulation is not None:
+            ready_s = max(arrived_s, progress.idle_since_s or 0.0)
+            start_s = self.emulation.operation_start_s(ready_s, start_s)
+        progress.idle_since_s = None
         result = self.executor.call(operation, value, self.totals)
         leaves = self.computes[operation].leaves
         if leaves is not None:
@@ -440,13 +445,14 @@ class LiveIteration:
 
     def _what_is_waited_for(self) -> str:
         """What, from whom and since when: said when the deadline has passed."""
-        waits = list(self._waits())
-        more = f", and for {len(waits) - 1} more" if len(waits) > 1 else ""
-        what, since_s = min(waits, key=lambda wait: wait[1])
+        waits = sorted(self._waits(), key=lambda wait: wait[1])
+        named = ", ".join(what for what, _ in waits[:WAITS_NAMED])
+        more = f" and {len(waits) - WAITS_NAMED} more" if len(waits) > WAITS_NAMED else ""
+        since_s = waits[0][1]
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() - _ago(since_s)))
         return (
-            f"in iteration {self.iteration + 1}, {what} has been waited for since {clock}, "
-            f"{_ago(since_s):.0f} s{more}; network.deadline_s is "
+            f"in iteration {self.iteration + 1}, since {clock}, {_ago(since_s):.0f} s, this host "
+            f"has waited for {named}{more}; network.deadline_s is "
             f"{self.executor.network.deadline_s:g}"
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from skippipe_jax.cluster import DeadlinePassed, Membership
+from skippipe_jax.cluster import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.links import Link
 from skippipe_jax.measured_case import (
@@ -116,11 +116,7 @@ class Board:
         Raises:
             DeadlinePassed: it has told nothing in time.
         """
-        try:
-            text = self.host.get(f"measure/{key}/{source}", self.deadline_s, source=source)
-        except TimeoutError as error:
-            raise DeadlinePassed(str(error)) from error
-        return json.loads(text)
+        return json.loads(self.host.get(f"measure/{key}/{source}", self.deadline_s, source=source))
 
     def wait_for(self, key: str, sources: Sequence[int]) -> None:
         """Return when some hosts have told something under a key."""

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -50,3 +52,23 @@ def test_planner():
     rates = figures["compiled_plans_per_s"] / figures["simulator_plans_per_s"]
     assert abs(figures["ratio"] / rates - 1) < 0.1
     assert figures["ratio"] > 1
+
+
+def test_late():
+    report = last_line_of("late", "--iterations", "2")
+    strict, ready_first = report["results"]
+    assert report["ratio"] == pytest.approx(ready_first["median_s"] / strict["median_s"], abs=0.01)
+    assert len(strict["losses"]) == 2
+    assert report["largest_difference_of_losses"] < 1e-5
+
+
+def test_wire():
+    small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
+    settings = [*(f"model.{setting}" for setting in small), "data.sequence_length=32"]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    results = last_line_of("wire", "--iterations", "4", *overrides)["results"]
+    nothing, activations, averaging, both = (own["bytes_per_iteration"] for own in results)
+    assert both == pytest.approx(nothing / 2, abs=9)
+    assert activations + averaging == pytest.approx(1.5 * nothing, abs=9)
+    assert all(abs(own["difference"]) < 0.01 for own in results)
+    assert len({tuple(own["losses"]) for own in results}) == 4

@@ -22,12 +22,15 @@ class Processes:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *command: str | Path, **environment: str) -> None:
-        """Start Python with these arguments, in a session of its own."""
+    def start(self, *command: str | Path, before: Sequence[str] = (), **environment: str) -> None:
+        """Start Python with these arguments, in a session of its own.
+
+        `before` are the words before Python, of a command that becomes it.
+        """
         with open(self.folder / f"output{len(self.processes)}", "wb") as output:
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, *command],
+                    [*before, sys.executable, *command],
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **environment},

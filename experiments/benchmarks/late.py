@@ -1,0 +1,148 @@
+"""What it brings to let operations go ahead of those whose transfers are late.
+
+    python -m experiments.benchmarks.late --json experiments/results/late_MACHINE.json
+
+One plan, that of the quickstart's nodes and links, is run by `execution: strict` and `ready-first`
+over an emulated network: everything, hops, operations and averagings, takes (1 + x) times as long
+as the case says, x exponential with the mean `--jitter`. Both have the same luck, that of the
+iteration's number. Operations take the case's seconds, which are longer than this machine takes, so
+the ratio is that of the executions and not of the machine. The first iteration, in which programs
+are compiled, is not counted.
+
+Both train from the same parameters on the same text; the largest difference between their losses
+says that nothing but the order has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from skippipe_sched.errors import run_command
+from skippipe_sched.robustness import replay
+
+from experiments.benchmarks import machine
+from skippipe_jax import run_folder
+from skippipe_jax.cluster import Membership
+from skippipe_jax.config import Config, load_config, parse_config
+from skippipe_jax.trainer import train
+
+QUICKSTART = Path("experiments/quickstart.yaml")
+# Less than in the quickstart's case, so that an iteration takes a second or two.
+FORWARD_S, HOP_OVERHEAD_S = 0.03, 0.0
+# So small that nine nodes of it fit into the seconds of the case on two cores.
+MODEL = {"width": 64, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 128, "context": 64}
+EXECUTIONS = ("strict", "ready-first")
+
+
+def config_of(execution: str, iterations: int, jitter: float, run_dir: str) -> Config:
+    """The run of one execution: the first iteration, and those that are counted."""
+    quickstart = load_config(QUICKSTART).plan
+    assert isinstance(quickstart.case, dict)
+    case = quickstart.case | {"forward_s": FORWARD_S, "hop_overhead_s": HOP_OVERHEAD_S}
+    return parse_config(
+        {
+            "run_dir": run_dir,
+            "execution": execution,
+            "network": {"mode": "emulate", "emulate_compute": True, "jitter": jitter},
+            "plan": {"case": case, "method": quickstart.method},
+            "model": MODEL,
+            "data": {"sequence_length": 64, "microbatch_size": 1},
+            "train": {"steps": 1 + iterations},
+            "checkpoint": {"every": 1 + iterations},
+        }
+    )
+
+
+def run(execution: str, iterations: int, jitter: float) -> dict[str, Any]:
+    """Seconds and losses of the iterations that count, and what the plan and the luck predict."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(execution, iterations, jitter, f"{folder}/run")
+        alone = Membership(config.cluster, 0, 1)
+        train(config, alone, resume=False, config_folder=QUICKSTART.parent)
+        lines = run_folder.read_metrics(Path(config.run_dir))[1:]
+        plan = run_folder.saved_plan(Path(config.run_dir))
+    seconds = [line["seconds_per_iteration"] for line in lines]
+    return {
+        "execution": execution,
+        "median_s": round(statistics.median(seconds), 4),
+        "predicted_s": round(plan.predicted.iteration_s, 4),
+        "predicted_in_plan_order_s": round(
+            float(np.median(replay(plan, jitter, 1 + iterations, config.seed)[1:])), 4
+        ),
+        "seconds": [round(value, 4) for value in seconds],
+        "losses": [line["loss"] for line in lines],
+    }
+
+
+def compare(iterations: int, jitter: float) -> dict[str, Any]:
+    """Both executions, and how they compare."""
+    results = {execution: run(execution, iterations, jitter) for execution in EXECUTIONS}
+    strict, ready_first = (results[execution] for execution in EXECUTIONS)
+    difference = np.abs(np.subtract(strict["losses"], ready_first["losses"])).max()
+    return {
+        "jitter": jitter,
+        "ratio": round(ready_first["median_s"] / strict["median_s"], 4),
+        "largest_difference_of_losses": float(difference),
+        "results": [strict, ready_first],
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """A line for each execution."""
+    strict, ready_first = report["results"]
+    return "\n".join(
+        [
+            f"{'':<14}{'median of an iteration':>24}",
+            *(f"{own['execution']:<14}{own['median_s']:>22.3f} s" for own in report["results"]),
+            f"predicted in the plan's order {strict['predicted_in_plan_order_s']:.3f} s, without "
+            f"jitter {strict['predicted_s']:.3f} s",
+            f"ready-first takes {report['ratio']:.3f} times as long as strict; their losses differ "
+            f"by {report['largest_difference_of_losses']:.1e} at most, after "
+            f"{len(ready_first['losses'])} iterations",
+        ]
+    )
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    arguments = _parser().parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    report = {
+        "benchmark": "late",
+        "command": f"python -m experiments.benchmarks.late {' '.join(sys.argv[1:])}".strip(),
+        "machine": machine.describe(),
+    }
+    report |= compare(arguments.iterations, arguments.jitter)
+    print(table(report))
+    print(json.dumps(report))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    description, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmarks.late",
+        description=description,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--iterations", type=int, default=20, help="that count (20)")
+    parser.add_argument("--jitter", type=float, default=0.3, help="mean of x (0.3)")
+    parser.add_argument("--json", type=Path, help="write the results to this file too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

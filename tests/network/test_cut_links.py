@@ -1,0 +1,178 @@
+"""Links between hosts that are cut, for good or for a while, or that are as good as cut."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.benchmarks.shaped_network import ShapedNetwork
+from skippipe_jax import run_folder
+from skippipe_jax.checkpoint import latest_step
+from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
+from tests.multihost.processes import Processes, started_processes
+from tests.multihost.test_training_hosts import CRASHES
+from tests.network.test_shaped_network import needs_root
+from tests.test_program import plan_of
+from tests.training_runs import settings, steps_done, virtual_devices, write_config
+
+pytestmark = needs_root
+
+HOSTS = 3
+HOST_OF_NODE = [0, 1, 2, 1, 2]
+# Microbatches 1, 2, 4 and 5 cross the links between hosts 1 and 2, as the rings do.
+PATHS = [[0, 1, 3], [0, 1, 4], [0, 2, 3], [0, 2, 4], [0, 1, 4], [0, 2, 3]]
+# With room for all, so that node 0 waits for none of them to come back before it sends the next.
+PLAN = plan_of([[0], [1, 2], [3, 4]], PATHS, memory=len(PATHS))
+STEPS, EVERY = 6, 2
+RATE_BYTES_PER_S = 2e6
+PORT = 61440
+PATIENCE_S = 120.0
+HEARTBEAT_TIMEOUT_S = 5.0
+DEADLINE_S = 8.0
+# What the end of a process takes once it is known that it has to end.
+SLACK_S = 6.0
+CUT_S = 2.0
+
+
+@pytest.fixture
+def network() -> Iterator[ShapedNetwork]:
+    with ShapedNetwork(np.full((HOSTS, HOSTS), RATE_BYTES_PER_S)) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose iterations take about a second, nearly all of it on the links."""
+    folder = tmp_path_factory.mktemp("config")
+    PLAN.save(folder / "plan.json")
+    return write_config(
+        folder,
+        model={"width": 64, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_width": 128},
+        data={
+            "source": "text",
+            "path": str(folder / "text"),
+            "sequence_length": 64,
+            "microbatch_size": 8,
+        },
+        plan={"file": str(folder / "plan.json")},
+        train={"steps": STEPS},
+        checkpoint={"every": EVERY, "keep": 2},
+        network={"averaging": "ring"},
+        cluster={"host_of_node": HOST_OF_NODE, "connect_timeout_s": 60},
+    )
+
+
+def start(
+    processes: Processes,
+    network: ShapedNetwork,
+    config: Path,
+    run_dir: Path,
+    *last: str,
+    **changes: Any,
+) -> None:
+    """Start training on all hosts."""
+    command = ("-m", "skippipe_jax.train", "--config", config)
+    command += (*settings(run_dir=run_dir, **changes), *last)
+    command += ("--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS))
+    for host in range(HOSTS):
+        own = (*command, "--host-id", str(host))
+        processes.start(*own, before=network.command(host), **virtual_devices(1))
+
+
+def losses(run_dir: Path) -> list[float]:
+    """The loss of every step of a whole run."""
+    lines = run_folder.read_metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uncut(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("uncut")
+    rates = np.full((HOSTS, HOSTS), RATE_BYTES_PER_S)
+    with ShapedNetwork(rates) as network, started_processes(folder) as processes:
+        start(processes, network, config, folder / "run")
+        assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
+    return losses(folder / "run")
+
+
+def assert_stopped(processes: Processes, run_dir: Path) -> None:
+    """Every host says once from where to go on, and nothing worse."""
+    for host in range(HOSTS):
+        output = processes.output(host)
+        step = latest_step(run_dir)
+        ending = f"{processes.name(host)} stops, exit code {LOST_HOST_EXIT_CODE}. "
+        assert output.count(f"{ending}Start it again with --resume to go on from step {step}") == 1
+        assert not CRASHES.search(output), output
+
+
+def test_a_host_cut_off_for_good_ends_all_and_the_run_goes_on_once_it_is_back(
+    network: ShapedNetwork, config: Path, uncut: list[float], tmp_path: Path
+):
+    run_dir = tmp_path / "run"
+    with started_processes(tmp_path / "cut") as processes:
+        timeout = {"cluster__heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S}
+        start(processes, network, config, run_dir, **timeout)
+        processes.wait_until(lambda: (latest_step(run_dir) or 0) >= EVERY, PATIENCE_S)
+        network.set_link(2, up=False)
+        codes = processes.exit_codes(HEARTBEAT_TIMEOUT_S + SLACK_S)
+        assert codes == [LOST_HOST_EXIT_CODE] * HOSTS, processes.outputs()
+        assert_stopped(processes, run_dir)
+        silence = f"is lost: nothing was heard from it for {HEARTBEAT_TIMEOUT_S:g} s."
+        # Those that are left lose the one that was cut off, which loses host 0.
+        for host, lost in enumerate([2, 2, 0]):
+            assert processes.output(host).count(f"{processes.name(lost)} {silence}") == 1
+    assert steps_done(run_dir) < STEPS
+
+    network.set_link(2, up=True)
+    with started_processes(tmp_path / "resumed") as processes:
+        start(processes, network, config, run_dir, "--resume")
+        assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
+    assert losses(run_dir) == uncut
+
+
+def test_a_run_outlives_a_cut_that_is_shorter_than_its_deadlines(
+    network: ShapedNetwork, config: Path, uncut: list[float], tmp_path: Path
+):
+    run_dir = tmp_path / "run"
+    with started_processes(tmp_path / "hosts") as processes:
+        start(processes, network, config, run_dir)
+        processes.wait_until(lambda: steps_done(run_dir) >= 2, PATIENCE_S)
+        network.set_link(2, up=False)
+        time.sleep(CUT_S)
+        network.set_link(2, up=True)
+        assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
+    seconds = [line["seconds_per_iteration"] for line in run_folder.read_metrics(run_dir)]
+    assert max(seconds[2:]) > CUT_S
+    assert losses(run_dir) == uncut
+
+
+def test_what_does_not_arrive_by_the_deadline_ends_all_though_hosts_live(
+    network: ShapedNetwork, config: Path, tmp_path: Path
+):
+    run_dir = tmp_path / "run"
+    with started_processes(tmp_path / "hosts") as processes:
+        start(processes, network, config, run_dir, network__deadline_s=DEADLINE_S)
+        processes.wait_until(lambda: (latest_step(run_dir) or 0) >= EVERY, PATIENCE_S)
+        # Heartbeats pass through host 0, and go on.
+        network.set_rate(1, 2, 1.0)
+        codes = processes.exit_codes(DEADLINE_S + SLACK_S)
+        assert codes == [LOST_HOST_EXIT_CODE] * HOSTS, processes.outputs()
+        assert_stopped(processes, run_dir)
+        outputs = [processes.output(host) for host in range(HOSTS)]
+    # The first activation that goes from host 1 to host 2.
+    message = (
+        r"in iteration \d, since \d\d:\d\d:\d\d, \d+ s, this host has waited for [^;]*"
+        r"the input of the F of microbatch 1 on node 4 from node 1 on host 1[^;]*; "
+        rf"network\.deadline_s is {DEADLINE_S:g}\."
+    )
+    found = [[match[0] for match in re.finditer(message, output)] for output in outputs]
+    assert found == [found[0]] * HOSTS, outputs
+    assert len(found[0]) == 1, outputs

@@ -1,0 +1,193 @@
+"""A live iteration follows the timing model, the plan's order and the nodes' memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from skippipe_sched.plan import Operation, Plan
+from skippipe_sched.robustness import draw_stretch
+from skippipe_sched.simulate import Timeline, simulate_plan
+
+from skippipe_jax.config import NetworkConfig
+from skippipe_jax.data import Batch
+from skippipe_jax.emulation import Emulation
+from skippipe_jax.executor import Executor, functions_of_stages
+from skippipe_jax.links import WithinProcess
+from skippipe_jax.live import Clock, LiveIteration
+from skippipe_jax.model import ModelConfig
+from skippipe_jax.program import compile_plan
+from skippipe_jax.recording import Recording, measured_timeline
+from skippipe_jax.stages import LOSS, TOKENS
+from tests import oracle
+from tests.test_oracle import BATCH, OPTIMIZER, TIME, plans, random_batches
+from tests.test_program import plan_of
+
+MODEL = ModelConfig(
+    vocabulary_size=11, width=8, layers=4, heads=2, kv_heads=1, ffn_width=12, context=TIME
+)
+SEED = 5
+
+
+class Trained:
+    """Iterations of a plan in this process, its nodes over four devices, and what was recorded."""
+
+    def __init__(self, plan: Plan, *, ready_first: bool, **network: Any):
+        self.plan = plan
+        self.ready_first = ready_first
+        self.network = NetworkConfig(**network)
+        self.model = dataclasses.replace(MODEL, layers=len(plan.stages))
+        nodes = len(plan.case.nodes)
+        [program] = compile_plan(plan, (0,) * nodes)
+        devices = [jax.devices()[node % 4] for node in range(nodes)]
+        self.executor = Executor(
+            plan,
+            program,
+            devices,
+            functions_of_stages(plan, self.model, OPTIMIZER, 10, BATCH * TIME),
+            {0: WithinProcess(dict(enumerate(devices)))},
+            (0,) * nodes,
+            self.model,
+            seed=0,
+            activation=jax.ShapeDtypeStruct((BATCH, TIME, MODEL.width), self.model.compute_dtype),
+            network=self.network,
+        )
+
+    def run(self, iteration: int, batches: Sequence[Batch]) -> tuple[float, Recording]:
+        """The loss of one iteration, and what happened in it."""
+        of_node: dict[int, list[Batch]] = {node: [] for node in self.plan.stages[0]}
+        for path, batch in zip(self.plan.microbatches, batches, strict=True):
+            of_node[path[0]].append(batch)
+        live = LiveIteration(
+            self.executor,
+            iteration,
+            ready_first=self.ready_first,
+            emulation=Emulation(self.plan, self.network, SEED),
+        )
+        totals = live.run(of_node).totals
+        return float(totals[LOSS] / totals[TOKENS]), live.recording(Clock(0.0))
+
+    def timeline(self, folder: Path) -> Timeline:
+        """Iteration 1, after one in which everything was compiled."""
+        for iteration, batches in enumerate(random_batches(self.plan, seed=0)[:2]):
+            _, recording = self.run(iteration, batches)
+            recording.save(folder, iteration, 0)
+        return measured_timeline(folder, self.plan, 1)
+
+
+# Node 0's stage has no replicas; the others average. A path skips, one swaps.
+STAGES = [[0], [1, 2], [3, 4]]
+PATHS = [[0, 1, 3], [0, 2], [0, 4, 2], [0, 1, 4]]
+# Long against what the computation of a small stage really takes on a busy machine.
+SECONDS: dict[str, Any] = {
+    "forward_s": 0.05,
+    "hop_overhead_s": 0.025,
+    "stage_bytes": 1.5e8,
+    "activation_bytes": 5e7,
+}
+
+
+def assert_close(measured: Timeline, expected: Timeline) -> None:
+    """All ends when it should, within a tenth of the iteration."""
+    assert ends(measured) == pytest.approx(ends(expected), abs=0.1 * expected.iteration_s)
+
+
+def ends(timeline: Timeline) -> dict[Operation | int, float]:
+    """When each operation, and the averaging of each stage, has ended [s]."""
+    runs = {run.operation: run.end_s for run in timeline.runs}
+    return runs | {averaging.stage: averaging.end_s for averaging in timeline.averagings}
+
+
+@pytest.mark.parametrize("contention", ["link", "none"])
+@pytest.mark.parametrize("averaging", ["collective", "ring"])
+def test_an_iteration_takes_what_was_predicted(tmp_path: Path, contention: str, averaging: str):
+    plan = plan_of(STAGES, PATHS, contention=contention, **SECONDS)
+    trained = Trained(
+        plan, ready_first=False, mode="emulate", emulate_compute=True, averaging=averaging
+    )
+    assert_close(trained.timeline(tmp_path), simulate_plan(plan))
+
+
+def test_luck_is_that_of_the_simulator(tmp_path: Path):
+    plan = plan_of(STAGES, PATHS, **SECONDS)
+    network = {"mode": "emulate", "emulate_compute": True, "jitter": 0.5, "averaging": "ring"}
+    stretch = draw_stretch(len(PATHS), len(STAGES), 0.5, SEED, 1)
+    expected = simulate_plan(plan, stretch)
+    assert expected.iteration_s > 1.2 * simulate_plan(plan).iteration_s
+    trained = Trained(plan, ready_first=False, **network)
+    assert_close(trained.timeline(tmp_path), expected)
+
+
+def test_what_comes_late_does_not_hold_up_ready_first(tmp_path: Path):
+    # From node 1 to node 3, and only there, a hop takes long; node 3 should start with it.
+    order = [
+        [(kind, m) for kind in "FLB" for m in range(4)],
+        [("F", 0), ("B", 0)],
+        [(kind, m) for kind in "FB" for m in (1, 2, 3)],
+        [("F", 0), ("F", 1), ("F", 2), ("F", 3), ("B", 0), ("B", 1), ("B", 2), ("B", 3)],
+    ]
+    places = ("near", "far", "near", "end")
+    plan = plan_of(
+        [[0], [1, 2], [3]],
+        [[0, 1, 3], [0, 2, 3], [0, 2, 3], [0, 2, 3]],
+        order,
+        nodes=[{"forward_s": 0.05, "memory": 4, "location": place} for place in places],
+        locations=["near", "far", "end"],
+        links=[
+            ["far", "end", 1, 1 / 1024],
+            ["end", "far", 1, 1],
+            ["far", "near", 1, 1],
+            ["near", "end", 1, 1],
+        ],
+        activation_bytes=2**19,
+        stage_bytes=1e3,
+    )
+    strict, ready_first = (
+        Trained(plan, ready_first=way, mode="emulate", emulate_compute=True).timeline(
+            tmp_path / f"{way}"
+        )
+        for way in (False, True)
+    )
+    assert_close(strict, simulate_plan(plan))
+    assert ready_first.iteration_s < 0.85 * strict.iteration_s
+    assert ready_first.order[3][0] == Operation("F", 1, 3)
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(plans(), st.booleans())
+def test_nodes_keep_to_order_and_memory_whatever_is_late(
+    tmp_path: Path, plan: Plan, ready_first: bool
+):
+    trained = Trained(plan, ready_first=ready_first, mode="emulate", jitter=5.0)
+    ran = trained.timeline(tmp_path).order
+    if not ready_first:
+        assert ran == plan.order
+    for node, operations in enumerate(ran):
+        assert sorted(operations) == sorted(plan.order[node])
+        in_flight = accumulate({"F": 1, "L": 0, "B": -1}[o.kind] for o in operations)
+        assert max(in_flight, default=0) <= plan.case.nodes[node].memory
+
+
+def test_losses_of_ready_first_with_jitter_equal_the_oracle():
+    plan = plan_of(STAGES, PATHS, forward_s=0.01, stage_bytes=1e6, activation_bytes=1e6)
+    trained = Trained(plan, ready_first=True, mode="emulate", emulate_compute=True, jitter=0.3)
+    batches = random_batches(plan, seed=1)
+    found = [trained.run(iteration, own)[0] for iteration, own in enumerate(batches)]
+    stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
+    _, expected = oracle.train(
+        trained.model, OPTIMIZER, stage_paths, len(STAGES), batches, seed=0, steps=10
+    )
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
