@@ -341,6 +341,7 @@ class Iterations:
             Emulation(executor.plan, network, config.seed) if network.mode == "emulate" else None
         )
         self.ready_first = config.execution == "ready-first"
+        self.clock_offset_s = host.clock_offset_s() if config.trace != "never" else 0.0
         # In one process nothing is ever late, unless it is made so.
         self.waits = (
             host.count > 1 or self.emulation is not None or self.ready_first or bool(executor.rings)
@@ -356,8 +357,7 @@ class Iterations:
         )
         outcome = live.run(batches, stop)
         if traced:
-            clock = Clock.with_offset(self.host.clock_offset_s())
-            recording = live.recording(clock)
+            recording = live.recording(Clock.with_offset(self.clock_offset_s))
             recording.save(Path(self.config.run_dir), iteration + 1, self.host.index)
         return outcome
 
