@@ -37,7 +37,7 @@ from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
 from skippipe_jax.links import Transfers
 from skippipe_jax.live import Clock, LiveIteration
-from skippipe_jax.measured_case import Profile
+from skippipe_jax.measured_case import Profile, check_template
 from skippipe_jax.measured_cluster import measure
 from skippipe_jax.model import ModelConfig
 from skippipe_jax.program import Program, compile_plan, hosts_of_nodes
@@ -47,9 +47,6 @@ from skippipe_jax.recording import draw_recorded, remove_recordings
 # The results of an iteration are read when this many later ones have been dispatched, so that
 # devices have work while the host reads.
 ITERATIONS_AHEAD = 1
-
-# For the threads of a host before its plan is known.
-MOST_NODES_OF_A_HOST = 16
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,10 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     folder = Path(config.run_dir)
     if host.index == 0 and not resume:
         run_folder.require_new(folder)
-    if host.count > 1:
-        _give_sums_threads(config, host)
-    transfers = open_transfers(config, host)
-    profile = None
+    transfers, profile = None, None
     if config.plan.measure and not resume:
+        _give_sums_threads(config, host, check_template(config, host.count).count(host.index))
+        transfers = open_transfers(config, host)
         here = {host.index: jax.local_devices()[0]}
         tell = _say if host.index == 0 else _say_nothing
         profile = measure(config, host, transfers.links(here), tell)
@@ -98,6 +94,9 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
                 profile.save(folder / run_folder.CASE)
         host.put("run", _description(config, plan))
     _require_same_text(config, host, host_of[plan.stages[0][0]], shards)
+    if transfers is None:
+        _give_sums_threads(config, host, len(program.nodes))
+        transfers = open_transfers(config, host)
     executor = make_executor(config, plan, host, host_of, program, transfers)
 
     found = prepare_run(folder, host)
@@ -362,17 +361,16 @@ class Iterations:
         return outcome
 
 
-def _give_sums_threads(config: Config, host: Membership) -> None:
+def _give_sums_threads(config: Config, host: Membership, nodes: int) -> None:
     """Let XLA have more threads than cores on a CPU, which it creates when it is first used.
 
-    There a sum over replicas holds a thread until all of them have come to it, and so does a
-    launch for which the device has no room yet: with two threads, both may wait for work that has
-    no thread left.
+    There a collective holds a thread until all replicas have come to it, and so does a launch for
+    which the device has no room yet: with two threads, both may wait for work that has no thread
+    left. Rings need no such threads, and operations are quicker without.
     """
-    given = config.cluster.host_of_node
-    nodes = MOST_NODES_OF_A_HOST if given is None else given.count(host.index)
-    threads = (os.cpu_count() or 1) + 2 * nodes + 1
-    os.environ.setdefault("PJRT_NPROC", str(threads))
+    if host.count > 1 and config.network.averaging != "ring":
+        threads = (os.cpu_count() or 1) + 2 * nodes + 1
+        os.environ.setdefault("PJRT_NPROC", str(threads))
 
 
 def _next_batches(plan: Plan, shards: Mapping[int, ShardIterator]) -> dict[int, list[Any]]:

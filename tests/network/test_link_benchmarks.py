@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,19 +47,6 @@ def test_transfers_and_rings_use_most_of_a_link(tmp_path: Path):
     assert ring["bound_s"] == pytest.approx(ring["bytes"] / 2e6)
     for row in (*result["transfers"], ring):
         assert 0.7 < row["share"] < 1, row
-
-
-@pytest.mark.skipif(
-    shutil.which("taskset") is None or (os.cpu_count() or 1) < 2, reason="two cores are needed"
-)
-def test_an_iteration_on_loopback_is_held_against_its_compute(tmp_path: Path):
-    result = result_of("loopback", tmp_path, "--size", "small", "--iterations", "5")
-    assert len(result["each_s"]) == loopback.WARMUP_ITERATIONS + 5
-    assert result["ratio"] == pytest.approx(result["median_s"] / result["compute_s"])
-    assert set(result["operations"]) == {"F", "L", "B"}
-    # An iteration cannot be quicker than its own operations.
-    assert result["runtime"] > 1
-    assert min(result["dispatch_s"], result["hop_s"], result["between_s"]) > 0
 
 
 def test_compute_alone_is_the_plan_without_its_hops():

@@ -14,7 +14,7 @@ import pytest
 def test_iterations_of_six_hosts_take_as_long_as_planned(tmp_path: Path):
     found = tmp_path / "wan.json"
     command = [sys.executable, "-m", "experiments.benchmarks.wan", "--hosts", "6"]
-    settings = ["--methods", "full", "joint", "--iterations", "2", "--budget", "3"]
+    settings = ["--methods", "full", "joint", "--iterations", "1", "--budget", "3"]
     ended = subprocess.run(
         [*command, *settings, "--json", found], capture_output=True, text=True, check=False
     )
