@@ -68,7 +68,9 @@ def _run(arguments: argparse.Namespace) -> int:
         if host.index == 0:
             _make_room(arguments.output)
         say(f"{host.count} hosts have met")
-        profile = measure(config, host, _links(config, host), say)
+        links = _links(config, host)
+        say("links are open")
+        profile = measure(config, host, links, say)
         if profile is not None:
             with _writing(arguments.output):
                 profile.save(arguments.output)
