@@ -324,5 +324,4 @@ def test_every_key_is_read_somewhere():
     }
     assert {"model.rope_scaling.factor", "cluster.host_of_node", "seed"} <= keys.keys()
     unread = {key for key, name in keys.items() if name not in reads.names}
-    # A preset is used up while the file is read; the context only bounds the sequence length.
-    assert unread == {"model.preset", "model.context"}
+    assert not unread
