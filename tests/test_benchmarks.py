@@ -66,7 +66,7 @@ def test_wire():
     small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
     settings = [*(f"model.{setting}" for setting in small), "data.sequence_length=32"]
     overrides = [word for setting in settings for word in ("--set", setting)]
-    results = last_line_of("wire", "--iterations", "4", *overrides)["results"]
+    results = last_line_of("wire", "--iterations", "3", *overrides)["results"]
     nothing, activations, averaging, both = (own["bytes_per_iteration"] for own in results)
     assert both == pytest.approx(nothing / 2, abs=9)
     assert activations + averaging == pytest.approx(1.5 * nothing, abs=9)

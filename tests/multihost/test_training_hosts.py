@@ -41,7 +41,7 @@ TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.launch")
 PATIENCE_S = 180.0
 HEARTBEAT_TIMEOUT_S = 5.0
 # Long enough that a run is still on its way when something happens to it.
-STEPS = 40
+STEPS = 26
 METRICS = {
     "step",
     "loss",

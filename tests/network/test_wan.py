@@ -14,19 +14,17 @@ import pytest
 def test_iterations_of_six_hosts_take_as_long_as_planned(tmp_path: Path):
     found = tmp_path / "wan.json"
     command = [sys.executable, "-m", "experiments.benchmarks.wan", "--hosts", "6"]
-    settings = ["--methods", "full", "joint", "--iterations", "1", "--budget", "3"]
+    settings = ["--methods", "joint", "--iterations", "2", "--budget", "3"]
     ended = subprocess.run(
         [*command, *settings, "--json", found], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(found.read_text())
     assert result["bandwidth_deviation"] < 0.15
-    full, joint = result["methods"]
-    assert [full["method"], joint["method"]] == ["full", "joint"]
-    for row in (full, joint):
-        # A machine that is busy with other things computes slower than it measured.
-        assert 0.85 < row["measured_s"] / row["predicted_s"] < 1.25, row
-    assert joint["measured_s"] < full["measured_s"]
+    [joint] = result["methods"]
+    assert joint["method"] == "joint"
+    # A machine that is busy with other things computes slower than it measured.
+    assert 0.85 < joint["measured_s"] / joint["predicted_s"] < 1.25, joint
 
 
 def test_a_table_of_links_that_is_not_there_is_refused(tmp_path: Path):
