@@ -15,12 +15,11 @@ from pathlib import Path
 import jax
 from skippipe_sched.errors import InputError, run_command
 
-from skippipe_jax.cluster import Membership
-from skippipe_jax.config import Config, load_config
-from skippipe_jax.links import Link, open_links
+from skippipe_jax.config import load_config
 from skippipe_jax.measured_case import check_template
-from skippipe_jax.measured_cluster import Board, measure
+from skippipe_jax.measured_cluster import measure
 from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
+from skippipe_jax.trainer import open_transfers
 
 EPILOG = """\
 Start it on all hosts like python -m skippipe_jax.train, with the same configuration. Of that it
@@ -68,7 +67,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if host.index == 0:
             _make_room(arguments.output)
         say(f"{host.count} hosts have met")
-        links = _links(config, host)
+        # Each host stands for a node.
+        links = open_transfers(config, host).links({host.index: jax.local_devices()[0]})
         say("links are open")
         profile = measure(config, host, links, say)
         if profile is not None:
@@ -76,18 +76,6 @@ def _run(arguments: argparse.Namespace) -> int:
                 profile.save(arguments.output)
             say(f"{arguments.output} is written\n{profile.summary()}")
     return 0
-
-
-def _links(config: Config, host: Membership) -> dict[int, Link]:
-    """Links between hosts, each of which stands for a node."""
-    board = Board(host, config.network.deadline_s)
-    return open_links(
-        host.index,
-        host.count,
-        {host.index: jax.local_devices()[0]},
-        host.transfer_addresses(),
-        lambda address: board.exchange("transfer server", address),
-    )
 
 
 def _make_room(path: Path) -> None:
