@@ -40,6 +40,10 @@ logging.getLogger("absl").addFilter(
 )
 
 
+# The file of a checkpoint that says how far the data had been read.
+DATA = "data.json"
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Save after ``every`` so many iterations; hold on to the last ``keep`` checkpoints."""
@@ -85,7 +89,6 @@ class Checkpoint:
     folder: Path
     step: int
     stages: int
-    data_nodes: int
     files: Mapping[str, str]
 
 
@@ -125,7 +128,7 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
         if record["step"] != chosen:
             raise ValueError(f"it speaks of step {record['step']}")
         files = dict(record["files"].items())
-        return Checkpoint(folder, chosen, int(record["stages"]), int(record["data_nodes"]), files)
+        return Checkpoint(folder, chosen, int(record["stages"]), files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             str(folder / "COMMITTED"),
@@ -149,7 +152,7 @@ def read_stage(checkpoint: Checkpoint, stage: int, abstract: Mapping[str, PyTree
         InputError: the checkpoint has no such stage, a file of it is missing or damaged, or the
             saved arrays are not those of `abstract`.
     """
-    _require_member(checkpoint, "stages", stage, checkpoint.stages)
+    _require_stage(checkpoint, stage)
     _require_intact(checkpoint, f"stage_{stage}")
     folder = checkpoint.folder / f"stage_{stage}"
     wanted = _leaves_by_name(abstract)
@@ -172,12 +175,10 @@ def read_stage(checkpoint: Checkpoint, stage: int, abstract: Mapping[str, PyTree
     return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
 
 
-def read_data_state(checkpoint: Checkpoint, data_node: int) -> dict[str, Any]:
-    """Read where the iterator of a data node stood; raises InputError like `read_stage`."""
-    _require_member(checkpoint, "data_nodes", data_node, checkpoint.data_nodes)
-    name = f"data_{data_node}.json"
-    _require_intact(checkpoint, name)
-    return json.loads((checkpoint.folder / name).read_text())
+def read_data_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read how far the data had been read; raises InputError like `read_stage`."""
+    _require_intact(checkpoint, DATA)
+    return json.loads((checkpoint.folder / DATA).read_text())
 
 
 def prepare_run(
@@ -217,19 +218,17 @@ class CheckpointWriter:
         host: Host,
         *,
         stages: int,
-        data_nodes: int,
         keep: int,
         timeout_s: float = 1200,
     ):
         """Write below ``run_dir``, holding on to the last ``keep`` checkpoints.
 
-        A checkpoint is whole with ``stages`` stages and ``data_nodes`` iterator states. Hosts
-        wait ``timeout_s`` at most for one another's parts.
+        A checkpoint is whole with ``stages`` stages and the state of the data. Hosts wait
+        ``timeout_s`` at most for one another's parts.
         """
         self._run_dir = run_dir
         self._host = host
         self._stages = stages
-        self._data_nodes = data_nodes
         self._keep = keep
         self._timeout_s = timeout_s
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -239,7 +238,7 @@ class CheckpointWriter:
         self,
         step: int,
         stages: Mapping[int, Mapping[str, PyTree]],
-        data: Mapping[int, Mapping[str, Any]],
+        data: Mapping[str, Any] | None,
     ) -> None:
         """Begin a checkpoint; on return its arrays may be donated, and the writing goes on.
 
@@ -250,7 +249,7 @@ class CheckpointWriter:
             step: iterations done so far.
             stages: by index, the state of each stage that this host writes: trees under a few
                 top-level names, whose leaves are jax.Array on one device each.
-            data: by data-node position, the iterator states on this host, fit for JSON.
+            data: how far the data has been read, fit for JSON, from one host and None from others.
 
         Raises:
             InputError: the step is saved already.
@@ -262,7 +261,7 @@ class CheckpointWriter:
             raise InputError(
                 str(folder), step, "is saved already", "Resume the run, or name a new run folder"
             )
-        texts = {f"data_{node}.json": json.dumps(state) for node, state in data.items()}
+        texts = {} if data is None else {DATA: json.dumps(data)}
         writes: Future[dict[str, ocp.AsyncCheckpointer]] = Future()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -311,7 +310,7 @@ class CheckpointWriter:
         for index in range(self._host.count):
             files |= _hear(self._host, f"{part}/{index}", self._timeout_s)
         expected = {f"stage_{stage}" for stage in range(self._stages)}
-        expected |= {f"data_{node}.json" for node in range(self._data_nodes)}
+        expected.add(DATA)
         written = {_entry(name) for name in files}
         if written != expected:
             raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
@@ -320,7 +319,6 @@ class CheckpointWriter:
             "version": 1,
             "step": step,
             "stages": self._stages,
-            "data_nodes": self._data_nodes,
             "files": files,
         }
         _write_durably(
@@ -412,12 +410,12 @@ def _go_back(folder: Path) -> str:
     return "There is no checkpoint before it: start a new run"
 
 
-def _require_member(checkpoint: Checkpoint, kind: str, index: int, count: int) -> None:
-    if not 0 <= index < count:
+def _require_stage(checkpoint: Checkpoint, stage: int) -> None:
+    if not 0 <= stage < checkpoint.stages:
         raise InputError(
-            f"{checkpoint.folder / 'COMMITTED'}: {kind}",
-            count,
-            f"the checkpoint has no number {index} of them",
+            f"{checkpoint.folder / 'COMMITTED'}: stages",
+            checkpoint.stages,
+            f"the checkpoint has no number {stage} of them",
             "Resume with the plan that wrote it, or start a new run",
         )
 

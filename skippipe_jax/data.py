@@ -1,10 +1,10 @@
-"""Text becomes batches of token sequences, and every data node reads its own shard of them.
+"""Text becomes batches of token sequences, and every data node reads its own microbatches of them.
 
     files  ->  documents (training | held out)  ->  tokens  ->  windows  ->  batches
 
 A file belongs to one part as a whole, so nothing that is measured on the held-out part was trained
-on. Training windows pass through Grain (shuffle, repeat, shard, batch), whose position is the only
-state there is: it is one number, and it can be saved.
+on. Training windows pass through Grain (shuffle, repeat, batch), where any microbatch can be looked
+up by its number: how many have been read is the only state there is, and it can be saved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import hashlib
 import os
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
@@ -143,75 +143,68 @@ def load_corpus(config: DataConfig) -> Corpus:
     return corpus
 
 
-class ShardIterator(Iterator[Batch]):
-    """The endless batches of one shard; its state says where it stands and in which data."""
+class TrainingBatches:
+    """Every microbatch of a run, counted from its first: any of them can be read at any time.
 
-    def __init__(self, batches: grain.DatasetIterator[Batch], identity: dict[str, int | str]):
-        """Read from `batches`; `identity` is what a saved position depends on."""
-        self._batches = batches
-        self._identity = identity
+    Epoch after epoch each sequence comes once, in a new order. Who reads which microbatch does not
+    matter, so a run can go on with other data nodes: all there is to know is how many were read.
+    """
 
-    def __next__(self) -> Batch:
-        """The next batch, in fresh arrays."""
-        return next(self._batches)
+    def __init__(self, config: DataConfig):
+        """Read the text.
 
-    def get_state(self) -> dict[str, Any]:
-        """The position, fit for JSON."""
-        return {**self._identity, **self._batches.get_state()}
+        Raises:
+            InputError: as `load_corpus` does, or if there is too little for one microbatch.
+        """
+        corpus = load_corpus(config)
+        windows = _windows(corpus.training, config.sequence_length)
+        if len(windows) < config.microbatch_size:
+            field, value = _origin(config.source, config.path)
+            raise InputError(
+                field,
+                value,
+                f"{len(windows)} sequences of {config.sequence_length} tokens are too few for a "
+                f"microbatch of {config.microbatch_size}",
+                "Give more text, or lower data.sequence_length or data.microbatch_size",
+            )
+        self.fingerprint = corpus.fingerprint
+        self._identity = {
+            "fingerprint": corpus.fingerprint,
+            "sequence_length": config.sequence_length,
+            "shuffle_seed": config.shuffle_seed,
+            "microbatch_size": config.microbatch_size,
+        }
+        order = grain.MapDataset.range(len(windows)).shuffle(config.shuffle_seed).repeat()
+        self._batches = order.batch(
+            config.microbatch_size,
+            # Nothing is left over in an endless order, and rounding its length up would overflow.
+            drop_remainder=True,
+            batch_fn=functools.partial(_batch, windows, config.microbatch_size),
+        )
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `get_state` was called.
+    def __getitem__(self, number: int) -> Batch:
+        """Microbatch `number` of the run, in fresh arrays."""
+        return self._batches[number]
 
-        Raises `InputError` where the state belongs to other data, another order or another shard.
+    def state(self, read: int) -> dict[str, Any]:
+        """What a checkpoint holds after `read` microbatches: the number, and of which data."""
+        return {**self._identity, "microbatches": read}
+
+    def position(self, state: Mapping[str, Any]) -> int:
+        """How many microbatches had been read when `state` was saved.
+
+        Raises:
+            InputError: if the state belongs to other data or another order.
         """
         for name, expected in self._identity.items():
             if state.get(name) != expected:
                 raise InputError(
                     f"data_state.{name}",
                     state.get(name),
-                    f"saved for other data or another shard; here it is {expected}",
-                    "Restore with the settings, the text and the plan that it was saved with",
+                    f"saved for other data; here it is {expected}",
+                    "Resume with the settings and the text that it was saved with",
                 )
-        position = fields.integer(state.get("next_index"), "data_state.next_index", 0)
-        self._batches.set_state({"next_index": position})
-
-
-def training_batches(config: DataConfig, shard: int, shards: int) -> ShardIterator:
-    """The batches of data node `shard` out of `shards`, epoch after epoch, each in a new order.
-
-    Within an epoch every window is in exactly one shard. Hosts must hold the same files for that;
-    `Corpus.fingerprint` tells. Raises `InputError` as `load_corpus` does, and where an epoch is too
-    short to give every data node a microbatch.
-    """
-    if not 0 <= shard < shards:
-        raise ValueError(f"shard {shard} is not one of {shards}")
-    corpus = load_corpus(config)
-    windows = _windows(corpus.training, config.sequence_length)
-    if len(windows) < shards * config.microbatch_size:
-        field, value = _origin(config.source, config.path)
-        raise InputError(
-            field,
-            value,
-            f"{len(windows)} sequences of {config.sequence_length} tokens are too few for "
-            f"{shards} data nodes with microbatches of {config.microbatch_size}",
-            "Give more text, or lower data.sequence_length or data.microbatch_size",
-        )
-    identity = {
-        "fingerprint": corpus.fingerprint,
-        "sequence_length": config.sequence_length,
-        "shuffle_seed": config.shuffle_seed,
-        "microbatch_size": config.microbatch_size,
-        "shards": shards,
-        "shard": shard,
-    }
-    order = grain.MapDataset.range(len(windows)).shuffle(config.shuffle_seed).repeat()
-    batches = order[shard::shards].batch(
-        config.microbatch_size,
-        # Nothing is left over in an endless order, and rounding its length up would overflow.
-        drop_remainder=True,
-        batch_fn=functools.partial(_batch, windows, config.microbatch_size),
-    )
-    return ShardIterator(iter(batches.to_iter_dataset(_READ_IN_CALLER)), identity)
+        return fields.integer(state.get("microbatches"), "data_state.microbatches", 0)
 
 
 def held_out_batches(

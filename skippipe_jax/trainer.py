@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -32,7 +31,7 @@ from skippipe_jax.checkpoint import (
 )
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
-from skippipe_jax.data import Batch, ShardIterator, check_vocabulary, load_corpus, training_batches
+from skippipe_jax.data import Batch, TrainingBatches, check_vocabulary
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
 from skippipe_jax.links import Transfers
@@ -83,7 +82,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     _require_patience(config, plan)
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
     program = compile_plan(plan, host_of)[host.index]
-    shards = _open_shards(config, plan, program)
+    data = _open_data(config, plan, program)
     config.model.layers_of_stages(len(plan.stages))
     _require_attention(config.model)
     # Nothing is written before all that was given has been found good.
@@ -93,16 +92,19 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
             if profile is not None:
                 profile.save(folder / run_folder.CASE)
         host.put("run", _description(config, plan))
-    _require_same_text(config, host, host_of[plan.stages[0][0]], shards)
+    _require_same_text(config, host, host_of[plan.stages[0][0]], data)
     if transfers is None:
         _give_sums_threads(config, host, len(program.nodes))
         transfers = open_transfers(config, host)
     executor = make_executor(config, plan, host, host_of, program, transfers)
 
     found = prepare_run(folder, host)
-    step = 0 if found is None else found.step
+    step, read = 0, 0
     if found is not None:
-        _restore(found, executor, shards)
+        step = found.step
+        _restore(found, executor)
+        if data is not None:
+            read = data.position(read_data_state(found))
     if host.index == 0 and resume:
         run_folder.continue_run(folder, config, step)
         remove_recordings(folder, after=step)
@@ -110,7 +112,6 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         folder,
         host,
         stages=len(plan.stages),
-        data_nodes=len(plan.stages[0]),
         keep=config.checkpoint.keep,
     )
     iterations = Iterations(config, executor, host)
@@ -125,18 +126,19 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         CompilationCounter() as compilations,
     ):
         while step < config.train.steps and not stopping:
-            outcome = iterations.run(step, _next_batches(plan, shards), stop=bool(received))
-            step += 1
+            batches = _batches(program, plan, data, read)
+            outcome = iterations.run(step, batches, stop=bool(received))
+            step, read = step + 1, read + len(plan.microbatches)
             progress.watch(step, outcome, compilations.take())
             saves = step % config.checkpoint.every == 0
             # Saving waits for the parameters anyway, and nothing is saved after a loss that is NaN.
             stopping = progress.report(leave=0 if saves else ITERATIONS_AHEAD)
             if saves:
-                _save(writer, step, executor, shards)
+                _save(writer, step, executor, data, read)
                 saved_step = step
         progress.report()
         if saved_step != step:
-            _save(writer, step, executor, shards)
+            _save(writer, step, executor, data, read)
     if config.trace != "never":
         host.barrier("recordings", config.cluster.connect_timeout_s)
         if host.index == 0:
@@ -241,26 +243,23 @@ def _require_patience(config: Config, plan: Plan) -> None:
         )
 
 
-def _open_shards(config: Config, plan: Plan, program: Program) -> dict[int, ShardIterator]:
-    """The batches of each data node served here, by its position in stage 0."""
+def _open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
+    """The microbatches of the run, if a data node is served here."""
     check_vocabulary(config.model.vocabulary_size)
-    data_nodes = plan.stages[0]
-    return {
-        position: training_batches(config.data, position, len(data_nodes))
-        for position, node in enumerate(data_nodes)
-        if node in program.nodes
-    }
+    if not set(plan.stages[0]) & set(program.nodes):
+        return None
+    return TrainingBatches(config.data)
 
 
 def _require_same_text(
-    config: Config, host: Membership, first: int, shards: Mapping[int, ShardIterator]
+    config: Config, host: Membership, first: int, data: TrainingBatches | None
 ) -> None:
-    """Shards are parts of one text: refuse a host with a data node that reads another."""
-    if not shards:
+    """Data nodes read parts of one text: refuse a host with a data node that reads another."""
+    if data is None:
         return
-    fingerprint = load_corpus(config.data).fingerprint
-    host.put(f"text/{host.index}", fingerprint)
-    if fingerprint != host.get(f"text/{first}", config.cluster.connect_timeout_s, source=first):
+    host.put(f"text/{host.index}", data.fingerprint)
+    timeout_s = config.cluster.connect_timeout_s
+    if data.fingerprint != host.get(f"text/{first}", timeout_s, source=first):
         raise InputError(
             "data.source",
             config.data.source,
@@ -373,27 +372,31 @@ def _give_sums_threads(config: Config, host: Membership, nodes: int) -> None:
         os.environ.setdefault("PJRT_NPROC", str(threads))
 
 
-def _next_batches(plan: Plan, shards: Mapping[int, ShardIterator]) -> dict[int, list[Any]]:
-    """The next batches of each data node served here, one for each of its microbatches."""
-    sent = [path[0] for path in plan.microbatches]
-    return {
-        node: list(itertools.islice(shards[position], sent.count(node)))
-        for position, node in enumerate(plan.stages[0])
-        if position in shards
-    }
+def _batches(
+    program: Program, plan: Plan, data: TrainingBatches | None, read: int
+) -> dict[int, list[Batch]]:
+    """The batches of each data node served here, one for each of its microbatches.
+
+    Microbatch m of an iteration is number `read` + m of the run.
+    """
+    if data is None:
+        return {}
+    batches: dict[int, list[Batch]] = {node: [] for node in plan.stages[0] if node in program.nodes}
+    for microbatch, path in enumerate(plan.microbatches):
+        if path[0] in batches:
+            batches[path[0]].append(data[read + microbatch])
+    return batches
 
 
 def _save(
-    writer: CheckpointWriter, step: int, executor: Executor, shards: Mapping[int, ShardIterator]
+    writer: CheckpointWriter, step: int, executor: Executor, data: TrainingBatches | None, read: int
 ) -> None:
-    writer.save(
-        step,
-        {stage: state.to_save() for stage, state in executor.owned_stages().items()},
-        {position: shard.get_state() for position, shard in shards.items()},
-    )
+    stages = {stage: state.to_save() for stage, state in executor.owned_stages().items()}
+    # Whoever owns stage 0 serves a data node.
+    writer.save(step, stages, data.state(read) if data is not None and 0 in stages else None)
 
 
-def _restore(found: Checkpoint, executor: Executor, shards: Mapping[int, ShardIterator]) -> None:
+def _restore(found: Checkpoint, executor: Executor) -> None:
     for (stage, device), state in executor.states.items():
         sharding = jax.sharding.SingleDeviceSharding(device)
         abstract = jax.tree.map(
@@ -403,8 +406,6 @@ def _restore(found: Checkpoint, executor: Executor, shards: Mapping[int, ShardIt
             state.to_save(),
         )
         state.restore(read_stage(found, stage, abstract))
-    for position, shard in shards.items():
-        shard.set_state(read_data_state(found, position))
 
 
 @contextmanager

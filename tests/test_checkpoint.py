@@ -84,9 +84,9 @@ def assert_same(found, expected):
 
 
 def write(run_dir, steps, keep=3):
-    writer = CheckpointWriter(run_dir, ThreadHost(), stages=2, data_nodes=2, keep=keep)
+    writer = CheckpointWriter(run_dir, ThreadHost(), stages=2, keep=keep)
     for step in steps:
-        data = {node: {"position": [step, node], "epoch": None} for node in range(2)}
+        data = {"position": [step], "epoch": None}
         writer.save(step, {i: stage_state(10 * step + i) for i in range(2)}, data)
     writer.close()
 
@@ -105,11 +105,11 @@ def run_dir(two_checkpoints, tmp_path):
 
 def test_what_is_read_is_what_was_saved(two_checkpoints):
     checkpoint = open_checkpoint(two_checkpoints)
-    assert (checkpoint.step, checkpoint.stages, checkpoint.data_nodes) == (20, 2, 2)
+    assert (checkpoint.step, checkpoint.stages) == (20, 2)
     for stage in range(2):
         state = stage_state(200 + stage)
         assert_same(read_stage(checkpoint, stage, abstract(state)), state)
-        assert read_data_state(checkpoint, stage) == {"position": [20, stage], "epoch": None}
+    assert read_data_state(checkpoint) == {"position": [20], "epoch": None}
 
 
 def test_unusual_numbers_keep_their_bits(tmp_path):
@@ -117,7 +117,7 @@ def test_unusual_numbers_keep_their_bits(tmp_path):
     floats = jax.device_put(patterns.view(np.float32))
     halves = jax.device_put((patterns >> 16).astype(np.uint16).view(jnp.bfloat16))
     state = {"params": {"floats": floats, "halves": halves, "one": jnp.int32(-1)}}
-    writer = CheckpointWriter(tmp_path, ThreadHost(), stages=1, data_nodes=0, keep=1)
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stages=1, keep=1)
     writer.save(1, {0: state}, {})
     writer.close()
     assert_same(read_stage(open_checkpoint(tmp_path), 0, abstract(state)), state)
@@ -138,7 +138,7 @@ def test_a_relative_run_folder(tmp_path, monkeypatch):
 
 def test_arrays_may_be_donated_once_save_returns(tmp_path):
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
-    writer = CheckpointWriter(tmp_path, ThreadHost(), stages=1, data_nodes=0, keep=9)
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stages=1, keep=9)
     state = {"params": {f"w{i}": jnp.full((512, 1024), i, jnp.float32) for i in range(8)}}
     expected = jax.tree.map(np.array, state)
     writer.save(1, {0: state}, {})
@@ -178,10 +178,7 @@ def test_orbax_is_quiet_where_others_are_not(tmp_path, caplog):
 
 def two_writers(run_dir, **options):
     host = ThreadHost(count=2)
-    return [
-        CheckpointWriter(run_dir, h, stages=2, data_nodes=1, keep=3, **options)
-        for h in (host, host.peer(1))
-    ]
+    return [CheckpointWriter(run_dir, h, stages=2, keep=3, **options) for h in (host, host.peer(1))]
 
 
 def test_a_checkpoint_waits_for_every_host_and_save_does_not(tmp_path):
@@ -216,7 +213,7 @@ def test_every_host_learns_that_one_failed(tmp_path, broken):
 
 
 def test_a_failed_save_surfaces_in_the_next_one(tmp_path):
-    writer = CheckpointWriter(tmp_path, ThreadHost(), stages=2, data_nodes=0, keep=3)
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stages=2, keep=3)
     writer.save(1, {0: stage_state(0)}, {})
     with pytest.raises(RuntimeError, match=r"wrote \['stage_0'\], expected \['stage_0', 'stage_1'"):
         writer.save(2, {0: stage_state(0)}, {})
@@ -264,7 +261,7 @@ def read_everything(run_dir, step=None):
     checkpoint = open_checkpoint(run_dir, step)
     for part in range(2):
         read_stage(checkpoint, part, abstract(stage_state(part)))
-        read_data_state(checkpoint, part)
+    read_data_state(checkpoint)
 
 
 def truncate(path):
@@ -341,8 +338,6 @@ def test_another_plan(two_checkpoints):
     checkpoint = open_checkpoint(two_checkpoints)
     with pytest.raises(InputError, match="stages = 2: the checkpoint has no number 2"):
         read_stage(checkpoint, 2, abstract(stage_state(0)))
-    with pytest.raises(InputError, match="data_nodes = 2: the checkpoint has no number 2"):
-        read_data_state(checkpoint, 2)
 
 
 def without_a_block(state):
@@ -378,7 +373,7 @@ def test_another_model(two_checkpoints, change, message):
 
 
 def save_forever(run_dir):
-    writer = CheckpointWriter(run_dir, ThreadHost(), stages=2, data_nodes=1, keep=2)
+    writer = CheckpointWriter(run_dir, ThreadHost(), stages=2, keep=2)
     for step in itertools.count(1):
         state = {"params": {"w": jnp.full((256, 1024), step, jnp.float32)}}
         writer.save(step, {0: state, 1: state}, {0: {"step": step}})
@@ -424,7 +419,7 @@ def test_killed_while_saving(tmp_path):
         for stage in range(2):
             state = read_stage(checkpoint, stage, {"params": {"w": shape}})
             np.testing.assert_array_equal(state["params"]["w"], last)
-        assert read_data_state(checkpoint, 0) == {"step": last}
+        assert read_data_state(checkpoint) == {"step": last}
 
 
 if __name__ == "__main__":  # the process that test_killed_while_saving kills

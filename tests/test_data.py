@@ -1,6 +1,5 @@
-"""Documents become windows, windows become shards, and a saved position is exact."""
+"""Documents become windows, windows become microbatches, and a saved position is exact."""
 
-import itertools
 import json
 import sysconfig
 import tempfile
@@ -16,11 +15,11 @@ from skippipe_jax.data import (
     NOT_COUNTED,
     ByteTokenizer,
     DataConfig,
+    TrainingBatches,
     check_vocabulary,
     held_out_batches,
     load_corpus,
     split_names,
-    training_batches,
 )
 
 LENGTH = 7  # and with its last target, a window holds one of the 8-byte counters below
@@ -52,8 +51,8 @@ def windows(batches) -> list[tuple[int, ...]]:
     return rows
 
 
-def take(batches, count: int) -> list:
-    return list(itertools.islice(batches, count))
+def take(batches: TrainingBatches, count: int) -> list:
+    return [batches[number] for number in range(count)]
 
 
 def assert_same(first, second):
@@ -158,25 +157,20 @@ def test_fingerprint_tells_the_text(tmp_path):
 
 
 def test_batches_have_one_shape_and_fresh_arrays(file_config):
-    batches = training_batches(file_config, 0, 1)
-    first, second = next(batches), next(batches)
+    batches = TrainingBatches(file_config)
+    first, second = batches[0], batches[1]
     for array in (first["tokens"], first["targets"], second["tokens"], second["targets"]):
         assert array.shape == (2, LENGTH)
         assert array.dtype == np.int32
-    kept = first["tokens"].copy()
+    kept = second["tokens"].copy()
     second["tokens"][:] = 0
-    np.testing.assert_array_equal(first["tokens"], kept)
+    np.testing.assert_array_equal(batches[1]["tokens"], kept)
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    shards=st.integers(1, 5),
-    microbatch_size=st.integers(1, 3),
-    spare=st.integers(0, 20),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_shards_are_disjoint_and_cover_every_epoch(shards, microbatch_size, spare, seed):
-    count = shards * microbatch_size + spare
+@given(microbatch_size=st.integers(1, 3), spare=st.integers(0, 20), seed=st.integers(0, 2**32 - 1))
+def test_every_epoch_has_each_sequence_once(microbatch_size, spare, seed):
+    count = 2 * microbatch_size + spare
     # The marks make two more tokens than bytes, and the last text is held out.
     size = count * (LENGTH + 1) - 2
     with tempfile.TemporaryDirectory() as folder:
@@ -184,13 +178,9 @@ def test_shards_are_disjoint_and_cover_every_epoch(shards, microbatch_size, spar
         text.write_bytes(counters(count)[:size] + b"." * size)
         config = text_config(text, microbatch_size=microbatch_size, held_out=0.5, shuffle_seed=seed)
         tokens = load_corpus(config).training
-        each = -(-2 * count // (shards * microbatch_size))
-        read = [
-            windows(take(training_batches(config, shard, shards), each)) for shard in range(shards)
-        ]
+        order = windows(take(TrainingBatches(config), -(-2 * count // microbatch_size)))
     expected = {tuple(row) for row in tokens.reshape(count, LENGTH + 1).tolist()}
     assert len(expected) == count
-    order = [window for together in zip(*read, strict=True) for window in together]
     for epoch in range(2):
         seen = order[epoch * count : (epoch + 1) * count]
         assert len(seen) == count
@@ -202,7 +192,7 @@ def test_the_seed_fixes_the_order_and_each_epoch_has_its_own(file_config):
         config = text_config(
             Path(str(file_config.path)), shuffle_seed=seed, microbatch_size=1, held_out=0.1
         )
-        return windows(take(training_batches(config, 0, 1), 180))
+        return windows(take(TrainingBatches(config), 180))
 
     first = order(5)
     assert first == order(5)
@@ -212,44 +202,34 @@ def test_the_seed_fixes_the_order_and_each_epoch_has_its_own(file_config):
 
 
 @settings(max_examples=15, deadline=None)
-@given(before=st.integers(0, 120), after=st.integers(1, 20), shards=st.integers(1, 3))
-def test_a_restored_position_is_exact(before, after, shards):
+@given(numbers=st.lists(st.integers(0, 200), min_size=1, max_size=20))
+def test_any_microbatch_is_the_same_whenever_it_is_read(numbers):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_bytes(counters(200))
-        config = text_config(Path(folder))
-        batches = training_batches(config, shards - 1, shards)
-        take(batches, before)
-        state = json.loads(json.dumps(batches.get_state()))
-        following = take(batches, after)
-        restored = training_batches(config, shards - 1, shards)
-        restored.set_state(state)
-    assert restored.get_state() == state
-    assert_same(take(restored, after), following)
-    batches.set_state(state)
-    assert_same(take(batches, after), following)
+        batches, others = (TrainingBatches(text_config(Path(folder))) for _ in range(2))
+        in_order = take(others, max(numbers) + 1)
+        assert_same([batches[number] for number in numbers], [in_order[n] for n in numbers])
 
 
 def test_a_position_in_other_data_is_refused(file_config, tmp_path):
     (tmp_path / "other.txt").write_bytes(counters(101))
     path = Path(str(file_config.path))
-    batches = training_batches(file_config, 0, 2)
+    batches = TrainingBatches(file_config)
+    assert batches.position(json.loads(json.dumps(batches.state(7)))) == 7
     others = {
-        "shards": training_batches(file_config, 0, 3),
-        "shard": training_batches(file_config, 1, 2),
-        "fingerprint": training_batches(text_config(tmp_path / "other.txt"), 0, 2),
-        "microbatch_size": training_batches(text_config(path, microbatch_size=3), 0, 2),
-        "sequence_length": training_batches(text_config(path, sequence_length=6), 0, 2),
-        "shuffle_seed": training_batches(text_config(path, shuffle_seed=1), 0, 2),
+        "fingerprint": text_config(tmp_path / "other.txt"),
+        "microbatch_size": text_config(path, microbatch_size=3),
+        "sequence_length": text_config(path, sequence_length=6),
+        "shuffle_seed": text_config(path, shuffle_seed=1),
     }
     for name, other in others.items():
         with pytest.raises(InputError) as caught:
-            batches.set_state(other.get_state())
+            batches.position(TrainingBatches(other).state(7))
         assert caught.value.field == f"data_state.{name}"
-    state = batches.get_state()
-    for position in (None, -1, "3"):
+    for read in (None, -1, "3"):
         with pytest.raises(InputError) as caught:
-            batches.set_state(state | {"next_index": position})
-        assert caught.value.field == "data_state.next_index"
+            batches.position(batches.state(0) | {"microbatches": read})
+        assert caught.value.field == "data_state.microbatches"
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -315,14 +295,12 @@ def test_too_little_text_is_named(file_config):
     path = Path(str(file_config.path))
     for length, part in ((5000, "training"), (100, "held-out")):
         with pytest.raises(InputError, match=f"the {part} text") as caught:
-            training_batches(text_config(path, sequence_length=length), 0, 1)
+            TrainingBatches(text_config(path, sequence_length=length))
         assert caught.value.field == "data.sequence_length"
-    with pytest.raises(InputError, match="95 sequences of 7 tokens are too few for 48") as caught:
-        training_batches(file_config, 0, 48)
+    with pytest.raises(InputError, match="95 sequences of 7 tokens are too few for") as caught:
+        TrainingBatches(text_config(path, microbatch_size=96))
     assert caught.value.field == "data.path"
-    assert next(training_batches(file_config, 46, 47))
-    with pytest.raises(ValueError, match="shard 2 is not one of 2"):
-        training_batches(file_config, 2, 2)
+    assert TrainingBatches(text_config(path, microbatch_size=95))[0]
 
 
 def test_the_standard_library_without_tests_and_installed_packages():
@@ -338,5 +316,5 @@ def test_the_standard_library_without_tests_and_installed_packages():
     for file in (Path(np.__file__), *library.glob("test/support/*.py")):
         text = file.read_bytes()
         assert not text or not any(text in part for part in parts), file
-    batch = next(training_batches(DataConfig(), 2, 3))
+    batch = TrainingBatches(DataConfig())[2]
     assert batch["tokens"].shape == (4, 256)

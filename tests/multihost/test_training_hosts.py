@@ -18,7 +18,7 @@ from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
-from skippipe_jax.data import training_batches
+from skippipe_jax.data import TrainingBatches
 from tests import oracle
 from tests.multihost.processes import Processes, name_of_host, started_processes
 from tests.training_runs import (
@@ -139,16 +139,13 @@ def test_every_replica_equals_the_oracle(
         assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
 
     config = load_config(path)
-    sources = {
-        node: training_batches(config.data, position, len(stages[0]))
-        for position, node in enumerate(stages[0])
-    }
+    batches, sent = TrainingBatches(config.data), len(microbatches)
     expected, losses = oracle.train(
         config.model,
         config.optimizer,
         [[plan.stage_of[node] for node in path] for path in microbatches],
         len(stages),
-        [[next(sources[path[0]]) for path in microbatches] for _ in range(ORACLE_STEPS)],
+        [[batches[step * sent + m] for m in range(sent)] for step in range(ORACLE_STEPS)],
         config.seed,
     )
     for stage, replicas in enumerate(read_replicas(tmp_path / "replicas")):
