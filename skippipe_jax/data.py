@@ -184,7 +184,9 @@ class TrainingBatches:
 
     def __getitem__(self, number: int) -> Batch:
         """Microbatch `number` of the run, in fresh arrays."""
-        return self._batches[number]
+        batch = self._batches[number]
+        assert batch is not None, "nothing is filtered out"
+        return batch
 
     def state(self, read: int) -> dict[str, Any]:
         """What a checkpoint holds after `read` microbatches: the number, and of which data."""
