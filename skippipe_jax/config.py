@@ -23,6 +23,7 @@ from skippipe_jax.cluster import ClusterConfig
 from skippipe_jax.data import DataConfig
 from skippipe_jax.model import PRESETS, ModelConfig
 from skippipe_jax.optimizer import OptimizerConfig
+from skippipe_jax.recipe import RecipeConfig
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class Config:
     compilation_cache: str | None = "~/.cache/skippipe_jax"
     model: ModelConfig = field(default_factory=ModelConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -218,7 +220,7 @@ def to_tree(config: Any) -> Any:
     """The mapping that `parse_config` reads, every key in it."""
     if dataclasses.is_dataclass(config):
         return {f.name: to_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    return list(config) if isinstance(config, tuple) else config
+    return [to_tree(entry) for entry in config] if isinstance(config, tuple) else config
 
 
 def to_yaml(config: Config) -> str:
@@ -229,11 +231,11 @@ def to_yaml(config: Config) -> str:
 def require_same_run(config: Config, saved: Config) -> None:
     """Refuse to resume a run under a configuration that would make it another run.
 
-    Model, plan and data must be as they were. How the optimizer goes on, how long to train, how
-    often to save, and on which hosts to run may change.
+    Model, plan, recipe and data must be as they were. How the optimizer goes on, how long to train,
+    how often to save, and on which hosts to run may change.
     """
     new, old = to_tree(config), to_tree(saved)
-    for section in ("seed", "model", "plan", "data"):
+    for section in ("seed", "model", "plan", "recipe", "data"):
         for name, now, before in _differences(section, new[section], old[section]):
             raise InputError(
                 name,

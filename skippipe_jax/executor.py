@@ -26,6 +26,7 @@ from skippipe_jax.links import Link
 from skippipe_jax.model import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.optimizer import OptimizerConfig
 from skippipe_jax.program import Compute, Program
+from skippipe_jax.recipe import stage_shares
 from skippipe_jax.ring import Ring
 from skippipe_jax.stages import (
     STOP,
@@ -121,14 +122,17 @@ class Executor:
         seed: int,
         activation: jax.ShapeDtypeStruct,
         network: NetworkConfig | None = None,
+        *,
+        scales_skipped: bool = False,
     ):
         """Create the parameters of the stages served here, drawn from `seed`.
 
         `devices[n]` and `host_of[n]` are the device and the host of node n, `functions[s]` those
-        of stage s, `links[h]` the way to host h, `activation` what stages give to each other.
+        of stage s, `links[h]` the way to host h, `activation` what stages give to each other. With
+        `scales_skipped`, inner stages make up for the microbatches that skip them (see `scaled`).
         """
-        self.plan = plan
-        self.program = program
+        self.scales_skipped = scales_skipped
+        self.follow(plan, program)
         self.devices = devices
         self.links = links
         self.host_of = host_of
@@ -158,6 +162,18 @@ class Executor:
         self.first_nodes = [node for _, node in sorted(first_node_of_host.items())]
         self.host_devices = [devices[node] for node in self.first_nodes]
         self.host_device = self.host_devices[program.host]
+
+    def follow(self, plan: Plan, program: Program) -> None:
+        """Run the next iterations by this plan of the run; all have one placement.
+
+        `program` is this host's, one of those that were compiled together.
+        """
+        self.plan = plan
+        self.program = program
+        shares = stage_shares(plan)
+        self.shares = [share if self.scales_skipped else None for share in shares]
+        # The outputs of a data stage are no sum of its inputs, which are tokens, and anything.
+        self.shares[0] = None
 
     def _rings(self, lengths: Sequence[int]) -> dict[int, Ring]:
         """The ring of each stage that is averaged by one, of so many numbers."""
@@ -310,7 +326,7 @@ class Executor:
         functions = stage.functions
         if kind == "F":
             result, own.saved[microbatch], own.gauge = functions.forward(
-                stage.parameters, own.gauge, value
+                stage.parameters, own.gauge, value, self.shares[self.stage_of[node]]
             )
         elif kind == "L":
             result, stage.gradients, totals[device], own.gauge = functions.loss(

@@ -92,7 +92,9 @@ def measure_stage(
         gauge, totals = jnp.zeros(2, jnp.int32), jnp.zeros(4)
         end = time.perf_counter() + budget_s
         while len(seconds[UPDATE]) < LEAST_REPETITIONS or time.perf_counter() < end:
-            outputs, saved, gauge = timed(FORWARD, functions.forward, parameters, gauge, inputs)
+            outputs, saved, gauge = timed(
+                FORWARD, functions.forward, parameters, gauge, inputs, None
+            )
             # The gradient of the outputs is the outputs themselves, unless there is a loss.
             if targets is not None:
                 outputs, gradients, totals, gauge = timed(

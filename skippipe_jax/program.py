@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Operation, Plan, microbatch_chain
@@ -95,6 +95,25 @@ def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
         )
         for host in range(max(host_of) + 1)
     )
+
+
+def compile_plans(
+    plans: Mapping[str, Plan], host_of: Sequence[int]
+) -> dict[str, tuple[Program, ...]]:
+    """The programs of all plans of one run, by the plans' names.
+
+    The hops of rings and totals have the same numbers whichever plan an iteration takes, so they
+    lie above the hops of every plan.
+
+    Raises:
+        InputError: as `compile_plan` does.
+    """
+    compiled = {name: compile_plan(plan, host_of) for name, plan in plans.items()}
+    free = max(programs[0].first_free_hop for programs in compiled.values())
+    return {
+        name: tuple(replace(program, first_free_hop=free) for program in programs)
+        for name, programs in compiled.items()
+    }
 
 
 def global_order(plan: Plan) -> tuple[Instruction, ...]:

@@ -25,6 +25,7 @@ from skippipe_jax.config import Config
 from skippipe_jax.executor import Outcome
 from skippipe_jax.model import parameter_count, stage_shapes
 from skippipe_jax.optimizer import learning_rate_schedule
+from skippipe_jax.recipe import Schedule
 from skippipe_jax.stages import LOSS, SQUARED_NORM, STOP, TOKENS
 
 # Where there is no terminal to draw a bar on, a line is written this often.
@@ -76,12 +77,12 @@ class Finished:
 class Progress:
     """Reads the outcome of each iteration, checks it, and shows and writes it on host 0."""
 
-    def __init__(self, config: Config, plan: Plan, step: int, folder: Path | None):
+    def __init__(self, config: Config, schedule: Schedule, step: int, folder: Path | None):
         """Begin after `step`; `folder` is the run folder on host 0 and None on the others."""
         self.config = config
-        self.plan = plan
+        self.schedule = schedule
         self.folder = folder
-        self.sent = bytes_per_link(plan, config)
+        self.sent = {name: bytes_per_link(plan, config) for name, plan in schedule.plans.items()}
         self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
         self.learning_rate(step)  # Compiled now, not while training.
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="progress")
@@ -124,11 +125,12 @@ class Progress:
 
     def _report_one(self, finished: Finished) -> bool:
         step, totals, peaks = finished.step, finished.totals, finished.peaks
+        name, plan = self.schedule.name(step - 1), self.schedule.plan(step - 1)
         for node, peak in peaks.items():
-            if peak > self.plan.case.nodes[node].memory:
+            if peak > plan.case.nodes[node].memory:
                 raise RuntimeError(
                     f"node {node} had {peak} microbatches in flight; its memory holds "
-                    f"{self.plan.case.nodes[node].memory}. This is a defect of the program"
+                    f"{plan.case.nodes[node].memory}. This is a defect of the program"
                 )
         seconds, self.last_s = finished.at_s - self.last_s, finished.at_s
         loss = float(totals[LOSS] / totals[TOKENS])
@@ -142,16 +144,18 @@ class Progress:
                 "Resume from the last checkpoint with a lower rate, or a lower clip_norm",
             )
         if self.folder is not None:
+            sent = self.sent[name]
             line = {
                 "step": step,
                 "loss": loss,
                 "tokens": int(totals[TOKENS]),
                 "tokens_per_second": float(totals[TOKENS]) / seconds,
                 "seconds_per_iteration": seconds,
-                "predicted_seconds": self.plan.predicted.iteration_s,
+                "plan": name,
+                "predicted_seconds": plan.predicted.iteration_s,
                 "network": self.config.network.mode,
-                "bytes_sent": sum(self.sent.values()),
-                "bytes_per_link": {f"{a}-{b}": size for (a, b), size in self.sent.items()},
+                "bytes_sent": sum(sent.values()),
+                "bytes_per_link": {f"{a}-{b}": size for (a, b), size in sent.items()},
                 "idle_share": _idle_share(finished.busy_s, seconds),
                 "gradient_norm": norm,
                 "learning_rate": float(np.asarray(self.learning_rate(step - 1))),

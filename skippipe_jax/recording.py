@@ -26,7 +26,7 @@ from skippipe_sched.plan import KINDS, Operation, Plan, microbatch_chain
 from skippipe_sched.simulate import Averaging, Run, Timeline, Transfer, simulate_plan
 from skippipe_sched.trace import chrome_trace
 
-from skippipe_jax.run_folder import saved_plan
+from skippipe_jax.run_folder import saved_schedule
 
 TIMELINES = "timelines"
 
@@ -111,7 +111,7 @@ def measured_timeline(run_dir: Path, plan: Plan, step: int) -> Timeline:
 
 
 def draw_recorded(run_dir: Path) -> list[Path]:
-    """Draw every recorded iteration below the predicted one; returns what was written.
+    """Draw every recorded iteration below the prediction of its plan; returns what was written.
 
     For each step `timelines/<step>.svg`, and `timelines/<step>.trace.json` for Perfetto. A step
     that is recorded in part is left out, and stderr says so.
@@ -119,10 +119,11 @@ def draw_recorded(run_dir: Path) -> list[Path]:
     Raises:
         InputError: if the plan or a recording is damaged.
     """
-    plan = saved_plan(run_dir)
-    predicted = simulate_plan(plan)
+    schedule = saved_schedule(run_dir)
     written = []
     for step in recorded_steps(run_dir):
+        plan = schedule.plan(step - 1)
+        predicted = simulate_plan(plan)
         try:
             measured = measured_timeline(run_dir, plan, step)
         except IncompleteRecordingError as error:

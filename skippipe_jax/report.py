@@ -26,13 +26,14 @@ from skippipe_sched.simulate import Timeline, simulate_plan
 from skippipe_jax.config import Config
 from skippipe_jax.curves import curve
 from skippipe_jax.model import parameter_count, stage_shapes
+from skippipe_jax.recipe import OWN
 from skippipe_jax.recording import (
     IncompleteRecordingError,
     measured_timeline,
     measured_title,
     recorded_steps,
 )
-from skippipe_jax.run_folder import CONFIG, METRICS, saved_config, saved_plan
+from skippipe_jax.run_folder import CONFIG, METRICS, saved_config, saved_schedule
 
 # Of the links and of the idle shares, the page shows the median over so many last iterations.
 RECENT = 100
@@ -84,6 +85,20 @@ class Metrics:
     def settled(self) -> Bool[np.ndarray, " n"]:
         """Which iterations tell how fast the run is: those without compilation, if any."""
         return ~self.compiled if not self.compiled.all() else self.compiled
+
+    def of(self, chosen: Sequence[bool]) -> Metrics:
+        """The metrics of the chosen iterations alone."""
+        kept = np.array(chosen, bool)
+        lines = zip(self.recent, chosen[len(chosen) - len(self.recent) :], strict=True)
+        return Metrics(
+            step=self.step[kept],
+            loss=self.loss[kept],
+            seconds=self.seconds[kept],
+            tokens_per_second=self.tokens_per_second[kept],
+            compiled=self.compiled[kept],
+            emulated=self.emulated[kept],
+            recent=tuple(line for line, is_chosen in lines if is_chosen),
+        )
 
     @property
     def seconds_per_iteration(self) -> float:
@@ -181,17 +196,26 @@ def _row(line: Mapping[str, Any], where: str) -> tuple[float, ...]:
 def report(folder: Path) -> str:
     """The page of a run, as HTML that is well-formed XML too.
 
+    Where iterations take several plans, all but the curves is about the plan of the newest one.
+
     Raises:
         InputError: if the folder holds no run, or something in it is damaged.
     """
-    config, plan = saved_config(folder, "RUN"), saved_plan(folder)
-    metrics = load_metrics(folder)
+    config, schedule = saved_config(folder, "RUN"), saved_schedule(folder)
+    whole = load_metrics(folder)
+    plans = [schedule.name(step - 1) for step in whole.step.tolist()]
+    name = plans[-1] if plans else OWN
+    plan, metrics = schedule.plans[name], whole.of([other == name for other in plans])
     predicted = simulate_plan(plan)
-    measured, notes = load_timelines(folder, plan)
+    recorded = recorded_steps(folder)
+    shown = [step for step in recorded if schedule.name(step - 1) == name]
+    measured, notes = load_timelines(folder, plan, shown)
+    if len(shown) < len(recorded):
+        notes.append(f"{len(recorded) - len(shown)} recorded iterations had other plans.")
     newest = measured[max(measured)] if measured else None
     body = [_summary(folder, config, plan, metrics)]
-    if len(metrics.step):
-        body.append(_curves(metrics))
+    if len(whole.step):
+        body.append(_curves(whole))
     body.append(_timelines(plan, predicted, measured, notes))
     body.append(_links(plan, predicted, newest, metrics))
     body.append(_idle_shares(plan, predicted, newest, metrics))
@@ -200,9 +224,13 @@ def report(folder: Path) -> str:
     return PAGE.format(title=escape(_name(folder)), style=STYLE, body="\n".join(body))
 
 
-def load_timelines(folder: Path, plan: Plan) -> tuple[dict[int, Timeline], list[str]]:
-    """Recorded iterations, the newest and others spread evenly, and notes on what is not shown."""
-    steps = recorded_steps(folder)
+def load_timelines(
+    folder: Path, plan: Plan, steps: Sequence[int]
+) -> tuple[dict[int, Timeline], list[str]]:
+    """Iterations recorded at `steps`, which took this plan: the newest, and others spread evenly.
+
+    With them come notes on what is not shown.
+    """
     shown = MOST_OPERATIONS // sum(map(len, plan.order))
     chosen = steps
     if len(steps) > shown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,11 @@ from skippipe_sched.simulate import simulate_plan
 
 from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.config import Config, parse_config, to_yaml
+from skippipe_jax.recipe import OWN, RecipeConfig, Schedule
 
-CONFIG, PLAN, PICTURE, METRICS = "config.yaml", "plan.json", "plan.svg", "metrics.jsonl"
+CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"
+PLANS = "plans"
+"""The folder of the plans that a recipe asks for, each by its name, and of their pictures."""
 CASE = "case.yaml"
 """Where a run that measured its cluster keeps the case."""
 
@@ -36,7 +40,7 @@ def require_new(folder: Path) -> None:
         )
 
 
-def start_run(folder: Path, config: Config, plan: Plan) -> None:
+def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
     """Create the folder of a new run.
 
     Raises:
@@ -44,8 +48,14 @@ def start_run(folder: Path, config: Config, plan: Plan) -> None:
     """
     with _accessible(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        plan.save(folder / PLAN)
-        (folder / PICTURE).write_text(gantt(plan, simulate_plan(plan)), encoding="utf-8")
+        if (folder / PLANS).exists():  # Of a start that was cut short: there is no config yet.
+            shutil.rmtree(folder / PLANS)
+        for name, plan in schedule.plans.items():
+            path = folder / PLAN if name == OWN else folder / PLANS / f"{name}.json"
+            path.parent.mkdir(exist_ok=True)
+            plan.save(path)
+            picture = gantt(plan, simulate_plan(plan))
+            path.with_suffix(".svg").write_text(picture, encoding="utf-8")
         (folder / METRICS).touch()
         # Last: the config marks a folder as a run.
         _replace(folder / CONFIG, to_yaml(config))
@@ -74,6 +84,15 @@ def saved_config(folder: Path, field: str) -> Config:
 def saved_plan(folder: Path) -> Plan:
     """The plan of a run."""
     return load_plan(folder / PLAN)
+
+
+def saved_schedule(folder: Path) -> Schedule:
+    """All plans of a run, and which iteration takes which."""
+    others = sorted((folder / PLANS).glob("*.json"))
+    plans = {OWN: saved_plan(folder)} | {path.stem: load_plan(path) for path in others}
+    # What a recipe says beside its plans decides nothing here.
+    recipe = saved_config(folder, "run_dir").recipe if others else RecipeConfig()
+    return Schedule(recipe, plans)
 
 
 def append_metrics(folder: Path, line: dict[str, Any]) -> None:

@@ -29,6 +29,8 @@ from skippipe_jax.optimizer import OptimizerConfig, adamw
 Parameters = dict[str, Any]
 Gradients = dict[str, Any]
 Gauge = Int[Array, "2"]
+Activations = Float[Array, "batch time width"]
+Share = Float[Array, ""]
 
 # What an iteration sums over all nodes: token losses in nats, target tokens, the squared norm of
 # the gradients, and how many hosts were asked to stop.
@@ -75,8 +77,9 @@ class StageFunctions:
 
     create: Callable[[PRNGKeyArray, int], tuple[Parameters, PyTree, Gradients]]
     """(key, first layer) -> parameters, optimizer state, zero gradients"""
-    forward: Callable[[Parameters, Gauge, Array], tuple[Array, PyTree, Gauge]]
-    """(parameters, gauge, inputs) -> outputs, saved, gauge"""
+    forward: Callable[..., tuple[Array, PyTree, Gauge]]
+    """(parameters, gauge, inputs, share or None) -> outputs, saved, gauge; with a share, what the
+    stage adds is divided by it (see `scaled`)"""
     loss: Callable[..., tuple[Array, Gradients, Totals, Gauge]]
     """(parameters, gradients, totals, gauge, activations, targets) -> gradient of the activations,
     gradients, totals, gauge"""
@@ -102,31 +105,34 @@ def stage_functions(
     transformation = adamw(optimizer, steps)
     structure = nnx.graphdef(nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0))))
 
-    def apply(parameters: Parameters, inputs: Array) -> Array:
-        return nnx.merge(structure, parameters)(inputs)
+    def apply(parameters: Parameters, inputs: Array, share: Share | None) -> Array:
+        outputs = nnx.merge(structure, parameters)(inputs)
+        return outputs if share is None else scaled(inputs, outputs, share)
 
-    def linearized(parameters: Parameters, inputs: Array) -> tuple[Array, Callable]:
+    def linearized(
+        parameters: Parameters, inputs: Array, share: Share | None
+    ) -> tuple[Array, Callable]:
         if is_data_stage:
-            return jax.vjp(lambda parameters: apply(parameters, inputs), parameters)
-        return jax.vjp(apply, parameters, inputs)
+            return jax.vjp(lambda parameters: apply(parameters, inputs, share), parameters)
+        return jax.vjp(lambda *arguments: apply(*arguments, share), parameters, inputs)
 
     def create(key: PRNGKeyArray, first_layer: int):
         parameters = nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
         return parameters, transformation.init(parameters), zero_gradients(parameters)
 
-    def forward(parameters: Parameters, gauge: Gauge, inputs: Array):
+    def forward(parameters: Parameters, gauge: Gauge, inputs: Array, share: Share | None = None):
         in_flight = gauge[0] + 1
         gauge = jnp.stack([in_flight, jnp.maximum(gauge[1], in_flight)])
         if model.recompute == "stage":
-            return apply(parameters, inputs), inputs, gauge
-        outputs, vjp = linearized(parameters, inputs)
+            return apply(parameters, inputs, share), (inputs, share), gauge
+        outputs, vjp = linearized(parameters, inputs, share)
         return outputs, Saved.of(vjp, parameters), gauge
 
     def backward(
         parameters: Parameters, gradients: Gradients, gauge: Gauge, saved: PyTree, cotangent: Array
     ):
         if model.recompute == "stage":
-            _, vjp = linearized(parameters, saved)
+            _, vjp = linearized(parameters, *saved)
         else:
             vjp = saved.vjp(parameters)
         of_parameters, *of_inputs = vjp(cotangent)
@@ -177,6 +183,16 @@ def stage_functions(
         squared_norm=jax.jit(squared_norm),
         update=jax.jit(update, donate_argnums=(0, 1, 2)),
     )
+
+
+def scaled(inputs: Activations, outputs: Activations, share: Share) -> Activations:
+    """Outputs of a stage that only this share of the microbatches visits, as in stochastic depth.
+
+    What the stage adds is divided by the share, so that over all microbatches it adds as much as if
+    each had visited it.
+    """
+    before = inputs.astype(jnp.float32)
+    return (before + (outputs - before) / share).astype(outputs.dtype)
 
 
 def zero_gradients(parameters: Parameters) -> Gradients:

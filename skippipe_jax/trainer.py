@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +39,9 @@ from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.measured_case import Profile, check_template
 from skippipe_jax.measured_cluster import measure
 from skippipe_jax.model import ModelConfig
-from skippipe_jax.program import Program, compile_plan, hosts_of_nodes
+from skippipe_jax.program import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
+from skippipe_jax.recipe import OWN, Schedule, make_schedule
 from skippipe_jax.recording import draw_recorded, remove_recordings
 
 # The results of an iteration are read when this many later ones have been dispatched, so that
@@ -76,22 +77,25 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         tell = _say if host.index == 0 else _say_nothing
         profile = measure(config, host, transfers.links(here), tell)
     if host.index == 0:
-        plan = _plan_of_run(config, resume, config_folder, profile)
+        schedule = _schedule_of_run(config, resume, config_folder, profile)
     else:
-        plan = _plan_of_host_0(config, host)
-    _require_patience(config, plan)
+        schedule = _schedule_of_host_0(config, host)
+    plan = schedule.plans[OWN]
+    _require_patience(config, schedule.plans.values())
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
-    program = compile_plan(plan, host_of)[host.index]
+    compiled = compile_plans(schedule.plans, host_of)
+    programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
+    program = programs[OWN]
     data = _open_data(config, plan, program)
     config.model.layers_of_stages(len(plan.stages))
     _require_attention(config.model)
     # Nothing is written before all that was given has been found good.
     if host.index == 0:
         if not resume:
-            run_folder.start_run(folder, config, plan)
+            run_folder.start_run(folder, config, schedule)
             if profile is not None:
                 profile.save(folder / run_folder.CASE)
-        host.put("run", _description(config, plan))
+        host.put("run", _description(config, schedule))
     _require_same_text(config, host, host_of[plan.stages[0][0]], data)
     if transfers is None:
         _give_sums_threads(config, host, len(program.nodes))
@@ -114,8 +118,8 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         stages=len(plan.stages),
         keep=config.checkpoint.keep,
     )
-    iterations = Iterations(config, executor, host)
-    progress = Progress(config, plan, step, folder if host.index == 0 else None)
+    iterations = Iterations(config, executor, host, schedule, programs)
+    progress = Progress(config, schedule, step, folder if host.index == 0 else None)
 
     saved_step, stopping = step, False
     with (
@@ -126,7 +130,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         CompilationCounter() as compilations,
     ):
         while step < config.train.steps and not stopping:
-            batches = _batches(program, plan, data, read)
+            batches = _batches(program, schedule.plan(step), data, read)
             outcome = iterations.run(step, batches, stop=bool(received))
             step, read = step + 1, read + len(plan.microbatches)
             progress.watch(step, outcome, compilations.take())
@@ -150,24 +154,28 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     return Ending(step, received[0] if received else signal.SIGTERM)
 
 
-def _plan_of_run(
+def _schedule_of_run(
     config: Config, resume: bool, config_folder: Path, profile: Profile | None
-) -> Plan:
-    """The plan of host 0: the run's own, one for the case that was measured, or a given one."""
+) -> Schedule:
+    """The plans of host 0: those of the run, or new ones, made for what was measured or given."""
     folder = Path(config.run_dir)
     if resume:
         require_same_run(config, run_folder.saved_config(folder, "run_dir"))
-        return run_folder.saved_plan(folder)
+        return run_folder.saved_schedule(folder)
     if profile is not None:
         _say(f"planning for what was measured, {config.plan.budget_s:g} s at most")
-        return _planned(config.plan, candidates(profile.case))
-    return plan_of(config.plan, config_folder)
+        own = _planned(config.plan, candidates(profile.case))
+    else:
+        own = plan_of(config.plan, config_folder)
+    search = config.plan.method, config.plan.seed, config.plan.budget_s
+    return make_schedule(config.recipe, own, *search, _say)
 
 
-def _plan_of_host_0(config: Config, host: Membership) -> Plan:
-    """The plan that host 0 has put into the run folder, if this host was started like host 0."""
-    # Host 0 may search for a plan first, and compile the search for half a minute before.
-    patience_s = config.cluster.connect_timeout_s + 2 * config.plan.budget_s
+def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
+    """The plans that host 0 has put into the run folder, if this host was started like host 0."""
+    # Host 0 may search for plans first, and compile the search for half a minute before.
+    searches = 1 + config.recipe.most_searches
+    patience_s = config.cluster.connect_timeout_s + 2 * searches * config.plan.budget_s
     theirs = json.loads(host.get("run", patience_s, source=0))
     for section, value in to_tree(config).items():
         if _digest(value) != theirs["config"][section]:
@@ -179,15 +187,15 @@ def _plan_of_host_0(config: Config, host: Membership) -> Plan:
             )
     folder = Path(config.run_dir)
     shared = (folder / run_folder.PLAN).exists()
-    plan = run_folder.saved_plan(folder) if shared else None
-    if plan is None or _digest(plan.to_json()) != theirs["plan"]:
+    schedule = run_folder.saved_schedule(folder) if shared else None
+    if schedule is None or _digest_of_plans(schedule) != theirs["plans"]:
         raise InputError(
             "run_dir",
             config.run_dir,
             f"host {host.index} does not find there what host 0 has written",
             "Name a folder that all hosts share",
         )
-    return plan
+    return schedule
 
 
 def _say(text: str) -> None:
@@ -198,10 +206,14 @@ def _say_nothing(_: str) -> None:
     """What host 0 says is enough."""
 
 
-def _description(config: Config, plan: Plan) -> str:
-    """What the other hosts compare their configuration and plan with."""
+def _description(config: Config, schedule: Schedule) -> str:
+    """What the other hosts compare their configuration and plans with."""
     sections = {section: _digest(value) for section, value in to_tree(config).items()}
-    return json.dumps({"config": sections, "plan": _digest(plan.to_json())})
+    return json.dumps({"config": sections, "plans": _digest_of_plans(schedule)})
+
+
+def _digest_of_plans(schedule: Schedule) -> str:
+    return _digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
 
 
 def _digest(value: Any) -> str:
@@ -231,15 +243,16 @@ def _planned(config: PlanConfig, cases: Sequence[Case]) -> Plan:
     return plan_best(cases, config.method, Search(config.seed, config.budget_s))
 
 
-def _require_patience(config: Config, plan: Plan) -> None:
+def _require_patience(config: Config, plans: Iterable[Plan]) -> None:
     """Refuse a deadline that passes while everything goes as planned."""
-    if config.network.deadline_s <= plan.predicted.iteration_s:
+    longest_s = max(plan.predicted.iteration_s for plan in plans)
+    if config.network.deadline_s <= longest_s:
         raise InputError(
             "network.deadline_s",
             config.network.deadline_s,
             f"a host may have to wait for most of an iteration, which takes "
-            f"{plan.predicted.iteration_s:.3g} s by the plan",
-            f"Write {2 * plan.predicted.iteration_s:.0f} or more",
+            f"{longest_s:.3g} s by the plan",
+            f"Write {2 * longest_s:.0f} or more",
         )
 
 
@@ -320,6 +333,7 @@ def make_executor(
         config.seed,
         jax.ShapeDtypeStruct((batch, time, config.model.width), config.model.compute_dtype),
         config.network,
+        scales_skipped=config.recipe.skip_scaling == "inverse",
     )
     host.barrier("executors", config.cluster.connect_timeout_s)
     executor.open_sums()
@@ -327,31 +341,50 @@ def make_executor(
 
 
 class Iterations:
-    """Runs each iteration in the way that the configuration asks for."""
+    """Runs each iteration by its plan, in the way that the configuration asks for."""
 
-    def __init__(self, config: Config, executor: Executor, host: Membership):
-        """Find out how far this host's clock is from host 0's, if timelines are recorded."""
+    def __init__(
+        self,
+        config: Config,
+        executor: Executor,
+        host: Membership,
+        schedule: Schedule,
+        programs: Mapping[str, Program],
+    ):
+        """Find out how far this host's clock is from host 0's, if timelines are recorded.
+
+        `programs` are this host's, by the names of the plans.
+        """
         self.config = config
         self.executor = executor
         self.host = host
+        self.schedule = schedule
+        self.programs = programs
         network = config.network
-        self.emulation = (
-            Emulation(executor.plan, network, config.seed) if network.mode == "emulate" else None
-        )
+        self.emulations = {
+            name: Emulation(plan, network, config.seed)
+            for name, plan in schedule.plans.items()
+            if network.mode == "emulate"
+        }
         self.ready_first = config.execution == "ready-first"
         self.clock_offset_s = host.clock_offset_s() if config.trace != "never" else 0.0
         # In one process nothing is ever late, unless it is made so.
         self.waits = (
-            host.count > 1 or self.emulation is not None or self.ready_first or bool(executor.rings)
+            host.count > 1 or bool(self.emulations) or self.ready_first or bool(executor.rings)
         )
 
     def run(self, iteration: int, batches: Mapping[int, Sequence[Batch]], stop: bool) -> Outcome:
         """Run one iteration, and record it in the run folder if its turn has come."""
+        name = self.schedule.name(iteration)
+        self.executor.follow(self.schedule.plans[name], self.programs[name])
         traced = self.config.traces(iteration)
         if not (self.waits or traced):
             return self.executor.run(iteration, batches, stop)
         live = LiveIteration(
-            self.executor, iteration, ready_first=self.ready_first, emulation=self.emulation
+            self.executor,
+            iteration,
+            ready_first=self.ready_first,
+            emulation=self.emulations.get(name),
         )
         outcome = live.run(batches, stop)
         if traced:

@@ -35,6 +35,24 @@ def train(
     `stage_paths[m]` are the stages that microbatch m visits in order, `iterations[i][m]` its batch
     in iteration i.
     """
+    every = [stage_paths] * len(iterations)
+    return train_by(model, optimizer, every, stages, iterations, seed, steps)
+
+
+def train_by(
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    paths_of_iterations: Sequence[Sequence[Sequence[int]]],
+    stages: int,
+    iterations: Sequence[Sequence[Batch]],
+    seed: int,
+    steps: int | None = None,
+    scaled: bool = False,
+) -> tuple[list[Any], list[float]]:
+    """The same with paths of its own for each iteration.
+
+    If `scaled`, what a stage adds is divided by the share of the microbatches that visit it.
+    """
     layers = model.layers_of_stages(stages)
     modules = [create_stage(model, s, layers, jax.random.key(seed)) for s in range(stages)]
     structures = [nnx.graphdef(module) for module in modules]
@@ -42,16 +60,16 @@ def train(
     transformation = optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm), adamw(optimizer, steps or len(iterations))
     )
-    step = _step(structures, stage_paths, transformation)
+    step = _step(structures, transformation, scaled)
     state = transformation.init(parameters)
     losses = []
-    for batches in iterations:
-        parameters, state, loss = step(parameters, state, batches)
+    for batches, stage_paths in zip(iterations, paths_of_iterations, strict=True):
+        parameters, state, loss = step(parameters, state, batches, stage_paths)
         losses.append(float(loss))
     return parameters, losses
 
 
-def _step(structures: Sequence[Any], stage_paths: Sequence[Sequence[int]], transformation: Any):
+def _step(structures: Sequence[Any], transformation: Any, scaled: bool):
     @functools.partial(jax.jit, static_argnums=0)
     def apply(structure: Any, parameters: Any, x: jax.Array) -> jax.Array:
         return nnx.merge(structure, parameters)(x)
@@ -60,12 +78,17 @@ def _step(structures: Sequence[Any], stage_paths: Sequence[Sequence[int]], trans
     def loss_of(structure: Any, parameters: Any, x: jax.Array, targets: jax.Array):
         return nnx.merge(structure, parameters).loss(x, targets)
 
-    def loss(parameters: list[Any], batches: Sequence[Batch]) -> jax.Array:
+    def loss(
+        parameters: list[Any], batches: Sequence[Batch], stage_paths: Sequence[Sequence[int]]
+    ) -> jax.Array:
         nats = tokens = jnp.zeros(())
         for stages, batch in zip(stage_paths, batches, strict=True):
             x = batch["tokens"]
             for stage in stages:
-                x = apply(structures[stage], parameters[stage], x)
+                before, x = x, apply(structures[stage], parameters[stage], x)
+                if scaled and stage > 0:
+                    visits = sum(stage in path for path in stage_paths)
+                    x = before + (x - before) / (visits / len(stage_paths))
             own = loss_of(structures[0], parameters[0], x, batch["targets"])
             nats, tokens = nats + own[0], tokens + own[1]
         return nats / tokens
@@ -75,8 +98,13 @@ def _step(structures: Sequence[Any], stage_paths: Sequence[Sequence[int]], trans
         updates, state = transformation.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state
 
-    def step(parameters: list[Any], state: Any, batches: Sequence[Batch]):
-        value, gradients = jax.value_and_grad(loss)(parameters, batches)
+    def step(
+        parameters: list[Any],
+        state: Any,
+        batches: Sequence[Batch],
+        stage_paths: Sequence[Sequence[int]],
+    ):
+        value, gradients = jax.value_and_grad(loss)(parameters, batches, stage_paths)
         return *update(parameters, state, gradients), value
 
     return step

@@ -16,6 +16,7 @@ from skippipe_sched.simulate import Averaging, Timeline, simulate, simulate_plan
 
 from skippipe_jax import recording, report, run_folder
 from skippipe_jax.config import parse_config
+from skippipe_jax.recipe import OWN, RecipeConfig, Schedule
 
 PATHS = ((0, 1, 3), (0, 2, 4), (0, 4, 1), (0, 3, 2))
 CASE = {
@@ -50,7 +51,7 @@ PLAN = small_plan()
 
 def start_run(folder: Path) -> Path:
     config = {"run_dir": str(folder), "model": {"layers": 3}, "train": {"steps": 500}}
-    run_folder.start_run(folder, parse_config(config), PLAN)
+    run_folder.start_run(folder, parse_config(config), Schedule(RecipeConfig(), {OWN: PLAN}))
     return folder
 
 
@@ -214,11 +215,11 @@ def test_of_many_recordings_some_are_shown_the_newest_among_them(tmp_path, monke
         record(folder, step)
     operations = sum(map(len, PLAN.order))
     monkeypatch.setattr(report, "MOST_OPERATIONS", 3 * operations)
-    timelines, notes = report.load_timelines(folder, PLAN)
+    timelines, notes = report.load_timelines(folder, PLAN, recording.recorded_steps(folder))
     assert list(timelines) == [1, 11, 20]
     assert notes == ["3 of 20 recorded iterations are shown."]
     monkeypatch.setattr(report, "MOST_OPERATIONS", operations - 1)
-    assert list(report.load_timelines(folder, PLAN)[0]) == [20]
+    assert list(report.load_timelines(folder, PLAN, recording.recorded_steps(folder))[0]) == [20]
 
 
 def test_links_are_listed_with_what_went_over_them(tmp_path):

@@ -48,6 +48,7 @@ METRICS = {
     "tokens",
     "tokens_per_second",
     "seconds_per_iteration",
+    "plan",
     "predicted_seconds",
     "network",
     "bytes_sent",

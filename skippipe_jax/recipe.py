@@ -1,0 +1,240 @@
+"""Recipes for training with skipping: the plans of a run, and which iteration takes which.
+
+Paths may change from iteration to iteration; which node serves which stage never does. So all plans
+of a run have the placement of its own plan, and they are made before the first iteration: one for
+each phase of training, several if paths are redrawn, and one in which every microbatch visits every
+stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from skippipe_sched import fields
+from skippipe_sched.case import Case, parse_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import make_plan
+from skippipe_sched.plan import Plan
+from skippipe_sched.search import Search
+
+OWN, FULL = "plan", "full"
+"""The names of the run's own plan, and of the one with full paths."""
+# Redrawn plans that take so many times as long as the best of them are left out.
+LONGEST_REDRAW = 1.03
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of training, which begins after `from_step` iterations and lasts until the next.
+
+    Its paths visit `path_length` stages and have at most `max_swaps` swaps. null: as the plan's
+    case says.
+    """
+
+    from_step: int = 0
+    path_length: int | None = None
+    max_swaps: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What the plan of this phase is called."""
+        return f"from_{self.from_step}"
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """How paths change while a run trains, and whether stages make up for being skipped.
+
+    Attributes:
+        full_every: every so many iterations, all microbatches visit all stages in order.
+        phases: parts of training with paths of their own. Before the first, the plan's.
+        redraw_every: every so many iterations, the next of the redrawn plans is taken.
+        redraws: so many plans are sought for each phase, with different seeds. Those that take
+            more than 3% longer than the best of them are left out.
+        skip_scaling: with `inverse`, what a stage adds to its input is divided, in training, by the
+            share of the iteration's microbatches that visit it (stochastic depth). With `none` it
+            is not. Evaluation always uses stages as they are.
+    """
+
+    full_every: int | None = None
+    phases: tuple[Phase, ...] = ()
+    redraw_every: int | None = None
+    redraws: int = 1
+    skip_scaling: str = "none"
+
+    def __post_init__(self):
+        """Refuse phases that are out of order, and what has no effect."""
+        fields.text(self.skip_scaling, "recipe.skip_scaling", ("none", "inverse"))
+        fields.integer(self.redraws, "recipe.redraws", 1)
+        for name in ("full_every", "redraw_every"):
+            if getattr(self, name) is not None:
+                fields.integer(getattr(self, name), f"recipe.{name}", 1)
+        for number, phase in enumerate(self.phases):
+            for name, least in (("from_step", 0), ("path_length", 1), ("max_swaps", 0)):
+                if getattr(phase, name) is not None:
+                    field = f"recipe.phases[{number}].{name}"
+                    fields.integer(getattr(phase, name), field, least)
+        for number, (before, after) in enumerate(pairwise(self.phases), start=1):
+            if after.from_step <= before.from_step:
+                raise InputError(
+                    f"recipe.phases[{number}].from_step",
+                    after.from_step,
+                    f"the phase before it begins at {before.from_step}",
+                    "List the phases in the order in which they begin",
+                )
+        for name, other, alone in (
+            ("redraws", "redraw_every", self.redraws > 1 and self.redraw_every is None),
+            ("redraw_every", "redraws", self.redraws == 1 and self.redraw_every is not None),
+        ):
+            if alone:
+                raise InputError(
+                    f"recipe.{name}",
+                    getattr(self, name),
+                    f"has no effect without recipe.{other}",
+                    f"Write recipe.{other} too, or remove it",
+                )
+
+    @property
+    def begins_with_own(self) -> bool:
+        """Whether the run's own plan is taken before the first phase begins."""
+        return not self.phases or self.phases[0].from_step > 0
+
+    @property
+    def most_searches(self) -> int:
+        """How many plans are sought beside the run's own, at most."""
+        of_phases = (self.begins_with_own + len(self.phases)) * self.redraws
+        return of_phases - self.begins_with_own + (self.full_every is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The plans of a run by their names, its own among them, and which iteration takes which."""
+
+    recipe: RecipeConfig
+    plans: Mapping[str, Plan]
+
+    def name(self, iteration: int) -> str:
+        """The name of the plan that an iteration takes; iterations count from 0."""
+        recipe = self.recipe
+        if recipe.full_every is not None and (iteration + 1) % recipe.full_every == 0:
+            return FULL
+        begun = [phase.name for phase in recipe.phases if phase.from_step <= iteration]
+        name = begun[-1] if begun else OWN
+        if recipe.redraw_every is None:
+            return name
+        redrawn = sorted(other for other in self.plans if other.startswith(_redraw(name)))
+        return redrawn[iteration // recipe.redraw_every % len(redrawn)]
+
+    def plan(self, iteration: int) -> Plan:
+        """The plan that an iteration takes; iterations count from 0."""
+        return self.plans[self.name(iteration)]
+
+
+def stage_shares(plan: Plan) -> Float[np.ndarray, " stages"]:
+    """The share of an iteration's microbatches that visit each stage."""
+    visits = Counter(plan.stage_of[node] for path in plan.microbatches for node in path)
+    counts = np.array([visits[stage] for stage in range(len(plan.stages))], np.float32)
+    return counts / np.float32(len(plan.microbatches))
+
+
+def make_schedule(
+    recipe: RecipeConfig,
+    own: Plan,
+    method: str,
+    seed: int,
+    budget_s: float,
+    say: Callable[[str], None],
+) -> Schedule:
+    """The schedule of a run with this plan of its own; others are sought for `budget_s` each.
+
+    `say` is told what takes time, and what is left out.
+
+    Raises:
+        InputError: naming the part of the recipe that has no plan.
+    """
+    if recipe.most_searches:
+        say(f"planning for the recipe: {recipe.most_searches} plans, {budget_s:g} s each at most")
+    plans = {OWN: own}
+    for part in _parts(recipe, own.case):
+        drawn = [own] if not part.changes else []
+        while len(drawn) < part.redraws:
+            search = Search(seed + len(drawn), budget_s, own.stages)
+            drawn.append(_planned(part, own.case, method, search))
+        if recipe.redraw_every is None or part.name == FULL:
+            [plans[part.name]] = drawn
+        else:
+            plans |= _redrawn(part.name, drawn, say)
+    return Schedule(recipe, plans)
+
+
+class _Part(NamedTuple):
+    """A kind of iteration: the plan's name, where the recipe asks for it, and what is asked for.
+
+    `changes` are the path length and the rules that are not those of the run's own case.
+    """
+
+    name: str
+    field: str
+    value: Any
+    redraws: int
+    changes: Mapping[str, int]
+
+
+def _parts(recipe: RecipeConfig, case: Case) -> Iterator[_Part]:
+    if recipe.begins_with_own:
+        yield _Part(OWN, "recipe.redraws", recipe.redraws, recipe.redraws, {})
+    for number, phase in enumerate(recipe.phases):
+        asked = {"path_length": phase.path_length, "max_swaps": phase.max_swaps}
+        now = {"path_length": case.path_length, "max_swaps": case.rules.max_swaps}
+        changes = {key: n for key, n in asked.items() if n is not None and n != now[key]}
+        yield _Part(phase.name, f"recipe.phases[{number}]", asdict(phase), recipe.redraws, changes)
+    if recipe.full_every is not None:
+        in_order = {"path_length": len(case.stages), "max_swaps": 0, "max_jump": 0}
+        yield _Part(FULL, "recipe.full_every", recipe.full_every, 1, in_order)
+
+
+def _planned(part: _Part, case: Case, method: str, search: Search) -> Plan:
+    rules = {key: value for key, value in part.changes.items() if key != "path_length"}
+    changed = {
+        "path_length": part.changes.get("path_length", case.path_length),
+        "rules": {**case.source.get("rules", {}), **rules},
+    }
+    try:
+        plan = make_plan(parse_case({**case.source, **changed}), method, search)
+    except InputError as error:
+        problem = f"cannot be planned, as {error.field} = {error.value!r}: {error.problem}"
+        raise InputError(part.field, part.value, problem, error.remedy) from error
+    lengths = sorted({len(path) for path in plan.microbatches})
+    if "path_length" in part.changes and lengths != [part.changes["path_length"]]:
+        raise InputError(
+            part.field,
+            part.value,
+            f"plan.method = {method} knows no paths but those of {lengths[-1]} stages",
+            "Write another plan.method, such as joint",
+        )
+    return plan
+
+
+def _redrawn(name: str, drawn: Sequence[Plan], say: Callable[[str], None]) -> dict[str, Plan]:
+    """The plans that are about as quick as the best of them, each once, by their names."""
+    longest_s = LONGEST_REDRAW * min(plan.predicted.iteration_s for plan in drawn)
+    kept = {
+        plan.microbatches: plan for plan in drawn if plan.predicted.iteration_s <= longest_s
+    }.values()
+    if len(kept) < len(drawn):
+        say(
+            f"{name}: {len(kept)} of {len(drawn)} redrawn plans are used; the others take more "
+            f"than {longest_s:.3g} s, or are the same"
+        )
+    return {f"{_redraw(name)}{number:03}": plan for number, plan in enumerate(kept)}
+
+
+def _redraw(name: str) -> str:
+    """How the names of the plans begin that are redrawn for the plan of this name."""
+    return f"{name}_draw_"

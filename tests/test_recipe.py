@@ -1,0 +1,367 @@
+"""Training by several plans equals the oracle, compiles nothing anew, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from skippipe_sched.case import parse_case
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import make_plan
+from skippipe_sched.plan import Plan
+from skippipe_sched.rules import violations
+from skippipe_sched.search import Search
+
+from skippipe_jax import run_folder, trainer
+from skippipe_jax.cluster import Membership
+from skippipe_jax.config import load_config, parse_config
+from skippipe_jax.data import TrainingBatches
+from skippipe_jax.executor import Executor
+from skippipe_jax.program import Compute, compile_plans
+from skippipe_jax.recipe import OWN, Phase, RecipeConfig, Schedule, make_schedule, stage_shares
+from skippipe_jax.report import report
+from tests import oracle
+from tests.multihost.processes import started_processes
+from tests.multihost.test_training_hosts import WORKER, read_replicas
+from tests.test_program import plan_of
+from tests.training_runs import (
+    arrays_of_checkpoint,
+    assert_same_bits,
+    by_name,
+    virtual_devices,
+    write_config,
+)
+
+PATIENCE_S = 120.0
+TOLERANCE = 2e-5
+STEPS = 8
+CASE = {
+    "nodes": 7,
+    "locations": ["here"],
+    "links": [],
+    "activation_bytes": 1e5,
+    "stage_bytes": 1e5,
+    "forward_s": 0.005,
+    "stages": [2, 2, 1, 2],
+    "path_length": 3,
+    "microbatches_per_data_node": 3,
+    "memory": 2,
+}
+RECIPE = {
+    "full_every": 4,
+    "phases": [{"from_step": 2, "path_length": 2}, {"from_step": 5, "max_swaps": 1}],
+    "redraw_every": 1,
+    "redraws": 2,
+    "skip_scaling": "inverse",
+}
+PLANS_TAKEN = [
+    "plan_draw_000",
+    "plan_draw_001",
+    "from_2_draw_000",
+    "full",
+    "from_2_draw_000",
+    "from_5_draw_001",
+    "from_5_draw_000",
+    "full",
+]
+PATH_LENGTHS = [3, 3, 2, 4, 2, 3, 3, 4]
+
+
+def config_in(folder: Path, **sections: Any) -> Path:
+    given: dict[str, Any] = {
+        "run_dir": str(folder / "run"),
+        "plan": {"case": CASE, "method": "balanced"},
+        "recipe": RECIPE,
+        "train": {"steps": STEPS},
+        "checkpoint": {"every": 100},
+        # Large steps, and an epsilon so large that updates depend on how large a gradient is.
+        "optimizer": {
+            "learning_rate": 3e-2,
+            "warmup_steps": 1,
+            "decay_steps": 100,
+            "weight_decay": 0.1,
+            "clip_norm": 0.5,
+            "epsilon": 1e-2,
+        },
+    }
+    return write_config(folder, **given | sections)
+
+
+def train_here(config: Path, *overrides: str, resume: bool = False) -> None:
+    """Train in this process, the nodes spread over its devices."""
+    parsed = load_config(config, overrides)
+    host = Membership(parsed.cluster, 0, 1)
+    ending = trainer.train(parsed, host, resume=resume, config_folder=config.parent)
+    assert ending.cut_short_by is None
+
+
+def assert_plans_were_taken(run_dir: Path) -> None:
+    """The metrics tell of the plans, which are saved, drawn, and as the recipe says."""
+    schedule, lines = run_folder.saved_schedule(run_dir), run_folder.read_metrics(run_dir)
+    assert [line["plan"] for line in lines] == PLANS_TAKEN
+    plans = [schedule.plans[name] for name in PLANS_TAKEN]
+    assert [{len(path) for path in plan.microbatches} for plan in plans] == [
+        {length} for length in PATH_LENGTHS
+    ]
+    first, again = (schedule.plans[name].microbatches for name in PLANS_TAKEN[:2])
+    assert first != again
+    assert len({plan.stages for plan in schedule.plans.values()}) == 1
+    for line, plan in zip(lines, plans, strict=True):
+        assert line["predicted_seconds"] == plan.predicted.iteration_s
+        assert violations(plan.case, plan.stages, plan.microbatches) == []
+    full, partial = lines[3]["bytes_per_link"], lines[4]["bytes_per_link"]
+    assert sum(full.values()) == lines[3]["bytes_sent"] > sum(partial.values())
+    names = {path.stem for path in (run_dir / "plans").iterdir()}
+    assert names == set(PLANS_TAKEN)
+    for name in names:
+        assert (run_dir / "plans" / f"{name}.svg").read_text().startswith("<svg")
+
+
+def expected_run(run_dir: Path) -> tuple[list[Any], list[float]]:
+    """What the oracle makes of a finished run: parameters of each stage, and the losses."""
+    config = run_folder.saved_config(run_dir, "run_dir")
+    schedule, batches = run_folder.saved_schedule(run_dir), TrainingBatches(config.data)
+    plans = [schedule.plans[name] for name in PLANS_TAKEN]
+    sent = len(plans[0].microbatches)
+    return oracle.train_by(
+        config.model,
+        config.optimizer,
+        [[[plan.stage_of[n] for n in path] for path in plan.microbatches] for plan in plans],
+        len(plans[0].stages),
+        [[batches[step * sent + m] for m in range(sent)] for step in range(STEPS)],
+        config.seed,
+        STEPS,
+        scaled=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"recompute": "none"}},
+        {"execution": "ready-first", "network": {"averaging": "ring"}},
+        {"network": {"averaging": "ring", "mode": "emulate"}, "trace": "every 3"},
+    ],
+    ids=["at once", "ring", "emulated"],
+)
+def test_training_by_several_plans_equals_the_oracle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+):
+    made: list[Executor] = []
+    make_executor = trainer.make_executor
+
+    def make_and_keep(*arguments: Any) -> Executor:
+        made.append(make_executor(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(trainer, "make_executor", make_and_keep)
+    model = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
+    recompute = {"recompute": "stage"} | sections.get("model", {})
+    run_dir = tmp_path / "run"
+    train_here(config_in(tmp_path, **sections | {"model": model | recompute}))
+
+    assert_plans_were_taken(run_dir)
+    expected, losses = expected_run(run_dir)
+    for (stage, device), state in made[0].states.items():
+        error = oracle.relative_error(state.parameters, expected[stage])
+        assert error < TOLERANCE, f"stage {stage} on {device}: {error}"
+    lines = run_folder.read_metrics(run_dir)
+    np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-5)
+    assert [line["compilations"] for line in lines[1:]] == [0] * (STEPS - 1)
+    if "trace" in sections:
+        assert_recordings_are_of_their_plans(run_dir)
+
+
+def assert_recordings_are_of_their_plans(run_dir: Path) -> None:
+    """Steps 3 and 6 are recorded, of paths of two and of three stages."""
+    counts = []
+    for step in (3, 6):
+        assert (run_dir / "timelines" / f"{step:08d}.svg").exists()
+        recording = (run_dir / "timelines" / f"{step:08d}" / "host_0.json").read_text()
+        counts.append(len(json.loads(recording)["runs"]))
+    assert counts == [6 * (2 * length + 1) for length in (2, 3)]
+    assert "2 recorded iterations had other plans." in report(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sections"),
+    [
+        (3, {"execution": "ready-first", "network": {"averaging": "ring"}}),
+        (2, {"network": {"averaging": "collective"}}),
+    ],
+    ids=["3 hosts, ring", "2 hosts, collective"],
+)
+def test_hosts_take_the_plans_together(tmp_path: Path, hosts: int, sections: dict[str, Any]):
+    config = config_in(tmp_path, **sections)
+    with started_processes(tmp_path / "hosts") as processes:
+        command = (WORKER, tmp_path / "replicas", "--config", config)
+        processes.start_hosts(hosts, *command, **virtual_devices(1))
+        assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
+    assert_plans_were_taken(tmp_path / "run")
+    lines = run_folder.read_metrics(tmp_path / "run")
+    assert [line["compilations"] for line in lines[1:]] == [0] * (STEPS - 1)
+    expected, _ = expected_run(tmp_path / "run")
+    for stage, replicas in enumerate(read_replicas(tmp_path / "replicas")):
+        truth = by_name({"parameters": expected[stage]})
+        for replica in replicas:
+            error = oracle.relative_error({name: replica[name] for name in truth}, truth)
+            assert error < TOLERANCE, f"stage {stage}: {error}"
+
+
+def test_a_run_resumed_in_the_middle_of_a_phase_gives_the_same_bits(tmp_path: Path):
+    config = config_in(tmp_path)
+    train_here(config, f"run_dir={tmp_path}/whole")
+    train_here(config, "train.steps=5")
+    train_here(config, resume=True)
+    for found, expected in zip(
+        arrays_of_checkpoint(tmp_path / "run", STEPS),
+        arrays_of_checkpoint(tmp_path / "whole", STEPS),
+        strict=True,
+    ):
+        assert_same_bits(found, expected)
+    assert_plans_were_taken(tmp_path / "run")
+
+
+def test_a_run_goes_on_by_its_recipe_only(tmp_path: Path):
+    config = config_in(tmp_path)
+    train_here(config, "train.steps=1")
+    with pytest.raises(InputError) as caught:
+        train_here(config, "recipe.full_every=3", resume=True)
+    assert caught.value.field == "recipe.full_every"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "problem"),
+    [
+        (["recipe.phases=[{path_length: 5}]"], "recipe.phases[0]", "there are only 4 stages"),
+        (
+            [
+                "recipe.phases=[{}, {from_step: 3, path_length: 2}]",
+                "plan.case.path_length=4",
+                "plan.case.rules.max_jump=0",
+            ],
+            "recipe.phases[1]",
+            "max_jump",
+        ),
+        (
+            ["recipe.phases=[{path_length: 2}]", "plan.method=full", "recipe.full_every=null"],
+            "recipe.phases[0]",
+            "knows no paths but those of 4 stages",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_before_anything_is_written(
+    tmp_path: Path, overrides: list[str], field: str, problem: str
+):
+    short = ["plan.budget_s=0.1"]
+    with pytest.raises(InputError) as caught:
+        train_here(config_in(tmp_path), *overrides, *short)
+    assert caught.value.field == field
+    assert problem in caught.value.problem
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [
+        ({"skip_scaling": "sqrt"}, "recipe.skip_scaling"),
+        ({"full_every": 0}, "recipe.full_every"),
+        ({"redraws": 0}, "recipe.redraws"),
+        ({"redraws": 3}, "recipe.redraws"),
+        ({"redraw_every": 3}, "recipe.redraw_every"),
+        ({"phases": [{"from_step": -1}]}, "recipe.phases[0].from_step"),
+        ({"phases": [{"path_length": 0}]}, "recipe.phases[0].path_length"),
+        ({"phases": [{}, {"from_step": 2, "max_swaps": -1}]}, "recipe.phases[1].max_swaps"),
+        ({"phases": [{"from_step": 2}, {"from_step": 2}]}, "recipe.phases[1].from_step"),
+        ({"phases": [{"length": 2}]}, "recipe.phases[0].length"),
+    ],
+)
+def test_recipes_without_sense_are_refused(recipe: dict[str, Any], field: str):
+    with pytest.raises(InputError) as caught:
+        parse_config({"recipe": recipe})
+    assert caught.value.field == field
+
+
+def names(recipe: RecipeConfig, plans: list[str], iterations: int) -> list[str]:
+    [plan] = drawn(1)
+    schedule = Schedule(recipe, dict.fromkeys([OWN, *plans], plan))
+    return [schedule.name(iteration) for iteration in range(iterations)]
+
+
+def drawn(count: int) -> list[Plan]:
+    case = parse_case(CASE)
+    return [make_plan(case, "balanced", Search(seed)) for seed in range(count)]
+
+
+def test_without_a_recipe_every_iteration_takes_the_plan():
+    assert names(RecipeConfig(), [], 3) == ["plan"] * 3
+
+
+def test_phases_begin_after_their_number_of_iterations():
+    phases = (Phase(1), Phase(3))
+    found = names(RecipeConfig(phases=phases, full_every=5), ["from_1", "from_3", "full"], 6)
+    assert found == ["plan", "from_1", "from_1", "from_3", "full", "from_3"]
+
+
+def test_redrawn_plans_take_turns():
+    recipe = RecipeConfig(redraw_every=2, redraws=3, phases=(Phase(4),))
+    plans = ["plan_draw_000", "plan_draw_001", "from_4_draw_000"]
+    found = [name[-8:] for name in names(recipe, plans, 7)]
+    assert found == ["draw_000", "draw_000", "draw_001", "draw_001", *["draw_000"] * 3]
+
+
+def schedule_of(recipe: RecipeConfig, own: Plan, say: Callable[[str], None] = print) -> Schedule:
+    return make_schedule(recipe, own, "balanced", 0, 0.1, say)
+
+
+def test_a_phase_with_the_paths_of_the_plan_takes_the_plan():
+    [own] = drawn(1)
+    recipe = RecipeConfig(phases=(Phase(0, 2), Phase(9, path_length=3, max_swaps=0)))
+    schedule = schedule_of(recipe, own)
+    assert schedule.plans.keys() == {"plan", "from_0", "from_9"}
+    assert schedule.plan(8) is not own
+    assert schedule.plan(9) is own
+
+
+def test_redrawn_plans_that_take_longer_are_left_out():
+    far = CASE | {"locations": ["Belgium", "Iowa", "Taiwan"], "links": "gcp12", "hop_overhead_s": 0}
+    own = make_plan(parse_case(far), "balanced", Search(0))
+    told: list[str] = []
+    schedule = schedule_of(RecipeConfig(redraw_every=1, redraws=9), own, told.append)
+    kept = [plan.predicted.iteration_s for name, plan in schedule.plans.items() if name != OWN]
+    sought = [
+        make_plan(own.case, "balanced", Search(seed, placement=own.stages)) for seed in range(1, 9)
+    ]
+    seconds = [plan.predicted.iteration_s for plan in (own, *sought)]
+    assert 0 < len(kept) < 9
+    assert kept == [s for s in seconds if s <= 1.03 * min(seconds)]
+    assert told[-1].startswith(f"plan: {len(kept)} of 9 redrawn plans are used; ")
+
+
+def test_hops_of_rings_lie_above_those_of_all_plans():
+    [own] = drawn(1)
+    plans = schedule_of(RecipeConfig(full_every=2), own).plans
+    compiled = compile_plans(plans, (0, 0, 1, 1, 1, 0, 0))
+    used = {
+        name: [
+            hop.number
+            for program in programs
+            for step in program.instructions
+            if isinstance(step, Compute)
+            for hop in (step.arrives, step.leaves)
+            if hop is not None
+        ]
+        for name, programs in compiled.items()
+    }
+    assert max(used["full"]) > max(used[OWN])
+    free = {program.first_free_hop for programs in compiled.values() for program in programs}
+    assert free == {max(used["full"]) + 1}
+
+
+def test_shares_of_stages():
+    plan = plan_of([[0], [1, 2], [3]], [[0, 1], [0, 2, 3], [0, 2], [0]])
+    np.testing.assert_array_equal(stage_shares(plan), np.float32([1, 0.75, 0.25]))
