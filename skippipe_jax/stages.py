@@ -114,7 +114,7 @@ def stage_functions(
     ) -> tuple[Array, Callable]:
         if is_data_stage:
             return jax.vjp(lambda parameters: apply(parameters, inputs, share), parameters)
-        return jax.vjp(lambda *arguments: apply(*arguments, share), parameters, inputs)
+        return jax.vjp(functools.partial(apply, share=share), parameters, inputs)
 
     def create(key: PRNGKeyArray, first_layer: int):
         parameters = nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
