@@ -53,7 +53,8 @@ class RecipeConfig:
 
     Attributes:
         full_every: every so many iterations, all microbatches visit all stages in order.
-        phases: parts of training with paths of their own. Before the first, the plan's.
+        phases: parts of training with paths of their own. Before the first, or with null, the
+            plan's.
         redraw_every: every so many iterations, the next of the redrawn plans is taken.
         redraws: so many plans are sought for each phase, with different seeds. Those that take
             more than 3% longer than the best of them are left out.
@@ -63,7 +64,7 @@ class RecipeConfig:
     """
 
     full_every: int | None = None
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[Phase, ...] | None = None
     redraw_every: int | None = None
     redraws: int = 1
     skip_scaling: str = "none"
@@ -75,12 +76,12 @@ class RecipeConfig:
         for name in ("full_every", "redraw_every"):
             if getattr(self, name) is not None:
                 fields.integer(getattr(self, name), f"recipe.{name}", 1)
-        for number, phase in enumerate(self.phases):
+        for number, phase in enumerate(self.phases or ()):
             for name, least in (("from_step", 0), ("path_length", 1), ("max_swaps", 0)):
                 if getattr(phase, name) is not None:
                     field = f"recipe.phases[{number}].{name}"
                     fields.integer(getattr(phase, name), field, least)
-        for number, (before, after) in enumerate(pairwise(self.phases), start=1):
+        for number, (before, after) in enumerate(pairwise(self.phases or ()), start=1):
             if after.from_step <= before.from_step:
                 raise InputError(
                     f"recipe.phases[{number}].from_step",
@@ -108,7 +109,7 @@ class RecipeConfig:
     @property
     def most_searches(self) -> int:
         """How many plans are sought beside the run's own, at most."""
-        of_phases = (self.begins_with_own + len(self.phases)) * self.redraws
+        of_phases = (self.begins_with_own + len(self.phases or ())) * self.redraws
         return of_phases - self.begins_with_own + (self.full_every is not None)
 
 
@@ -124,7 +125,7 @@ class Schedule:
         recipe = self.recipe
         if recipe.full_every is not None and (iteration + 1) % recipe.full_every == 0:
             return FULL
-        begun = [phase.name for phase in recipe.phases if phase.from_step <= iteration]
+        begun = [phase.name for phase in recipe.phases or () if phase.from_step <= iteration]
         name = begun[-1] if begun else OWN
         if recipe.redraw_every is None:
             return name
@@ -189,7 +190,7 @@ class _Part(NamedTuple):
 def _parts(recipe: RecipeConfig, case: Case) -> Iterator[_Part]:
     if recipe.begins_with_own:
         yield _Part(OWN, "recipe.redraws", recipe.redraws, recipe.redraws, {})
-    for number, phase in enumerate(recipe.phases):
+    for number, phase in enumerate(recipe.phases or ()):
         asked = {"path_length": phase.path_length, "max_swaps": phase.max_swaps}
         now = {"path_length": case.path_length, "max_swaps": case.rules.max_swaps}
         changes = {key: n for key, n in asked.items() if n is not None and n != now[key]}
