@@ -173,7 +173,7 @@ class Config:
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self):
-        """Refuse a sequence that is longer than the model's context."""
+        """Refuse what the sections say against each other, and values out of range."""
         fields.integer(self.seed, "seed", 0, 2**32 - 1)
         fields.text(self.execution, "execution", ("strict", "ready-first"))
         if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
@@ -186,6 +186,14 @@ class Config:
                 self.data.sequence_length,
                 f"is longer than model.context = {self.model.context}",
                 "Shorten it, or raise model.context",
+            )
+
+        if self.data.packing == "documents" and self.model.attention == "cudnn":
+            raise InputError(
+                "model.attention",
+                self.model.attention,
+                "does not keep the documents of data.packing = 'documents' apart",
+                "Write model.attention: xla, or data.packing: windows",
             )
 
     def traces(self, iteration: int) -> bool:

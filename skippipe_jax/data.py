@@ -16,11 +16,11 @@ import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn, NotRequired, TypedDict
 
 import grain
 import numpy as np
-from jaxtyping import Int32, UInt16
+from jaxtyping import Bool, Int32, UInt16
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
@@ -43,6 +43,9 @@ class DataConfig:
         path: for ``text``, a file or a folder whose files (hidden ones aside) are read.
         sequence_length: tokens of a sequence, each of which predicts the one after it.
         microbatch_size: sequences of a microbatch.
+        packing: with ``windows`` documents follow one another and are cut into sequences. With
+            ``documents`` a sequence holds whole documents, which attention, and the positions that
+            it counts with, keep apart.
         held_out: share of the files, between 0 and 1, that is kept for evaluation; of a single
             file it is the share at the end.
         shuffle_seed: decides the order of training and which files are held out.
@@ -54,6 +57,7 @@ class DataConfig:
     path: str | None = None
     sequence_length: int = 256
     microbatch_size: int = 4
+    packing: str = "windows"
     held_out: float = 0.05
     shuffle_seed: int = 0
 
@@ -69,6 +73,7 @@ class DataConfig:
             raise InputError("data.path", self.path, problem, "Remove it or set data.source: text")
         fields.integer(self.sequence_length, "data.sequence_length", 1)
         fields.integer(self.microbatch_size, "data.microbatch_size", 1)
+        fields.text(self.packing, "data.packing", choices=("windows", "documents"))
         if not 0 < self.held_out < 1:
             problem = "must lie between 0 and 1, or one of the two parts is empty"
             raise InputError("data.held_out", self.held_out, problem, "Write a share such as 0.05")
@@ -109,10 +114,14 @@ def check_vocabulary(vocabulary_size: int) -> None:
 
 
 class Batch(TypedDict):
-    """What one microbatch is computed from; a target of `NOT_COUNTED` stays out of the loss."""
+    """What one microbatch is computed from; a target of `NOT_COUNTED` stays out of the loss.
+
+    With packed documents, `begins` says where each of them starts.
+    """
 
     tokens: Int32[np.ndarray, "sequence position"]
     targets: Int32[np.ndarray, "sequence position"]
+    begins: NotRequired[Bool[np.ndarray, "sequence position"]]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.config import Config
 from skippipe_jax.data import held_out_batches
+from skippipe_jax.marks import marked_tokens
 from skippipe_jax.model import DataStage, ModelConfig, create_stage, stage_shapes
 
 # The exponential of a greater loss is no float any more.
@@ -106,14 +107,17 @@ def held_out_loss(config: Config, parameters: Sequence[Any], sequences: int) -> 
     batch_loss = jax.jit(full_model_loss(model, len(parameters)))
     totals = np.zeros(2)
     for batch in tqdm(batches, unit="batch", disable=None, leave=False):
-        totals += np.asarray(batch_loss(parameters, batch["tokens"], batch["targets"]))
+        totals += np.asarray(batch_loss(parameters, marked_tokens(batch), batch["targets"]))
     return float(totals[0] / totals[1]), int(totals[1])
 
 
 def full_model_loss(
     model: ModelConfig, stages: int
 ) -> Callable[[Sequence[Any], Int[Array, "batch time"], Int[Array, "batch time"]], Float[Array, 2]]:
-    """(parameters of all stages, tokens, targets) -> sum of the losses in nats, target tokens."""
+    """(parameters of all stages, tokens, targets) -> sum of the losses in nats, target tokens.
+
+    Tokens are as `marked_tokens` gives them.
+    """
     layers = model.layers_of_stages(stages)
     structures = [
         nnx.graphdef(

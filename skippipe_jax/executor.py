@@ -23,6 +23,7 @@ from skippipe_sched.plan import Operation, Plan
 from skippipe_jax.config import NetworkConfig
 from skippipe_jax.data import Batch
 from skippipe_jax.links import Link
+from skippipe_jax.marks import marked_tokens
 from skippipe_jax.model import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.optimizer import OptimizerConfig
 from skippipe_jax.program import Compute, Program
@@ -316,7 +317,7 @@ class Executor:
         _, microbatch, node = operation
         batch = inputs[microbatch]
         self.nodes[node].targets[microbatch] = self.put(batch["targets"], node)
-        return self.put(batch["tokens"], node)
+        return self.put(marked_tokens(batch), node)
 
     def call(self, operation: Operation, value: jax.Array, totals: dict[jax.Device, Totals]) -> Any:
         """Dispatch one operation; its output, or None after the last backward of a path."""

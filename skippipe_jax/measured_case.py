@@ -44,6 +44,7 @@ from skippipe_jax.measured_stages import (
 )
 from skippipe_jax.model import parameter_count, stage_shapes
 from skippipe_jax.program import hosts_of_nodes
+from skippipe_jax.stages import activation
 
 NOT_MEASURED = (
     "locations",
@@ -275,8 +276,7 @@ def _names(given: Any, hosts: int) -> list[str]:
 def activation_bytes(config: Config) -> int:
     """What one microbatch sends from stage to stage, in the dtype that travels."""
     dtype = jnp.dtype(config.network.activation_dtype or config.model.compute_dtype)
-    tokens = config.data.microbatch_size * config.data.sequence_length
-    return tokens * config.model.width * dtype.itemsize
+    return activation(config.model, config.data).size * dtype.itemsize
 
 
 def _costs(reports: Sequence[HostReport], host_of: Sequence[int]) -> Costs:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_jax.config import Config
-from skippipe_jax.stages import TOKENS, StageFunctions, stage_functions
+from skippipe_jax.stages import TOKENS, StageFunctions, activation, stage_functions
 
 FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 LEAST_REPETITIONS = 3
@@ -174,13 +174,14 @@ def _inputs(
     config: Config, shape: Shape, device: jax.Device | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """A random microbatch for a stage; with targets for a data stage."""
-    key, batch = jax.random.key(0), (config.data.microbatch_size, config.data.sequence_length)
+    key, wanted = jax.random.key(0), activation(config.model, config.data)
     with jax.default_device(device):
         if shape[0]:
-            tokens = jax.random.randint(key, batch, 0, config.model.vocabulary_size)
+            tokens = jax.random.randint(key, wanted.shape[:2], 0, config.model.vocabulary_size)
+            if config.data.packing == "documents":
+                return jnp.stack([tokens, jnp.zeros_like(tokens)], axis=-1), tokens
             return tokens, tokens
-        activations = (*batch, config.model.width)
-        return jax.random.normal(key, activations, config.model.compute_dtype), None
+        return jax.random.normal(key, wanted.shape, wanted.dtype), None
 
 
 def _bytes(tree: Any) -> int:

@@ -16,9 +16,17 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.extend.core.primitives import convert_element_type_p
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Real
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+
+from skippipe_jax.marks import (
+    mark,
+    positions_in_documents,
+    unmark,
+    unmark_tokens,
+    within_documents,
+)
 
 INITIAL_DEVIATION = 0.02
 RECOMPUTE = ("none", "block", "stage")
@@ -208,11 +216,13 @@ def rotary_frequencies(config: ModelConfig) -> Float[Array, " half_head"]:
 
 
 def rotate(
-    x: Float[Array, "batch time heads head_width"], frequencies: Float[Array, " half_head"]
+    x: Float[Array, "batch time heads head_width"],
+    frequencies: Float[Array, " half_head"],
+    positions: Real[Array, "#batch time"],
 ) -> Float[Array, "batch time heads head_width"]:
     """Turn each pair (first half, second half) of a head by its position times its frequency."""
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -264,20 +274,33 @@ class Block(nnx.Module):
         self.up = Linear(config, config.width, config.ffn_width, rngs)
         self.down = Linear(config, config.ffn_width, config.width, rngs)
 
-    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-        """The residual stream after this layer."""
-        x = x + self.attend(self.attention_norm(x))
+    def __call__(
+        self, x: Float[Array, "batch time width"], positions: Int[Array, "batch time"] | None = None
+    ) -> Float[Array, "batch time width"]:
+        """The residual stream after this layer; `positions` are those in packed documents."""
+        x = x + self.attend(self.attention_norm(x), positions)
         hidden = self.ffn_norm(x)
         return x + self.down(jax.nn.silu(self.gate(hidden)) * self.up(hidden))
 
-    def attend(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-        """Causal grouped-query attention with rotary positions that count from 0."""
+    def attend(
+        self, x: Float[Array, "batch time width"], positions: Int[Array, "batch time"] | None
+    ) -> Float[Array, "batch time width"]:
+        """Causal grouped-query attention within each document, where rotary positions start at 0.
+
+        The mask is made here, where masking the scores takes it up: from block to block, and from
+        forward to backward, positions are kept, and nothing that grows with the square of time.
+        """
         heads = (*x.shape[:2], -1, self.config.head_width)
         frequencies = rotary_frequencies(self.config)
+        if positions is None:
+            positions, mask = jnp.arange(x.shape[1])[None], None
+        else:
+            mask = within_documents(positions)
         attended = jax.nn.dot_product_attention(
-            rotate(self.query(x).reshape(heads), frequencies),
-            rotate(self.key(x).reshape(heads), frequencies),
+            rotate(self.query(x).reshape(heads), frequencies, positions),
+            rotate(self.key(x).reshape(heads), frequencies, positions),
             self.value(x).reshape(heads),
+            mask=mask,
             is_causal=True,
             implementation="cudnn" if self.config.attention == "cudnn" else "xla",
         )
@@ -288,7 +311,8 @@ class Stage(nnx.Module):
     """Consecutive blocks, run under `jax.lax.scan` so that compile time does not grow with depth.
 
     A block's parameters are drawn from the seed and its place in the whole model, so they do not
-    depend on how the model is cut into stages.
+    depend on how the model is cut into stages. Activations have one channel more than the width
+    where documents are packed (see `skippipe_jax.marks`).
     """
 
     def __init__(
@@ -301,15 +325,19 @@ class Stage(nnx.Module):
         )
         self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(keys)
 
-    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-        """The residual stream after all blocks."""
+    def __call__(
+        self, x: Float[Array, "batch time channels"]
+    ) -> Float[Array, "batch time channels"]:
+        """The residual stream after all blocks, with the marks that it came with."""
         structure, parameters = nnx.split(self.blocks)
+        x, begins = unmark(x, self.config.width)
+        positions = None if begins is None else positions_in_documents(begins)
 
         def apply_block(x: Array, block_parameters: Any) -> tuple[Array, None]:
-            return nnx.merge(structure, block_parameters)(x), None
+            return nnx.merge(structure, block_parameters)(x, positions), None
 
         x, _ = jax.lax.scan(recomputed(apply_block, self.config), x, parameters)
-        return x
+        return mark(x, begins)
 
 
 class DataStage(Stage):
@@ -328,12 +356,19 @@ class DataStage(Stage):
         if not config.tied_head:
             self.head = Linear(config, config.width, config.vocabulary_size, nnx.Rngs(head_key))
 
-    def __call__(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time width"]:
-        """Embed tokens and run the stage's own blocks."""
-        return super().__call__(self.embedding[...][tokens].astype(self.config.compute_dtype))
+    def __call__(
+        self, tokens: Int[Array, "batch time"] | Int[Array, "batch time 2"]
+    ) -> Float[Array, "batch time channels"]:
+        """Embed tokens, as `marked_tokens` gives them, and run the stage's own blocks."""
+        tokens, begins = unmark_tokens(tokens)
+        x = self.embedding[...][tokens].astype(self.config.compute_dtype)
+        return super().__call__(mark(x, begins))
 
-    def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:
+    def logits(
+        self, x: Float[Array, "batch time channels"]
+    ) -> Float[Array, "batch time vocabulary"]:
         """Scores of the next token, in float32."""
+        x, _ = unmark(x, self.config.width)
         x = self.final_norm(x)
         if self.config.tied_head:
             kernel = self.embedding[...].astype(self.config.compute_dtype).T
@@ -342,7 +377,7 @@ class DataStage(Stage):
         return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
 
     def loss(
-        self, x: Float[Array, "batch time width"], targets: Int[Array, "batch time"]
+        self, x: Float[Array, "batch time channels"], targets: Int[Array, "batch time"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Sum of the cross-entropy over target tokens in nats, and how many those are.
 

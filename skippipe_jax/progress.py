@@ -26,7 +26,7 @@ from skippipe_jax.executor import Outcome
 from skippipe_jax.model import parameter_count, stage_shapes
 from skippipe_jax.optimizer import learning_rate_schedule
 from skippipe_jax.recipe import Schedule
-from skippipe_jax.stages import LOSS, SQUARED_NORM, STOP, TOKENS
+from skippipe_jax.stages import LOSS, SQUARED_NORM, STOP, TOKENS, activation
 
 # Where there is no terminal to draw a bar on, a line is written this often.
 SECONDS_BETWEEN_LINES = 10.0
@@ -204,9 +204,8 @@ def bytes_per_link(plan: Plan, config: Config) -> dict[tuple[int, int], int]:
     ring, each node sending 2(n-1)/n of the gradients to the next.
     """
     network = config.network
-    batch_tokens = config.data.microbatch_size * config.data.sequence_length
     travelling = jnp.dtype(network.activation_dtype or config.model.compute_dtype)
-    hop_bytes = batch_tokens * config.model.width * travelling.itemsize
+    hop_bytes = activation(config.model, config.data).size * travelling.itemsize
     sent: Counter[tuple[int, int]] = Counter()
     for microbatch, path in enumerate(plan.microbatches):
         for before, after in itertools.pairwise(microbatch_chain(microbatch, path)):

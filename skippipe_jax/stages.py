@@ -23,6 +23,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from skippipe_jax.data import DataConfig
 from skippipe_jax.model import DataStage, ModelConfig, Stage
 from skippipe_jax.optimizer import OptimizerConfig, adamw
 
@@ -72,7 +73,8 @@ class StageFunctions:
     """The jitted functions that stages of one shape share.
 
     `inputs` are tokens [batch, time] on a data stage and activations [batch, time, width] on the
-    others; `saved` is whatever the recomputation setting keeps.
+    others, or with packed documents [batch, time, 2] and [batch, time, width + 1]; `saved` is
+    whatever the recomputation setting keeps.
     """
 
     create: Callable[[PRNGKeyArray, int], tuple[Parameters, PyTree, Gradients]]
@@ -89,6 +91,13 @@ class StageFunctions:
     """gradients -> totals that hold their squared norm alone"""
     update: Callable[..., tuple[Parameters, PyTree, Gradients]]
     """(parameters, optimizer state, gradients, totals) -> updated ones and zero gradients"""
+
+
+def activation(model: ModelConfig, data: DataConfig) -> jax.ShapeDtypeStruct:
+    """What stages give to each other for a microbatch; its gradient has the same shape."""
+    channels = model.width + (data.packing == "documents")
+    shape = (data.microbatch_size, data.sequence_length, channels)
+    return jax.ShapeDtypeStruct(shape, model.compute_dtype)
 
 
 @functools.cache

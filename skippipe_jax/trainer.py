@@ -43,6 +43,7 @@ from skippipe_jax.program import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
 from skippipe_jax.recipe import OWN, Schedule, make_schedule
 from skippipe_jax.recording import draw_recorded, remove_recordings
+from skippipe_jax.stages import activation
 
 # The results of an iteration are read when this many later ones have been dispatched, so that
 # devices have work while the host reads.
@@ -331,7 +332,7 @@ def make_executor(
         host_of,
         config.model,
         config.seed,
-        jax.ShapeDtypeStruct((batch, time, config.model.width), config.model.compute_dtype),
+        activation(config.model, config.data),
         config.network,
         scales_skipped=config.recipe.skip_scaling == "inverse",
     )

@@ -1,7 +1,8 @@
 """The one-device program that decides whether training is right.
 
 It knows nothing of nodes, transfers or programs: it calls the stages of the model in the order of
-each path and lets `jax.grad` differentiate the mean over all target tokens of an iteration.
+each path and lets `jax.grad` differentiate the mean over all target tokens of an iteration. Nor
+does it know of packing: documents that share a sequence are run one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from skippipe_jax.data import Batch
+from skippipe_jax.data import NOT_COUNTED, Batch
 from skippipe_jax.model import ModelConfig, create_stage
 from skippipe_jax.optimizer import OptimizerConfig, adamw
 
@@ -64,7 +65,8 @@ def train_by(
     state = transformation.init(parameters)
     losses = []
     for batches, stage_paths in zip(iterations, paths_of_iterations, strict=True):
-        parameters, state, loss = step(parameters, state, batches, stage_paths)
+        unpacked = [one_by_one(batch) for batch in batches]
+        parameters, state, loss = step(parameters, state, unpacked, stage_paths)
         losses.append(float(loss))
     return parameters, losses
 
@@ -108,6 +110,29 @@ def _step(structures: Sequence[Any], transformation: Any, scaled: bool):
         return *update(parameters, state, gradients), value
 
     return step
+
+
+def one_by_one(batch: Batch) -> Batch:
+    """The same documents, each at the start of a row of its own.
+
+    There are as many rows as there could be documents, so that all such batches have one shape.
+    """
+    if "begins" not in batch:
+        return batch
+    tokens = np.zeros((batch["tokens"].size, batch["tokens"].shape[1]), np.int32)
+    targets = np.full_like(tokens, NOT_COUNTED)
+    row = 0
+    for own_tokens, own_targets, begins in zip(
+        batch["tokens"], batch["targets"], batch["begins"], strict=True
+    ):
+        # What comes before the first mark, if anything, is a document too.
+        begin_at = np.flatnonzero(begins[1:]) + 1
+        for document, counted in zip(
+            np.split(own_tokens, begin_at), np.split(own_targets, begin_at), strict=True
+        ):
+            tokens[row, : len(document)], targets[row, : len(document)] = document, counted
+            row += 1
+    return {"tokens": tokens, "targets": targets}
 
 
 def relative_error(tree: Any, expected: Any) -> float:

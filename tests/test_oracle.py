@@ -138,6 +138,7 @@ def run(
     [program] = compile_plan(plan, host_of)
     device_of = [jax.devices()[node % devices] for node in range(nodes)]
     functions = functions_of_stages(plan, model, optimizer, ITERATIONS, BATCH * TIME)
+    channels = model.width + ("begins" in batches[0][0])
     executor = Executor(
         plan,
         program,
@@ -147,7 +148,7 @@ def run(
         host_of,
         model,
         seed=0,
-        activation=jax.ShapeDtypeStruct((BATCH, TIME, model.width), model.compute_dtype),
+        activation=jax.ShapeDtypeStruct((BATCH, TIME, channels), model.compute_dtype),
         network=way.network,
     )
     emulation = Emulation(plan, way.network, 0) if way.network.mode == "emulate" else None
