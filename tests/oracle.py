@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +22,15 @@ from skippipe_jax.model import ModelConfig, create_stage
 from skippipe_jax.optimizer import OptimizerConfig, adamw
 
 
+@dataclass(frozen=True)
+class Move:
+    """From here on, stages of so many layers, and microbatches that visit these stages in order."""
+
+    layers: Sequence[int]
+    stage_paths: Sequence[Sequence[int]]
+    iterations: Sequence[Sequence[Batch]]
+
+
 def train(
     model: ModelConfig,
     optimizer: OptimizerConfig,
@@ -29,26 +39,52 @@ def train(
     iterations: Sequence[Sequence[Batch]],
     seed: int,
     steps: int | None = None,
+    moves: Sequence[Move] = (),
 ) -> tuple[list[Any], list[float]]:
     """Parameters of every stage after the iterations, and the loss of each iteration.
 
     `stage_paths[m]` are the stages that microbatch m visits in order, `iterations[i][m]` its batch
-    in iteration i.
+    in iteration i. After these iterations training goes on as each of the `moves` says.
     """
+
+    def modules(layers: Sequence[int]) -> list[Any]:
+        key = jax.random.key(seed)
+        return [create_stage(model, stage, layers, key) for stage in range(len(layers))]
+
     layers = model.layers_of_stages(stages)
-    modules = [create_stage(model, s, layers, jax.random.key(seed)) for s in range(stages)]
-    structures = [nnx.graphdef(module) for module in modules]
-    parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules]
+    parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules(layers)]
     transformation = optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm), adamw(optimizer, steps or len(iterations))
     )
-    step = _step(structures, stage_paths, transformation)
     state = transformation.init(parameters)
     losses = []
-    for batches in iterations:
-        parameters, state, loss = step(parameters, state, batches)
-        losses.append(float(loss))
+    for move in (Move(layers, stage_paths, iterations), *moves):
+        parameters, state = cut((parameters, state), move.layers)
+        structures = [nnx.graphdef(module) for module in modules(move.layers)]
+        step = _step(structures, move.stage_paths, transformation)
+        for batches in move.iterations:
+            parameters, state, loss = step(parameters, state, batches)
+            losses.append(float(loss))
     return parameters, losses
+
+
+def cut(tree: Any, layers: Sequence[int]) -> Any:
+    """A tree in which each list holds the stages of one model, cut into stages of other sizes."""
+    return jax.tree.map(
+        lambda node: _cut(node, layers) if isinstance(node, list) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, list),
+    )
+
+
+def _cut(stages: list[Any], layers: Sequence[int]) -> list[Any]:
+    blocks = jax.tree.map(lambda *own: np.concatenate(own), *(stage["blocks"] for stage in stages))
+    ends = np.cumsum(layers)
+    parts = [
+        {"blocks": jax.tree.map(lambda rows, end=end, n=n: rows[end - n : end], blocks)}
+        for end, n in zip(ends, layers, strict=True)
+    ]
+    return [stages[0] | parts[0], *parts[1:]]
 
 
 def _step(structures: Sequence[Any], stage_paths: Sequence[Sequence[int]], transformation: Any):
