@@ -326,7 +326,7 @@ def test_every_host_learns_that_one_failed(tmp_path, broken):
 def test_a_failed_save_surfaces_in_the_next_one(tmp_path):
     writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=LAYERS, keep=3)
     writer.save(1, {0: stage_state(0)}, {})
-    with pytest.raises(RuntimeError, match=r"wrote \['stage_0'\], expected \['stage_0', 'stage_1'"):
+    with pytest.raises(RuntimeError, match=r"expected \['data.json', 'stage_0', 'stage_1'\]"):
         writer.save(2, {0: stage_state(0)}, {})
     writer.close()
 

@@ -224,6 +224,7 @@ def test_a_copy_that_cannot_be_read(tmp_path: Path):
 # Training.
 
 
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_training_goes_on_from_the_copy(tmp_path: Path, url: str):
     path = write_config(tmp_path, plan={"case": CASE, "method": "balanced"})
 
