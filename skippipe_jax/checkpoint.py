@@ -1,13 +1,14 @@
-"""One logical checkpoint per step, whatever hosts wrote it.
+"""One logical checkpoint per step, whatever hosts wrote it and however the model was cut.
 
 In the run folder, which all hosts share:
 
     checkpoints/00000020/     one step
         stage_0/ stage_1/ ..  an Orbax checkpoint of each stage's state, written by one host
-        data_0.json ..        where the iterator of each data node stands
+        data.json             how far the data had been read
         COMMITTED             written last: what the checkpoint holds, with a digest of every file
 
-A folder without COMMITTED is not a checkpoint.
+A folder without COMMITTED is not a checkpoint. COMMITTED says how many blocks each stage held, and
+`read_stage` puts the stages of any other cut together from those.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -31,6 +33,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+
+if TYPE_CHECKING:
+    from skippipe_jax.mirror import Mirror
 
 PyTree = Any
 
@@ -40,21 +45,46 @@ logging.getLogger("absl").addFilter(
 )
 
 
-# The file of a checkpoint that says how far the data had been read.
-DATA = "data.json"
+# Of the files of a checkpoint, the mark that it is whole, and how far the data had been read.
+COMMITTED, DATA = "COMMITTED", "data.json"
+
+
+FORMAT, VERSION = "skippipe-checkpoint", 2
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Save after ``every`` so many iterations; hold on to the last ``keep`` checkpoints."""
+    """When to save, and where to hold on to which checkpoints.
+
+    Attributes:
+        every: save after every so many iterations.
+        keep: hold on to the last so many checkpoints.
+        keep_every: hold on for good to the checkpoint of every so many iterations.
+        copy_to: URL of a folder (``gs://``, ``s3://``, ``file://`` or what else fsspec knows) to
+            which the checkpoints are copied in the background, with the run's own files. A run
+            whose folder is lost is resumed from there.
+    """
 
     every: int = 50
     keep: int = 3
+    keep_every: int | None = None
+    copy_to: str | None = None
 
     def __post_init__(self):
         """Refuse intervals that never come, and a run that holds on to nothing."""
         fields.integer(self.every, "checkpoint.every", 1)
         fields.integer(self.keep, "checkpoint.keep", 1)
+        if self.keep_every is not None:
+            fields.integer(self.keep_every, "checkpoint.keep_every", 1)
+            if self.keep_every % self.every:
+                raise InputError(
+                    "checkpoint.keep_every",
+                    self.keep_every,
+                    f"is no multiple of checkpoint.every = {self.every}, so some are never saved",
+                    "Choose a multiple",
+                )
+        if self.copy_to is not None:
+            fields.text(self.copy_to, "checkpoint.copy_to")
 
 
 class Host(Protocol):
@@ -84,11 +114,14 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint; ``files`` gives the digest of each file in ``folder``."""
+    """A committed checkpoint of stages with ``stage_layers`` blocks.
+
+    ``files`` gives the digest of each file in ``folder``.
+    """
 
     folder: Path
     step: int
-    stages: int
+    stage_layers: tuple[int, ...]
     files: Mapping[str, str]
 
 
@@ -108,7 +141,8 @@ def latest_step(run_dir: Path) -> int | None:
 def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
     """Open the checkpoint of ``step``, by default the latest.
 
-    Raises InputError when there is none, or its COMMITTED does not describe a checkpoint.
+    Raises InputError when there is none, its COMMITTED does not describe a checkpoint, or it was
+    written by another version of this program.
     """
     steps = saved_steps(run_dir)
     chosen = latest_step(run_dir) if step is None else step
@@ -120,59 +154,85 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
             f"Choose one of the steps {steps}" if steps else "Name a run that has saved one",
         )
     folder = _step_folder(run_dir, chosen)
-    text = (folder / "COMMITTED").read_bytes()
+    text = (folder / COMMITTED).read_bytes()
     try:
         record = json.loads(text)
-        if (record["format"], record["version"]) != ("skippipe-checkpoint", 1):
-            raise ValueError("this program reads format skippipe-checkpoint, version 1")
+        if record["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        if record["version"] != VERSION:
+            raise InputError(
+                f"{folder / COMMITTED}: version",
+                record["version"],
+                f"another version of this program wrote it; this one reads version {VERSION}",
+                "Resume with the version that wrote it, or start a new run",
+            )
         if record["step"] != chosen:
             raise ValueError(f"it speaks of step {record['step']}")
         files = dict(record["files"].items())
-        return Checkpoint(folder, chosen, int(record["stages"]), files)
+        return Checkpoint(folder, chosen, tuple(map(int, record["stage_layers"])), files)
+    except InputError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            str(folder / "COMMITTED"),
+            str(folder / COMMITTED),
             text.decode(errors="replace"),
             f"does not describe a checkpoint: {error!r}",
             _go_back(folder),
         ) from error
 
 
-def read_stage(checkpoint: Checkpoint, stage: int, abstract: Mapping[str, PyTree]) -> PyTree:
-    """Read the state of one stage, bit for bit as it was saved.
+def read_stage(
+    checkpoint: Checkpoint,
+    stage_layers: Sequence[int],
+    stage: int,
+    abstract: Mapping[str, PyTree],
+) -> PyTree:
+    """Read the state of one stage, bit for bit as it was saved, under any cut of the model.
+
+    What belongs to blocks (whose path holds "blocks") has a row for each block, and is put together
+    from the saved stages that hold these blocks, of which one at a time is in memory. All else is
+    the same in every stage that has it (counters), or is the data stage's alone.
 
     Args:
         checkpoint: from `open_checkpoint`.
-        stage: index of the stage.
+        stage_layers: the blocks of each stage as the model is cut now; their sum is that of
+            `Checkpoint.stage_layers`.
+        stage: index of the stage in this cut.
         abstract: tree of jax.ShapeDtypeStruct to read. Each of its top-level entries (say
-            "params") is read whole; saved entries that it leaves out are not read at all.
+            "parameters") is read whole; saved entries that it leaves out are not read at all.
             A leaf without a sharding goes to the first local device.
 
     Raises:
-        InputError: the checkpoint has no such stage, a file of it is missing or damaged, or the
-            saved arrays are not those of `abstract`.
+        InputError: the checkpoint is of a model with other layers, a file of it is missing or
+            damaged, or the saved arrays are not those of `abstract`.
     """
-    _require_stage(checkpoint, stage)
-    _require_intact(checkpoint, f"stage_{stage}")
-    folder = checkpoint.folder / f"stage_{stage}"
+    if sum(checkpoint.stage_layers) != sum(stage_layers):
+        raise InputError(
+            f"{checkpoint.folder / COMMITTED}: stage_layers",
+            list(checkpoint.stage_layers),
+            f"the checkpoint has {sum(checkpoint.stage_layers)} layers, and the configured model "
+            f"has {sum(stage_layers)}",
+            "Configure the model that was saved, or start a new run",
+        )
     wanted = _leaves_by_name(abstract)
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
+    for saved, rows in _rows_of_saved_stages(checkpoint.stage_layers, stage_layers, stage):
+        missing = {n: leaf for n, leaf in wanted.items() if _is_of_blocks(n) or not pieces[n]}
+        both_data_stages = stage == saved == 0
+        for name, array in _read_saved(checkpoint, saved, missing, both_data_stages).items():
+            # A copy, since a view of some rows would hold on to all.
+            pieces[name].append(array[rows].copy() if _is_of_blocks(name) else array)
     here = SingleDeviceSharding(jax.local_devices()[0])
-    with ocp.Checkpointer(_handler(), multiprocessing_options=_this_process()) as reader:
-        saved = reader.metadata(folder).item_metadata.tree
-        _require_same(
-            folder, {name: leaf for name, leaf in saved.items() if _entry(name) in abstract}, wanted
+    placed = [
+        jax.device_put(
+            own[0] if len(own) == 1 else np.concatenate(own),
+            wanted[name].sharding or here,
+            # An array that training donates has to be JAX's own.
+            may_alias=False,
         )
-        places = {
-            name: ocp.ArrayRestoreArgs(
-                sharding=leaf.sharding or here, global_shape=leaf.shape, dtype=leaf.dtype
-            )
-            for name, leaf in wanted.items()
-        }
-        arrays = reader.restore(
-            folder,
-            args=ocp.args.PyTreeRestore(item=wanted, restore_args=places, partial_restore=True),
-        )
-    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
+        for name, own in pieces.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract), placed)
 
 
 def read_data_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -217,22 +277,32 @@ class CheckpointWriter:
         run_dir: Path,
         host: Host,
         *,
-        stages: int,
+        stage_layers: Sequence[int],
         keep: int,
+        keep_every: int | None = None,
+        mirror: Mirror | None = None,
         timeout_s: float = 1200,
     ):
         """Write below ``run_dir``, holding on to the last ``keep`` checkpoints.
 
-        A checkpoint is whole with ``stages`` stages and the state of the data. Hosts wait
+        Those of every ``keep_every`` steps are kept for good. On host 0, ``mirror`` is brought up
+        to date after each checkpoint, before older ones are removed. A checkpoint is whole with
+        a stage for each of ``stage_layers``, their blocks, and the state of the data. Hosts wait
         ``timeout_s`` at most for one another's parts.
         """
         self._run_dir = run_dir
         self._host = host
-        self._stages = stages
+        self._stage_layers = tuple(stage_layers)
         self._keep = keep
+        self._keep_every = keep_every
+        self._protected: int | None = None
+        self._mirror = mirror
         self._timeout_s = timeout_s
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._last_save: Future[None] | None = None
+        # Slow links hold up neither training nor the next checkpoint.
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_copy")
+        self._copies: list[Future[None]] = []
 
     def save(
         self,
@@ -278,12 +348,24 @@ class CheckpointWriter:
         if last_save is not None:
             last_save.result()
 
+    def protect(self, step: int) -> None:
+        """Hold on to the checkpoint of ``step``, the best say, instead of one protected before."""
+        self._protected = step
+
     def close(self) -> None:
-        """Wait for the last save, and end the background thread."""
+        """Wait for the last save and its copy, and end the background threads.
+
+        Says which of the checkpoints that are held on to could not be copied.
+        """
         try:
             self.wait()
         finally:
             self._background.shutdown()
+            self._copying.shutdown()
+        for copy in self._copies:
+            copy.result()
+        if self._mirror is not None and (missing := self._kept() - self._mirror.copied):
+            _warn(f"not copied to {self._mirror.url}: the checkpoints of steps {sorted(missing)}")
 
     def _finish(
         self,
@@ -309,23 +391,51 @@ class CheckpointWriter:
         files: dict[str, str] = {}
         for index in range(self._host.count):
             files |= _hear(self._host, f"{part}/{index}", self._timeout_s)
-        expected = {f"stage_{stage}" for stage in range(self._stages)}
+        expected = {f"stage_{stage}" for stage in range(len(self._stage_layers))}
         expected.add(DATA)
         written = {_entry(name) for name in files}
         if written != expected:
             raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
         record = {
-            "format": "skippipe-checkpoint",
-            "version": 1,
+            "format": FORMAT,
+            "version": VERSION,
             "step": step,
-            "stages": self._stages,
+            "stage_layers": self._stage_layers,
             "files": files,
         }
-        _write_durably(
-            _step_folder(self._run_dir, step) / "COMMITTED", json.dumps(record, indent=1)
-        )
-        for old in saved_steps(self._run_dir)[: -self._keep]:
+        _write_durably(_step_folder(self._run_dir, step) / COMMITTED, json.dumps(record, indent=1))
+        if self._mirror is None:
+            self._remove_old()
+        else:
+            self._copies.append(self._copying.submit(self._copy, self._mirror))
+
+    def _copy(self, mirror: Mirror) -> None:
+        """Bring the copy up to date, and only then remove what it may have been copying."""
+        try:
+            mirror.update(self._run_dir, self._kept())
+        except Exception as error:
+            # Training goes on whatever a remote file system raises, and the next copy tries again.
+            _warn(f"checkpoints not copied to {mirror.url}: {type(error).__name__}: {error}")
+        self._remove_old()
+
+    def _kept(self) -> set[int]:
+        """The saved steps to hold on to."""
+        steps = saved_steps(self._run_dir)
+        return {
+            step
+            for step in steps
+            if step in steps[-self._keep :]
+            or step == self._protected
+            or (self._keep_every is not None and step % self._keep_every == 0)
+        }
+
+    def _remove_old(self) -> None:
+        for old in set(saved_steps(self._run_dir)) - self._kept():
             _remove(_step_folder(self._run_dir, old))
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 # What hosts tell one another.
@@ -366,12 +476,12 @@ def _step_folders(run_dir: Path) -> dict[int, Path]:
 
 
 def _is_committed(folder: Path) -> bool:
-    return (folder / "COMMITTED").exists()
+    return (folder / COMMITTED).exists()
 
 
 def _remove(folder: Path) -> None:
     # The mark goes first: what an interruption leaves is then no checkpoint.
-    (folder / "COMMITTED").unlink(missing_ok=True)
+    (folder / COMMITTED).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 
@@ -410,16 +520,6 @@ def _go_back(folder: Path) -> str:
     return "There is no checkpoint before it: start a new run"
 
 
-def _require_stage(checkpoint: Checkpoint, stage: int) -> None:
-    if not 0 <= stage < checkpoint.stages:
-        raise InputError(
-            f"{checkpoint.folder / 'COMMITTED'}: stages",
-            checkpoint.stages,
-            f"the checkpoint has no number {stage} of them",
-            "Resume with the plan that wrote it, or start a new run",
-        )
-
-
 def _require_intact(checkpoint: Checkpoint, part: str) -> None:
     """Raise InputError unless every file of ``part`` is as it was committed."""
     recorded = {name: told for name, told in checkpoint.files.items() if _entry(name) == part}
@@ -433,7 +533,63 @@ def _require_intact(checkpoint: Checkpoint, part: str) -> None:
             )
 
 
+# Cuts of the model.
+
+
+def _is_of_blocks(name: str) -> bool:
+    """Whether an array has a row for each block of its stage."""
+    return "blocks" in name.split("/")
+
+
+def _rows_of_saved_stages(
+    saved_layers: Sequence[int], stage_layers: Sequence[int], stage: int
+) -> list[tuple[int, slice]]:
+    """The saved stages that hold blocks of a stage, in order, and which of their rows these are."""
+    first = sum(stage_layers[:stage])
+    last = first + stage_layers[stage]
+    found = []
+    for saved, layers in enumerate(saved_layers):
+        before = sum(saved_layers[:saved])
+        rows = slice(max(0, first - before), min(layers, last - before))
+        if rows.start < rows.stop:
+            found.append((saved, rows))
+    return found
+
+
 # Orbax.
+
+
+def _read_saved(
+    checkpoint: Checkpoint, stage: int, wanted: Mapping[str, Any], both_data_stages: bool
+) -> dict[str, np.ndarray]:
+    """Read arrays of a saved stage; refuse one that lacks some, or has others of blocks.
+
+    With ``both_data_stages`` it may have no others at all.
+    """
+    _require_intact(checkpoint, f"stage_{stage}")
+    folder = checkpoint.folder / f"stage_{stage}"
+    layers = checkpoint.stage_layers[stage]
+    expected = {
+        name: jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype)
+        if _is_of_blocks(name)
+        else leaf
+        for name, leaf in wanted.items()
+    }
+    entries = {_entry(name) for name in wanted}
+    with ocp.Checkpointer(_handler(), multiprocessing_options=_this_process()) as reader:
+        saved = reader.metadata(folder).item_metadata.tree
+        comparable = {
+            name: leaf
+            for name, leaf in saved.items()
+            if _entry(name) in entries
+            and (name in wanted or _is_of_blocks(name) or both_data_stages)
+        }
+        _require_same(folder, comparable, expected)
+        as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
+        return reader.restore(
+            folder,
+            args=ocp.args.PyTreeRestore(item=expected, restore_args=as_numpy, partial_restore=True),
+        )
 
 
 def _complete_part(
@@ -473,7 +629,7 @@ def _this_process() -> ocp.options.MultiprocessingOptions:
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Return what writes and reads a flat mapping of jax.Array, one copy of each, as it is."""
+    """Return what writes a flat mapping of jax.Array, one copy of each, or reads it as NumPy's."""
     arrays = ocp.type_handlers.ArrayHandler(
         primary_host=jax.process_index(),
         use_replica_parallel=False,
@@ -482,7 +638,9 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(
         use_compression=False,  # trained numbers shrink by 8%, and training needs the cores
         multiprocessing_options=_this_process(),
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        ),
     )
 
 

@@ -236,21 +236,31 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
 
 
-def require_same_run(config: Config, saved: Config) -> None:
+# How the model is cut into stages and computed; its parameters do not depend on these.
+NOT_OF_THE_MODEL_ITSELF = ("model.stage_layers", "model.recompute", "model.attention")
+
+
+def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]]:
     """Refuse to resume a run under a configuration that would make it another run.
 
-    Model, plan, recipe and data must be as they were. How the optimizer goes on, how long to train,
-    how often to save, and on which hosts to run may change.
+    Model and data must be as they were. The plan, the recipe, how the model is cut into stages, how
+    the optimizer goes on, how long to train, how often to save, and on which hosts to run may
+    change. Returns what has changed in how the model is cut and computed: key, new and old value.
     """
     new, old = to_tree(config), to_tree(saved)
-    for section in ("seed", "model", "plan", "recipe", "data"):
+    changes = []
+    for section in ("seed", "model", "data"):
         for name, now, before in _differences(section, new[section], old[section]):
+            if name in NOT_OF_THE_MODEL_ITSELF:
+                changes.append((name, now, before))
+                continue
             raise InputError(
                 name,
                 now,
                 f"the run that is to be resumed has {before!r}",
                 f"Set {name}={json.dumps(before)}, or start another run with another run_dir",
             )
+    return changes
 
 
 def _differences(name: str, new: Any, old: Any) -> list[tuple[str, Any, Any]]:

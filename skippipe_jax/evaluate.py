@@ -82,9 +82,12 @@ def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
     """
     config = run_folder.saved_config(folder, "--run")
     checkpoint = open_checkpoint(folder, step)
+    # The run may have cut its model otherwise since.
+    cut = checkpoint.stage_layers
+    config = replace(config, model=replace(config.model, stage_layers=cut))
     parameters = [
-        read_stage(checkpoint, stage, {"parameters": shapes})["parameters"]
-        for stage, shapes in enumerate(stage_shapes(config.model, checkpoint.stages))
+        read_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
+        for stage, shapes in enumerate(stage_shapes(config.model, len(cut)))
     ]
     loss, tokens = held_out_loss(config, parameters, sequences)
     if not loss < MOST_NATS:

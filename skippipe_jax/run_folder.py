@@ -25,13 +25,20 @@ PLANS = "plans"
 """The folder of the plans that a recipe asks for, each by its name, and of their pictures."""
 CASE = "case.yaml"
 """Where a run that measured its cluster keeps the case."""
+PARTIAL = ".partial"
+"""What the name of a file ends with until it is whole."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run: the config, which is written last, marks it."""
+    return (folder / CONFIG).exists()
 
 
 def require_new(folder: Path) -> None:
     """Refuse a folder that holds a run already."""
     with _accessible(folder):
-        is_run = (folder / CONFIG).exists() or latest_step(folder) is not None
-    if is_run:
+        is_used = is_run(folder) or latest_step(folder) is not None
+    if is_used:
         raise InputError(
             "run_dir",
             str(folder),
@@ -41,14 +48,14 @@ def require_new(folder: Path) -> None:
 
 
 def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
-    """Create the folder of a new run.
+    """Create the folder of a new run, or give the run in it other plans to go on under.
 
     Raises:
         InputError: if the folder cannot be written.
     """
     with _accessible(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / PLANS).exists():  # Of a start that was cut short: there is no config yet.
+        if (folder / PLANS).exists():  # Of a start that was cut short, or what the run leaves.
             shutil.rmtree(folder / PLANS)
         for name, plan in schedule.plans.items():
             path = folder / PLAN if name == OWN else folder / PLANS / f"{name}.json"
@@ -57,7 +64,7 @@ def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
             picture = gantt(plan, simulate_plan(plan))
             path.with_suffix(".svg").write_text(picture, encoding="utf-8")
         (folder / METRICS).touch()
-        # Last: the config marks a folder as a run.
+        # Last: the config marks a folder as a run, whose own the plan then is.
         _replace(folder / CONFIG, to_yaml(config))
 
 
@@ -74,7 +81,7 @@ def saved_config(folder: Path, field: str) -> Config:
     Raises:
         InputError: if the folder holds no run.
     """
-    if not os.path.exists(folder / CONFIG):
+    if not is_run(folder):
         raise InputError(
             field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
         )
@@ -93,6 +100,18 @@ def saved_schedule(folder: Path) -> Schedule:
     # What a recipe says beside its plans decides nothing here.
     recipe = saved_config(folder, "run_dir").recipe if others else RecipeConfig()
     return Schedule(recipe, plans)
+
+
+def own_files(folder: Path) -> list[Path]:
+    """The files that a run needs beside its checkpoints to be resumed or looked at."""
+    elsewhere = ("checkpoints", "timelines")
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.relative_to(folder).parts[0] not in elsewhere
+        and path.is_file()
+        and path.suffix != PARTIAL
+    ]
 
 
 def append_metrics(folder: Path, line: dict[str, Any]) -> None:
@@ -120,6 +139,6 @@ def _accessible(folder: Path) -> Iterator[None]:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file so that a crash leaves the old one or the new one, whole."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

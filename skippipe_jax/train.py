@@ -51,7 +51,10 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = Tru
     )
     if resumes:
         parser.add_argument(
-            "--resume", action="store_true", help="go on from the last checkpoint in run_dir"
+            "--resume",
+            action="store_true",
+            help="go on from the last checkpoint in run_dir, or in checkpoint.copy_to where there "
+            "is no run_dir any more",
         )
 
 

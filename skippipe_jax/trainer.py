@@ -25,6 +25,7 @@ from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import (
     Checkpoint,
     CheckpointWriter,
+    latest_step,
     prepare_run,
     read_data_state,
     read_stage,
@@ -38,6 +39,7 @@ from skippipe_jax.links import Transfers
 from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.measured_case import Profile, check_template
 from skippipe_jax.measured_cluster import measure
+from skippipe_jax.mirror import Mirror
 from skippipe_jax.model import ModelConfig
 from skippipe_jax.program import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
@@ -48,6 +50,9 @@ from skippipe_jax.stages import activation
 # The results of an iteration are read when this many later ones have been dispatched, so that
 # devices have work while the host reads.
 ITERATIONS_AHEAD = 1
+
+# How long hosts wait for host 0 while it fetches a run from its copy, or completes the copy.
+COPYING_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -68,17 +73,17 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
             checkpoint cannot be used.
     """
     folder = Path(config.run_dir)
-    if host.index == 0 and not resume:
-        run_folder.require_new(folder)
+    mirror = _prepare_folder(config, resume) if host.index == 0 else None
+    plans_anew = _plans_anew(config, host, resume)
     transfers, profile = None, None
-    if config.plan.measure and not resume:
+    if config.plan.measure and plans_anew:
         _give_sums_threads(config, host, check_template(config, host.count).count(host.index))
         transfers = open_transfers(config, host)
         here = {host.index: jax.local_devices()[0]}
         tell = _say if host.index == 0 else _say_nothing
         profile = measure(config, host, transfers.links(here), tell)
     if host.index == 0:
-        schedule = _schedule_of_run(config, resume, config_folder, profile)
+        schedule = _schedule_of_run(config, plans_anew, config_folder, profile)
     else:
         schedule = _schedule_of_host_0(config, host)
     plan = schedule.plans[OWN]
@@ -88,11 +93,13 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     program = programs[OWN]
     data = _open_data(config, plan, program)
-    config.model.layers_of_stages(len(plan.stages))
+    stage_layers = config.model.layers_of_stages(len(plan.stages))
     _require_attention(config.model)
     # Nothing is written before all that was given has been found good.
     if host.index == 0:
-        if not resume:
+        if resume and plans_anew:
+            _leave_plan(folder, plan)
+        if plans_anew:
             run_folder.start_run(folder, config, schedule)
             if profile is not None:
                 profile.save(folder / run_folder.CASE)
@@ -107,7 +114,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     step, read = 0, 0
     if found is not None:
         step = found.step
-        _restore(found, executor)
+        _restore(found, executor, stage_layers)
         if data is not None:
             read = data.position(read_data_state(found))
     if host.index == 0 and resume:
@@ -116,8 +123,10 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     writer = CheckpointWriter(
         folder,
         host,
-        stages=len(plan.stages),
+        stage_layers=stage_layers,
         keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+        mirror=mirror,
     )
     iterations = Iterations(config, executor, host, schedule, programs)
     progress = Progress(config, schedule, step, folder if host.index == 0 else None)
@@ -144,6 +153,10 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         progress.report()
         if saved_step != step:
             _save(writer, step, executor, data, read)
+    if config.checkpoint.copy_to is not None:
+        if host.index == 0:
+            host.put("copied", "")
+        host.get("copied", COPYING_S, source=0)
     if config.trace != "never":
         host.barrier("recordings", config.cluster.connect_timeout_s)
         if host.index == 0:
@@ -155,14 +168,59 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     return Ending(step, received[0] if received else signal.SIGTERM)
 
 
+def _prepare_folder(config: Config, resume: bool) -> Mirror | None:
+    """Refuse a folder that holds another run, or fetch the run from its copy; returns the copy."""
+    folder, url = Path(config.run_dir), config.checkpoint.copy_to
+    if not resume:
+        run_folder.require_new(folder)
+    if url is None:
+        return None
+    mirror = Mirror(url)
+    message = mirror.prepare(folder, resume=resume)
+    if message is not None:
+        _say(message)
+    return mirror
+
+
+def _plans_anew(config: Config, host: Membership, resume: bool) -> bool:
+    """Whether the configuration makes the plans; else the run goes on under its own.
+
+    A run that is resumed gets other plans if the section `plan` or `recipe` is another.
+    """
+    if host.index == 0:
+        anew = True
+        if resume:
+            saved = run_folder.saved_config(Path(config.run_dir), "run_dir")
+            for name, now, before in require_same_run(config, saved):
+                _say(f"the run goes on with {name} = {now!r}, before it was {before!r}")
+            anew = (config.plan, config.recipe) != (saved.plan, saved.recipe)
+        host.put("plans_anew", json.dumps(anew))
+    copying_s = COPYING_S if config.checkpoint.copy_to is not None else 0.0
+    timeout_s = config.cluster.connect_timeout_s + copying_s
+    return json.loads(host.get("plans_anew", timeout_s, source=0))
+
+
+def _leave_plan(folder: Path, plan: Plan) -> None:
+    """Say that a run goes on under another plan, and draw what was recorded under its own."""
+    own = run_folder.saved_plan(folder)
+    _say(
+        f"the run goes on under another plan: from {_extent(own)} to {_extent(plan)}, after step "
+        f"{latest_step(folder) or 0}"
+    )
+    draw_recorded(folder)
+    remove_recordings(folder, after=0)
+
+
+def _extent(plan: Plan) -> str:
+    return f"{len(plan.stages)} stages on {len(plan.case.nodes)} nodes"
+
+
 def _schedule_of_run(
-    config: Config, resume: bool, config_folder: Path, profile: Profile | None
+    config: Config, anew: bool, config_folder: Path, profile: Profile | None
 ) -> Schedule:
     """The plans of host 0: those of the run, or new ones, made for what was measured or given."""
-    folder = Path(config.run_dir)
-    if resume:
-        require_same_run(config, run_folder.saved_config(folder, "run_dir"))
-        return run_folder.saved_schedule(folder)
+    if not anew:
+        return run_folder.saved_schedule(Path(config.run_dir))
     if profile is not None:
         _say(f"planning for what was measured, {config.plan.budget_s:g} s at most")
         own = _planned(config.plan, candidates(profile.case))
@@ -430,7 +488,7 @@ def _save(
     writer.save(step, stages, data.state(read) if data is not None and 0 in stages else None)
 
 
-def _restore(found: Checkpoint, executor: Executor) -> None:
+def _restore(found: Checkpoint, executor: Executor, stage_layers: Sequence[int]) -> None:
     for (stage, device), state in executor.states.items():
         sharding = jax.sharding.SingleDeviceSharding(device)
         abstract = jax.tree.map(
@@ -439,7 +497,7 @@ def _restore(found: Checkpoint, executor: Executor) -> None:
             ),
             state.to_save(),
         )
-        state.restore(read_stage(found, stage, abstract))
+        state.restore(read_stage(found, stage_layers, stage, abstract))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,6 +21,19 @@ from flax import nnx
 from skippipe_jax.data import NOT_COUNTED, Batch
 from skippipe_jax.model import ModelConfig, create_stage
 from skippipe_jax.optimizer import OptimizerConfig, adamw
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Iterations with stages of so many layers, and microbatches that visit stages in this order.
+
+    `stage_paths[m]` are the stages that microbatch m visits, `iterations[i][m]` its batch in
+    iteration i of the phase.
+    """
+
+    layers: Sequence[int]
+    stage_paths: Sequence[Sequence[int]]
+    iterations: Sequence[Sequence[Batch]]
 
 
 def train(
@@ -36,39 +50,67 @@ def train(
     `stage_paths[m]` are the stages that microbatch m visits in order, `iterations[i][m]` its batch
     in iteration i.
     """
-    every = [stage_paths] * len(iterations)
-    return train_by(model, optimizer, every, stages, iterations, seed, steps)
+    phase = Phase(model.layers_of_stages(stages), stage_paths, iterations)
+    return train_by(model, optimizer, [phase], seed, steps or len(iterations))
 
 
 def train_by(
     model: ModelConfig,
     optimizer: OptimizerConfig,
-    paths_of_iterations: Sequence[Sequence[Sequence[int]]],
-    stages: int,
-    iterations: Sequence[Sequence[Batch]],
+    phases: Sequence[Phase],
     seed: int,
-    steps: int | None = None,
+    steps: int,
+    *,
     scaled: bool = False,
 ) -> tuple[list[Any], list[float]]:
-    """The same with paths of its own for each iteration.
+    """The same over several phases, with the stages of the last one.
 
     If `scaled`, what a stage adds is divided by the share of the microbatches that visit it.
     """
-    layers = model.layers_of_stages(stages)
-    modules = [create_stage(model, s, layers, jax.random.key(seed)) for s in range(stages)]
-    structures = [nnx.graphdef(module) for module in modules]
-    parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules]
+
+    def modules(layers: Sequence[int]) -> list[Any]:
+        key = jax.random.key(seed)
+        return [create_stage(model, stage, layers, key) for stage in range(len(layers))]
+
+    parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules(phases[0].layers)]
     transformation = optax.chain(
-        optax.clip_by_global_norm(optimizer.clip_norm), adamw(optimizer, steps or len(iterations))
+        optax.clip_by_global_norm(optimizer.clip_norm), adamw(optimizer, steps)
     )
-    step = _step(structures, transformation, scaled)
     state = transformation.init(parameters)
     losses = []
-    for batches, stage_paths in zip(iterations, paths_of_iterations, strict=True):
-        unpacked = [one_by_one(batch) for batch in batches]
-        parameters, state, loss = step(parameters, state, unpacked, stage_paths)
-        losses.append(float(loss))
+    step_of_cut: dict[tuple[int, ...], Any] = {}
+    for phase in phases:
+        layers = tuple(phase.layers)
+        if layers not in step_of_cut:
+            structures = [nnx.graphdef(module) for module in modules(layers)]
+            step_of_cut[layers] = _step(structures, transformation, scaled)
+        parameters, state = cut((parameters, state), layers)
+        for batches in phase.iterations:
+            unpacked = [one_by_one(batch) for batch in batches]
+            parameters, state, loss = step_of_cut[layers](
+                parameters, state, unpacked, phase.stage_paths
+            )
+            losses.append(float(loss))
     return parameters, losses
+
+
+def cut(tree: Any, layers: Sequence[int]) -> Any:
+    """A tree in which each list holds the stages of one model, cut into stages of other sizes."""
+    return jax.tree.map(
+        lambda node: _cut(node, layers) if isinstance(node, list) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, list),
+    )
+
+
+def _cut(stages: list[Any], layers: Sequence[int]) -> list[Any]:
+    blocks = jax.tree.map(lambda *own: np.concatenate(own), *(stage["blocks"] for stage in stages))
+    ends = np.cumsum(layers)
+    parts = [
+        {"blocks": jax.tree.map(lambda rows, end=end, n=n: rows[end - n : end], blocks)}
+        for end, n in zip(ends, layers, strict=True)
+    ]
+    return [stages[0] | parts[0], *parts[1:]]
 
 
 def _step(structures: Sequence[Any], transformation: Any, scaled: bool):

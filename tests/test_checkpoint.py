@@ -58,11 +58,14 @@ OPTIMIZER = optax.chain(
 )
 
 
+LAYERS = (1, 1)
+
+
 def stage_state(seed, width=8):
     keys = jax.random.split(jax.random.key(seed), 3)
     params = {
         "embed": jax.random.normal(keys[0], (16, width)),
-        "blocks": [{"w": jax.random.normal(keys[1], (width, width), jnp.bfloat16)}],
+        "blocks": {"w": jax.random.normal(keys[1], (1, width, width), jnp.bfloat16)},
         "steps": jax.random.randint(keys[2], (3,), -5, 5),
     }
     floats = {"embed": params["embed"], "blocks": params["blocks"]}
@@ -83,8 +86,8 @@ def assert_same(found, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def write(run_dir, steps, keep=3):
-    writer = CheckpointWriter(run_dir, ThreadHost(), stages=2, keep=keep)
+def write(run_dir, steps, keep=3, **options):
+    writer = CheckpointWriter(run_dir, ThreadHost(), stage_layers=LAYERS, keep=keep, **options)
     for step in steps:
         data = {"position": [step], "epoch": None}
         writer.save(step, {i: stage_state(10 * step + i) for i in range(2)}, data)
@@ -105,10 +108,10 @@ def run_dir(two_checkpoints, tmp_path):
 
 def test_what_is_read_is_what_was_saved(two_checkpoints):
     checkpoint = open_checkpoint(two_checkpoints)
-    assert (checkpoint.step, checkpoint.stages) == (20, 2)
+    assert (checkpoint.step, checkpoint.stage_layers) == (20, LAYERS)
     for stage in range(2):
         state = stage_state(200 + stage)
-        assert_same(read_stage(checkpoint, stage, abstract(state)), state)
+        assert_same(read_stage(checkpoint, LAYERS, stage, abstract(state)), state)
     assert read_data_state(checkpoint) == {"position": [20], "epoch": None}
 
 
@@ -117,28 +120,29 @@ def test_unusual_numbers_keep_their_bits(tmp_path):
     floats = jax.device_put(patterns.view(np.float32))
     halves = jax.device_put((patterns >> 16).astype(np.uint16).view(jnp.bfloat16))
     state = {"params": {"floats": floats, "halves": halves, "one": jnp.int32(-1)}}
-    writer = CheckpointWriter(tmp_path, ThreadHost(), stages=1, keep=1)
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=(1,), keep=1)
     writer.save(1, {0: state}, {})
     writer.close()
-    assert_same(read_stage(open_checkpoint(tmp_path), 0, abstract(state)), state)
+    assert_same(read_stage(open_checkpoint(tmp_path), (1,), 0, abstract(state)), state)
 
 
 def test_parameters_are_read_without_the_optimizer(two_checkpoints):
     params = {"params": stage_state(101)["params"]}
-    assert_same(read_stage(open_checkpoint(two_checkpoints, 10), 1, abstract(params)), params)
+    checkpoint = open_checkpoint(two_checkpoints, 10)
+    assert_same(read_stage(checkpoint, LAYERS, 1, abstract(params)), params)
 
 
 def test_a_relative_run_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path.relative_to(tmp_path), [1])
     assert_same(
-        read_stage(open_checkpoint(tmp_path), 0, abstract(stage_state(10))), stage_state(10)
+        read_stage(open_checkpoint(tmp_path), LAYERS, 0, abstract(stage_state(10))), stage_state(10)
     )
 
 
 def test_arrays_may_be_donated_once_save_returns(tmp_path):
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
-    writer = CheckpointWriter(tmp_path, ThreadHost(), stages=1, keep=9)
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=(1,), keep=9)
     state = {"params": {f"w{i}": jnp.full((512, 1024), i, jnp.float32) for i in range(8)}}
     expected = jax.tree.map(np.array, state)
     writer.save(1, {0: state}, {})
@@ -147,9 +151,9 @@ def test_arrays_may_be_donated_once_save_returns(tmp_path):
     jax.block_until_ready(state)
     writer.save(2, {0: state}, {})
     writer.close()
-    saved = read_stage(open_checkpoint(tmp_path, 1), 0, abstract(state))
+    saved = read_stage(open_checkpoint(tmp_path, 1), (1,), 0, abstract(state))
     jax.tree.map(np.testing.assert_array_equal, saved, expected)
-    saved = read_stage(open_checkpoint(tmp_path, 2), 0, abstract(state))
+    saved = read_stage(open_checkpoint(tmp_path, 2), (1,), 0, abstract(state))
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, -1), saved)
 
 
@@ -160,6 +164,22 @@ def test_the_last_checkpoints_are_kept(tmp_path):
     assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"00000005", "00000007"}
 
 
+def test_some_checkpoints_are_kept_for_good(tmp_path):
+    write(tmp_path, [2, 3, 4, 6, 8, 9], keep=1, keep_every=4)
+    assert saved_steps(tmp_path) == [4, 8, 9]
+
+
+def test_the_checkpoint_that_is_protected_last_is_kept(tmp_path):
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=(1,), keep=1)
+    for step in range(1, 6):
+        writer.save(step, {0: stage_state(step)}, {})
+        if step in (1, 3):
+            writer.wait()
+            writer.protect(step)
+    writer.close()
+    assert saved_steps(tmp_path) == [3, 5]
+
+
 def test_a_step_is_not_saved_twice(run_dir):
     with pytest.raises(InputError, match="is saved already"):
         write(run_dir, [20])
@@ -168,9 +188,97 @@ def test_a_step_is_not_saved_twice(run_dir):
 def test_orbax_is_quiet_where_others_are_not(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         write(tmp_path, [1])
-        read_stage(open_checkpoint(tmp_path), 0, abstract(stage_state(10)))
+        read_stage(open_checkpoint(tmp_path), LAYERS, 0, abstract(stage_state(10)))
         logging.getLogger("absl").info("another library")
     assert [record.getMessage() for record in caplog.records] == ["another library"]
+
+
+# Other cuts.
+
+
+def model_state(layers):
+    """The parameters of a whole model, and what its optimizer holds of them."""
+    chance = np.random.default_rng(layers)
+    parameters = {
+        "blocks": {"w": jnp.zeros((layers, 4, 3)), "norm": {"scale": jnp.zeros((layers, 4))}},
+        "embedding": jnp.zeros((7, 4)),
+        "head": {"kernel": jnp.zeros((4, 7))},
+    }
+    parameters["blocks"]["w"] = parameters["blocks"]["w"].astype(jnp.bfloat16)
+    state = {"parameters": parameters, "optimizer_state": OPTIMIZER.init(parameters)}
+    return jax.tree.map(lambda x: jnp.asarray(chance.normal(size=x.shape) * 99, x.dtype), state)
+
+
+def stage_of(state, stage_layers, stage):
+    """The part of a whole model's state that belongs to a stage."""
+
+    def part(tree):
+        first = sum(stage_layers[:stage])
+        blocks = jax.tree.map(lambda x: x[first : first + stage_layers[stage]], tree["blocks"])
+        return (tree if stage == 0 else {}) | {"blocks": blocks}
+
+    parameters = part(state["parameters"])
+    optimizer = jax.tree.map(
+        lambda node: part(node) if isinstance(node, dict) else node,
+        state["optimizer_state"],
+        is_leaf=lambda node: isinstance(node, dict),
+    )
+    return {"parameters": parameters, "optimizer_state": optimizer}
+
+
+def write_model(run_dir, state, stage_layers):
+    writer = CheckpointWriter(run_dir, ThreadHost(), stage_layers=stage_layers, keep=1)
+    stages = {stage: stage_of(state, stage_layers, stage) for stage in range(len(stage_layers))}
+    writer.save(1, stages, {})
+    writer.close()
+    return open_checkpoint(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ((4,) * 6, (6,) * 4),
+        ((6,) * 4, (4,) * 6),
+        ((1, 4, 2), (3, 1, 3)),
+        ((5,), (1, 2, 2)),
+        ((1, 2, 2), (5,)),
+        ((2, 3), (2, 3)),
+    ],
+)
+def test_a_checkpoint_is_read_under_any_cut(tmp_path, saved, wanted):
+    state = model_state(sum(saved))
+    checkpoint = write_model(tmp_path, state, saved)
+    for stage in range(len(wanted)):
+        expected = stage_of(state, wanted, stage)
+        assert_same(read_stage(checkpoint, wanted, stage, abstract(expected)), expected)
+
+
+def test_only_stages_with_the_blocks_that_are_wanted_are_read(tmp_path):
+    state = model_state(6)
+    checkpoint = write_model(tmp_path, state, (1, 3, 1, 1))
+    for unwanted in (0, 3):
+        shutil.rmtree(checkpoint.folder / f"stage_{unwanted}")
+    expected = stage_of(state, (2, 3, 1), 1)
+    assert_same(read_stage(checkpoint, (2, 3, 1), 1, abstract(expected)), expected)
+    with pytest.raises(InputError, match=r"stage_3/.* = 'missing'"):
+        read_stage(checkpoint, (2, 3, 1), 2, abstract(expected))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p | {"blocks": p["blocks"] | {"v": p["blocks"]["w"]}}, "blocks/v = 'no such"),
+        (lambda p: p | {"blocks": {"w": p["blocks"]["w"]}}, r"blocks/norm/scale = 'float32\[3, 4"),
+        (lambda p: {"blocks": p["blocks"]}, r"parameters/embedding = 'float32\[7, 4\]'"),
+        (lambda p: p | {"blocks": jax.tree.map(lambda x: x[..., :2], p["blocks"])}, r"\[3, 2\]"),
+    ],
+)
+def test_another_model_under_another_cut(tmp_path, change, message):
+    state = model_state(5)
+    checkpoint = write_model(tmp_path, state, (3, 2))
+    wanted = {"parameters": change(stage_of(state, (4, 1), 0)["parameters"])}
+    with pytest.raises(InputError, match=message):
+        read_stage(checkpoint, (4, 1), 0, abstract(wanted))
 
 
 # Hosts.
@@ -178,15 +286,18 @@ def test_orbax_is_quiet_where_others_are_not(tmp_path, caplog):
 
 def two_writers(run_dir, **options):
     host = ThreadHost(count=2)
-    return [CheckpointWriter(run_dir, h, stages=2, keep=3, **options) for h in (host, host.peer(1))]
+    return [
+        CheckpointWriter(run_dir, h, stage_layers=LAYERS, keep=3, **options)
+        for h in (host, host.peer(1))
+    ]
 
 
 def test_a_checkpoint_waits_for_every_host_and_save_does_not(tmp_path):
     first, second = two_writers(tmp_path)
-    first.save(3, {0: stage_state(0)}, {0: {}})
+    first.save(3, {0: stage_state(0)}, {})
     time.sleep(0.3)
     assert latest_step(tmp_path) is None
-    second.save(3, {1: stage_state(1)}, {})
+    second.save(3, {1: stage_state(1)}, None)
     second.wait()
     assert latest_step(tmp_path) == 3
     first.close()
@@ -200,29 +311,29 @@ def test_every_host_learns_that_one_failed(tmp_path, broken):
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("in the way")
     for stage, writer in enumerate(writers):
-        writer.save(3, {stage: stage_state(stage)}, {} if stage else {0: {}})
+        writer.save(3, {stage: stage_state(stage)}, None if stage else {})
     for writer in writers:
         with pytest.raises(RuntimeError, match=f"part/{broken}: ValueError.*already exists"):
             writer.wait()
     assert latest_step(tmp_path) is None
     for stage, writer in enumerate(writers):  # and the next checkpoint is none the worse
-        writer.save(4, {stage: stage_state(stage)}, {} if stage else {0: {}})
+        writer.save(4, {stage: stage_state(stage)}, None if stage else {})
     for writer in writers:
         writer.close()
     assert latest_step(tmp_path) == 4
 
 
 def test_a_failed_save_surfaces_in_the_next_one(tmp_path):
-    writer = CheckpointWriter(tmp_path, ThreadHost(), stages=2, keep=3)
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=LAYERS, keep=3)
     writer.save(1, {0: stage_state(0)}, {})
-    with pytest.raises(RuntimeError, match=r"wrote \['stage_0'\], expected \['stage_0', 'stage_1'"):
+    with pytest.raises(RuntimeError, match=r"expected \['data.json', 'stage_0', 'stage_1'\]"):
         writer.save(2, {0: stage_state(0)}, {})
     writer.close()
 
 
 def test_a_host_that_never_comes(tmp_path):
     first, second = two_writers(tmp_path, timeout_s=0.3)
-    first.save(1, {0: stage_state(0)}, {0: {}})
+    first.save(1, {0: stage_state(0)}, {})
     with pytest.raises(RuntimeError, match="TimeoutError: checkpoint/1/part/1"):
         first.close()
     second.close()
@@ -260,7 +371,7 @@ def test_a_new_run_is_prepared_by_host_0_alone(tmp_path):
 def read_everything(run_dir, step=None):
     checkpoint = open_checkpoint(run_dir, step)
     for part in range(2):
-        read_stage(checkpoint, part, abstract(stage_state(part)))
+        read_stage(checkpoint, LAYERS, part, abstract(stage_state(part)))
     read_data_state(checkpoint)
 
 
@@ -303,8 +414,9 @@ def test_a_missing_stage_is_named(run_dir):
         b'{"format": "skippipe',
         b"[]",
         b"{}",
-        "version",
+        "format",
         "step",
+        "stage_layers",
         "files",
     ],
 )
@@ -334,10 +446,19 @@ def test_no_checkpoint(two_checkpoints, tmp_path):
         open_checkpoint(two_checkpoints, 15)
 
 
-def test_another_plan(two_checkpoints):
+def test_what_an_earlier_version_wrote(run_dir):
+    path = run_dir / "checkpoints" / "00000020" / "COMMITTED"
+    path.write_text(json.dumps({"format": "skippipe-checkpoint", "version": 1, "stages": 2}))
+    with pytest.raises(
+        InputError, match=r"version = 1: .*reads version 2\. Resume with the version"
+    ):
+        read_everything(run_dir)
+
+
+def test_other_layers(two_checkpoints):
     checkpoint = open_checkpoint(two_checkpoints)
-    with pytest.raises(InputError, match="stages = 2: the checkpoint has no number 2"):
-        read_stage(checkpoint, 2, abstract(stage_state(0)))
+    with pytest.raises(InputError, match=r"stage_layers = \[1, 1\]: .* 2 layers, .* has 3\."):
+        read_stage(checkpoint, (1, 2), 0, abstract(stage_state(0)))
 
 
 def without_a_block(state):
@@ -347,8 +468,11 @@ def without_a_block(state):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: stage_state(0, width=4), r"bfloat16\[8, 8\].*model has bfloat16\[4, 4\]"),
-        (without_a_block, r"params/blocks/0/w = 'bfloat16\[8, 8\]'.*model has no such array"),
+        (
+            lambda state: stage_state(0, width=4),
+            r"bfloat16\[1, 8, 8\].*model has bfloat16\[1, 4, 4\]",
+        ),
+        (without_a_block, r"params/blocks/w = 'bfloat16\[1, 8, 8\]'.*model has no such array"),
         (
             lambda state: state | {"params": state["params"] | {"head": jnp.zeros(3)}},
             r"params/head = 'no such array'.*float32\[3\] \(1 of its arrays differ\)",
@@ -366,17 +490,17 @@ def without_a_block(state):
 )
 def test_another_model(two_checkpoints, change, message):
     with pytest.raises(InputError, match=message):
-        read_stage(open_checkpoint(two_checkpoints), 0, abstract(change(stage_state(0))))
+        read_stage(open_checkpoint(two_checkpoints), LAYERS, 0, abstract(change(stage_state(0))))
 
 
 # Sudden death.
 
 
 def save_forever(run_dir):
-    writer = CheckpointWriter(run_dir, ThreadHost(), stages=2, keep=2)
+    writer = CheckpointWriter(run_dir, ThreadHost(), stage_layers=LAYERS, keep=2)
     for step in itertools.count(1):
         state = {"params": {"w": jnp.full((256, 1024), step, jnp.float32)}}
-        writer.save(step, {0: state, 1: state}, {0: {"step": step}})
+        writer.save(step, {0: state, 1: state}, {"step": step})
 
 
 def is_saving(run_dir):
@@ -417,7 +541,7 @@ def test_killed_while_saving(tmp_path):
         assert {int(f.name) for f in (run / "checkpoints").iterdir()} == set(saved_steps(run))
         shape = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
         for stage in range(2):
-            state = read_stage(checkpoint, stage, {"params": {"w": shape}})
+            state = read_stage(checkpoint, LAYERS, stage, {"params": {"w": shape}})
             np.testing.assert_array_equal(state["params"]["w"], last)
         assert read_data_state(checkpoint) == {"step": last}
 

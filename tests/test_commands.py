@@ -460,12 +460,11 @@ def test_a_damaged_run_is_refused(name: str, module: Any, run: Path, command: Co
     assert [line["step"] for line in run_folder.read_metrics(run)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("part", ["data_0.json", "data_1.json"])
-def test_a_damaged_position_in_the_text_is_refused(part: str, run: Path, command: Command):
-    truncate(run / "checkpoints" / "00000003" / part)
+def test_a_damaged_position_in_the_text_is_refused(run: Path, command: Command):
+    truncate(run / "checkpoints" / "00000003" / "data.json")
     result = command(train, "--config", "config.yaml", "--resume", "--set", "train.steps=5")
     expect_one_error(
-        result, part, "was committed as", "Resume from the checkpoint before: 00000002"
+        result, "data.json", "was committed as", "Resume from the checkpoint before: 00000002"
     )
 
 

@@ -166,6 +166,9 @@ def test_what_is_no_mapping_is_no_configuration(tree: Any):
         ("train.steps", {"train": {"steps": 0}}),
         ("checkpoint.every", {"checkpoint": {"every": 0}}),
         ("checkpoint.keep", {"checkpoint": {"keep": 0}}),
+        ("checkpoint.keep_every", {"checkpoint": {"keep_every": 0}}),
+        ("checkpoint.keep_every", {"checkpoint": {"keep_every": 30, "every": 20}}),
+        ("checkpoint.copy_to", {"checkpoint": {"copy_to": ""}}),
         ("plan.method", {"plan": {"method": "best"}}),
         ("plan.seed", {"plan": {"seed": -1}}),
         ("plan.file", {"plan": {"file": "plan.json", "case": "case.yaml"}}),
@@ -251,14 +254,12 @@ def test_everything_is_written():
         ({"model": {"layers": 8, "rope_scaling": {}}}, "model.layers"),
         ({"model": {"rope_scaling": {"factor": 2.0}}}, "model.rope_scaling.factor"),
         ({"model": {}}, "model.rope_scaling"),
-        ({"plan": {"method": "full", "case": {"nodes": 3}}}, "plan.method"),
-        ({"plan": {"case": {"nodes": 4}}}, "plan.case.nodes"),
-        ({"plan": {"case": {"nodes": 3, "memory": 2}}}, "plan.case.memory"),
+        ({"model": {"rope_scaling": {}, "parameter_dtype": "bfloat16"}}, "model.parameter_dtype"),
         ({"data": {"microbatch_size": 2}}, "data.microbatch_size"),
     ],
 )
 def test_a_run_goes_on_only_as_the_run_it_was(change: Any, field: str):
-    base = {"model": {"rope_scaling": {}}, "plan": {"case": {"nodes": 3}}}
+    base = {"model": {"rope_scaling": {}}}
     saved, now = parse_config(base), parse_config(base | change)
     with pytest.raises(InputError) as caught:
         require_same_run(now, saved)
@@ -285,9 +286,18 @@ def test_how_a_run_goes_on_may_change():
             "train": {"steps": 9},
             "checkpoint": {"every": 1},
             "cluster": {"host_of_node": [0]},
+            "plan": {"method": "full", "case": {"nodes": 3}},
         }
     )
-    require_same_run(now, Config())
+    assert require_same_run(now, Config()) == []
+
+
+def test_how_the_model_is_cut_and_computed_may_change():
+    model = {"stage_layers": [1, 3], "recompute": "block"}
+    assert require_same_run(parse_config({"model": model}), Config()) == [
+        ("model.stage_layers", [1, 3], None),
+        ("model.recompute", "block", "none"),
+    ]
 
 
 def sections(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -96,7 +96,7 @@ def held_out_windows() -> np.ndarray:
 def read_parameters(model: ModelConfig, step: int) -> list[dict[str, Any]]:
     checkpoint = open_checkpoint(Path("run"), step)
     return [
-        read_stage(checkpoint, stage, {"parameters": shapes})["parameters"]
+        read_stage(checkpoint, checkpoint.stage_layers, stage, {"parameters": shapes})["parameters"]
         for stage, shapes in enumerate(stage_shapes(model, STAGES))
     ]
 
@@ -181,7 +181,7 @@ def test_a_model_that_has_diverged_has_no_perplexity(tmp_path: Path):
     shutil.copy("run/config.yaml", tmp_path)
     with contextlib.closing(
         CheckpointWriter(
-            tmp_path, Membership(config.cluster, 0, 1), stages=STAGES, data_nodes=0, keep=1
+            tmp_path, Membership(config.cluster, 0, 1), stage_layers=(1,) * STAGES, keep=1
         )
     ) as writer:
         writer.save(7, {stage: {"parameters": own} for stage, own in enumerate(stages)}, {})

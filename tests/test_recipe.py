@@ -127,16 +127,15 @@ def expected_run(run_dir: Path) -> tuple[list[Any], list[float]]:
     schedule, batches = run_folder.saved_schedule(run_dir), TrainingBatches(config.data)
     plans = [schedule.plans[name] for name in PLANS_TAKEN]
     sent = len(plans[0].microbatches)
-    return oracle.train_by(
-        config.model,
-        config.optimizer,
-        [[[plan.stage_of[n] for n in path] for path in plan.microbatches] for plan in plans],
-        len(plans[0].stages),
-        [[batches[step * sent + m] for m in range(sent)] for step in range(STEPS)],
-        config.seed,
-        STEPS,
-        scaled=True,
-    )
+    phases = [
+        oracle.Phase(
+            config.model.layers_of_stages(len(plan.stages)),
+            [[plan.stage_of[node] for node in path] for path in plan.microbatches],
+            [[batches[step * sent + m] for m in range(sent)]],
+        )
+        for step, plan in enumerate(plans)
+    ]
+    return oracle.train_by(config.model, config.optimizer, phases, config.seed, STEPS, scaled=True)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ def test_a_run_in_two_parts_is_one_run(run: Run, finished: Run):
     ("arguments", "changes", "message"),
     [
         (["--resume"], {"model__ffn_width": 40}, "error: model.ffn_width = 40: "),
-        (["--resume"], {"plan__seed": 1}, "error: plan.seed = 1: "),
+        (["--resume"], {"model__stage_layers": "[1,2]"}, "error: model.stage_layers = [1, 2]: "),
+        (["--resume"], {"plan__case__nodes": 6}, "error: case.stages"),
         (["--resume"], {"data__microbatch_size": 1}, "error: data.microbatch_size = 1: "),
         ([], {}, "holds a run already"),
     ],

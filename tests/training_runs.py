@@ -77,11 +77,12 @@ def arrays_of_checkpoint(run_dir: Path, step: int) -> list[Arrays]:
         plan, config.model, config.optimizer, config.train.steps, batch_tokens
     )
     checkpoint = open_checkpoint(run_dir, step)
+    cut = config.model.layers_of_stages(len(plan.stages))
     arrays = []
     for stage, of_stage in enumerate(functions):
         parameters, optimizer_state, _ = jax.eval_shape(of_stage.create, jax.random.key(0), 0)
         shapes = {"parameters": parameters, "optimizer_state": optimizer_state}
-        arrays.append(by_name(read_stage(checkpoint, stage, shapes)))
+        arrays.append(by_name(read_stage(checkpoint, cut, stage, shapes)))
     return arrays
 
 

@@ -70,7 +70,7 @@ def run_host(index, port, run_dir):
 
     other = 1 - index
     advance = jax.jit(lambda old: make_state(old["optimizer"]["n"] + 2, index), donate_argnums=0)
-    writer = CheckpointWriter(run_dir, host, stages=3, keep=2, timeout_s=60)
+    writer = CheckpointWriter(run_dir, host, stage_layers=(1, 1, 1), keep=2, timeout_s=60)
     state = make_state(STEPS[0], index)
     for step in STEPS:
         # Both processes save at once; one of them has two stages.
@@ -88,14 +88,14 @@ def run_host(index, port, run_dir):
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), expected
         )
-        found = read_stage(checkpoint, stage, shapes)
+        found = read_stage(checkpoint, (1, 1, 1), stage, shapes)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
         assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(found))
     assert read_data_state(checkpoint) == {"at": STEPS[-1]}
     writer.close()
 
     # Saves of one process must not meet those of another that happen to run at the same time.
-    writer = CheckpointWriter(run_dir / str(index), LoneHost(), stages=1, keep=1)
+    writer = CheckpointWriter(run_dir / str(index), LoneHost(), stage_layers=(1,), keep=1)
     for step in range(60):
         writer.save(step, {0: {"step": jnp.int32(step)}}, {})
     writer.close()

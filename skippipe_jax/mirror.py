@@ -1,0 +1,158 @@
+"""A copy of a run folder on another file system, such as a bucket, that outlives the machine.
+
+    URL/config.yaml, plan.json, metrics.jsonl, ..    the run's own files
+    URL/checkpoints/00000020/..                      a checkpoint, its COMMITTED written last
+
+What is here without COMMITTED is no checkpoint, as in the run folder itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
+
+import fsspec
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import run_folder
+from skippipe_jax.checkpoint import COMMITTED, latest_step, open_checkpoint
+
+
+class Mirror:
+    """The copy of a run below a URL.
+
+    Attributes:
+        url: as it was given.
+        copied: the steps whose checkpoints were there when the copy was last looked at or written.
+    """
+
+    def __init__(self, url: str):
+        """Open the file system.
+
+        Raises:
+            InputError: if fsspec does not know it, or a package or credentials for it are missing.
+        """
+        self.url = url
+        self.copied: frozenset[int] = frozenset()
+        try:
+            self._files, root = fsspec.url_to_fs(url)
+        except Exception as error:  # whatever the file system raises
+            raise self._unusable(error) from error
+        self._root = root.rstrip("/")
+
+    def prepare(self, run_dir: Path, *, resume: bool) -> str | None:
+        """Make ready for a run: one that is resumed is fetched where `run_dir` does not hold it.
+
+        Returns what there is to say about it.
+
+        Raises:
+            InputError: if a run cannot be fetched, or the copy cannot be used for a new one, or
+                holds later checkpoints than the run.
+        """
+        is_here = resume and run_folder.is_run(run_dir)
+        try:
+            steps = self.steps()
+            if resume and not is_here and steps:
+                self._fetch(run_dir, steps[-1])
+                return f"step {steps[-1]} of the run fetched from {self.url} into {run_dir}"
+        except Exception as error:  # whatever the file system raises
+            if is_here:
+                return f"warning: {self._unusable(error)}"
+            raise self._unusable(error) from error
+        if resume and not is_here:
+            problem, remedy = "holds no checkpoint, nor does run_dir", "Name the copy of a run"
+        elif steps and steps[-1] > (latest_step(run_dir) or 0):
+            problem = f"has a checkpoint of step {steps[-1]}, which this run has not reached"
+            remedy = f"Name another folder, or resume that run where {run_dir} does not exist"
+        else:
+            return None
+        raise InputError("checkpoint.copy_to", self.url, problem, remedy)
+
+    def steps(self) -> list[int]:
+        """The steps whose checkpoints are here whole, ascending.
+
+        Raises:
+            Exception: whatever the file system raises, here and in `update`.
+        """
+        self._files.invalidate_cache()
+        steps = [s for s in self._step_folders() if self._files.isfile(self._path(s, COMMITTED))]
+        self.copied = frozenset(steps)
+        return steps
+
+    def update(self, run_dir: Path, steps: Collection[int]) -> None:
+        """Copy the run's own files, and the checkpoints of `steps` that are not here yet.
+
+        Other checkpoints that are here, and what broken copies have left, are removed after that.
+        """
+        missing = sorted(set(steps) - set(self.steps()))
+        for path in run_folder.own_files(run_dir):
+            self._write(path.relative_to(run_dir).as_posix(), path.read_bytes())
+        for step in missing:
+            self._copy(run_dir, step)
+            self.copied |= {step}
+        for step in set(self._step_folders()) - set(steps):
+            # The mark goes first: what an interruption leaves is then no checkpoint.
+            for path in (self._path(step, COMMITTED), self._path(step)):
+                if self._files.exists(path):
+                    self._files.rm(path, recursive=True)
+
+    def _copy(self, run_dir: Path, step: int) -> None:
+        checkpoint = open_checkpoint(run_dir, step)
+        targets = [self._path(step, name) for name in checkpoint.files]
+        for folder in {str(PurePosixPath(target).parent) for target in targets}:
+            self._files.makedirs(folder, exist_ok=True)
+        self._files.put([str(checkpoint.folder / name) for name in checkpoint.files], targets)
+        mark = f"checkpoints/{checkpoint.folder.name}/{COMMITTED}"
+        self._write(mark, (checkpoint.folder / COMMITTED).read_bytes())
+
+    def _fetch(self, run_dir: Path, step: int) -> None:
+        """Write the run, with one checkpoint; the files that mark both as whole come last."""
+        folder = PurePosixPath(self._path(step)).relative_to(self._root)
+        marks = [folder / COMMITTED, PurePosixPath(run_folder.CONFIG)]
+        found = [
+            PurePosixPath(path).relative_to(self._root) for path in self._files.find(self._root)
+        ]
+        names = [
+            name
+            for name in found
+            if (name.parts[0] != "checkpoints" or name.is_relative_to(folder)) and name not in marks
+        ]
+        for name in (*names, *marks):
+            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        self._get(names, [run_dir / name for name in names])
+        for name in marks:
+            partial = run_dir / f"{name}{run_folder.PARTIAL}"
+            self._get([name], [partial])
+            os.replace(partial, run_dir / name)
+
+    def _get(self, names: list[PurePosixPath], paths: list[Path]) -> None:
+        self._files.get([f"{self._root}/{name}" for name in names], [str(path) for path in paths])
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Write a small file, whole or not at all."""
+        target = f"{self._root}/{name}"
+        self._files.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
+        self._files.pipe_file(target + run_folder.PARTIAL, content)
+        self._files.mv(target + run_folder.PARTIAL, target)
+
+    def _path(self, step: int, name: str = "") -> str:
+        return f"{self._root}/checkpoints/{step:08d}/{name}".rstrip("/")
+
+    def _step_folders(self) -> list[int]:
+        """The steps of which there is anything here, ascending."""
+        try:
+            paths = self._files.ls(f"{self._root}/checkpoints", detail=False)
+        except FileNotFoundError:
+            return []
+        names = (PurePosixPath(path).name for path in paths)
+        return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
+
+    def _unusable(self, error: Exception) -> InputError:
+        return InputError(
+            "checkpoint.copy_to",
+            self.url,
+            f"cannot be used: {type(error).__name__}: {error}",
+            "Check the URL, and whether its package and credentials are there",
+        )

@@ -1,0 +1,254 @@
+"""The copy of a run on another file system: what is there, what is fetched, what cannot be."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import jax.numpy as jnp
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import run_folder
+from skippipe_jax.checkpoint import CheckpointWriter, saved_steps
+from skippipe_jax.cluster import ClusterConfig, Membership
+from skippipe_jax.config import Config, load_config
+from skippipe_jax.mirror import Mirror
+from skippipe_jax.trainer import train
+from tests.training_runs import arrays_of_checkpoint, assert_same_bits, settings, write_config
+
+CASE = {
+    "nodes": 3,
+    "locations": ["Belgium", "Iowa"],
+    "links": "gcp12",
+    "activation_bytes": 1e5,
+    "stage_bytes": 1e5,
+    "forward_s": 0.1,
+    "stages": [1, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+    "memory": 2,
+}
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A folder on a file system, that is empty again afterwards."""
+    yield f"file://{tmp_path}/bucket/copy" if request.param == "file" else "memory://bucket/copy"
+    memory = fsspec.filesystem("memory")
+    if memory.exists("/bucket"):
+        memory.rm("/bucket", recursive=True)
+
+
+def files_at(url: str) -> dict[str, bytes]:
+    files, root = fsspec.url_to_fs(url)
+    return {path.removeprefix(f"{root}/"): files.cat_file(path) for path in files.find(root)}
+
+
+def make_run(run_dir: Path) -> Path:
+    run_dir.mkdir()
+    for name in ("config.yaml", "plan.json", "metrics.jsonl"):
+        (run_dir / name).write_text(f"of {run_dir.name}: {name}")
+    for name in ("tokenizer/tokenizer.json", "timelines/00000001/host_0.json", "a.partial"):
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_text(name)
+    return run_dir
+
+
+def writer(run_dir: Path, mirror: Mirror, **options: Any) -> CheckpointWriter:
+    alone = Membership(ClusterConfig(), 0, 1)
+    return CheckpointWriter(run_dir, alone, stage_layers=(1,), keep=2, mirror=mirror, **options)
+
+
+def save(checkpoints: CheckpointWriter, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, {0: {"w": jnp.full(1000, step, jnp.float32)}}, {"at": step})
+
+
+def write(run_dir: Path, url: str, *steps: int, **options: Any) -> None:
+    checkpoints = writer(run_dir, Mirror(url), **options)
+    save(checkpoints, *steps)
+    checkpoints.close()
+
+
+def files_in(run_dir: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(run_dir).as_posix(): path.read_bytes()
+        for path in run_dir.rglob("*")
+        if path.is_file() and "timelines" not in path.parts and path.suffix != ".partial"
+    }
+
+
+def test_the_copy_is_the_run_folder(tmp_path: Path, url: str):
+    run_dir = make_run(tmp_path / "run")
+    write(run_dir, url, 1, 2, 3, 4, 5, keep_every=2)
+    assert saved_steps(run_dir) == Mirror(url).steps() == [2, 4, 5]
+    assert files_at(url) == files_in(run_dir)
+
+    (run_dir / "metrics.jsonl").write_text("more")
+    write(run_dir, url, 6)
+    assert saved_steps(run_dir) == Mirror(url).steps() == [5, 6]
+    assert files_at(url) == files_in(run_dir)
+
+
+def test_a_run_whose_folder_is_gone_is_fetched(tmp_path: Path, url: str):
+    write(make_run(tmp_path / "run"), url, 1, 2)
+    # Of a checkpoint that is being copied when the machine goes, there is no COMMITTED.
+    files, root = fsspec.url_to_fs(url)
+    files.makedirs(f"{root}/checkpoints/00000003", exist_ok=True)
+    files.pipe_file(f"{root}/checkpoints/00000003/data.json", b"{")
+
+    found = tmp_path / "found"
+    message = Mirror(url).prepare(found, resume=True)
+    assert message == f"step 2 of the run fetched from {url} into {found}"
+    expected = files_in(tmp_path / "run")
+    assert files_in(found) == {n: c for n, c in expected.items() if "/00000001/" not in n}
+    assert Mirror(url).prepare(found, resume=True) is None
+    write(found, url, 3)
+    assert Mirror(url).steps() == [2, 3]
+    assert files_at(url) == files_in(found)
+
+
+def test_fetching_that_was_broken_off_begins_again(tmp_path: Path, url: str):
+    write(make_run(tmp_path / "run"), url, 1)
+    expected = files_in(tmp_path / "run")
+    for broken in sorted(expected):
+        found = shutil.copytree(tmp_path / "run", tmp_path / "found")
+        # The config comes last.
+        (found / "config.yaml").unlink()
+        if broken != "config.yaml":
+            (found / broken).write_bytes(expected[broken][:1])
+        Mirror(url).prepare(found, resume=True)
+        assert files_in(found) == expected
+        shutil.rmtree(found)
+
+
+def test_copying_that_fails_is_told_at_once_and_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_dir = make_run(tmp_path / "run")
+    obstacle = tmp_path / "bucket"
+    url = f"file://{obstacle}/copy"
+    mirror = Mirror(url)
+    assert mirror.prepare(tmp_path / "new", resume=False) is None
+    obstacle.write_text("in the way")
+
+    checkpoints = writer(run_dir, mirror)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+        checkpoints.wait()
+    checkpoints.close()
+    first, second, third, last = capsys.readouterr().err.splitlines()
+    for line in (first, second, third):
+        assert line.startswith(f"warning: checkpoints not copied to {url}: NotADirectoryError")
+    assert last == f"warning: not copied to {url}: the checkpoints of steps [2, 3]"
+    assert saved_steps(run_dir) == [2, 3]
+
+    obstacle.unlink()
+    write(run_dir, url, 4)
+    assert capsys.readouterr().err == ""
+    assert Mirror(url).steps() == [3, 4]
+
+
+def test_nothing_is_removed_before_it_has_been_copied(tmp_path: Path):
+    class Watching(Mirror):
+        """Notes what there is to copy."""
+
+        def update(self, run_dir, steps):
+            assert set(steps) <= set(saved_steps(run_dir))
+            super().update(run_dir, steps)
+            seen.append(sorted(steps))
+
+    seen: list[list[int]] = []
+    checkpoints = writer(make_run(tmp_path / "run"), Watching(f"file://{tmp_path}/copy"))
+    save(checkpoints, *range(1, 9))
+    checkpoints.close()
+    assert len(seen) == 8
+    assert saved_steps(tmp_path / "run") == seen[-1] == [7, 8]
+
+
+# What cannot be.
+
+
+def refused(url: str, run_dir: Path, *, resume: bool) -> InputError:
+    with pytest.raises(InputError) as caught:
+        Mirror(url).prepare(run_dir, resume=resume)
+    assert (caught.value.field, caught.value.value) == ("checkpoint.copy_to", url)
+    return caught.value
+
+
+def test_the_copy_of_another_run(tmp_path: Path, url: str):
+    run_dir = make_run(tmp_path / "run")
+    write(run_dir, url, 5)
+    assert "has a checkpoint of step 5" in refused(url, tmp_path / "new", resume=False).problem
+    shutil.rmtree(run_dir / "checkpoints")
+    assert "has not reached" in refused(url, run_dir, resume=True).problem
+
+
+def test_nothing_to_fetch(tmp_path: Path, url: str):
+    assert "holds no checkpoint" in refused(url, tmp_path / "run", resume=True).problem
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("nosuch://bucket", "Protocol not known: nosuch"),
+        pytest.param(
+            "gs://bucket/run",
+            "gcsfs",
+            marks=pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is there"),
+        ),
+    ],
+)
+def test_a_file_system_that_is_not_there(url: str, reason: str):
+    with pytest.raises(InputError, match=reason) as caught:
+        Mirror(url)
+    assert caught.value.field == "checkpoint.copy_to"
+
+
+def test_a_copy_that_cannot_be_read(tmp_path: Path):
+    (tmp_path / "bucket").write_text("in the way")
+    url = f"file://{tmp_path}/bucket/copy"
+    assert "NotADirectoryError" in refused(url, tmp_path / "run", resume=False).problem
+    assert "NotADirectoryError" in refused(url, tmp_path / "run", resume=True).problem
+    # A run that is here goes on without.
+    message = Mirror(url).prepare(make_run(tmp_path / "run"), resume=True)
+    assert message is not None
+    assert message.startswith("warning: checkpoint.copy_to = ")
+
+
+# Training.
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_training_goes_on_from_the_copy(tmp_path: Path, url: str):
+    path = write_config(tmp_path, plan={"case": CASE, "method": "balanced"})
+
+    def load(run_dir: str, steps: int, **changes: Any) -> Config:
+        every = {"checkpoint__every": 2, "checkpoint__keep": 2}
+        changes = {"run_dir": tmp_path / run_dir, "train__steps": steps, **every, **changes}
+        return load_config(path, settings(**changes)[1::2])
+
+    def train_here(config: Config, *, resume: bool) -> None:
+        train(config, Membership(config.cluster, 0, 1), resume=resume, config_folder=tmp_path)
+
+    train_here(load("whole", 6), resume=False)
+    train_here(load("run", 4, checkpoint__copy_to=url), resume=False)
+    shutil.rmtree(tmp_path / "run")
+    train_here(load("run", 6, checkpoint__copy_to=url), resume=True)
+    for found, expected in zip(
+        arrays_of_checkpoint(tmp_path / "run", 6),
+        arrays_of_checkpoint(tmp_path / "whole", 6),
+        strict=True,
+    ):
+        assert_same_bits(found, expected)
+    lines, others = (run_folder.read_metrics(tmp_path / name) for name in ("run", "whole"))
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    assert Mirror(url).steps() == [4, 6]
+    with pytest.raises(InputError, match="has a checkpoint of step 6"):
+        train_here(load("another", 6, checkpoint__copy_to=url), resume=False)
+    assert not (tmp_path / "another").exists()
