@@ -42,7 +42,7 @@ def train(
     transformation = optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm), adamw(optimizer, steps or len(iterations))
     )
-    step = _step(structures, stage_paths, transformation)
+    step = _step(structures, stage_paths, transformation, optimizer)
     state = transformation.init(parameters)
     losses = []
     for batches in iterations:
@@ -51,7 +51,12 @@ def train(
     return parameters, losses
 
 
-def _step(structures: Sequence[Any], stage_paths: Sequence[Sequence[int]], transformation: Any):
+def _step(
+    structures: Sequence[Any],
+    stage_paths: Sequence[Sequence[int]],
+    transformation: Any,
+    optimizer: OptimizerConfig,
+):
     @functools.partial(jax.jit, static_argnums=0)
     def apply(structure: Any, parameters: Any, x: jax.Array) -> jax.Array:
         return nnx.merge(structure, parameters)(x)
@@ -60,15 +65,23 @@ def _step(structures: Sequence[Any], stage_paths: Sequence[Sequence[int]], trans
     def loss_of(structure: Any, parameters: Any, x: jax.Array, targets: jax.Array):
         return nnx.merge(structure, parameters).loss(x, targets)
 
-    def loss(parameters: list[Any], batches: Sequence[Batch]) -> jax.Array:
-        nats = tokens = jnp.zeros(())
+    @functools.partial(jax.jit, static_argnums=0)
+    def squared_log_z(structure: Any, parameters: Any, x: jax.Array, targets: jax.Array):
+        z = jnp.exp(nnx.merge(structure, parameters).logits(x)).sum(axis=-1)
+        return jnp.sum(jnp.log(z) ** 2 * (targets >= 0))
+
+    def loss(parameters: list[Any], batches: Sequence[Batch]) -> tuple[jax.Array, jax.Array]:
+        """What is minimised, and the part of it that is reported as the loss."""
+        nats = tokens = squares = jnp.zeros(())
         for stages, batch in zip(stage_paths, batches, strict=True):
             x = batch["tokens"]
             for stage in stages:
                 x = apply(structures[stage], parameters[stage], x)
             own = loss_of(structures[0], parameters[0], x, batch["targets"])
             nats, tokens = nats + own[0], tokens + own[1]
-        return nats / tokens
+            if optimizer.z_loss:
+                squares += squared_log_z(structures[0], parameters[0], x, batch["targets"])
+        return (nats + optimizer.z_loss * squares) / tokens, nats / tokens
 
     @jax.jit
     def update(parameters: list[Any], state: Any, gradients: list[Any]):
@@ -76,7 +89,11 @@ def _step(structures: Sequence[Any], stage_paths: Sequence[Sequence[int]], trans
         return optax.apply_updates(parameters, updates), state
 
     def step(parameters: list[Any], state: Any, batches: Sequence[Batch]):
-        value, gradients = jax.value_and_grad(loss)(parameters, batches)
+        gradients, value = jax.grad(loss, has_aux=True)(parameters, batches)
+        norm, bound = float(optax.tree.norm(gradients)), optimizer.skip_above_norm
+        # Not `norm > bound`, which NaN is not.
+        if bound is not None and not norm <= bound:
+            return parameters, state, value
         return *update(parameters, state, gradients), value
 
     return step
