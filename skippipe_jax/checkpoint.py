@@ -233,6 +233,7 @@ class CheckpointWriter:
         self._timeout_s = timeout_s
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._last_save: Future[None] | None = None
+        self._protected: int | None = None
 
     def save(
         self,
@@ -271,6 +272,13 @@ class CheckpointWriter:
             # Raised by the background thread, which tells the other hosts that wait for this part.
             writes.set_exception(error)
         self._last_save = self._background.submit(self._finish, step, writes, texts)
+
+    def protect(self, step: int) -> None:
+        """Hold on to the checkpoint of ``step`` too, and no longer to the one protected before.
+
+        Called on host 0, which removes checkpoints.
+        """
+        self._protected = step
 
     def wait(self) -> None:
         """Wait until the last save is committed. Raises RuntimeError when it was not."""
@@ -325,7 +333,8 @@ class CheckpointWriter:
             _step_folder(self._run_dir, step) / "COMMITTED", json.dumps(record, indent=1)
         )
         for old in saved_steps(self._run_dir)[: -self._keep]:
-            _remove(_step_folder(self._run_dir, old))
+            if old != self._protected:
+                _remove(_step_folder(self._run_dir, old))
 
 
 # What hosts tell one another.

@@ -21,6 +21,8 @@ from skippipe_jax.config import Config, parse_config, to_yaml
 CONFIG, PLAN, PICTURE, METRICS = "config.yaml", "plan.json", "plan.svg", "metrics.jsonl"
 CASE = "case.yaml"
 """Where a run that measured its cluster keeps the case."""
+BEST = "best.json"
+"""Which checkpoint has the lowest held-out loss, in a run that computes it."""
 
 
 def require_new(folder: Path) -> None:
@@ -86,6 +88,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The metrics of all iterations; a line that a crash cut short is left out."""
     lines = fields.read_text(folder / METRICS, METRICS).splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write_best(folder: Path, step: int, loss: float) -> None:
+    """Note which checkpoint has the lowest held-out loss."""
+    _replace(folder / BEST, json.dumps({"step": step, "validation_loss": loss}) + "\n")
 
 
 @contextmanager
