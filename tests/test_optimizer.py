@@ -147,14 +147,16 @@ def test_all_but_the_scales_of_norms_decay(
 
 
 def test_what_does_not_decay_only_learns():
-    parameters = {"embedding": jnp.ones(2), "head": {"kernel": jnp.ones(2)}, "kernel": jnp.ones(2)}
+    parameters: Any = {name: {"kernel": jnp.ones(2)} for name in ("down", "head")}
+    parameters["embedding"] = jnp.ones(2)
     transformation = adamw(dataclasses.replace(CONFIG, decay_embeddings=False), steps=10)
     zeros = jax.tree.map(jnp.zeros_like, parameters)
+    updates: Any
     updates, _ = transformation.update(zeros, transformation.init(parameters), parameters)
     first_rate = rates(CONFIG, 10, 1)[0]
     np.testing.assert_array_equal(updates["embedding"], 0.0)
-    for kernel in (updates["kernel"], updates["head"]["kernel"]):
-        np.testing.assert_allclose(kernel, -first_rate * 0.3, rtol=1e-5)
+    for name in ("down", "head"):
+        np.testing.assert_allclose(updates[name]["kernel"], -first_rate * 0.3, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_z_loss_is_part_of_the_gradient_but_not_of_the_loss():
 
     def terms(parameters: Any) -> tuple[jax.Array, jax.Array]:
         model: DataStage = nnx.merge(structure, parameters)
-        logits = model.logits(model(tokens)).reshape(-1, MODEL.vocabulary_size)[:5]
+        logits = model.logits(model(jnp.asarray(tokens))).reshape(-1, MODEL.vocabulary_size)[:5]
         log_z = jnp.log(jnp.exp(logits).sum(axis=-1))
         of_targets = logits[jnp.arange(5), targets.flat[:5]]
         return jnp.sum(log_z - of_targets), 0.5 * jnp.sum(log_z**2)
