@@ -342,15 +342,18 @@ class CheckpointWriter:
             writes.set_exception(error)
         self._last_save = self._background.submit(self._finish, step, writes, texts)
 
+    def protect(self, step: int) -> None:
+        """Hold on to the checkpoint of ``step`` too, and no longer to the one protected before.
+
+        Called on host 0, which removes checkpoints.
+        """
+        self._protected = step
+
     def wait(self) -> None:
         """Wait until the last save is committed. Raises RuntimeError when it was not."""
         last_save, self._last_save = self._last_save, None
         if last_save is not None:
             last_save.result()
-
-    def protect(self, step: int) -> None:
-        """Hold on to the checkpoint of ``step``, the best say, instead of one protected before."""
-        self._protected = step
 
     def close(self) -> None:
         """Wait for the last save and its copy, and end the background threads.

@@ -144,6 +144,52 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """What a run tells besides metrics.jsonl, whose lines every tracker gets.
+
+    `tensorboard` writes event files to RUN/tensorboard. `wandb` names the project on Weights &
+    Biases that the run belongs to. Of `profile_steps`, counted from 1, JAX's profiler writes traces
+    to RUN/profile, in which operations bear the names of their stages and microbatches.
+    """
+
+    tensorboard: bool = False
+    wandb: str | None = None
+    profile_steps: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        """Refuse steps that are none."""
+        for step in self.profile_steps or ():
+            fields.integer(step, "log.profile_steps", 1)
+
+    def profiles(self, step: int) -> bool:
+        """Whether the iteration that leads to `step` is traced by the profiler."""
+        return step in (self.profile_steps or ())
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Held-out loss of the full model, every stage in order, after each `every` iterations.
+
+    It is taken over `sequences` held-out sequences, rounded up to whole microbatches, or over as
+    many as there are. The checkpoint with the lowest is kept whatever `checkpoint.keep` says; only
+    steps that are saved can be it, so let `every` and `checkpoint.every` meet. null: never.
+    """
+
+    every: int | None = None
+    sequences: int = 64
+
+    def __post_init__(self):
+        """Refuse what would validate nothing."""
+        if self.every is not None:
+            fields.integer(self.every, "validation.every", 1)
+        fields.integer(self.sequences, "validation.sequences", 1)
+
+    def validates(self, step: int) -> bool:
+        """Whether the held-out loss is computed after `step`."""
+        return self.every is not None and step % self.every == 0
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that decides a run. Relative paths start at the current directory.
 
@@ -171,6 +217,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def __post_init__(self):
         """Refuse what the sections say against each other, and values out of range."""
@@ -179,6 +227,14 @@ class Config:
         if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
             raise InputError(
                 "trace", self.trace, "says no interval", "Write never, or every 10, or the like"
+            )
+        beyond = [step for step in self.log.profile_steps or () if step > self.train.steps]
+        if beyond:
+            raise InputError(
+                "log.profile_steps",
+                beyond[0],
+                f"the run has {self.train.steps} steps",
+                "Name one of them, or raise train.steps",
             )
         if self.data.sequence_length > self.model.context:
             raise InputError(

@@ -31,6 +31,7 @@ from skippipe_jax.recipe import stage_shares
 from skippipe_jax.ring import Ring
 from skippipe_jax.stages import (
     STOP,
+    TOTALS,
     Gauge,
     Gradients,
     Parameters,
@@ -139,6 +140,8 @@ class Executor:
         self.host_of = host_of
         self.network = network or NetworkConfig()
         self.stage_of = plan.stage_of
+        # Whether each dispatch bears the name of its operation, for JAX's profiler.
+        self.names_dispatches = False
         self.activation = activation
         travelling = self.network.activation_dtype or activation.dtype
         self.travelling = jax.ShapeDtypeStruct(activation.shape, travelling)
@@ -275,7 +278,7 @@ class Executor:
     def new_totals(self) -> dict[jax.Device, Totals]:
         """Zeros to add to, on each device that computes losses."""
         return {
-            device: jax.device_put(np.zeros(4, np.float32), device)
+            device: jax.device_put(np.zeros(TOTALS, np.float32), device)
             for stage, device in self.states
             if stage == 0
         }
@@ -321,6 +324,14 @@ class Executor:
 
     def call(self, operation: Operation, value: jax.Array, totals: dict[jax.Device, Totals]) -> Any:
         """Dispatch one operation; its output, or None after the last backward of a path."""
+        if not self.names_dispatches:
+            return self._dispatch(operation, value, totals)
+        with jax.profiler.TraceAnnotation(f"{operation}, stage {self.stage_of[operation.node]}"):
+            return self._dispatch(operation, value, totals)
+
+    def _dispatch(
+        self, operation: Operation, value: jax.Array, totals: dict[jax.Device, Totals]
+    ) -> Any:
         kind, microbatch, node = operation
         device = self.devices[node]
         own, stage = self.nodes[node], self.states[self.stage_of[node], device]
@@ -371,10 +382,10 @@ class Executor:
         self, parts: Sequence[Totals], stop: bool, busy_s: Mapping[int, float]
     ) -> Float[Array, " totals_and_nodes"]:
         """What this host adds to the sum over all: totals, then how long each node computed."""
-        own = np.zeros(4 + len(self.devices), np.float32)
+        own = np.zeros(TOTALS + len(self.devices), np.float32)
         own[STOP] = stop
         for node, seconds in busy_s.items():
-            own[4 + node] = seconds
+            own[TOTALS + node] = seconds
         here = [jax.device_put(part, self.host_device) for part in parts]
         return _add_totals(here, jax.device_put(own, self.host_device))
 
@@ -385,9 +396,9 @@ class Executor:
 
 @jax.jit
 def _add_totals(parts: list[jax.Array], own: jax.Array) -> jax.Array:
-    return own.at[:4].add(jnp.sum(jnp.stack([*parts, jnp.zeros(4)]), axis=0))
+    return own.at[:TOTALS].add(jnp.sum(jnp.stack([*parts, jnp.zeros(TOTALS)]), axis=0))
 
 
 @jax.jit
 def _apart(summed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return summed[:4], summed[4:]
+    return summed[:TOTALS], summed[TOTALS:]

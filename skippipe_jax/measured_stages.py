@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_jax.config import Config
-from skippipe_jax.stages import TOKENS, StageFunctions, activation, stage_functions
+from skippipe_jax.stages import TOKENS, TOTALS, StageFunctions, activation, stage_functions
 
 FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 LEAST_REPETITIONS = 3
@@ -89,7 +89,7 @@ def measure_stage(
 
     with jax.default_device(device):
         parameters, state, gradients = functions.create(jax.random.key(0), 0)
-        gauge, totals = jnp.zeros(2, jnp.int32), jnp.zeros(4)
+        gauge, totals = jnp.zeros(2, jnp.int32), jnp.zeros(TOTALS)
         end = time.perf_counter() + budget_s
         while len(seconds[UPDATE]) < LEAST_REPETITIONS or time.perf_counter() < end:
             outputs, saved, gauge = timed(

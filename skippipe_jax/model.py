@@ -383,11 +383,26 @@ class DataStage(Stage):
 
         A negative target does not count.
         """
-        counted = targets >= 0
+        nats, tokens, _ = self.loss_terms(x, targets)
+        return nats, tokens
+
+    def loss_terms(
+        self, x: Float[Array, "batch time width"], targets: Int[Array, "batch time"]
+    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+        """What `loss` returns, and the sum over target tokens of log(Z)^2.
+
+        Z is what the softmax divides by: the sum of the exponentials of a token's logits.
+        """
+        logits, counted = self.logits(x), targets >= 0
         nats = optax.softmax_cross_entropy_with_integer_labels(
-            self.logits(x), jnp.where(counted, targets, 0)
+            logits, jnp.where(counted, targets, 0)
         )
-        return jnp.sum(jnp.where(counted, nats, 0.0)), jnp.sum(counted, dtype=jnp.float32)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        return (
+            jnp.sum(jnp.where(counted, nats, 0.0)),
+            jnp.sum(counted, dtype=jnp.float32),
+            jnp.sum(jnp.where(counted, log_z**2, 0.0)),
+        )
 
 
 def create_stage(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
@@ -22,14 +23,37 @@ from tqdm import tqdm
 
 from skippipe_jax import run_folder
 from skippipe_jax.config import Config
-from skippipe_jax.executor import Outcome
+from skippipe_jax.device_figures import (
+    peak_flops_per_second,
+    peak_memory_bytes,
+    peak_process_bytes,
+)
+from skippipe_jax.executor import Executor, Outcome
+from skippipe_jax.flops import iteration_flops
 from skippipe_jax.model import parameter_count, stage_shapes
-from skippipe_jax.optimizer import learning_rate_schedule
+from skippipe_jax.optimizer import learning_rate_schedule, updates_made
 from skippipe_jax.recipe import Schedule
-from skippipe_jax.stages import LOSS, SQUARED_NORM, STOP, TOKENS, activation
+from skippipe_jax.stages import (
+    LOSS,
+    SQUARED_NORM,
+    STOP,
+    TOKENS,
+    Z_LOSS,
+    activation,
+    skips_update,
+)
+from skippipe_jax.trackers import open_trackers
 
 # Where there is no terminal to draw a bar on, a line is written this often.
 SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True)
+class Compilations:
+    """Programs that XLA has compiled, or loaded from its cache, and how long that took."""
+
+    count: int = 0
+    seconds: float = 0.0
 
 
 class CompilationCounter:
@@ -39,12 +63,12 @@ class CompilationCounter:
 
     def __init__(self):
         """Start at zero; counting begins on entering."""
-        self.count = 0
+        self.compilations = Compilations()
 
-    def take(self) -> int:
-        """How many there were since the last call."""
-        count, self.count = self.count, 0
-        return count
+    def take(self) -> Compilations:
+        """Those since the last call."""
+        taken, self.compilations = self.compilations, Compilations()
+        return taken
 
     def __enter__(self) -> CompilationCounter:
         """Begin to count."""
@@ -56,7 +80,9 @@ class CompilationCounter:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
-        self.count += event == self.EVENT
+        if event == self.EVENT:
+            before = self.compilations
+            self.compilations = Compilations(before.count + 1, before.seconds + duration_secs)
 
 
 @dataclass(frozen=True)
@@ -69,7 +95,7 @@ class Finished:
     step: int
     totals: np.ndarray
     peaks: dict[int, int]
-    compilations: int
+    compilations: Compilations
     busy_s: np.ndarray | None
     at_s: float
 
@@ -77,14 +103,32 @@ class Finished:
 class Progress:
     """Reads the outcome of each iteration, checks it, and shows and writes it on host 0."""
 
-    def __init__(self, config: Config, schedule: Schedule, step: int, folder: Path | None):
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        executor: Executor,
+        step: int,
+        folder: Path | None,
+    ):
         """Begin after `step`; `folder` is the run folder on host 0 and None on the others."""
         self.config = config
         self.schedule = schedule
         self.folder = folder
         self.sent = {name: bytes_per_link(plan, config) for name, plan in schedule.plans.items()}
+        self.devices = list(dict.fromkeys(executor.devices))
+        batch, time = config.data.microbatch_size, config.data.sequence_length
+        self.flops = {
+            name: iteration_flops(config.model, plan, batch, time)
+            for name, plan in schedule.plans.items()
+        }
+        self.peak_flops_per_second = peak_flops_per_second(d.device_kind for d in self.devices)
         self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
         self.learning_rate(step)  # Compiled now, not while training.
+        optimizer_state = next(iter(executor.states.values())).optimizer_state
+        self.skipped_updates = step - updates_made(optimizer_state)
+        self.validations: dict[int, tuple[float | None, float]] = {}
+        self.trackers = [] if folder is None else open_trackers(config, folder, step)
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="progress")
         self.watched: deque[Future[Finished]] = deque()
         self.last_s = time.perf_counter()
@@ -97,7 +141,7 @@ class Progress:
             disable=None if folder else True,
         )
 
-    def watch(self, step: int, outcome: Outcome, compilations: int) -> None:
+    def watch(self, step: int, outcome: Outcome, compilations: Compilations) -> None:
         """Wait in the background for the end of the iteration that leads to `step`."""
 
         def wait() -> Finished:
@@ -108,6 +152,10 @@ class Progress:
             return Finished(step, totals, peaks, compilations, busy_s, time.perf_counter())
 
         self.watched.append(self.watcher.submit(wait))
+
+    def validated(self, step: int, loss: float | None) -> None:
+        """Note the held-out loss after `step`, if this host knows it, before that is reported."""
+        self.validations[step] = loss, time.perf_counter()
 
     def report(self, leave: int = 0) -> bool:
         """Report the watched iterations in order, but for the last `leave` of them.
@@ -124,57 +172,105 @@ class Progress:
         return stop
 
     def _report_one(self, finished: Finished) -> bool:
-        step, totals, peaks = finished.step, finished.totals, finished.peaks
-        name, plan = self.schedule.name(step - 1), self.schedule.plan(step - 1)
-        for node, peak in peaks.items():
+        plan = self.schedule.plan(finished.step - 1)
+        for node, peak in finished.peaks.items():
             if peak > plan.case.nodes[node].memory:
                 raise RuntimeError(
                     f"node {node} had {peak} microbatches in flight; its memory holds "
                     f"{plan.case.nodes[node].memory}. This is a defect of the program"
                 )
-        seconds, self.last_s = finished.at_s - self.last_s, finished.at_s
+        skipped_before = self.skipped_updates
+        line = self._line(finished)
+        if self.folder is not None:
+            run_folder.append_metrics(self.folder, line)
+            for tracker in self.trackers:
+                tracker.write(line)
+            if self.skipped_updates > skipped_before:
+                self._say(
+                    f"step {line['step']}: update skipped, its gradient norm is not within "
+                    f"optimizer.skip_above_norm = {self.config.optimizer.skip_above_norm:g} but "
+                    f"{line['gradient_norm'] or 'no finite number'} "
+                    f"({self.skipped_updates} skipped so far)"
+                )
+            if line["validation_loss"] is not None:
+                self._say(f"step {line['step']}: held-out loss {line['validation_loss']:.4f}")
+            self._show(line)
+        return bool(finished.totals[STOP] > 0)
+
+    def _line(self, finished: Finished) -> dict[str, Any]:
+        """The metrics of an iteration, and what follows from them for the next."""
+        step, totals, optimizer = finished.step, finished.totals, self.config.optimizer
+        name, plan = self.schedule.name(step - 1), self.schedule.plan(step - 1)
+        sent = self.sent[name]
+        seconds = finished.at_s - self.last_s
+        # Validation is no part of the next iteration.
+        held_out, self.last_s = self.validations.pop(step, (None, finished.at_s))
         loss = float(totals[LOSS] / totals[TOKENS])
         batch_tokens = self.config.data.microbatch_size * self.config.data.sequence_length
         norm = float(np.sqrt(totals[SQUARED_NORM]) * batch_tokens / totals[TOKENS])
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        learning_rate = self.learning_rate(step - 1 - self.skipped_updates)
+        if skips_update(optimizer, totals, batch_tokens):
+            self.skipped_updates += 1
+        elif not (math.isfinite(loss) and math.isfinite(norm)):
             raise InputError(
                 "optimizer.learning_rate",
-                self.config.optimizer.learning_rate,
+                optimizer.learning_rate,
                 f"the loss of step {step} is {loss}, and the norm of its gradient {norm}",
-                "Resume from the last checkpoint with a lower rate, or a lower clip_norm",
+                "Resume from the last checkpoint with a lower rate, or a lower clip_norm, or let "
+                "optimizer.skip_above_norm leave such updates out",
             )
-        if self.folder is not None:
-            sent = self.sent[name]
-            line = {
-                "step": step,
-                "loss": loss,
-                "tokens": int(totals[TOKENS]),
-                "tokens_per_second": float(totals[TOKENS]) / seconds,
-                "seconds_per_iteration": seconds,
-                "plan": name,
-                "predicted_seconds": plan.predicted.iteration_s,
-                "network": self.config.network.mode,
-                "bytes_sent": sum(sent.values()),
-                "bytes_per_link": {f"{a}-{b}": size for (a, b), size in sent.items()},
-                "idle_share": _idle_share(finished.busy_s, seconds),
-                "gradient_norm": norm,
-                "learning_rate": float(np.asarray(self.learning_rate(step - 1))),
-                "compilations": finished.compilations,
-                "peak_in_flight": peaks,
-            }
-            run_folder.append_metrics(self.folder, line)
-            self._show(line)
-        return bool(totals[STOP] > 0)
+        return {
+            "step": step,
+            "loss": _finite(loss),
+            "z_loss": _finite(totals[Z_LOSS] / totals[TOKENS]) if optimizer.z_loss else None,
+            "validation_loss": _finite(held_out),
+            "tokens": int(totals[TOKENS]),
+            "tokens_per_second": float(totals[TOKENS]) / seconds,
+            "flops_utilisation": self._flops_utilisation(self.flops[name], seconds),
+            "seconds_per_iteration": seconds,
+            "plan": name,
+            "predicted_seconds": plan.predicted.iteration_s,
+            "network": self.config.network.mode,
+            "bytes_sent": sum(sent.values()),
+            "bytes_per_link": {f"{a}-{b}": size for (a, b), size in sent.items()},
+            "idle_share": _idle_share(finished.busy_s, seconds),
+            "gradient_norm": _finite(norm),
+            "skipped_updates": self.skipped_updates,
+            "learning_rate": float(np.asarray(learning_rate)),
+            "compilations": finished.compilations.count,
+            "compile_seconds": finished.compilations.seconds,
+            "peak_in_flight": finished.peaks,
+            "peak_memory_bytes": self._peak_memory_bytes(),
+            "peak_process_bytes": peak_process_bytes(),
+        }
 
     def close(self) -> None:
         """Leave the bar as it stands; an iteration that other hosts have left is not waited for."""
         self.watcher.shutdown(wait=False)
         self.bar.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _flops_utilisation(self, flops: float, seconds: float) -> float | None:
+        """The share of what the devices could do that the model needed, if their peak is known."""
+        if self.peak_flops_per_second is None:
+            return None
+        return flops / seconds / self.peak_flops_per_second
+
+    def _peak_memory_bytes(self) -> dict[int, int | None]:
+        """The most memory in use so far on each device of this host, by its number."""
+        here = (device for device in self.devices if device.process_index == jax.process_index())
+        return {device.id: peak_memory_bytes(device) for device in here}
+
+    def _say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.bar.write(text, file=sys.stderr)
 
     def _show(self, line: dict[str, Any]) -> None:
         emulated = " on an emulated network" if line["network"] == "emulate" else ""
         speed = f"{line['tokens_per_second']:,.0f} tokens/s{emulated}"
-        self.bar.set_postfix_str(f"loss {line['loss']:.3f}, {speed}", refresh=False)
+        loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
+        self.bar.set_postfix_str(f"loss {loss}, {speed}", refresh=False)
         self.bar.update()
         is_last = line["step"] == self.config.train.steps
         if self.bar.disable and (
@@ -183,11 +279,16 @@ class Progress:
             self.last_line_s = time.perf_counter()
             left_s = (self.config.train.steps - line["step"]) * line["seconds_per_iteration"]
             print(
-                f"step {line['step']}/{self.config.train.steps}  loss {line['loss']:.3f}  {speed}  "
+                f"step {line['step']}/{self.config.train.steps}  loss {loss}  {speed}  "
                 f"{left_s:.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _finite(value: float | None) -> float | None:
+    """A number as JSON can hold it."""
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _idle_share(busy_s: np.ndarray | None, seconds: float) -> list[float] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections import deque
@@ -71,10 +72,14 @@ def main() -> int:
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """The metrics of a run: figures of every iteration, and the last lines whole."""
+    """The metrics of a run: figures of every iteration, and the last lines whole.
+
+    A loss is NaN where it was no finite number, and a held-out loss where none was computed.
+    """
 
     step: Int[np.ndarray, " n"]
     loss: Float[np.ndarray, " n"]
+    held_out: Float[np.ndarray, " n"]
     seconds: Float[np.ndarray, " n"]
     tokens_per_second: Float[np.ndarray, " n"]
     compiled: Bool[np.ndarray, " n"]
@@ -93,6 +98,7 @@ class Metrics:
         return Metrics(
             step=self.step[kept],
             loss=self.loss[kept],
+            held_out=self.held_out[kept],
             seconds=self.seconds[kept],
             tokens_per_second=self.tokens_per_second[kept],
             compiled=self.compiled[kept],
@@ -153,14 +159,15 @@ def load_metrics(folder: Path) -> Metrics:
         raise InputError(
             METRICS, str(folder / METRICS), f"cannot be read: {error}", "Name the folder of a run"
         ) from error
-    table = np.array(rows, float).reshape(-1, 6)
+    table = np.array(rows, float).reshape(-1, 7)
     return Metrics(
         step=table[:, 0].astype(int),
         loss=table[:, 1],
-        seconds=table[:, 2],
-        tokens_per_second=table[:, 3],
-        compiled=table[:, 4] > 0,
-        emulated=table[:, 5] > 0,
+        held_out=table[:, 2],
+        seconds=table[:, 3],
+        tokens_per_second=table[:, 4],
+        compiled=table[:, 5] > 0,
+        emulated=table[:, 6] > 0,
         recent=tuple(recent),
     )
 
@@ -182,12 +189,18 @@ def _row(line: Mapping[str, Any], where: str) -> tuple[float, ...]:
     seconds, speed = "seconds_per_iteration", "tokens_per_second"
     return (
         fields.integer(line.get("step"), f"{where}step", 0, 2**53),
-        fields.number(line.get("loss"), f"{where}loss"),
+        # Only null says that the loss was no finite number.
+        _number_or_nan(line.get("loss", "nothing"), f"{where}loss"),
+        _number_or_nan(line.get("validation_loss"), f"{where}validation_loss"),
         fields.number(line.get(seconds), where + seconds, 0.0, above=True),
         fields.number(line.get(speed), where + speed, 0.0),
         fields.integer(line.get("compilations"), f"{where}compilations", 0),
         line.get("network") == "emulate",
     )
+
+
+def _number_or_nan(value: Any, field: str) -> float:
+    return math.nan if value is None else fields.number(value, field)
 
 
 def report(folder: Path) -> str:
@@ -322,13 +335,20 @@ def _curves(metrics: Metrics) -> str:
     if predicted is not None:
         top = max(top, 1.15 * predicted)
         mark = (f"predicted {seconds_text(predicted)}", predicted)
-    low, high = float(metrics.loss.min()), float(metrics.loss.max())
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    losses = {"Loss": metrics.loss, "Held-out loss": metrics.held_out}
     pictures = [
-        curve("Loss", "nats per token", metrics.step, metrics.loss, (low - margin, high + margin)),
-        curve("Seconds per iteration", "", metrics.step, seconds, (0.0, top), mark),
+        _loss_curve(title, metrics.step[known], values[known])
+        for title, values in losses.items()
+        if (known := np.isfinite(values)).any()
     ]
+    pictures.append(curve("Seconds per iteration", "", metrics.step, seconds, (0.0, top), mark))
     return _section("Curves", _tag_of("div", pictures, "curves"))
+
+
+def _loss_curve(title: str, steps: Int[np.ndarray, " n"], values: Float[np.ndarray, " n"]) -> str:
+    low, high = float(values.min()), float(values.max())
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return curve(title, "nats per token", steps, values, (low - margin, high + margin))
 
 
 def _timelines(

@@ -25,6 +25,8 @@ PLANS = "plans"
 """The folder of the plans that a recipe asks for, each by its name, and of their pictures."""
 CASE = "case.yaml"
 """Where a run that measured its cluster keeps the case."""
+BEST = "best.json"
+"""Which checkpoint has the lowest held-out loss, in a run that computes it."""
 PARTIAL = ".partial"
 """What the name of a file ends with until it is whole."""
 
@@ -124,6 +126,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The metrics of all iterations; a line that a crash cut short is left out."""
     lines = fields.read_text(folder / METRICS, METRICS).splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write_best(folder: Path, step: int, loss: float) -> None:
+    """Note which checkpoint has the lowest held-out loss."""
+    _replace(folder / BEST, json.dumps({"step": step, "validation_loss": loss}) + "\n")
 
 
 @contextmanager

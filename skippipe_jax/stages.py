@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
@@ -34,9 +35,10 @@ Activations = Float[Array, "batch time width"]
 Share = Float[Array, ""]
 
 # What an iteration sums over all nodes: token losses in nats, target tokens, the squared norm of
-# the gradients, and how many hosts were asked to stop.
-Totals = Float[Array, "4"]
-LOSS, TOKENS, SQUARED_NORM, STOP = range(4)
+# the gradients, how many hosts were asked to stop, and what z-loss adds to the token losses.
+Totals = Float[Array, "5"]
+LOSS, TOKENS, SQUARED_NORM, STOP, Z_LOSS = range(5)
+TOTALS = 5
 
 
 @jax.tree_util.register_dataclass
@@ -91,6 +93,10 @@ class StageFunctions:
     """gradients -> totals that hold their squared norm alone"""
     update: Callable[..., tuple[Parameters, PyTree, Gradients]]
     """(parameters, optimizer state, gradients, totals) -> updated ones and zero gradients"""
+    predict: Callable[[Parameters, Array], Array]
+    """(parameters, inputs) -> outputs, and nothing for a backward"""
+    held_out: Callable[[Parameters, Array, Array], Float[Array, 2]]
+    """(parameters, activations, targets) -> sum of token losses in nats, target tokens"""
 
 
 def activation(model: ModelConfig, data: DataConfig) -> jax.ShapeDtypeStruct:
@@ -157,19 +163,22 @@ def stage_functions(
         targets: Array,
     ):
         def scaled_loss(parameters: Parameters, activations: Array):
-            nats, tokens = nnx.merge(structure, parameters).loss(activations, targets)
-            return nats / microbatch_tokens, (nats, tokens)
+            terms = nnx.merge(structure, parameters).loss_terms(activations, targets)
+            nats, tokens, squares = terms
+            # Without it, nothing is computed for it.
+            z_loss = optimizer.z_loss * squares if optimizer.z_loss else 0.0
+            return (nats + z_loss) / microbatch_tokens, (nats, tokens, z_loss)
 
-        (of_parameters, of_activations), (nats, tokens) = jax.grad(
+        (of_parameters, of_activations), (nats, tokens, z_loss) = jax.grad(
             scaled_loss, argnums=(0, 1), has_aux=True
         )(parameters, activations)
-        totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens)
+        totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens).at[Z_LOSS].add(z_loss)
         # Plus nothing: an output that is an input would be there before the rest.
         return of_activations, add(gradients, of_parameters), totals, gauge + 0
 
     def squared_norm(gradients: Gradients) -> Totals:
         squares = sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients))
-        return jnp.zeros(4).at[SQUARED_NORM].set(squares)
+        return jnp.zeros(TOTALS).at[SQUARED_NORM].set(squares)
 
     def update(
         parameters: Parameters, optimizer_state: PyTree, gradients: Gradients, totals: Totals
@@ -178,8 +187,16 @@ def stage_functions(
         norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
         scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm)
         mean = jax.tree.map(lambda leaf: leaf * scale, gradients)
-        updates, optimizer_state = transformation.update(mean, optimizer_state, parameters)
-        return optax.apply_updates(parameters, updates), optimizer_state, zero_gradients(parameters)
+        updates, new_state = transformation.update(mean, optimizer_state, parameters)
+        updated = optax.apply_updates(parameters, updates), new_state
+        if optimizer.skip_above_norm is not None:
+            is_skipped = skips_update(optimizer, totals, microbatch_tokens)
+            as_before = parameters, optimizer_state
+            updated = optax.tree.where(is_skipped, as_before, updated)
+        return *updated, zero_gradients(parameters)
+
+    def held_out(parameters: Parameters, activations: Array, targets: Array):
+        return jnp.stack(nnx.merge(structure, parameters).loss(activations, targets))
 
     # A cotangent can be overwritten by the gradient of the inputs, which has the same shape; a
     # data stage's inputs are tokens, which have none.
@@ -191,6 +208,8 @@ def stage_functions(
         backward=jax.jit(backward, donate_argnums=overwritten),
         squared_norm=jax.jit(squared_norm),
         update=jax.jit(update, donate_argnums=(0, 1, 2)),
+        predict=jax.jit(functools.partial(apply, share=None)),
+        held_out=jax.jit(held_out),
     )
 
 
@@ -202,6 +221,24 @@ def scaled(inputs: Activations, outputs: Activations, share: Share) -> Activatio
     """
     before = inputs.astype(jnp.float32)
     return (before + (outputs - before) / share).astype(outputs.dtype)
+
+
+def skips_update(
+    optimizer: OptimizerConfig, totals: Totals | np.ndarray, microbatch_tokens: int
+) -> Any:
+    """Whether the update of an iteration is left out, by `optimizer.skip_above_norm`: a bool.
+
+    The gradients' norm is root(squared_norm) * microbatch_tokens / tokens. What is compared has
+    neither root nor quotient: products are rounded alike on all devices, so all replicas agree.
+    """
+    if optimizer.skip_above_norm is None:
+        return False
+    squared_norm, tokens = totals[SQUARED_NORM], totals[TOKENS]
+    # A large bound may overflow to infinity; an infinite norm is beyond that too.
+    with np.errstate(over="ignore"):
+        bound = tokens * tokens * np.float32(optimizer.skip_above_norm**2)
+        is_within = squared_norm * np.float32(microbatch_tokens**2) <= bound
+    return ~(is_within & (squared_norm < np.inf))
 
 
 def zero_gradients(parameters: Parameters) -> Gradients:

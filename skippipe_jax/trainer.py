@@ -41,11 +41,14 @@ from skippipe_jax.measured_case import Profile, check_template
 from skippipe_jax.measured_cluster import measure
 from skippipe_jax.mirror import Mirror
 from skippipe_jax.model import ModelConfig
+from skippipe_jax.profiled_steps import profiled
 from skippipe_jax.program import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
 from skippipe_jax.recipe import OWN, Schedule, make_schedule
 from skippipe_jax.recording import draw_recorded, remove_recordings
 from skippipe_jax.stages import activation
+from skippipe_jax.trackers import require_trackers
+from skippipe_jax.validation import BestCheckpoint, Validation
 
 # The results of an iteration are read when this many later ones have been dispatched, so that
 # devices have work while the host reads.
@@ -95,6 +98,8 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     data = _open_data(config, plan, program)
     stage_layers = config.model.layers_of_stages(len(plan.stages))
     _require_attention(config.model)
+    if host.index == 0:
+        require_trackers(config.log)
     # Nothing is written before all that was given has been found good.
     if host.index == 0:
         if resume and plans_anew:
@@ -129,9 +134,11 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         mirror=mirror,
     )
     iterations = Iterations(config, executor, host, schedule, programs)
-    progress = Progress(config, schedule, step, folder if host.index == 0 else None)
+    progress = Progress(config, schedule, executor, step, folder if host.index == 0 else None)
+    validation = Validation(config, executor, host) if config.validation.every else None
+    best = BestCheckpoint(writer, folder if host.index == 0 else None)
 
-    saved_step, stopping = step, False
+    saved_step, stopping, held_out = step, False, None
     with (
         _stop_signals() as received,
         closing(progress),
@@ -144,15 +151,21 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
             outcome = iterations.run(step, batches, stop=bool(received))
             step, read = step + 1, read + len(plan.microbatches)
             progress.watch(step, outcome, compilations.take())
+            held_out = None
+            if validation is not None and config.validation.validates(step):
+                held_out = validation.loss(step)
+                progress.validated(step, held_out)
             saves = step % config.checkpoint.every == 0
             # Saving waits for the parameters anyway, and nothing is saved after a loss that is NaN.
             stopping = progress.report(leave=0 if saves else ITERATIONS_AHEAD)
             if saves:
                 _save(writer, step, executor, data, read)
+                best.consider(step, held_out)
                 saved_step = step
         progress.report()
         if saved_step != step:
             _save(writer, step, executor, data, read)
+            best.consider(step, held_out)
     if config.checkpoint.copy_to is not None:
         if host.index == 0:
             host.put("copied", "")
@@ -433,9 +446,18 @@ class Iterations:
         )
 
     def run(self, iteration: int, batches: Mapping[int, Sequence[Batch]], stop: bool) -> Outcome:
-        """Run one iteration, and record it in the run folder if its turn has come."""
+        """Run one iteration, and record and profile it in the run folder if its turn has come."""
         name = self.schedule.name(iteration)
         self.executor.follow(self.schedule.plans[name], self.programs[name])
+        if not self.config.log.profiles(iteration + 1):
+            return self._run(name, iteration, batches, stop)
+        folder, host = Path(self.config.run_dir), self.host.index
+        with profiled(self.executor, folder, iteration + 1, host):
+            return self._run(name, iteration, batches, stop)
+
+    def _run(
+        self, name: str, iteration: int, batches: Mapping[int, Sequence[Batch]], stop: bool
+    ) -> Outcome:
         traced = self.config.traces(iteration)
         if not (self.waits or traced):
             return self.executor.run(iteration, batches, stop)

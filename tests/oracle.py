@@ -83,7 +83,7 @@ def train_by(
         layers = tuple(phase.layers)
         if layers not in step_of_cut:
             structures = [nnx.graphdef(module) for module in modules(layers)]
-            step_of_cut[layers] = _step(structures, transformation, scaled)
+            step_of_cut[layers] = _step(structures, transformation, optimizer, scaled)
         parameters, state = cut((parameters, state), layers)
         for batches in phase.iterations:
             unpacked = [one_by_one(batch) for batch in batches]
@@ -113,7 +113,7 @@ def _cut(stages: list[Any], layers: Sequence[int]) -> list[Any]:
     return [stages[0] | parts[0], *parts[1:]]
 
 
-def _step(structures: Sequence[Any], transformation: Any, scaled: bool):
+def _step(structures: Sequence[Any], transformation: Any, optimizer: OptimizerConfig, scaled: bool):
     @functools.partial(jax.jit, static_argnums=0)
     def apply(structure: Any, parameters: Any, x: jax.Array) -> jax.Array:
         return nnx.merge(structure, parameters)(x)
@@ -122,10 +122,16 @@ def _step(structures: Sequence[Any], transformation: Any, scaled: bool):
     def loss_of(structure: Any, parameters: Any, x: jax.Array, targets: jax.Array):
         return nnx.merge(structure, parameters).loss(x, targets)
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def squared_log_z(structure: Any, parameters: Any, x: jax.Array, targets: jax.Array):
+        z = jnp.exp(nnx.merge(structure, parameters).logits(x)).sum(axis=-1)
+        return jnp.sum(jnp.log(z) ** 2 * (targets >= 0))
+
     def loss(
         parameters: list[Any], batches: Sequence[Batch], stage_paths: Sequence[Sequence[int]]
-    ) -> jax.Array:
-        nats = tokens = jnp.zeros(())
+    ) -> tuple[jax.Array, jax.Array]:
+        """What is minimised, and the part of it that is reported as the loss."""
+        nats = tokens = squares = jnp.zeros(())
         for stages, batch in zip(stage_paths, batches, strict=True):
             x = batch["tokens"]
             for stage in stages:
@@ -135,7 +141,9 @@ def _step(structures: Sequence[Any], transformation: Any, scaled: bool):
                     x = before + (x - before) / (visits / len(stage_paths))
             own = loss_of(structures[0], parameters[0], x, batch["targets"])
             nats, tokens = nats + own[0], tokens + own[1]
-        return nats / tokens
+            if optimizer.z_loss:
+                squares += squared_log_z(structures[0], parameters[0], x, batch["targets"])
+        return (nats + optimizer.z_loss * squares) / tokens, nats / tokens
 
     @jax.jit
     def update(parameters: list[Any], state: Any, gradients: list[Any]):
@@ -148,7 +156,11 @@ def _step(structures: Sequence[Any], transformation: Any, scaled: bool):
         batches: Sequence[Batch],
         stage_paths: Sequence[Sequence[int]],
     ):
-        value, gradients = jax.value_and_grad(loss)(parameters, batches, stage_paths)
+        gradients, value = jax.grad(loss, has_aux=True)(parameters, batches, stage_paths)
+        norm, bound = float(optax.tree.norm(gradients)), optimizer.skip_above_norm
+        # Not `norm > bound`, which NaN is not.
+        if bound is not None and not norm <= bound:
+            return parameters, state, value
         return *update(parameters, state, gradients), value
 
     return step

@@ -176,6 +176,10 @@ def test_what_is_no_mapping_is_no_configuration(tree: Any):
         ("data.path", {"data": {"path": "text"}}),
         ("data.held_out", {"data": {"held_out": 1.0}}),
         ("cluster.heartbeat_timeout_s", {"cluster": {"heartbeat_timeout_s": 0}}),
+        ("validation.every", {"validation": {"every": 0}}),
+        ("validation.sequences", {"validation": {"sequences": 0}}),
+        ("log.profile_steps", {"log": {"profile_steps": [0]}}),
+        ("log.profile_steps", {"train": {"steps": 5}, "log": {"profile_steps": [2, 6]}}),
     ],
 )
 def test_values_that_make_no_run_are_refused(field: str, tree: Any):

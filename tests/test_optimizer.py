@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,7 +14,13 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.model import ModelConfig, stage_shapes
-from skippipe_jax.optimizer import OptimizerConfig, adamw, decays, learning_rate_schedule
+from skippipe_jax.optimizer import (
+    OptimizerConfig,
+    adamw,
+    decays,
+    learning_rate_schedule,
+    updates_made,
+)
 
 CONFIG = OptimizerConfig(
     learning_rate=0.1,
@@ -57,6 +64,31 @@ def test_without_warmup_the_first_step_has_the_whole_rate():
     assert rates(OptimizerConfig(learning_rate=0.5, warmup_steps=0), 10, 1) == [0.5]
 
 
+@pytest.mark.parametrize("shape", ["linear", "1-sqrt"])
+def test_a_stable_rate_falls_over_the_last_part_only(shape: str):
+    config = dataclasses.replace(
+        CONFIG, schedule="warmup-stable-decay", decay_fraction=0.4, decay_shape=shape
+    )
+    expected = [0.1 * (step + 1) / 4 for step in range(3)]
+    for step in range(3, 14):
+        gone = min(max(step - 6, 0), 4) / 4
+        fallen = gone if shape == "linear" else math.sqrt(gone)
+        expected.append(0.1 * (1 - 0.8 * fallen))
+    np.testing.assert_allclose(rates(config, 10, 14), expected, rtol=1e-5)
+
+
+def test_the_warmup_goes_before_the_decay():
+    config = OptimizerConfig(
+        learning_rate=1.0,
+        warmup_steps=6,
+        schedule="warmup-stable-decay",
+        decay_fraction=1.0,
+        final_ratio=0.0,
+    )
+    expected = [*((step + 1) / 7 for step in range(6)), 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    np.testing.assert_allclose(rates(config, 10, 12), expected, atol=1e-6)
+
+
 def test_update_equals_adamw_by_hand():
     random = np.random.default_rng(0)
     kernel, scale = random.normal(size=(4, 3)), random.normal(size=3)
@@ -88,18 +120,43 @@ def test_update_equals_adamw_by_hand():
         parameters, state = update(parameters, state, jax.tree.map(jnp.float32, own))
     for name, value in values.items():
         np.testing.assert_allclose(parameters[name], value, rtol=1e-4, atol=1e-5)
+    assert updates_made(state) == 6
 
 
-def test_all_but_the_scales_of_norms_decay():
-    shapes = stage_shapes(ModelConfig(), 2)
-    marked = jax.tree_util.tree_leaves_with_path(
-        jax.tree.map(lambda _, d: d, shapes, decays(shapes))
-    )
+@pytest.mark.parametrize("tied_head", [False, True])
+@pytest.mark.parametrize(
+    ("switches", "more"),
+    [
+        ({}, set()),
+        ({"embeddings": False}, {"0/embedding"}),
+        ({"head": False}, {"0/head/kernel"}),
+        ({"embeddings": False, "head": False}, {"0/embedding", "0/head/kernel"}),
+    ],
+)
+def test_all_but_the_scales_of_norms_decay(
+    switches: dict[str, bool], more: set[str], tied_head: bool
+):
+    shapes = stage_shapes(ModelConfig(tied_head=tied_head), 2)
+    marked = jax.tree_util.tree_leaves_with_path(decays(shapes, **switches))
     names = {jax.tree_util.keystr(path, simple=True, separator="/"): flag for path, flag in marked}
     exempt = {name for name, decaying in names.items() if not decaying}
     norms = {"blocks/attention_norm/scale", "blocks/ffn_norm/scale"}
-    assert exempt == {f"{s}/{norm}" for s in (0, 1) for norm in norms} | {"0/final_norm/scale"}
-    assert {"0/embedding", "0/head/kernel", "1/blocks/down/kernel"} < set(names)
+    always = {f"{s}/{norm}" for s in (0, 1) for norm in norms} | {"0/final_norm/scale"}
+    assert exempt == always | (more & set(names))
+    assert {"0/embedding", "1/blocks/down/kernel"} < set(names)
+
+
+def test_what_does_not_decay_only_learns():
+    parameters: Any = {name: {"kernel": jnp.ones(2)} for name in ("down", "head")}
+    parameters["embedding"] = jnp.ones(2)
+    transformation = adamw(dataclasses.replace(CONFIG, decay_embeddings=False), steps=10)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    updates: Any
+    updates, _ = transformation.update(zeros, transformation.init(parameters), parameters)
+    first_rate = rates(CONFIG, 10, 1)[0]
+    np.testing.assert_array_equal(updates["embedding"], 0.0)
+    for name in ("down", "head"):
+        np.testing.assert_allclose(updates[name]["kernel"], -first_rate * 0.3, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +174,13 @@ def test_all_but_the_scales_of_norms_decay():
         ("weight_decay", -0.1),
         ("clip_norm", 0.0),
         ("decay_steps", 10),
+        ("schedule", "constant"),
+        ("decay_shape", "cosine"),
+        ("decay_fraction", 0.0),
+        ("decay_fraction", 1.5),
+        ("skip_above_norm", 0.0),
+        ("skip_above_norm", math.inf),
+        ("z_loss", -1e-4),
     ],
 )
 def test_values_out_of_range_are_refused(field: str, value: Any):

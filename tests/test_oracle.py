@@ -23,8 +23,9 @@ from skippipe_jax.live import LiveIteration
 from skippipe_jax.model import RECOMPUTE, ModelConfig, RopeScaling
 from skippipe_jax.optimizer import OptimizerConfig
 from skippipe_jax.program import compile_plan
-from skippipe_jax.stages import LOSS, TOKENS
+from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, Z_LOSS, skips_update
 from tests import oracle
+from tests.test_program import plan_of
 
 ITERATIONS = 3
 BATCH, TIME = 2, 6
@@ -185,6 +186,17 @@ def test_training_equals_the_oracle(data: st.DataObject):
 
     devices = data.draw(st.sampled_from([1, 3]))
     way = data.draw(st.sampled_from(WAYS))
+    assert_training_equals_the_oracle(plan, model, optimizer, batches, devices, way)
+
+
+def assert_training_equals_the_oracle(
+    plan: Plan,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    batches: list[list[Batch]],
+    devices: int,
+    way: Way,
+) -> list[Outcome]:
     executor, outcomes = run(plan, model, optimizer, batches, devices, way)
 
     stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
@@ -200,3 +212,36 @@ def test_training_equals_the_oracle(data: st.DataObject):
         now, peak = gauge.tolist()
         assert now == 0
         assert peak <= plan.case.nodes[node].memory
+    return outcomes
+
+
+def test_with_all_that_an_optimizer_may_do():
+    """z-loss, what does not decay, another schedule, and a guard against the greatest gradient."""
+    plan = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [1, 3, 2], [0, 3]])
+    model = ModelConfig(
+        vocabulary_size=11, width=8, layers=3, heads=2, kv_heads=1, ffn_width=12, context=TIME
+    )
+    optimizer = dataclasses.replace(
+        OPTIMIZER,
+        clip_norm=NOT_CLIPPING,
+        schedule="warmup-stable-decay",
+        decay_steps=4,
+        decay_fraction=0.5,
+        decay_shape="1-sqrt",
+        decay_embeddings=False,
+        decay_head=False,
+        z_loss=0.1,
+        skip_above_norm=100.0,
+    )
+    batches = random_batches(plan, seed=1)
+    outcomes = assert_training_equals_the_oracle(plan, model, optimizer, batches, 3, WAYS[1])
+    assert all(float(outcome.totals[Z_LOSS]) > 1.0 for outcome in outcomes)
+
+    totals = [np.asarray(outcome.totals) for outcome in outcomes]
+    norms = [float(np.sqrt(each[SQUARED_NORM]) * BATCH * TIME / each[TOKENS]) for each in totals]
+    # The first gradient is too great, and the others are those of the first parameters again.
+    guarded = dataclasses.replace(optimizer, skip_above_norm=0.999 * norms[0])
+    outcomes = assert_training_equals_the_oracle(plan, model, guarded, batches, 3, WAYS[0])
+    skipped = [bool(skips_update(guarded, outcome.totals, BATCH * TIME)) for outcome in outcomes]
+    assert skipped[0]
+    assert not all(skipped)

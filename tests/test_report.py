@@ -166,6 +166,18 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     assert figures_of(report.report(folder))["steps"] == "3 of 500"
 
 
+def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_left_out(tmp_path):
+    folder = start_run(tmp_path / "run")
+    for step in range(1, 7):
+        held_out = 4.0 - step / 10 if step % 2 == 0 else None
+        loss = None if step == 3 else 5.0
+        run_folder.append_metrics(folder, metrics_line(step, loss=loss, validation_loss=held_out))
+    loss, held_out, _ = map(text_of, pictures(parsed(report.report(folder)), "curve"))
+    assert "Loss" in loss
+    assert "Held-out loss" in held_out
+    assert "3.8" in held_out
+
+
 @pytest.mark.parametrize(
     ("lines", "words"), [(3, "network:"), (2, "network in 2 of 3 iterations:")]
 )

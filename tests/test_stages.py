@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -14,7 +15,16 @@ from flax import nnx
 
 from skippipe_jax.model import RECOMPUTE, DataStage, ModelConfig
 from skippipe_jax.optimizer import OptimizerConfig, adamw
-from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, StageFunctions, stage_functions
+from skippipe_jax.stages import (
+    LOSS,
+    SQUARED_NORM,
+    TOKENS,
+    TOTALS,
+    Z_LOSS,
+    StageFunctions,
+    skips_update,
+    stage_functions,
+)
 from tests.oracle import relative_error
 
 BATCH, TIME, LAYERS = 2, 4, 2
@@ -40,7 +50,7 @@ def new_gauge() -> jax.Array:
 
 
 def new_totals() -> jax.Array:
-    return jax.device_put(np.zeros(4, np.float32))
+    return jax.device_put(np.zeros(TOTALS, np.float32))
 
 
 def random_tokens() -> np.ndarray:
@@ -168,6 +178,68 @@ def test_update_is_that_of_the_mean_over_all_targets(recompute: str, clip_norm: 
         assert relative_error(node.parameters, parameters) < 1e-5
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(node.gradients))
         node.totals = new_totals()
+
+
+def test_z_loss_is_part_of_the_gradient_but_not_of_the_loss():
+    node = OneNode(MODEL, dataclasses.replace(OPTIMIZER, z_loss=0.5))
+    structure = nnx.graphdef(nnx.eval_shape(lambda: DataStage(MODEL, LAYERS, 0, jax.random.key(0))))
+    tokens, targets = random_tokens(), random_tokens()
+    targets.flat[5:] = -1
+
+    def terms(parameters: Any) -> tuple[jax.Array, jax.Array]:
+        model: DataStage = nnx.merge(structure, parameters)
+        logits = model.logits(model(jnp.asarray(tokens))).reshape(-1, MODEL.vocabulary_size)[:5]
+        log_z = jnp.log(jnp.exp(logits).sum(axis=-1))
+        of_targets = logits[jnp.arange(5), targets.flat[:5]]
+        return jnp.sum(log_z - of_targets), 0.5 * jnp.sum(log_z**2)
+
+    parameters = jax.tree.map(np.asarray, node.parameters)
+    nats, z_loss = terms(parameters)
+    expected = jax.grad(lambda parameters: sum(terms(parameters)))(parameters)
+    node.run(tokens, targets)
+    assert z_loss > 1.0
+    np.testing.assert_allclose(node.totals[LOSS], nats, rtol=1e-5)
+    np.testing.assert_allclose(node.totals[Z_LOSS], z_loss, rtol=1e-5)
+    found = jax.tree.map(lambda leaf: leaf * BATCH * TIME, node.gradients)
+    assert relative_error(found, expected) < 1e-5
+
+
+GUARD = dataclasses.replace(OPTIMIZER, skip_above_norm=2.0)
+
+
+@pytest.mark.parametrize("tokens", [8.0, 7.0])
+@pytest.mark.parametrize(
+    ("norm", "is_skipped"),
+    [(1.99, False), (2.01, True), (math.nan, True), (math.inf, True)],
+)
+def test_an_update_is_skipped_bit_for_bit(norm: float, is_skipped: bool, tokens: float):
+    functions = functions_of(MODEL, is_data_stage=False, optimizer=GUARD)
+    created = functions.create(jax.random.key(0), 0)
+    gradients = jax.tree.map(lambda leaf: jnp.full_like(leaf, norm), created[2])
+    before = jax.tree.map(np.asarray, created[:2])
+    totals = np.zeros(TOTALS, np.float32)
+    totals[TOKENS] = tokens
+    totals[SQUARED_NORM] = np.float32(norm * tokens / (BATCH * TIME)) ** 2
+    assert bool(skips_update(GUARD, totals, BATCH * TIME)) == is_skipped
+    *after, zeros = functions.update(*created[:2], gradients, jax.device_put(totals))
+    same = [
+        np.asarray(new).tobytes() == old.tobytes()
+        for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
+    ]
+    assert all(same) if is_skipped else not any(same)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(zeros))
+
+
+def test_without_a_guard_no_update_is_skipped():
+    totals = np.full(TOTALS, np.nan, np.float32)
+    assert not skips_update(OPTIMIZER, totals, BATCH * TIME)
+
+
+def test_a_bound_beyond_float32_still_tells_what_is_infinite():
+    guard = dataclasses.replace(OPTIMIZER, skip_above_norm=1e50)
+    for squared_norm, is_skipped in ((1e38, False), (math.inf, True), (math.nan, True)):
+        totals = np.array([0.0, 8.0, squared_norm, 0.0, 0.0], np.float32)
+        assert bool(skips_update(guard, totals, BATCH * TIME)) == is_skipped
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

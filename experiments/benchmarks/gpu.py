@@ -7,15 +7,9 @@ iteration's microbatches in the order of 1F1B, with `--in-flight` of them held a
 update. Inputs are random; the gradient of a microbatch's outputs is the outputs themselves, which
 is that of half their squared sum.
 
-FLOPs of the model are counted once, whatever is computed again:
-
-    tokens * (6 * parameters + 6 * layers * sequence length * width)
-
-A parameter takes part in one multiplication and one addition of the forward pass, and in twice as
-many of the backward pass. Attention multiplies queries with keys and weights with values: 2 * 2 *
-width operations for each earlier position, of which there are half the sequence on average, and
-again twice as many in the backward pass. The utilisation is these FLOPs per second over those of
-the product of two large random matrices in bfloat16, measured in the same run.
+FLOPs of the model are counted once, whatever is computed again, as `skippipe_jax.flops` says. The
+utilisation is these FLOPs per second over those of the product of two large random matrices in
+bfloat16, measured in the same run.
 """
 
 from __future__ import annotations
@@ -35,6 +29,7 @@ import jax.numpy as jnp
 from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import machine
+from skippipe_jax.flops import flops_per_token
 from skippipe_jax.model import (
     ATTENTION,
     DTYPES,
@@ -44,7 +39,7 @@ from skippipe_jax.model import (
     parameter_count,
 )
 from skippipe_jax.optimizer import OptimizerConfig
-from skippipe_jax.stages import TOKENS, stage_functions
+from skippipe_jax.stages import TOKENS, TOTALS, stage_functions
 
 STEPS = 1000
 PRODUCTS_AT_ONCE, PRODUCT_TIMINGS = 10, 20
@@ -70,22 +65,25 @@ class Workload:
         """Tokens of an iteration."""
         return self.microbatches * self.microbatch_tokens
 
-    def flops(self, parameters: int) -> int:
-        """FLOPs of the model in an iteration of a stage with so many parameters."""
-        model = self.model
-        attention = 6 * model.layers * self.sequence_length * model.width
-        return self.tokens * (6 * parameters + attention)
+    def flops(self, parameters: Any) -> int:
+        """FLOPs of the model in an iteration of a stage with these parameters."""
+        return self.tokens * flops_per_token(
+            parameters,
+            layers=self.model.layers,
+            width=self.model.width,
+            sequence_length=self.sequence_length,
+        )
 
 
-def train(workload: Workload, iterations: int) -> tuple[int, list[float]]:
-    """The stage's number of parameters, and the seconds of one iteration after another."""
+def train(workload: Workload, iterations: int) -> tuple[Any, list[float]]:
+    """The stage's parameters at last, and the seconds of one iteration after another."""
     model = workload.model
     functions = stage_functions(
         model, OptimizerConfig(), STEPS, False, model.layers, workload.microbatch_tokens
     )
     parameters, optimizer_state, gradients = functions.create(jax.random.key(0), 0)
     gauge = jnp.zeros(2, jnp.int32)
-    counted = jnp.zeros(4).at[TOKENS].set(workload.tokens)
+    counted = jnp.zeros(TOTALS).at[TOKENS].set(workload.tokens)
     shape = (workload.microbatch_size, workload.sequence_length, model.width)
     inputs = [
         jax.random.normal(key, shape, model.compute_dtype)
@@ -112,7 +110,7 @@ def train(workload: Workload, iterations: int) -> tuple[int, list[float]]:
         )
         jax.block_until_ready((parameters, optimizer_state, gradients))
         seconds.append(time.perf_counter() - start)
-    return parameter_count(parameters), seconds
+    return parameters, seconds
 
 
 def product_flops_per_second(size: int) -> float:
@@ -140,7 +138,7 @@ def measure(workload: Workload, iterations: int, product: int) -> dict[str, Any]
     reached = workload.flops(parameters) / median
     possible = product_flops_per_second(product)
     return {
-        "parameters": parameters,
+        "parameters": parameter_count(parameters),
         "seconds_per_iteration": round(median, 6),
         "tokens_per_second": round(workload.tokens / median, 1),
         "model_flops_per_second": round(reached),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from skippipe_jax import device_figures
 
 
 def describe() -> dict[str, Any]:
@@ -37,6 +38,5 @@ def cpu_model() -> str:
 def peak_memory_bytes(device: jax.Device) -> int:
     """The most that was in use so far: on the device, or in this process where devices are CPUs."""
     if device.platform == "cpu":
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return device_figures.peak_process_bytes()
     return device.memory_stats()["peak_bytes_in_use"]

@@ -45,8 +45,11 @@ STEPS = 26
 METRICS = {
     "step",
     "loss",
+    "z_loss",
+    "validation_loss",
     "tokens",
     "tokens_per_second",
+    "flops_utilisation",
     "seconds_per_iteration",
     "plan",
     "predicted_seconds",
@@ -55,9 +58,13 @@ METRICS = {
     "bytes_per_link",
     "idle_share",
     "gradient_norm",
+    "skipped_updates",
     "learning_rate",
     "compilations",
+    "compile_seconds",
     "peak_in_flight",
+    "peak_memory_bytes",
+    "peak_process_bytes",
 }
 # What a library prints when it ends a process in its own way.
 CRASHES = re.compile("Traceback|Check fail|Fatal|terminate called|core dumped|Segmentation")

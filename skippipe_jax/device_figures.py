@@ -1,0 +1,59 @@
+"""What is known of a device: the operations it can do in a second, the memory it has used."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable
+
+import jax
+
+# Floating-point operations per second of dense matrix products in bfloat16, by the name that JAX
+# gives to a device, from the makers' data sheets. TPU v2 and v3 are two devices to a chip.
+PEAK_FLOPS_PER_SECOND = {
+    "TPU v2": 22.5e12,
+    "TPU v3": 61.5e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,  # SXM
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    # Without bfloat16 in hardware: the figure is that of float16.
+    "Tesla T4": 65e12,
+    "Tesla V100-SXM2-16GB": 125e12,
+    "Tesla V100-SXM2-32GB": 125e12,
+}
+
+
+def peak_flops_per_second(device_kinds: Iterable[str]) -> float | None:
+    """What devices of these kinds can do together; None if that of one of them is not known."""
+    peaks = [PEAK_FLOPS_PER_SECOND.get(kind) for kind in device_kinds]
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None
+
+
+def peak_memory_bytes(device: jax.Device) -> int | None:
+    """The most memory that was in use so far on a device; None where devices do not count it."""
+    stats = device.memory_stats() or {}
+    return stats.get("peak_bytes_in_use")
+
+
+def peak_process_bytes() -> int:
+    """The most memory of the machine that this process has held so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

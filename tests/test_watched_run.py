@@ -1,0 +1,317 @@
+"""A run that is validated, profiled and tracked: what it leaves, also where it was resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import wandb
+from skippipe_sched.errors import InputError
+from tensorboardX.proto import event_pb2
+
+from skippipe_jax import report, run_folder
+from skippipe_jax.checkpoint import CheckpointWriter, saved_steps
+from skippipe_jax.cluster import Membership
+from skippipe_jax.config import LogConfig, load_config, parse_config
+from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.trackers import numbers, open_trackers, require_trackers
+from skippipe_jax.trainer import train
+from skippipe_jax.validation import BestCheckpoint
+from tests.multihost.processes import started_processes
+from tests.training_runs import (
+    arrays_of_checkpoint,
+    assert_same_bits,
+    settings,
+    virtual_devices,
+    write_config,
+)
+
+PLAN = {
+    "method": "balanced",
+    "case": {
+        "nodes": 5,
+        "locations": ["here"],
+        "links": [],
+        "activation_bytes": 1e5,
+        "stage_bytes": 1e5,
+        "forward_s": 0.1,
+        "stages": [2, 1, 2],
+        "path_length": 2,
+        "microbatches_per_data_node": 2,
+        "memory": 2,
+    },
+}
+MODEL = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
+# Not a multiple of what one microbatch holds for each of the two data nodes.
+SEQUENCES = 10
+# Saved at 3 and 6, and where a part of the run ends; validated at 2, 4 and 6.
+WATCHED: dict[str, Any] = {
+    "checkpoint": {"every": 3, "keep": 1},
+    "validation": {"every": 2, "sequences": SEQUENCES},
+    "log": {"tensorboard": True, "profile_steps": [2]},
+}
+
+
+def train_here(config: Path, run_dir: Path, resume: bool = False, **changes: Any) -> None:
+    loaded = load_config(config, settings(run_dir=run_dir, **changes)[1::2])
+    alone = Membership(loaded.cluster, index=0, count=1)
+    train(loaded, alone, resume=resume, config_folder=config.parent)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run in which nothing is watched."""
+    return write_config(tmp_path_factory.mktemp("config"), plan=PLAN, model=MODEL)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended after step 4 and was resumed to step 6."""
+    folder = tmp_path_factory.mktemp("watched")
+    config = write_config(folder, plan=PLAN, model=MODEL, **WATCHED)
+    train_here(config, folder / "run", train__steps=4)
+    train_here(config, folder / "run", resume=True, train__steps=6)
+    return folder / "run"
+
+
+# Validation.
+
+
+def test_the_held_out_loss_is_that_of_evaluation(watched: Path):
+    lines = run_folder.read_metrics(watched)
+    losses = {line["step"]: line["validation_loss"] for line in lines}
+    assert [step for step, loss in losses.items() if loss is not None] == [2, 4, 6]
+    for step in saved_steps(watched):
+        assert losses[step] == pytest.approx(evaluate_run(watched, step, SEQUENCES).loss, rel=1e-6)
+    assert losses[6] != losses[4]
+
+
+def test_the_best_checkpoint_is_noted(watched: Path):
+    best = json.loads((watched / run_folder.BEST).read_text())
+    losses = {line["step"]: line["validation_loss"] for line in run_folder.read_metrics(watched)}
+    assert best == {"step": 6, "validation_loss": losses[6]}
+    assert losses[6] < losses[4]
+
+
+class Board:
+    """A host alone."""
+
+    index, count = 0, 1
+
+    def __init__(self):
+        self.said: dict[str, str] = {}
+
+    def put(self, key: str, value: str) -> None:
+        self.said[key] = value
+
+    def get(self, key: str, timeout_s: float) -> str:
+        return self.said[key]
+
+
+def test_the_best_checkpoint_is_kept_until_a_better_one_comes(tmp_path: Path):
+    run_folder.append_metrics(tmp_path, {"step": 0})
+
+    def save(losses: dict[int, float | None]) -> None:
+        writer = CheckpointWriter(tmp_path, Board(), stage_layers=(1,), keep=1)
+        best = BestCheckpoint(writer, tmp_path)
+        for step, loss in losses.items():
+            run_folder.append_metrics(tmp_path, {"step": step, "validation_loss": loss})
+            writer.save(step, {0: {"parameters": jnp.ones(2)}}, {})
+            best.consider(step, loss)
+        writer.close()
+
+    def best() -> int:
+        return json.loads((tmp_path / run_folder.BEST).read_text())["step"]
+
+    save({1: 3.0, 2: 1.0, 3: 2.0, 4: None})
+    assert (saved_steps(tmp_path), best()) == ([2, 4], 2)
+    # As after a resume.
+    save({5: 1.5})
+    assert (saved_steps(tmp_path), best()) == ([2, 5], 2)
+    save({6: 0.5, 7: 0.6})
+    assert (saved_steps(tmp_path), best()) == ([6, 7], 6)
+    # A run that goes on from before the best has none yet.
+    for step in saved_steps(tmp_path):
+        shutil.rmtree(tmp_path / "checkpoints" / f"{step:08d}")
+    save({})
+    assert not (tmp_path / run_folder.BEST).exists()
+
+
+def test_three_hosts_validate_as_one(config: Path, tmp_path: Path):
+    """Host 2 has no data node; the others have one each."""
+    run_dir = tmp_path / "run"
+    with started_processes(tmp_path) as processes:
+        processes.start_hosts(
+            3,
+            *("-m", "skippipe_jax.train", "--config", config),
+            *settings(
+                run_dir=run_dir,
+                cluster__host_of_node=[0, 1, 2, 2, 1],
+                train__steps=2,
+                validation__every=1,
+                validation__sequences=SEQUENCES,
+                # What is rounded on the wire is exact in validation.
+                network__activation_dtype="bfloat16",
+            ),
+            **virtual_devices(1),
+        )
+        assert processes.exit_codes(120.0) == [0] * 3, processes.outputs()
+    losses = [line["validation_loss"] for line in run_folder.read_metrics(run_dir)]
+    assert losses[1] == pytest.approx(evaluate_run(run_dir, 2, SEQUENCES).loss, rel=1e-6)
+    assert losses[0] != losses[1]
+    assert f"step 2: held-out loss {losses[1]:.4f}" in processes.output(0)
+
+
+# Trackers.
+
+
+def events_of(folder: Path) -> Iterator[Any]:
+    """Everything in the event files of a folder, which hold length, checksum, event, checksum."""
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event()  # pyright: ignore[reportAttributeAccessIssue]
+            event.ParseFromString(data[12 : 12 + length])
+            yield event
+            data = data[16 + length :]
+
+
+def test_tensorboard_has_the_numbers_of_metrics(watched: Path):
+    events = list(events_of(watched / "tensorboard"))
+    found: dict[tuple[int, str], float] = {
+        (event.step, value.tag): value.simple_value
+        for event in events
+        for value in event.summary.value
+    }
+    expected = {
+        (line["step"], name): value
+        for line in run_folder.read_metrics(watched)
+        for name, value in numbers(line)
+    }
+    assert {(6, "loss"), (6, "validation_loss"), (1, "peak_in_flight/0")} < expected.keys()
+    assert found == pytest.approx(expected, rel=1e-6)
+    # What a part of the run writes takes the place of later steps.
+    starts = [event.step for event in events if event.HasField("session_log")]
+    assert starts == [1, 5]
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    config = parse_config({"log": {"wandb": "far-apart"}, "seed": 7})
+    ids = set()
+    for step in (1, 2):
+        [tracker] = open_trackers(config, tmp_path, step - 1)
+        tracker.write({"step": step, "loss": 2.5, "idle_share": [0.5], "z_loss": None})
+        assert wandb.run is not None
+        ids.add(wandb.run.id)
+        tracker.close()
+    # Its service, a process of its own, writes to the end before it goes.
+    wandb.teardown()
+    assert len(ids) == 1
+    files = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{ids.pop()}.wandb"))
+    assert len(files) == 2
+    for path in files:
+        content = path.read_bytes()
+        assert all(word in content for word in (b"far-apart", b"idle_share/0", b"2.5"))
+
+
+def test_every_number_of_a_line_has_a_name():
+    line = {"step": 1, "none": None, "word": "real", "list": [0.5, None], "map": {3: {"a": 2}}}
+    assert dict(numbers(line)) == {"step": 1, "list/0": 0.5, "map/3/a": 2}
+
+
+@pytest.mark.parametrize(
+    ("log", "package", "field"),
+    [
+        (LogConfig(tensorboard=True), "tensorboardX", "log.tensorboard"),
+        (LogConfig(wandb="project"), "wandb", "log.wandb"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named(
+    log: LogConfig, package: str, field: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match="pip install") as caught:
+        require_trackers(log)
+    assert caught.value.field == field
+    require_trackers(LogConfig())
+
+
+# The profiler, and what devices say.
+
+
+def test_the_profile_of_a_step_names_its_operations(watched: Path):
+    assert [path.name for path in (watched / "profile").iterdir()] == ["00000002"]
+    [path] = watched.glob("profile/*/host_0/plugins/profile/*/*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(path))
+    names = [e.name for plane in profile.planes for line in plane.lines for e in line.events]
+    plan = run_folder.saved_plan(watched)
+    for order in plan.order:
+        for operation in order:
+            assert names.count(f"{operation}, stage {plan.stage_of[operation.node]}") == 1
+    assert any(name.startswith("iteration") for name in names)
+
+
+def test_metrics_tell_what_devices_and_compilation_needed(watched: Path):
+    lines = run_folder.read_metrics(watched)
+    assert lines[0]["compile_seconds"] > 0.0
+    for line in lines:
+        assert (line["compile_seconds"] > 0.0) == (line["compilations"] > 0)
+        # CPUs do not count their memory, and have no peak in any data sheet.
+        assert set(line["peak_memory_bytes"].values()) == {None}
+        assert line["flops_utilisation"] is None
+        assert line["peak_process_bytes"] > 1e7
+        assert line["z_loss"] is None
+
+
+# The guard.
+
+
+def test_skipped_updates_change_nothing_and_are_counted_over_a_resume(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    guarded = {"optimizer__skip_above_norm": 1e-6, "checkpoint__every": 2}
+    train_here(config, tmp_path / "run", train__steps=2, **guarded)
+    assert "step 2: update skipped" in capfd.readouterr().err
+    train_here(config, tmp_path / "run", resume=True, train__steps=4, **guarded)
+    assert "(4 skipped so far)" in capfd.readouterr().err
+    for before, after in zip(
+        arrays_of_checkpoint(tmp_path / "run", 2),
+        arrays_of_checkpoint(tmp_path / "run", 4),
+        strict=True,
+    ):
+        assert_same_bits(after, before)
+    lines = run_folder.read_metrics(tmp_path / "run")
+    assert [line["skipped_updates"] for line in lines] == [1, 2, 3, 4]
+    assert len({line["learning_rate"] for line in lines}) == 1
+    # Where updates are made, the schedule goes on from where it stood.
+    train_here(config, tmp_path / "run", resume=True, train__steps=6)
+    *_, fifth, sixth = run_folder.read_metrics(tmp_path / "run")
+    assert (fifth["skipped_updates"], sixth["skipped_updates"]) == (4, 4)
+    assert fifth["learning_rate"] == lines[0]["learning_rate"] < sixth["learning_rate"]
+
+
+def test_a_loss_that_is_no_number_ends_a_run_without_the_guard_alone(config: Path, tmp_path: Path):
+    # So far that products overflow, and squares do not: that a norm would bring back to zero.
+    explosive = {"optimizer__learning_rate": 3e18, "train__steps": 3}
+    with pytest.raises(InputError, match="skip_above_norm") as caught:
+        train_here(config, tmp_path / "ended", **explosive)
+    assert caught.value.field == "optimizer.learning_rate"
+    train_here(config, tmp_path / "run", optimizer__skip_above_norm=1e6, **explosive)
+    lines = run_folder.read_metrics(tmp_path / "run")
+    assert [line["loss"] is None for line in lines] == [False, True, True]
+    assert [line["gradient_norm"] is None for line in lines] == [False, True, True]
+    assert [line["skipped_updates"] for line in lines] == [0, 1, 2]
+    assert "NaN" not in (tmp_path / "run" / run_folder.METRICS).read_text()
+    assert "Loss" in report.report(tmp_path / "run")
