@@ -218,7 +218,7 @@ def to_tree(config: Any) -> Any:
     """The mapping that `parse_config` reads, every key in it."""
     if dataclasses.is_dataclass(config):
         return {f.name: to_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    return list(config) if isinstance(config, tuple) else config
+    return [to_tree(entry) for entry in config] if isinstance(config, tuple) else config
 
 
 def to_yaml(config: Config) -> str:
