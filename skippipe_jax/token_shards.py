@@ -118,7 +118,7 @@ class ShardedTokens:
         # Grain brings JAX along, for which the processes that tokenize need not wait.
         import grain
 
-        self._records = grain.sources.ArrayRecordDataSource([str(file) for file in files])
+        self._records: Any = grain.sources.ArrayRecordDataSource([str(file) for file in files])
         self.size = size
         self.dtype = np.dtype(dtype)
 

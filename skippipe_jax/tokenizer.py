@@ -109,9 +109,9 @@ class HuggingFaceTokenizer:
             InputError: if they cannot be read, or no token marks the end of a document.
         """
         package = require("tokenizers", "hf", field, str(file))
-        text = fields.read_text(file, field)
+        content = fields.read_text(file, field)
         try:
-            self._tokenizer = package.Tokenizer.from_str(text)
+            self._tokenizer = package.Tokenizer.from_str(content)
         except Exception as error:  # The package raises nothing narrower.
             raise InputError(
                 field, str(file), f"is no tokenizer.json: {error}", "Name another file"
@@ -119,7 +119,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = _settings(file.parent, field)
-        self.special_tokens = {
+        self.special_tokens: Mapping[str, str] = {
             name: text
             for name, value in settings.items()
             if name.endswith("_token") and (text := _content(value)) is not None
@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
         self.begin = end if begin is None else begin
         self.padding = end if padding is None else padding
         self.vocabulary_size = 1 + max(self._tokenizer.get_vocab(True).values())
-        self.digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self.digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
         self.chat_template = _chat_template(file.parent, settings, field)
 
     def _mark(self, name: str, file: Path, field: str) -> int | None:

@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def counters(count: int) -> bytes:
 
 
 def text_config(path: Path, **changes) -> DataConfig:
-    values = {"sequence_length": LENGTH, "microbatch_size": 2} | changes
+    values: dict[str, Any] = {"sequence_length": LENGTH, "microbatch_size": 2} | changes
     return DataConfig(source="text", path=str(path), **values)
 
 

@@ -19,14 +19,14 @@ from skippipe_jax.trainer import train
 from tests.training_runs import arrays_of_checkpoint, assert_same_bits, write_config
 
 CASE = {
-    "nodes": 3,
+    "nodes": 2,
     "locations": ["here"],
     "links": [],
     "activation_bytes": 1024,
     "stage_bytes": 1024,
     "forward_s": 0.1,
-    "stages": [1, 1, 1],
-    "path_length": 3,
+    "stages": [1, 1],
+    "path_length": 2,
     "microbatches_per_data_node": 2,
     "memory": 2,
 }
@@ -55,7 +55,7 @@ def test_own_rows_and_tokenizer(tmp_path):
     file = write_config(tmp_path, plan=plan, data=data, train={"steps": 3})
 
     def config(name: str, *overrides: str) -> Config:
-        return load_config(file, [f"run_dir={tmp_path / name}", *overrides])
+        return load_config(file, [f"run_dir={tmp_path / name}", "model.layers=2", *overrides])
 
     vocabulary = "model.vocabulary_size=280"
     with pytest.raises(InputError, match="vocabulary too small"):

@@ -68,7 +68,7 @@ def test_tokenizer_round_trip_leaves_marks_out(text):
     assert max(tokens) < tokenizer.vocabulary_size
 
 
-def test_a_trained_tokenizer_takes_any_text(trained):
+def test_a_trained_tokenizer_takes_any_text(trained, tmp_path):
     tokenizer = load_tokenizer(str(trained))
     assert (tokenizer.begin, tokenizer.end, tokenizer.padding) == (0, 1, 2)
     assert 259 < tokenizer.vocabulary_size <= 300
@@ -78,6 +78,8 @@ def test_a_trained_tokenizer_takes_any_text(trained):
     marked = [tokenizer.begin, *tokenizer.encode("ab"), tokenizer.end, NOT_COUNTED, 10**6]
     assert tokenizer.decode(marked) == "ab"
     assert load_tokenizer(str(trained / "tokenizer.json")).digest == tokenizer.digest
+    train_bpe([(Document("text", b"", TEXT.encode()), SOURCE)], 290, tmp_path / "other")
+    assert load_tokenizer(str(tmp_path / "other")).digest != tokenizer.digest
 
 
 def test_sentence_piece(sentence_piece):
