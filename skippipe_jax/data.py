@@ -230,15 +230,15 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
     corpora = _read_corpora(sources, tokenizer_of(config), config.held_out, config.shuffle_seed)
     for source, corpus in zip(config.sources(), corpora, strict=True):
         for part, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
-            size, needed = documents.tokens.size, config.sequence_length + 1
-            if config.packing == "documents":
-                needed = 1  # Its two marks alone make a document of two tokens.
+            # A window has a target after it; a document has two tokens at least, its marks.
+            needed = config.sequence_length + 1 if config.packing == "windows" else 2
+            size = documents.tokens.size
             if size < needed:
                 raise InputError(
                     "data.sequence_length",
                     config.sequence_length,
                     f"the {part} text of {source.origin[1]} has {size} tokens, and one sequence "
-                    f"and its last target need {needed}",
+                    f"with its last target needs {needed}",
                     "Shorten the sequence, give more text, or change data.held_out",
                 )
     return corpora

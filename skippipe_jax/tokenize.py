@@ -182,7 +182,7 @@ def _tokenizer_of_worker(name: str) -> Tokenizer:
 def _run(arguments: argparse.Namespace) -> int:
     processes = fields.integer(arguments.processes, "--processes", 1)
     seed = fields.integer(arguments.seed, "--seed", 0, 2**32 - 1)
-    held_out = fields.number(arguments.held_out, "--held-out", 0.0)
+    held_out = fields.number(arguments.held_out, "--held-out", 0.0, above=True)
     if held_out >= 1:
         raise InputError("--held-out", held_out, "must be below 1", "Write a share such as 0.05")
     sources = [

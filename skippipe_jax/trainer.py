@@ -50,7 +50,7 @@ from skippipe_jax.program import Program, compile_plan, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
 from skippipe_jax.read_ahead import ReadAhead
 from skippipe_jax.recording import draw_recorded, remove_recordings
-from skippipe_jax.tokenizer import load_tokenizer
+from skippipe_jax.tokenizer import BYTES, load_tokenizer
 
 # The results of an iteration are read when this many later ones have been dispatched, so that
 # devices have work while the host reads.
@@ -257,7 +257,9 @@ def _require_patience(config: Config, plan: Plan) -> None:
 
 def _open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
     """The microbatches of the run, if a data node is served here."""
-    data = with_tokenizer_of_run(config.data, Path(config.run_dir))
+    data = config.data
+    if tokenizer_of(data) != BYTES:
+        data = with_tokenizer_of_run(data, Path(config.run_dir))
     check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
     if not set(plan.stages[0]) & set(program.nodes):
         return None

@@ -56,7 +56,7 @@ def trainer_speed(config: Config, iterations: int) -> float:
     return statistics.median(line["tokens_per_second"] for line in lines)
 
 
-def loader_speed(data: DataConfig, seconds: float = 2.0) -> float:
+def loader_speed(data: DataConfig, seconds: float = 1.0) -> float:
     """Tokens per second of one microbatch after another, after the text has been read."""
     batches = TrainingBatches(data)
     tokens, start = 0, time.perf_counter()
@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--iterations", type=int, default=10, help="of training (10)")
-    parser.add_argument("--copies", type=int, default=5, help="of the text to tokenize (5)")
+    parser.add_argument("--copies", type=int, default=3, help="of the text to tokenize (3)")
     parser.add_argument("--files", type=int, help="that are tokenized at most (all)")
     parser.add_argument("--vocabulary-size", type=int, default=8192, help="of the BPE (8192)")
     parser.add_argument("--turns", type=int, default=3, help="of tokenizing (3)")
