@@ -1,37 +1,60 @@
 """Text becomes batches of token sequences, and every data node reads its own microbatches of them.
 
-    files  ->  documents (training | held out)  ->  tokens  ->  windows  ->  batches
+    files  ->  documents (training | held out)  ->  tokens  ->  rows  ->  batches
 
-A file belongs to one part as a whole, so nothing that is measured on the held-out part was trained
-on. Training windows pass through Grain (shuffle, repeat, batch), where any microbatch can be looked
-up by its number: how many have been read is the only state there is, and it can be saved.
+Grain shuffles the rows of each source anew in every epoch, and any microbatch can be looked up by
+its number: how many have been read is the only state there is, and it can be saved.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import sysconfig
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import grain
 import numpy as np
-from jaxtyping import Bool, Int32, UInt16
+from jaxtyping import Bool, Int32
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-# The target of a position that the loss leaves out.
-NOT_COUNTED = -1
+from skippipe_jax.corpus import Corpus, read_corpus
+from skippipe_jax.documents import DocumentSource, local_path
+from skippipe_jax.rows import NOT_COUNTED, ROWS, Interleaving, Rows, TokenizedDocuments
+from skippipe_jax.token_shards import new_folder
+from skippipe_jax.tokenizer import (
+    BYTES,
+    TOKENIZER_FOLDER,
+    Tokenizer,
+    copy_tokenizer,
+    load_tokenizer,
+)
 
-_PYTHON_SUFFIXES = {".py", ".txt", ".rst", ".md"}
-_PYTHON_SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+SOURCES = ("python", "text", "jsonl", "parquet", "tokens", "chat")
 
-# The windows lie in memory: a thread that reads ahead would only compete for the interpreter.
+# A greater cycle would take memory for proportions that nobody could tell from simpler ones.
+_LONGEST_CYCLE = 1_000_000
+
+# A thread that reads ahead would only compete for the interpreter with who waits for the batch.
 _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """One source of a mixture: `weight` is its share of all sequences, relative to the others.
+
+    `source`, `path` and `text_field` are as in `data`.
+    """
+
+    source: str = "text"
+    path: str | None = None
+    text_field: str = "text"
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,84 +62,156 @@ class DataConfig:
     """Which text is trained on, and how it is cut.
 
     Attributes:
-        source: ``python``, the standard library of the Python that runs, or ``text``, plain text.
-        path: for ``text``, a file or a folder whose files (hidden ones aside) are read.
+        source: what is a document: with ``text``, plain text, a file; with ``jsonl`` or
+            ``parquet`` the `text_field` of a line or row; with ``chat`` a line of JSON with
+            messages (see `skippipe_jax.chat`), of which the assistant's are learnt. ``tokens`` is
+            a folder that `skippipe_jax.tokenize` has written, read as it is needed; ``python`` is
+            the standard library of the Python that runs; ``mixture`` is what `mixture` says.
+        path: a file, a folder whose files (hidden ones aside) are read, or a glob; or, but for
+            ``tokens``, any of these as a URL that fsspec knows.
+        text_field: for ``jsonl`` and ``parquet``, the key or column of the text.
+        mixture: sources with weights, of each of which every sequence comes once in an epoch of
+            its own.
+        tokenizer: ``bytes``; or the path of a tokenizer.json, of a SentencePiece tokenizer.model,
+            or of a folder with one of them. The default is the one that ``tokens`` were made
+            with, or else ``bytes``.
+        packing: with ``windows``, documents follow one another and are cut into sequences; with
+            ``documents``, sequences are filled with whole documents, each of which sees itself
+            only.
         sequence_length: tokens of a sequence, each of which predicts the one after it.
         microbatch_size: sequences of a microbatch.
-        packing: with ``windows`` documents follow one another and are cut into sequences. With
-            ``documents`` a sequence holds whole documents, which attention, and the positions that
-            it counts with, keep apart.
-        held_out: share of the files, between 0 and 1, that is kept for evaluation; of a single
-            file it is the share at the end.
-        shuffle_seed: decides the order of training and which files are held out.
+        held_out: share of the documents, between 0 and 1, that is kept for evaluation; of a single
+            document it is the share at the end. For ``tokens`` it was decided with them.
+        shuffle_seed: decides the order of training and which documents are held out.
+        prefetch: make the batches of the next iteration while the current one runs.
 
     Raises `InputError` for a value outside its range.
     """
 
     source: str = "python"
     path: str | None = None
+    text_field: str = "text"
+    mixture: tuple[MixtureConfig, ...] | None = None
+    tokenizer: str | None = None
+    packing: str = "windows"
     sequence_length: int = 256
     microbatch_size: int = 4
-    packing: str = "windows"
     held_out: float = 0.05
     shuffle_seed: int = 0
+    prefetch: bool = True
 
     def __post_init__(self):
         """Check the values; the files are looked at when they are read."""
-        fields.text(self.source, "data.source", choices=("python", "text"))
-        if self.source == "text":
-            if self.path is None:
-                raise InputError("data.path", None, "is missing", "Name a text file or a folder")
-            fields.text(self.path, "data.path")
-        elif self.path is not None:
-            problem = f"source {self.source} reads no path"
-            raise InputError("data.path", self.path, problem, "Remove it or set data.source: text")
+        fields.text(self.source, "data.source", choices=(*SOURCES, "mixture"))
+        if (self.source == "mixture") != (self.mixture is not None):
+            problem = f"does not go with data.source: {self.source}"
+            remedy = "Write both source: mixture and mixture: [{source: ..., weight: ...}, ...]"
+            raise InputError("data.mixture", self.mixture, problem, remedy)
+        if self.mixture is not None and self.path is not None:
+            problem = "every source of a mixture has a path of its own"
+            raise InputError("data.path", self.path, problem, "Remove it")
+        fields.text(self.packing, "data.packing", choices=ROWS)
+        for part in self.sources():
+            self._check_source(part)
+        if self.tokenizer is not None:
+            fields.text(self.tokenizer, "data.tokenizer")
         fields.integer(self.sequence_length, "data.sequence_length", 1)
         fields.integer(self.microbatch_size, "data.microbatch_size", 1)
-        fields.text(self.packing, "data.packing", choices=("windows", "documents"))
         if not 0 < self.held_out < 1:
             problem = "must lie between 0 and 1, or one of the two parts is empty"
             raise InputError("data.held_out", self.held_out, problem, "Write a share such as 0.05")
         fields.integer(self.shuffle_seed, "data.shuffle_seed", 0, 2**32 - 1)
+        self.shares()
+
+    def _check_source(self, source: DocumentSource) -> None:
+        fields.text(source.kind, f"{source.field}.source", choices=SOURCES)
+        fields.text(source.text_field, f"{source.field}.text_field")
+        if source.kind == "chat" and self.packing != "documents":
+            problem = "conversations are learnt one by one"
+            raise InputError("data.packing", self.packing, problem, "Write packing: documents")
+        if source.kind != "python" and source.path is None:
+            remedy = "Name a file, a folder or a glob"
+            raise InputError(f"{source.field}.path", None, "is missing", remedy)
+        if source.kind == "python" and source.path is not None:
+            problem = "source python reads no path"
+            remedy = "Remove it or set source: text"
+            raise InputError(f"{source.field}.path", source.path, problem, remedy)
+        if source.path is not None:
+            fields.text(source.path, f"{source.field}.path")
+
+    def sources(self) -> tuple[DocumentSource, ...]:
+        """Where documents come from, one source or those of the mixture."""
+        if self.mixture is None:
+            return (DocumentSource(self.source, self.path, self.text_field),)
+        return tuple(
+            DocumentSource(one.source, one.path, one.text_field, f"data.mixture[{number}]")
+            for number, one in enumerate(self.mixture)
+        )
+
+    def shares(self) -> tuple[int, ...]:
+        """How many sequences of each source come in one cycle of the mixture."""
+        if self.mixture is None:
+            return (1,)
+        weights = [
+            Fraction(
+                str(fields.number(one.weight, f"data.mixture[{number}].weight", 0, above=True))
+            )
+            for number, one in enumerate(self.mixture)
+        ]
+        unit = Fraction(1, math.lcm(*(weight.denominator for weight in weights)))
+        shares = [int(weight / unit) for weight in weights]
+        common = math.gcd(*shares)
+        if sum(shares) // common > _LONGEST_CYCLE:
+            raise InputError(
+                "data.mixture",
+                [one.weight for one in self.mixture],
+                f"its proportions repeat only after {sum(shares) // common} sequences",
+                "Write weights with fewer digits",
+            )
+        return tuple(share // common for share in shares)
 
 
-class ByteTokenizer:
-    """A token is a byte; three more mark where a document begins, where it ends, and padding."""
-
-    begin = 256
-    end = 257
-    padding = 258
-    vocabulary_size = 259
-
-    def encode(self, text: bytes | str) -> UInt16[np.ndarray, " token"]:
-        """One token per byte (of the UTF-8 form of a string), without marks."""
-        data = text.encode() if isinstance(text, str) else text
-        return np.frombuffer(data, np.uint8).astype(np.uint16)
-
-    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of the tokens that are bytes; the rest is left out.
-
-        Bytes that are not UTF-8 become U+FFFD, so that a model's first attempts can be printed.
-        """
-        ids = np.asarray(tokens)
-        return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
+def tokenizer_of(config: DataConfig) -> str:
+    """What `load_tokenizer` takes to give the tokenizer of the data."""
+    if config.tokenizer is not None:
+        return config.tokenizer
+    folders = [
+        local_path(one.path) for one in config.sources() if one.kind == "tokens" and one.path
+    ]
+    of_tokens = [Path(folder, TOKENIZER_FOLDER) for folder in folders]
+    return next((str(folder) for folder in of_tokens if folder.is_dir()), BYTES)
 
 
-def check_vocabulary(vocabulary_size: int) -> None:
+def with_tokenizer_of_run(config: DataConfig, run: Path) -> DataConfig:
+    """The configuration with the tokenizer that a run keeps, unless it is that of bytes."""
+    if config.tokenizer == BYTES or not (run / TOKENIZER_FOLDER).is_dir():
+        return config
+    return replace(config, tokenizer=str(run / TOKENIZER_FOLDER))
+
+
+def keep_tokenizer(config: DataConfig, run: Path) -> None:
+    """Copy the tokenizer into the folder of a run, if it is not that of bytes or there already."""
+    name, own = tokenizer_of(config), run / TOKENIZER_FOLDER
+    if name != BYTES and not own.is_dir():
+        with new_folder(own, "run_dir") as partial:
+            copy_tokenizer(name, partial)
+
+
+def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
     """Raise `InputError` unless a model with this many tokens can take every one of ours."""
-    if vocabulary_size < ByteTokenizer.vocabulary_size:
+    if vocabulary_size < tokenizer.vocabulary_size:
         raise InputError(
             "model.vocabulary_size",
             vocabulary_size,
             "vocabulary too small for the tokenizer",
-            f"Write {ByteTokenizer.vocabulary_size} or more",
+            f"Write {tokenizer.vocabulary_size} or more",
         )
 
 
 class Batch(TypedDict):
     """What one microbatch is computed from; a target of `NOT_COUNTED` stays out of the loss.
 
-    With packed documents, `begins` says where each of them starts.
+    With `packing: documents`, `begins` marks the first token of each document.
     """
 
     tokens: Int32[np.ndarray, "sequence position"]
@@ -124,78 +219,90 @@ class Batch(TypedDict):
     begins: NotRequired[Bool[np.ndarray, "sequence position"]]
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The tokens of both parts, and a short hash that tells the training part from any other."""
+def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
+    """The tokens of each source, read once per process: later changes of files are not seen.
 
-    training: UInt16[np.ndarray, " token"]
-    held_out: UInt16[np.ndarray, " token"]
-    fingerprint: str
-
-
-def load_corpus(config: DataConfig) -> Corpus:
-    """The tokens of the source, read once per process: later changes of the files are not seen.
-
-    Raises `InputError` where there is no text, or a part is shorter than one window.
+    Raises `InputError` where there is no text, or a part is shorter than one row.
     """
-    path = config.path and os.path.abspath(os.path.expanduser(config.path))
-    corpus = _read_corpus(config.source, path, config.held_out, config.shuffle_seed)
-    for part, tokens in (("training", corpus.training), ("held-out", corpus.held_out)):
-        if tokens.size <= config.sequence_length:
-            raise InputError(
-                "data.sequence_length",
-                config.sequence_length,
-                f"the {part} text has {tokens.size} tokens, and one sequence and its last target "
-                f"need {config.sequence_length + 1}",
-                "Shorten the sequence, give more text, or change data.held_out",
-            )
-    return corpus
+    sources = tuple(
+        replace(source, path=source.path and local_path(source.path)) for source in config.sources()
+    )
+    corpora = _read_corpora(sources, tokenizer_of(config), config.held_out, config.shuffle_seed)
+    for source, corpus in zip(config.sources(), corpora, strict=True):
+        for part, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
+            # A window has a target after it; a document has two tokens at least, its marks.
+            needed = config.sequence_length + 1 if config.packing == "windows" else 2
+            size = documents.tokens.size
+            if size < needed:
+                raise InputError(
+                    "data.sequence_length",
+                    config.sequence_length,
+                    f"the {part} text of {source.origin[1]} has {size} tokens, and one sequence "
+                    f"with its last target needs {needed}",
+                    "Shorten the sequence, give more text, or change data.held_out",
+                )
+    return corpora
 
 
 class TrainingBatches:
     """Every microbatch of a run, counted from its first: any of them can be read at any time.
 
-    Epoch after epoch each sequence comes once, in a new order. Who reads which microbatch does not
-    matter, so a run can go on with other data nodes: all there is to know is how many were read.
+    Epoch after epoch each sequence of a source comes once, in a new order. Who reads which
+    microbatch does not matter, so a run can go on with other data nodes: all there is to know is
+    how many were read.
     """
 
     def __init__(self, config: DataConfig):
         """Read the text.
 
         Raises:
-            InputError: as `load_corpus` does, or if there is too little for one microbatch.
+            InputError: as `load_corpora` does, or if there is too little for one microbatch.
         """
-        corpus = load_corpus(config)
-        windows = _windows(corpus.training, config.sequence_length)
-        if len(windows) < config.microbatch_size:
-            field, value = _origin(config.source, config.path)
+        corpora = load_corpora(config)
+        self._config = config
+        self._padding = load_tokenizer(tokenizer_of(config)).padding
+        self._rows = [_rows(config, corpus.training) for corpus in corpora]
+        available = sum(len(rows) for rows in self._rows)
+        if available < config.microbatch_size:
+            origins = [source.origin for source in config.sources()]
+            field, value = origins[0] if len(origins) == 1 else ("data.mixture", len(origins))
             raise InputError(
                 field,
                 value,
-                f"{len(windows)} sequences of {config.sequence_length} tokens are too few for a "
+                f"{available} sequences of {config.sequence_length} tokens are too few for a "
                 f"microbatch of {config.microbatch_size}",
                 "Give more text, or lower data.sequence_length or data.microbatch_size",
             )
-        self.fingerprint = corpus.fingerprint
+        self._mixture = Interleaving(config.shares())
+        self._orders = [
+            grain.MapDataset.range(len(rows)).shuffle(config.shuffle_seed).repeat()
+            for rows in self._rows
+        ]
+        self.fingerprint = _fingerprint(corpora, config.shares())
         self._identity = {
-            "fingerprint": corpus.fingerprint,
+            "fingerprint": self.fingerprint,
+            "packing": config.packing,
             "sequence_length": config.sequence_length,
             "shuffle_seed": config.shuffle_seed,
             "microbatch_size": config.microbatch_size,
         }
-        order = grain.MapDataset.range(len(windows)).shuffle(config.shuffle_seed).repeat()
-        self._batches = order.batch(
-            config.microbatch_size,
-            # Nothing is left over in an endless order, and rounding its length up would overflow.
-            drop_remainder=True,
-            batch_fn=functools.partial(_batch, windows, config.microbatch_size),
-        )
 
     def __getitem__(self, number: int) -> Batch:
         """Microbatch `number` of the run, in fresh arrays."""
-        batch = self._batches[number]
-        assert batch is not None, "nothing is filtered out"
-        return batch
+        size = self._config.microbatch_size
+        return _batch(
+            self._config,
+            self._padding,
+            size,
+            map(self._row, range(number * size, (number + 1) * size)),
+        )
+
+    def _row(self, number: int) -> tuple[Rows, int]:
+        """Which row comes as number `number` of the run."""
+        source, place = self._mixture[number]
+        row = self._orders[source][place]
+        assert row is not None, "nothing is filtered out"
+        return self._rows[source], row
 
     def state(self, read: int) -> dict[str, Any]:
         """What a checkpoint holds after `read` microbatches: the number, and of which data."""
@@ -221,116 +328,53 @@ class TrainingBatches:
 def held_out_batches(
     config: DataConfig, batch_size: int, limit: int | None = None
 ) -> Iterator[Batch]:
-    """The held-out windows once, in a fixed shuffled order; at most `limit` batches of them.
+    """The held-out rows of all sources once, in a fixed shuffled order; at most `limit` batches.
 
     The last batch is padded to `batch_size` sequences whose targets are all `NOT_COUNTED`.
-    Raises `InputError` as `load_corpus` does.
+    Raises `InputError` as `load_corpora` does.
     """
-    windows = _windows(load_corpus(config).held_out, config.sequence_length)
-    order = grain.MapDataset.range(len(windows)).shuffle(config.shuffle_seed)
-    batches = order.batch(batch_size, batch_fn=functools.partial(_batch, windows, batch_size))
+    padding = load_tokenizer(tokenizer_of(config)).padding
+    rows = [_rows(config, corpus.held_out) for corpus in load_corpora(config)]
+    bounds = np.cumsum([0, *map(len, rows)])
+
+    def batch(chosen: Sequence[int]) -> Batch:
+        sources = np.searchsorted(bounds, chosen, side="right") - 1
+        places = zip(sources, chosen, strict=True)
+        picked = [(rows[source], int(row - bounds[source])) for source, row in places]
+        return _batch(config, padding, batch_size, picked)
+
+    order = grain.MapDataset.range(int(bounds[-1])).shuffle(config.shuffle_seed)
+    batches = order.batch(batch_size, batch_fn=batch)
     return iter(batches[:limit].to_iter_dataset(_READ_IN_CALLER))
 
 
-def split_names(names: Collection[str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
-    """Which of two or more files are for training and which are held out, each part sorted.
-
-    A name's own hash decides, whatever other files there are; only where that would leave a part
-    empty does the name nearest to it move.
-    """
-
-    def place(name: str) -> tuple[float, str]:
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(errors="surrogateescape"), digest_size=8)
-        return int.from_bytes(digest.digest()) / 2**64, name
-
-    ranked = sorted(names, key=place)
-    below = sum(place(name)[0] < held_out for name in names)
-    count = min(max(below, 1), len(ranked) - 1)
-    return sorted(ranked[count:]), sorted(ranked[:count])
-
-
 @functools.lru_cache(maxsize=2)
-def _read_corpus(source: str, path: str | None, held_out: float, seed: int) -> Corpus:
-    documents = _read_documents(source, path)
-    if len(documents) == 1:
-        (text,) = documents.values()
-        cut = round(len(text) * (1 - held_out))
-        training, evaluation = _tokenize([text[:cut]]), _tokenize([text[cut:]])
-    else:
-        training, evaluation = (
-            _tokenize([documents[name] for name in part])
-            for part in split_names(documents, held_out, seed)
-        )
-    fingerprint = hashlib.blake2b(training.data, digest_size=8).hexdigest()
-    return Corpus(training, evaluation, fingerprint)
+def _read_corpora(
+    sources: tuple[DocumentSource, ...], tokenizer: str, held_out: float, seed: int
+) -> tuple[Corpus, ...]:
+    loaded = load_tokenizer(tokenizer)
+    return tuple(read_corpus(source, loaded, held_out, seed) for source in sources)
 
 
-def _read_documents(source: str, path: str | None) -> dict[str, bytes]:
-    """The bytes of every file that is not empty, by its name relative to the source."""
-    field, value = _origin(source, path)
-    root = Path(path or sysconfig.get_path("stdlib"))
-    skipped = () if path else _PYTHON_SKIPPED
-    try:
-        files = [root] if root.is_file() else _walk(root, skipped)
-        texts = {
-            file.relative_to(root).as_posix(): file.read_bytes()
-            for file in files
-            if path or file.suffix in _PYTHON_SUFFIXES
-        }
-    except OSError as error:
-        problem = f"cannot read {error.filename}: {error.strerror}"
-        raise InputError(field, value, problem, "Name a file or folder that exists") from error
-    documents = {name: text for name, text in texts.items() if text}
-    if not documents:
-        raise InputError(field, value, f"no text in {root}", "Name a file or folder with text")
-    return documents
+def _fingerprint(corpora: Sequence[Corpus], shares: Sequence[int]) -> str:
+    if len(corpora) == 1:
+        return corpora[0].fingerprint
+    parts = [f"{share}*{one.fingerprint}" for share, one in zip(shares, corpora, strict=True)]
+    return hashlib.blake2b("+".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def _origin(source: str, path: str | None) -> tuple[str, str]:
-    """The field that names where the text comes from, and its value."""
-    return ("data.source", source) if path is None else ("data.path", path)
+def _rows(config: DataConfig, documents: TokenizedDocuments) -> Rows:
+    return ROWS[config.packing](documents, config.sequence_length)
 
 
-def _walk(root: Path, skipped: Collection[str]) -> Iterator[Path]:
-    """Every file below `root`, hidden ones and `skipped` folders left out."""
-    for folder, subfolders, names in os.walk(root, onerror=_raise):
-        subfolders[:] = [name for name in subfolders if name[0] != "." and name not in skipped]
-        yield from (Path(folder, name) for name in names if name[0] != ".")
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
-
-
-def _tokenize(documents: Sequence[bytes]) -> UInt16[np.ndarray, " token"]:
-    """Begin mark, bytes, end mark of one document after the other, in one read-only array."""
-    tokenizer = ByteTokenizer()
-    tokens = np.empty(sum(len(document) + 2 for document in documents), np.uint16)
-    start = 0
-    for document in documents:
-        last = start + len(document) + 1
-        tokens[start], tokens[last] = tokenizer.begin, tokenizer.end
-        tokens[start + 1 : last] = tokenizer.encode(document)
-        start = last + 1
-    tokens.flags.writeable = False
-    return tokens
-
-
-def _windows(
-    tokens: UInt16[np.ndarray, " token"], sequence_length: int
-) -> UInt16[np.ndarray, "window position"]:
-    """A view of the tokens as non-overlapping windows: a sequence and the target of its last."""
-    length = sequence_length + 1
-    count = tokens.size // length
-    return tokens[: count * length].reshape(count, length)
-
-
-def _batch(
-    windows: UInt16[np.ndarray, "window position"], size: int, chosen: Sequence[int]
-) -> Batch:
-    """The chosen windows as one batch, padded to `size` sequences where they are fewer."""
-    tokens = np.full((size, windows.shape[1] - 1), ByteTokenizer.padding, np.int32)
+def _batch(config: DataConfig, padding: int, size: int, rows: Iterable[tuple[Rows, int]]) -> Batch:
+    """The rows as one batch, padded to `size` sequences where they are fewer."""
+    tokens = np.full((size, config.sequence_length), padding, np.int32)
     targets = np.full_like(tokens, NOT_COUNTED)
-    rows = windows[np.asarray(chosen)]
-    tokens[: len(rows)], targets[: len(rows)] = rows[:, :-1], rows[:, 1:]
-    return {"tokens": tokens, "targets": targets}
+    begins = np.zeros(tokens.shape, bool)
+    for place, (source, row) in enumerate(rows):
+        source.fill(row, tokens[place], targets[place], begins[place])
+    batch: Batch = {"tokens": tokens, "targets": targets}
+    if config.packing == "documents":
+        batch["begins"] = begins
+    return batch

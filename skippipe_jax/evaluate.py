@@ -26,7 +26,7 @@ from tqdm import tqdm
 from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.config import Config
-from skippipe_jax.data import held_out_batches
+from skippipe_jax.data import held_out_batches, with_tokenizer_of_run
 from skippipe_jax.marks import marked_tokens
 from skippipe_jax.model import DataStage, ModelConfig, create_stage, stage_shapes
 
@@ -81,6 +81,7 @@ def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
             model in it has diverged.
     """
     config = run_folder.saved_config(folder, "--run")
+    config = replace(config, data=with_tokenizer_of_run(config.data, folder))
     checkpoint = open_checkpoint(folder, step)
     # The run may have cut its model otherwise since.
     cut = checkpoint.stage_layers

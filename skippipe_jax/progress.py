@@ -117,9 +117,9 @@ class Progress:
         self.folder = folder
         self.sent = {name: bytes_per_link(plan, config) for name, plan in schedule.plans.items()}
         self.devices = list(dict.fromkeys(executor.devices))
-        batch, time = config.data.microbatch_size, config.data.sequence_length
+        data = config.data
         self.flops = {
-            name: iteration_flops(config.model, plan, batch, time)
+            name: iteration_flops(config.model, plan, data.microbatch_size, data.sequence_length)
             for name, plan in schedule.plans.items()
         }
         self.peak_flops_per_second = peak_flops_per_second(d.device_kind for d in self.devices)

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,15 @@ from skippipe_jax.checkpoint import (
 )
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
-from skippipe_jax.data import Batch, TrainingBatches, check_vocabulary
+from skippipe_jax.data import (
+    Batch,
+    DataConfig,
+    TrainingBatches,
+    check_vocabulary,
+    keep_tokenizer,
+    tokenizer_of,
+    with_tokenizer_of_run,
+)
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
 from skippipe_jax.links import Transfers
@@ -44,9 +52,11 @@ from skippipe_jax.model import ModelConfig
 from skippipe_jax.profiled_steps import profiled
 from skippipe_jax.program import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
+from skippipe_jax.read_ahead import ReadAhead
 from skippipe_jax.recipe import OWN, Schedule, make_schedule
 from skippipe_jax.recording import draw_recorded, remove_recordings
 from skippipe_jax.stages import activation
+from skippipe_jax.tokenizer import BYTES, load_tokenizer
 from skippipe_jax.trackers import require_trackers
 from skippipe_jax.validation import BestCheckpoint, Validation
 
@@ -108,6 +118,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
             run_folder.start_run(folder, config, schedule)
             if profile is not None:
                 profile.save(folder / run_folder.CASE)
+        keep_tokenizer(config.data, folder)
         host.put("run", _description(config, schedule))
     _require_same_text(config, host, host_of[plan.stages[0][0]], data)
     if transfers is None:
@@ -135,19 +146,25 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     )
     iterations = Iterations(config, executor, host, schedule, programs)
     progress = Progress(config, schedule, executor, step, folder if host.index == 0 else None)
-    validation = Validation(config, executor, host) if config.validation.every else None
+    validation = (
+        Validation(config, _data_config(config), executor, host)
+        if config.validation.every
+        else None
+    )
     best = BestCheckpoint(writer, folder if host.index == 0 else None)
+    reader = None if data is None else ReadAhead(data.__getitem__, config.data.prefetch)
 
     saved_step, stopping, held_out = step, False, None
     with (
         _stop_signals() as received,
+        nullcontext() if reader is None else closing(reader),
         closing(progress),
         # Whatever happens in an iteration, the checkpoint before it is written to its end.
         closing(writer),
         CompilationCounter() as compilations,
     ):
         while step < config.train.steps and not stopping:
-            batches = _batches(program, schedule.plan(step), data, read)
+            batches = _batches(program, schedule.plan(step), reader, read)
             outcome = iterations.run(step, batches, stop=bool(received))
             step, read = step + 1, read + len(plan.microbatches)
             progress.watch(step, outcome, compilations.take())
@@ -330,10 +347,18 @@ def _require_patience(config: Config, plans: Iterable[Plan]) -> None:
 
 def _open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
     """The microbatches of the run, if a data node is served here."""
-    check_vocabulary(config.model.vocabulary_size)
+    data = _data_config(config)
+    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
     if not set(plan.stages[0]) & set(program.nodes):
         return None
-    return TrainingBatches(config.data)
+    return TrainingBatches(data)
+
+
+def _data_config(config: Config) -> DataConfig:
+    """What is read, with the tokenizer that the run keeps."""
+    if tokenizer_of(config.data) == BYTES:
+        return config.data
+    return with_tokenizer_of_run(config.data, Path(config.run_dir))
 
 
 def _require_same_text(
@@ -487,18 +512,19 @@ def _give_sums_threads(config: Config, host: Membership, nodes: int) -> None:
 
 
 def _batches(
-    program: Program, plan: Plan, data: TrainingBatches | None, read: int
+    program: Program, plan: Plan, reader: ReadAhead[Batch] | None, read: int
 ) -> dict[int, list[Batch]]:
     """The batches of each data node served here, one for each of its microbatches.
 
     Microbatch m of an iteration is number `read` + m of the run.
     """
-    if data is None:
+    if reader is None:
         return {}
     batches: dict[int, list[Batch]] = {node: [] for node in plan.stages[0] if node in program.nodes}
-    for microbatch, path in enumerate(plan.microbatches):
-        if path[0] in batches:
-            batches[path[0]].append(data[read + microbatch])
+    own = [number for number, path in enumerate(plan.microbatches) if path[0] in batches]
+    for microbatch in own:
+        batches[plan.microbatches[microbatch][0]].append(reader[read + microbatch])
+    reader.announce(read + len(plan.microbatches) + microbatch for microbatch in own)
     return batches
 
 

@@ -24,7 +24,7 @@ from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import CheckpointWriter, saved_steps
 from skippipe_jax.cluster import DeadlinePassed, Membership
 from skippipe_jax.config import Config
-from skippipe_jax.data import Batch, held_out_batches
+from skippipe_jax.data import Batch, DataConfig, held_out_batches
 from skippipe_jax.executor import Executor
 from skippipe_jax.marks import marked_tokens
 from skippipe_jax.program import Hop
@@ -50,7 +50,7 @@ class Visit:
 class Validation:
     """Computes the held-out loss; all hosts make one, and use it at the same steps."""
 
-    def __init__(self, config: Config, executor: Executor, host: Membership):
+    def __init__(self, config: Config, data: DataConfig, executor: Executor, host: Membership):
         """Read the held-out text where a data node is served, and lay out the visits.
 
         Raises:
@@ -62,9 +62,9 @@ class Validation:
         self.data_hosts = sorted({executor.host_of[node] for node in data_nodes})
         self.batches: list[Batch] = []
         if host.index in self.data_hosts:
-            size = config.data.microbatch_size
+            size = data.microbatch_size
             limit = -(-config.validation.sequences // size)
-            self.batches = list(held_out_batches(config.data, size, limit))
+            self.batches = list(held_out_batches(data, size, limit))
         # How many there are depends on the text, which other hosts need not have.
         first = self.data_hosts[0]
         if host.index == first:

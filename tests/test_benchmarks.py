@@ -72,3 +72,20 @@ def test_wire():
     assert activations + averaging == pytest.approx(1.5 * nothing, abs=9)
     assert all(abs(own["difference"]) < 0.01 for own in results)
     assert len({tuple(own["losses"]) for own in results}) == 4
+
+
+def test_data():
+    small = ["--iterations", "2", "--copies", "1", "--turns", "1", "--vocabulary-size", "300"]
+    model = ["width=32", "heads=2", "kv_heads=1", "ffn_width=48"]
+    overrides = [word for setting in model for word in ("--set", f"model.{setting}")]
+    report = last_line_of("data", *small, "--files", "40", *overrides)
+    loading, tokenizing = report["loading"], report["tokenizing"]
+    trained = loading["trainer_tokens_per_second"]
+    assert {(own["source"], own["packing"]) for own in loading["results"]} == {
+        (source, packing) for source in ("python", "tokens") for packing in ("windows", "documents")
+    }
+    for own in loading["results"]:
+        assert own["ratio"] == pytest.approx(own["tokens_per_second"] / trained, rel=0.01)
+    assert tokenizing["ratio"] == pytest.approx(
+        tokenizing["ours_MB_per_s"] / tokenizing["encode_batch_MB_per_s"], abs=0.01
+    )

@@ -26,7 +26,7 @@ from skippipe_jax.config import (
     require_same_run,
     to_yaml,
 )
-from skippipe_jax.data import DataConfig
+from skippipe_jax.data import DataConfig, MixtureConfig
 from skippipe_jax.model import PRESETS, ModelConfig, RopeScaling
 from skippipe_jax.optimizer import OptimizerConfig
 
@@ -174,6 +174,8 @@ def test_what_is_no_mapping_is_no_configuration(tree: Any):
         ("plan.file", {"plan": {"file": "plan.json", "case": "case.yaml"}}),
         ("data.path", {"data": {"source": "text"}}),
         ("data.path", {"data": {"path": "text"}}),
+        ("data.mixture[1].wait", {"data": {"mixture": [{"source": "text"}, {"wait": 3}]}}),
+        ("data.mixture[0].source", {"data": {"mixture": [{"source": 3}]}}),
         ("data.held_out", {"data": {"held_out": 1.0}}),
         ("cluster.heartbeat_timeout_s", {"cluster": {"heartbeat_timeout_s": 0}}),
         ("validation.every", {"validation": {"every": 0}}),
@@ -225,7 +227,13 @@ CONFIGS = st.builds(
     plan=st.sampled_from(
         [PlanConfig(), PlanConfig(file="plan.json"), PlanConfig(case="a"), PlanConfig(case=CASE)]
     ),
-    data=st.sampled_from([DataConfig(), DataConfig(source="text", path="1e3")]),
+    data=st.sampled_from(
+        [
+            DataConfig(),
+            DataConfig(source="text", path="1e3"),
+            DataConfig(source="mixture", mixture=(MixtureConfig("python", weight=0.5),)),
+        ]
+    ),
     optimizer=st.builds(OptimizerConfig, learning_rate=st.floats(0, 1e50)),
     train=st.builds(TrainConfig, steps=st.integers(1, 10**9)),
     checkpoint=st.builds(CheckpointConfig, every=st.integers(1, 99), keep=st.integers(1, 9)),

@@ -3,7 +3,10 @@
 import json
 import sysconfig
 import tempfile
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.corpus import Corpus, held_out_of
 from skippipe_jax.data import (
-    NOT_COUNTED,
-    ByteTokenizer,
     DataConfig,
+    MixtureConfig,
     TrainingBatches,
     check_vocabulary,
     held_out_batches,
-    load_corpus,
-    split_names,
+    load_corpora,
 )
+from skippipe_jax.rows import NOT_COUNTED
+from skippipe_jax.token_shards import new_folder
+from skippipe_jax.tokenize import write_tokens
+from skippipe_jax.tokenizer import ByteTokenizer
 
 LENGTH = 7  # and with its last target, a window holds one of the 8-byte counters below
 
@@ -31,8 +37,13 @@ def counters(count: int) -> bytes:
 
 
 def text_config(path: Path, **changes) -> DataConfig:
-    values = {"sequence_length": LENGTH, "microbatch_size": 2} | changes
+    values: dict[str, Any] = {"sequence_length": LENGTH, "microbatch_size": 2} | changes
     return DataConfig(source="text", path=str(path), **values)
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+    [corpus] = load_corpora(config)
+    return corpus
 
 
 @pytest.fixture
@@ -62,52 +73,35 @@ def assert_same(first, second):
         np.testing.assert_array_equal(one["targets"], other["targets"])
 
 
-@given(st.binary())
-def test_tokens_are_bytes(data):
-    tokens = ByteTokenizer().encode(data)
-    assert tokens.astype(np.uint8).tobytes() == data
-    assert len(tokens) == len(data)
-    assert ByteTokenizer().decode(tokens) == data.decode(errors="replace")
-
-
-@given(st.text())
-def test_tokenizer_round_trip_leaves_marks_out(text):
-    tokenizer = ByteTokenizer()
-    marks = [tokenizer.begin, tokenizer.end, tokenizer.padding, NOT_COUNTED]
-    tokens = [*marks, *tokenizer.encode(text).tolist(), *marks]
-    assert tokenizer.decode(tokens) == text
-    assert max(tokens) < tokenizer.vocabulary_size
-
-
 def test_vocabulary_must_hold_every_token():
-    check_vocabulary(ByteTokenizer.vocabulary_size)
+    check_vocabulary(ByteTokenizer.vocabulary_size, ByteTokenizer())
     with pytest.raises(InputError, match="too small for the tokenizer") as caught:
-        check_vocabulary(ByteTokenizer.vocabulary_size - 1)
+        check_vocabulary(ByteTokenizer.vocabulary_size - 1, ByteTokenizer())
     assert caught.value.field == "model.vocabulary_size"
 
 
 @given(
-    st.sets(st.text(min_size=1), min_size=2, max_size=30),
+    st.lists(st.binary(min_size=1), min_size=2, max_size=30, unique=True),
     st.floats(0.01, 0.99),
     st.integers(0, 2**32 - 1),
     st.randoms(),
 )
-def test_every_name_is_in_one_part_whatever_the_order(names, held_out, seed, random):
-    training, evaluation = split_names(names, held_out, seed)
-    assert training
-    assert evaluation
-    assert sorted(training + evaluation) == sorted(names)
-    shuffled = random.sample(sorted(names), len(names))
-    assert split_names(shuffled, held_out, seed) == (training, evaluation)
+def test_no_part_is_empty_whatever_the_order(keys, held_out, seed, random):
+    def chosen(keys: list[bytes]) -> set[bytes]:
+        mask = held_out_of(keys, held_out, seed)
+        return {key for key, out in zip(keys, mask, strict=True) if out}
+
+    assert 0 < len(chosen(keys)) < len(keys)
+    assert chosen(random.sample(keys, len(keys))) == chosen(keys)
 
 
-def test_a_new_file_moves_no_other():
-    names = [f"chapter{number}" for number in range(400)]
-    _, before = split_names(names, 0.1, 3)
-    _, after = split_names([*names, "appendix"], 0.1, 3)
-    assert set(before) == set(after) - {"appendix"}
-    assert 20 <= len(before) <= 60
-    assert before != split_names(names, 0.1, 4)[1]
+def test_a_new_document_moves_no_other():
+    keys = [b"chapter%d" % number for number in range(400)]
+    before = held_out_of(keys, 0.1, 3)
+    after = held_out_of([*keys, b"appendix"], 0.1, 3)
+    assert before.tolist() == after[:-1].tolist()
+    assert 20 <= before.sum() <= 60
+    assert before.tolist() != held_out_of(keys, 0.1, 4).tolist()
 
 
 def test_held_out_and_training_share_no_file(tmp_path):
@@ -117,7 +111,7 @@ def test_held_out_and_training_share_no_file(tmp_path):
     corpus = load_corpus(text_config(tmp_path, held_out=0.3))
     parts = [
         {text for text in texts if text in tokens[tokens < 256].astype(np.uint8).tobytes()}
-        for tokens in (corpus.training, corpus.held_out)
+        for tokens in (corpus.training.tokens[:], corpus.held_out.tokens[:])
     ]
     assert parts[0]
     assert parts[1]
@@ -129,8 +123,8 @@ def test_the_tail_of_a_single_file_is_held_out(tmp_path):
     (tmp_path / "only.txt").write_bytes(b"a" * 75 + b"b" * 25)
     corpus = load_corpus(text_config(tmp_path, held_out=0.25))
     begin, end = ByteTokenizer.begin, ByteTokenizer.end
-    assert corpus.training.tolist() == [begin, *b"a" * 75, end]
-    assert corpus.held_out.tolist() == [begin, *b"b" * 25, end]
+    assert corpus.training.tokens[:].tolist() == [begin, *b"a" * 75, end]
+    assert corpus.held_out.tokens[:].tolist() == [begin, *b"b" * 25, end]
 
 
 def test_a_folder_is_read_whole_but_for_hidden_and_empty_files(tmp_path):
@@ -143,7 +137,7 @@ def test_a_folder_is_read_whole_but_for_hidden_and_empty_files(tmp_path):
     (tmp_path / "empty").touch()
     corpus = load_corpus(text_config(tmp_path))
     begin, end = ByteTokenizer.begin, ByteTokenizer.end
-    both = sorted([corpus.training.tolist(), corpus.held_out.tolist()])
+    both = sorted([corpus.training.tokens[:].tolist(), corpus.held_out.tokens[:].tolist()])
     assert both == [[begin, *b"m" * 20, end], [begin, *b"\xff\xfe" * 10, end]]
 
 
@@ -177,7 +171,7 @@ def test_every_epoch_has_each_sequence_once(microbatch_size, spare, seed):
         text = Path(folder, "text.txt")
         text.write_bytes(counters(count)[:size] + b"." * size)
         config = text_config(text, microbatch_size=microbatch_size, held_out=0.5, shuffle_seed=seed)
-        tokens = load_corpus(config).training
+        tokens = load_corpus(config).training.tokens[:]
         order = windows(take(TrainingBatches(config), -(-2 * count // microbatch_size)))
     expected = {tuple(row) for row in tokens.reshape(count, LENGTH + 1).tolist()}
     assert len(expected) == count
@@ -235,7 +229,7 @@ def test_a_position_in_other_data_is_refused(file_config, tmp_path):
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_held_out_windows_come_once_and_the_last_batch_is_padded(file_config, batch_size):
     config = text_config(Path(str(file_config.path)), held_out=0.5)
-    tokens = load_corpus(config).held_out
+    tokens = load_corpus(config).held_out.tokens[:]
     count = len(tokens) // (LENGTH + 1)
     expected = [tuple(row) for row in tokens[: count * (LENGTH + 1)].reshape(count, -1).tolist()]
     batches = list(held_out_batches(config, batch_size))
@@ -264,6 +258,30 @@ def test_held_out_order_is_fixed_and_a_limit_takes_its_beginning(file_config):
         ("path", {"source": "text"}),
         ("path", {"source": "text", "path": ""}),
         ("path", {"source": "python", "path": "corpus"}),
+        ("path", {"source": "jsonl"}),
+        ("path", {"source": "mixture", "path": "a", "mixture": (MixtureConfig("python"),)}),
+        ("text_field", {"source": "jsonl", "path": "a", "text_field": ""}),
+        ("tokenizer", {"tokenizer": ""}),
+        ("packing", {"packing": "tight"}),
+        ("packing", {"source": "chat", "path": "a"}),
+        ("mixture", {"source": "mixture"}),
+        ("mixture", {"mixture": (MixtureConfig("python"),)}),
+        (
+            "mixture",
+            {
+                "source": "mixture",
+                "mixture": (MixtureConfig("python", weight=1e-9),) * 2 + (MixtureConfig("python"),),
+            },
+        ),
+        ("mixture[0].source", {"source": "mixture", "mixture": (MixtureConfig("mixture"),)}),
+        (
+            "mixture[1].path",
+            {"source": "mixture", "mixture": (MixtureConfig("python"), MixtureConfig("text"))},
+        ),
+        (
+            "mixture[0].weight",
+            {"source": "mixture", "mixture": (MixtureConfig("python", weight=0.0),)},
+        ),
         ("sequence_length", {"sequence_length": 0}),
         ("microbatch_size", {"microbatch_size": 0}),
         ("held_out", {"held_out": 0.0}),
@@ -303,12 +321,109 @@ def test_too_little_text_is_named(file_config):
     assert TrainingBatches(text_config(path, microbatch_size=95))[0]
 
 
+def chapters(folder: Path, lengths: list[int]) -> DataConfig:
+    """A file of so many letters for each length, packed as documents."""
+    folder.mkdir()
+    for number, length in enumerate(lengths):
+        (folder / f"{number:03d}").write_bytes(bytes([65 + number % 60]) * length)
+    return text_config(folder, packing="documents", sequence_length=16, held_out=0.2)
+
+
+def test_packed_documents_stay_whole_and_every_token_is_a_target_once(tmp_path):
+    config = chapters(tmp_path / "text", [3, 40, 14, 15, 1, 7, 30, 12, 5, 5, 2, 16])
+    corpus = load_corpus(config)
+    batches = TrainingBatches(config)
+    rows = len(batches._rows[0])
+    once = take(TrainingBatches(replace(config, microbatch_size=1)), rows)
+    pairs = []
+    for batch in once:
+        tokens, targets, begins = (batch[key][0] for key in ("tokens", "targets", "begins"))
+        used = tokens != ByteTokenizer.padding
+        assert (targets[~used] == NOT_COUNTED).all()
+        assert not begins[~used].any()
+        assert begins[0]
+        counted = targets != NOT_COUNTED
+        pairs += zip(tokens[counted], targets[counted], strict=True)
+        # Before another document nothing is learnt, unless this one goes on in another row.
+        for place in np.flatnonzero(begins[1:]):
+            assert targets[place] == NOT_COUNTED or tokens[place] != ByteTokenizer.end
+        # Nowhere does a target come from another document.
+        inner = counted[:-1] & ~begins[1:]
+        np.testing.assert_array_equal(targets[:-1][inner], tokens[1:][inner])
+    expected = []
+    start = 0
+    for end in corpus.training.ends:
+        document = corpus.training.tokens[start:end]
+        expected += pairwise(document)
+        start = end
+    assert sorted(pairs) == sorted(expected)
+
+
+def test_held_out_documents_are_packed_too(tmp_path):
+    config = chapters(tmp_path / "text", [3, 40, 14, 15, 1, 7, 30, 12, 5, 5, 2, 16])
+    counted = sum(
+        int((batch["targets"] != NOT_COUNTED).sum()) for batch in held_out_batches(config, 2)
+    )
+    held_out = load_corpus(config).held_out
+    assert counted == held_out.tokens.size - len(held_out.ends) > 0
+
+
+def test_a_mixture_keeps_its_proportions_and_each_source_its_own_epochs(tmp_path):
+    for name, letter in (("small", b"s"), ("large", b"l")):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            (tmp_path / name / f"{number}").write_bytes(
+                b"".join(b"%c%07d" % (letter, n) for n in range(number * 50, number * 50 + 50))
+            )
+    mixture = (
+        MixtureConfig("text", str(tmp_path / "small"), weight=0.7),
+        MixtureConfig("text", str(tmp_path / "large"), weight=0.3),
+    )
+    config = DataConfig(
+        source="mixture", mixture=mixture, sequence_length=LENGTH, microbatch_size=3
+    )
+    rows = windows(take(TrainingBatches(config), 200))
+    from_small = np.array([ord("s") in row for row in rows])
+    for start in range(0, 500, 7):
+        assert from_small[start : start + 100].sum() == 70
+    small = [row for row, own in zip(rows, from_small, strict=True) if own]
+    epoch = 50
+    assert len(set(small[:epoch])) == epoch
+    assert set(small[:epoch]) == set(small[epoch : 2 * epoch])
+    assert small[:epoch] != small[epoch : 2 * epoch]
+    held_out = windows(held_out_batches(config, 100))
+    assert len(held_out) == 100
+    other = replace(config, mixture=(mixture[0], replace(mixture[1], weight=0.7)))
+    with pytest.raises(InputError, match="fingerprint"):
+        TrainingBatches(config).position(TrainingBatches(other).state(1))
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_tokens_on_disk_are_read_as_text_is(tmp_path, packing):
+    config = chapters(tmp_path / "text", [300, 4000, 14, 1500, 1, 7, 30, 9000, 5, 5, 2, 16])
+    # In a folder so small, the text itself holds out one document at least: ask for a share at
+    # which the hashes alone decide the same.
+    config = replace(config, packing=packing, held_out=0.5)
+    with new_folder(tmp_path / "tokens", "--output") as folder:
+        [source] = config.sources()
+        write_tokens(folder, [source], "bytes", 0.5, config.shuffle_seed, processes=1)
+    tokens = replace(config, source="tokens", path=str(tmp_path / "tokens"))
+    assert TrainingBatches(tokens).fingerprint == TrainingBatches(config).fingerprint
+    numbers = [0, 1, 70, 3, 900]
+    ours, theirs = TrainingBatches(tokens), TrainingBatches(config)
+    for one, other in zip([ours[n] for n in numbers], [theirs[n] for n in numbers], strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key])
+    assert_same(list(held_out_batches(tokens, 3)), list(held_out_batches(config, 3)))
+
+
 def test_the_standard_library_without_tests_and_installed_packages():
     corpus = load_corpus(DataConfig())
-    assert corpus.training.size > 5_000_000
+    assert corpus.training.tokens.size > 5_000_000
     parts = [
         tokens[tokens < 256].astype(np.uint8).tobytes()
-        for tokens in (corpus.training, corpus.held_out)
+        for tokens in (corpus.training.tokens[:], corpus.held_out.tokens[:])
     ]
     library = Path(sysconfig.get_path("stdlib"))
     argparse = (library / "argparse.py").read_bytes()

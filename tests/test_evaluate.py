@@ -21,9 +21,9 @@ from skippipe_jax import evaluate
 from skippipe_jax.checkpoint import CheckpointWriter, open_checkpoint, read_stage
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import load_config
-from skippipe_jax.data import ByteTokenizer
 from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss
 from skippipe_jax.model import DataStage, ModelConfig, stage_shapes
+from skippipe_jax.tokenizer import ByteTokenizer
 from skippipe_jax.trainer import train
 
 STAGES, TIME, MICROBATCH = 3, 32, 2

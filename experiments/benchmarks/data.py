@@ -1,0 +1,202 @@
+"""How fast batches are made and text is tokenized, beside what waits for it.
+
+    python -m experiments.benchmarks.data --json experiments/results/data_MACHINE.json
+
+Loading: tokens per second of batches of the quickstart, from the text in memory and from tokens on
+disk, cut into windows and packed as documents, over the tokens per second that the quickstart
+trains on this machine. Batches are made here one after the other and nothing else runs.
+
+Tokenizing: `skippipe_jax.tokenize` with a process for every core, from reading JSON lines to a
+folder that is whole, beside the tokenizers library's own `encode_batch` on all cores, which gets
+the texts ready in memory and whose results are thrown away. The text is Python's standard library,
+`--copies` times; the tokenizer is a byte-level BPE trained on it. Both take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from skippipe_sched.errors import run_command
+
+from experiments.benchmarks import machine
+from skippipe_jax import run_folder
+from skippipe_jax.cluster import Membership
+from skippipe_jax.config import Config, load_config
+from skippipe_jax.corpus import groups
+from skippipe_jax.data import DataConfig, TrainingBatches
+from skippipe_jax.documents import DocumentSource, read_documents
+from skippipe_jax.token_shards import new_folder
+from skippipe_jax.tokenize import train_bpe, write_tokens
+from skippipe_jax.tokenizer import BYTES
+from skippipe_jax.trainer import train
+
+QUICKSTART = Path("experiments/quickstart.yaml")
+PYTHON = DocumentSource("python")
+
+
+def trainer_speed(config: Config, iterations: int) -> float:
+    """Tokens per second of the median iteration; the first, which compiles, is not counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = replace(config.train, steps=1 + iterations)
+        config = replace(config, run_dir=f"{folder}/run", train=steps)
+        alone = Membership(config.cluster, 0, 1)
+        train(config, alone, resume=False, config_folder=QUICKSTART.parent)
+        lines = run_folder.read_metrics(Path(config.run_dir))[1:]
+    return statistics.median(line["tokens_per_second"] for line in lines)
+
+
+def loader_speed(data: DataConfig, seconds: float = 1.0) -> float:
+    """Tokens per second of one microbatch after another, after the text has been read."""
+    batches = TrainingBatches(data)
+    tokens, start = 0, time.perf_counter()
+    number = 0
+    while (taken := time.perf_counter() - start) < seconds:
+        tokens += batches[number]["tokens"].size
+        number += 1
+    return tokens / taken
+
+
+def loading(config: Config, iterations: int) -> dict[str, Any]:
+    """The loader beside the trainer, for each way to read."""
+    trained = trainer_speed(config, iterations)
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = Path(scratch, "tokens")
+        with new_folder(tokens, "--output") as folder:
+            data = config.data
+            write_tokens(folder, [PYTHON], BYTES, data.held_out, data.shuffle_seed, processes=1)
+        for source, path in (("python", None), ("tokens", str(tokens))):
+            for packing in ("windows", "documents"):
+                speed = loader_speed(
+                    replace(config.data, source=source, path=path, packing=packing)
+                )
+                results.append(
+                    {
+                        "source": source,
+                        "packing": packing,
+                        "tokens_per_second": round(speed),
+                        "ratio": round(speed / trained, 1),
+                    }
+                )
+    return {"trainer_tokens_per_second": round(trained), "results": results}
+
+
+def tokenizing(copies: int, files: int, vocabulary_size: int, turns: int) -> dict[str, Any]:
+    """Our command beside the library, on the same text and tokenizer."""
+    documents = list(read_documents(PYTHON))[:files] * copies
+    size = sum(len(document.text) for document in documents) / 1e6
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, text = Path(scratch), Path(scratch, "text.jsonl")
+        train_bpe(((one, PYTHON) for one in documents[:files]), vocabulary_size, folder / "bpe")
+        with text.open("w") as file:
+            for document in documents:
+                file.write(json.dumps({"text": document.decoded(PYTHON)}) + "\n")
+        library = tokenizers.Tokenizer.from_file(str(folder / "bpe" / "tokenizer.json"))
+        texts = [[one.decoded(PYTHON) for one in group] for group in groups(documents)]
+        processes = os.cpu_count() or 1
+
+        def ours(turn: int) -> None:
+            with new_folder(folder / f"tokens{turn}", "--output") as partial:
+                source = DocumentSource("jsonl", str(text))
+                write_tokens(partial, [source], str(folder / "bpe"), 0.05, 0, processes)
+
+        def theirs(_: int) -> None:
+            for group in texts:
+                library.encode_batch(group, add_special_tokens=False)
+
+        seconds: dict[str, list[float]] = {"ours": [], "encode_batch": []}
+        for turn in range(turns):
+            seconds["ours"].append(_seconds(ours, turn))
+            seconds["encode_batch"].append(_seconds(theirs, turn))
+    rates = {name: size / statistics.median(own) for name, own in seconds.items()}
+    return {
+        "text_MB": round(size, 1),
+        "processes": processes,
+        "tokenizers": tokenizers.__version__,
+        **{f"{name}_MB_per_s": round(rate, 3) for name, rate in rates.items()},
+        "ratio": round(rates["ours"] / rates["encode_batch"], 3),
+        "seconds": {name: [round(one, 3) for one in own] for name, own in seconds.items()},
+    }
+
+
+def _seconds(work: Callable[[int], None], turn: int) -> float:
+    start = time.perf_counter()
+    work(turn)
+    return time.perf_counter() - start
+
+
+def table(report: dict[str, Any]) -> str:
+    """A line for each way to read, and one for tokenizing."""
+    own, tokens = report["loading"], report["tokenizing"]
+    return "\n".join(
+        [
+            f"training takes {own['trainer_tokens_per_second']:,} tokens/s",
+            *(
+                f"{one['source']:<8}{one['packing']:<12}{one['tokens_per_second']:>14,} tokens/s, "
+                f"{one['ratio']:,} times as many"
+                for one in own["results"]
+            ),
+            f"tokenizing {tokens['text_MB']} MB: {tokens['ours_MB_per_s']:.2f} MB/s, encode_batch "
+            f"alone {tokens['encode_batch_MB_per_s']:.2f} MB/s, ratio {tokens['ratio']}",
+        ]
+    )
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    arguments = _parser().parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = load_config(QUICKSTART, arguments.set)
+    report = {
+        "benchmark": "data",
+        "command": f"python -m experiments.benchmarks.data {' '.join(sys.argv[1:])}".strip(),
+        "machine": machine.describe(),
+        # First, while this process is small.
+        "tokenizing": tokenizing(
+            arguments.copies, arguments.files, arguments.vocabulary_size, arguments.turns
+        ),
+        "loading": loading(config, arguments.iterations),
+    }
+    print(table(report))
+    print(json.dumps(report))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    description, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmarks.data",
+        description=description,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--iterations", type=int, default=10, help="of training (10)")
+    parser.add_argument("--copies", type=int, default=3, help="of the text to tokenize (3)")
+    parser.add_argument("--files", type=int, help="that are tokenized at most (all)")
+    parser.add_argument("--vocabulary-size", type=int, default=8192, help="of the BPE (8192)")
+    parser.add_argument("--turns", type=int, default=3, help="of tokenizing (3)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY.SUB=VALUE", help="for training"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""A text as the tokens of its training part and its held-out part.
+
+A document belongs to one part as a whole, so nothing that is measured on the held-out part was
+trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import token_shards
+from skippipe_jax.chat import encode_conversation
+from skippipe_jax.documents import Document, DocumentSource, local_path, read_documents
+from skippipe_jax.rows import TokenizedDocuments
+from skippipe_jax.tokenizer import (
+    TOKENIZER_FOLDER,
+    ByteTokenizer,
+    Tokenizer,
+    encode_documents,
+    token_dtype,
+)
+
+GROUP_BYTES = 1 << 20
+"""Bytes of text that are tokenized at once."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Both parts of a text, and a short hash that tells the training part from any other."""
+
+    training: TokenizedDocuments
+    held_out: TokenizedDocuments
+    fingerprint: str
+
+
+def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, seed: int) -> Corpus:
+    """The tokens of a source; of a folder of tokens, a view that reads them as they are needed.
+
+    Raises:
+        InputError: if it cannot be read or holds no text.
+    """
+    if source.kind == "tokens":
+        return _open_tokens(source, tokenizer)
+    documents = list(read_documents(source))
+    if not documents:
+        raise InputError(*source.origin, "holds no text", "Name a file or folder with text")
+    if len(documents) == 1 and source.kind != "chat":
+        [(where, key, text)] = [(one.where, one.key, one.text) for one in documents]
+        cut = round(len(text) * (1 - held_out))
+        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # in the middle of a character
+            cut += 1
+        parts = [[Document(where, key, text[:cut])], [Document(where, key, text[cut:])]]
+    else:
+        chosen = held_out_of([document.key for document in documents], held_out, seed)
+        parts = [
+            [one for one, out in zip(documents, chosen, strict=True) if bool(out) == part]
+            for part in (False, True)
+        ]
+    training, evaluation = (_tokenize(part, source, tokenizer) for part in parts)
+    digest = hashlib.blake2b(np.ascontiguousarray(training.tokens[:]).data, digest_size=8)
+    if training.learnt is not None:
+        digest.update(training.learnt.data)
+    return Corpus(training, evaluation, digest.hexdigest())
+
+
+def place_of(key: bytes, seed: int) -> float:
+    """A number in [0, 1) that a document's key decides alone; the lowest are held out."""
+    digest = hashlib.blake2b(b"%d/%b" % (seed, key), digest_size=8)
+    return int.from_bytes(digest.digest()) / 2**64
+
+
+def held_out_of(keys: Sequence[bytes], held_out: float, seed: int) -> Bool[np.ndarray, " document"]:
+    """Which of the documents are held out.
+
+    Each one's own hash decides, whatever other documents there are; only where that would leave
+    one of the two parts of several documents empty does the one nearest to it move.
+    """
+    places = [(place_of(key, seed), key) for key in keys]
+    chosen = np.array([place < held_out for place, _ in places])
+    if len(keys) > 1 and not chosen.any():
+        chosen[places.index(min(places))] = True
+    elif len(keys) > 1 and chosen.all():
+        chosen[places.index(max(places))] = False
+    return chosen
+
+
+def groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """The documents in groups of about `GROUP_BYTES`."""
+    group, size = [], 0
+    for document in documents:
+        group.append(document)
+        size += len(document.text)
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def texts_of(
+    documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer
+) -> list[Any]:
+    """What the tokenizer takes: bytes are bytes to one of bytes, and otherwise must be UTF-8."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [document.text for document in documents]
+    return [document.decoded(source) for document in documents]
+
+
+def _tokenize(
+    documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer
+) -> TokenizedDocuments:
+    tokens = [np.empty(0, token_dtype(tokenizer.vocabulary_size))]
+    lengths, learnt = [np.empty(0, np.int64)], [np.empty(0, bool)]
+    if source.kind == "chat":
+        for document in documents:
+            of_document, learnt_of_document = encode_conversation(document, source, tokenizer)
+            tokens.append(of_document)
+            learnt.append(learnt_of_document)
+            lengths.append(np.array([len(of_document)]))
+    else:
+        for group in groups(documents):
+            of_group, ends = encode_documents(tokenizer, texts_of(group, source, tokenizer))
+            tokens.append(of_group)
+            lengths.append(np.diff(ends, prepend=0))
+    together = np.concatenate(tokens)
+    together.flags.writeable = False
+    return TokenizedDocuments(
+        together,
+        np.cumsum(np.concatenate(lengths)),
+        np.concatenate(learnt) if source.kind == "chat" else None,
+    )
+
+
+def _open_tokens(source: DocumentSource, tokenizer: Tokenizer) -> Corpus:
+    field, value = source.origin
+    folder = local_path(value)
+    index = token_shards.read_index(folder, field)
+    if index.tokenizer != tokenizer.digest:
+        raise InputError(
+            "data.tokenizer",
+            None,
+            f"the tokens in {value} were made by another tokenizer",
+            f"Name {value}/{TOKENIZER_FOLDER}, or tokenize the text again",
+        )
+    training, held_out = (
+        token_shards.open_part(folder, part, index, field) for part in token_shards.PARTS
+    )
+    return Corpus(training, held_out, index.parts["training"].digest)

@@ -1,0 +1,235 @@
+"""Where documents come from: files of text, lines of JSON, rows of Parquet; local or remote."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+import sysconfig
+import zlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.extras import require
+
+_SUFFIXES = {
+    "python": (".py", ".txt", ".rst", ".md"),
+    "text": ("",),
+    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json"),
+    "parquet": (".parquet",),
+}
+_PYTHON_SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class DocumentSource:
+    """Some files, and what is a document in them.
+
+    Attributes:
+        kind: `python` or `text`, where a document is a file; `jsonl` or `parquet`, where it is
+            `text_field` of a line or row; `chat`, where it is a line with messages.
+        path: a file, a folder, a glob, or any of these as a URL that fsspec knows. None for
+            `python`, which reads the standard library.
+        text_field: key or column of the text.
+        field: the section of the configuration that says so, for messages.
+    """
+
+    kind: str
+    path: str | None = None
+    text_field: str = "text"
+    field: str = "data"
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """The field that names where the text comes from, and its value."""
+        if self.path is None:
+            return f"{self.field}.source", self.kind
+        return f"{self.field}.path", self.path
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text in UTF-8, or for `chat` a JSON object.
+
+    `where` it comes from is for messages; `key`, a file's name or a row's own text, decides
+    whether it is held out, whatever other documents there are.
+    """
+
+    where: str
+    key: bytes
+    text: bytes
+
+    def decoded(self, source: DocumentSource) -> str:
+        """The text as a string; `InputError` if it is not UTF-8."""
+        try:
+            return self.text.decode()
+        except UnicodeDecodeError as error:
+            problem = f"{self.where} is not UTF-8 text (byte {error.start})"
+            raise InputError(
+                *source.origin, problem, "Save it as UTF-8, or let the tokenizer be bytes"
+            ) from error
+
+
+def read_documents(source: DocumentSource) -> Iterator[Document]:
+    """Every document that is not empty, in a fixed order.
+
+    Raises:
+        InputError: naming file and line or row, if something cannot be read or holds no text.
+    """
+    system, files = _files(source)
+    read = {"jsonl": _lines, "chat": _lines, "parquet": _rows}.get(source.kind, _whole)
+    for name, file in sorted(files):
+        try:
+            yield from (one for one in read(source, system, name, file) if one.text)
+        except (OSError, EOFError, zlib.error) as error:
+            problem = f"cannot read {file}: {getattr(error, 'strerror', None) or error}"
+            raise InputError(
+                *source.origin, problem, "Name a file or folder that exists"
+            ) from error
+
+
+def local_path(path: str) -> str:
+    """The whole path of a local file; a URL is left as it is."""
+    return path if _is_url(path) else os.path.abspath(os.path.expanduser(path))
+
+
+def _files(source: DocumentSource) -> tuple[Any, list[tuple[str, str]]]:
+    """The file system, and of every file its name relative to the source and its path there."""
+    suffixes = _SUFFIXES["jsonl" if source.kind == "chat" else source.kind]
+    try:
+        if source.path is not None and _is_url(source.path):
+            return _remote_files(source.path, suffixes)
+        root = Path(local_path(source.path or sysconfig.get_path("stdlib")))
+        skipped = () if source.path else _PYTHON_SKIPPED
+        files = list(_local_files(root, skipped, suffixes))
+    except OSError as error:
+        problem = f"cannot read {error.filename}: {error.strerror}"
+        raise InputError(*source.origin, problem, "Name a file or folder that exists") from error
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            *source.origin, f"fsspec cannot open it: {error}", "Install what it asks for"
+        ) from error
+    return LocalFileSystem(), files
+
+
+def _is_url(path: str) -> bool:
+    return "://" in path
+
+
+def _local_files(
+    root: Path, skipped: Collection[str], suffixes: tuple[str, ...]
+) -> Iterator[tuple[str, str]]:
+    if root.is_dir():
+        for folder, subfolders, names in os.walk(root, onerror=_raise):
+            subfolders[:] = [name for name in subfolders if name[0] != "." and name not in skipped]
+            for name in names:
+                if name[0] != "." and name.endswith(suffixes):
+                    file = Path(folder, name)
+                    yield file.relative_to(root).as_posix(), str(file)
+    elif not root.exists() and glob.has_magic(str(root)):
+        found = [file for file in glob.glob(str(root), recursive=True) if os.path.isfile(file)]
+        yield from ((os.path.basename(file), file) for file in found)
+    else:
+        yield ".", str(root)
+
+
+def _remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[Any, list[tuple[str, str]]]:
+    system, root = fsspec.url_to_fs(url)
+    if system.isfile(root):
+        return system, [(".", root)]
+    if glob.has_magic(root):
+        names = [(os.path.basename(file), file) for file in system.glob(root)]
+        return system, [(name, file) for name, file in names if name[0] != "."]
+    found = [(file.removeprefix(root).lstrip("/"), file) for file in system.find(root)]
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
+    visible = [(name, file) for name, file in found if not ("/" + name).count("/.")]
+    return system, [(name, file) for name, file in visible if name.endswith(suffixes)]
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _whole(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
+    with system.open(file, "rb") as opened:
+        yield Document(file, name.encode(errors="surrogateescape"), opened.read())
+
+
+def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
+    with system.open(file, "rb", compression="infer") as opened:
+        for number, line in enumerate(opened, 1):
+            where = f"{file}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(
+                    *source.origin, f"{where}: not valid JSON: {error}", "Mend that line"
+                ) from error
+            if not isinstance(row, dict):
+                raise InputError(
+                    *source.origin, f"{where}: no JSON object", "Write {...} on every line"
+                )
+            if source.kind == "chat":
+                yield Document(where, line.strip(), line.strip())
+            else:
+                yield _row(source, where, row)
+
+
+def _row(source: DocumentSource, where: str, row: dict[str, Any]) -> Document:
+    if source.text_field not in row:
+        raise _without(source, where, list(row))
+    text = row[source.text_field]
+    if text is None:
+        return Document(where, b"", b"")
+    if not isinstance(text, str):
+        raise InputError(
+            f"{source.field}.text_field",
+            source.text_field,
+            f"{where}: holds {type(text).__name__}, not text",
+            "Name a key whose values are text",
+        )
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            *source.origin, f"{where}: half of a surrogate pair is no text", "Mend that line"
+        ) from error
+    return Document(where, content, content)
+
+
+def _rows(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
+    arrow = require("pyarrow", "data", *source.origin)
+    parquet = require("pyarrow.parquet", "data", *source.origin)
+    with system.open(file, "rb") as opened:
+        try:
+            table = parquet.ParquetFile(opened)
+            if source.text_field not in table.schema_arrow.names:
+                raise _without(source, file, table.schema_arrow.names)
+            number = 0
+            for batch in table.iter_batches(columns=[source.text_field]):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    yield _row(source, f"{file}, row {number}", {source.text_field: text})
+        except arrow.ArrowException as error:
+            raise InputError(
+                *source.origin, f"{file} is no Parquet file: {error}", "Mend or remove it"
+            ) from error
+
+
+def _without(source: DocumentSource, where: str, names: list[str]) -> InputError:
+    return InputError(
+        f"{source.field}.text_field",
+        source.text_field,
+        f"{where} has no such field; it has {', '.join(map(str, names)) or 'none'}",
+        "Name the one that holds the text",
+    )

@@ -1,0 +1,24 @@
+"""Optional packages: imported where they are needed, with a word on how to get them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from skippipe_sched.errors import InputError
+
+
+def require(module: str, extra: str, field: str, value: Any) -> Any:
+    """The module of an optional package, which `skippipe-jax[extra]` installs.
+
+    `field` and `value` are what asks for it. Raises `InputError` if it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(
+            field,
+            value,
+            f"needs the package {module.partition('.')[0]}, which is not installed here",
+            f'Install it: pip install "skippipe-jax[{extra}]"',
+        ) from error

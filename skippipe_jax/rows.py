@@ -1,0 +1,206 @@
+"""How tokens fill the rows of batches: cut into windows, or document by document.
+
+Rows are computed once for a text and can be read in any order, so that every row comes once in an
+epoch, whoever reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64, Integer
+
+# The target of a position that the loss leaves out.
+NOT_COUNTED = -1
+
+
+class TokenArray(Protocol):
+    """Tokens of which spans can be read: an array, or files that look like one."""
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        ...
+
+    def __getitem__(self, span: slice, /) -> Integer[np.ndarray, " token"]:
+        """The tokens of a span without a step."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenizedDocuments:
+    """Documents one after the other: their tokens, where each ends, which targets are learnt.
+
+    `learnt` is None where all are.
+    """
+
+    tokens: TokenArray
+    ends: Int64[np.ndarray, " document"]
+    learnt: Bool[np.ndarray, " token"] | None = None
+
+
+class Rows(Protocol):
+    """The rows that batches are made of."""
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        ...
+
+    def fill(
+        self,
+        index: int,
+        tokens: Int32[np.ndarray, " position"],
+        targets: Int32[np.ndarray, " position"],
+        begins: Bool[np.ndarray, " position"],
+    ) -> None:
+        """Write one row into the beginnings of the arrays, which hold padding."""
+        ...
+
+
+class Windows:
+    """Non-overlapping windows over all documents: a sequence and the target of its last token."""
+
+    def __init__(self, documents: TokenizedDocuments, sequence_length: int):
+        """Cut the tokens; less than a window at their end is left out."""
+        self._tokens = documents.tokens
+        self._length = sequence_length + 1
+
+    def __len__(self) -> int:
+        """How many windows there are."""
+        return self._tokens.size // self._length
+
+    def fill(
+        self,
+        index: int,
+        tokens: Int32[np.ndarray, " position"],
+        targets: Int32[np.ndarray, " position"],
+        begins: Bool[np.ndarray, " position"],
+    ) -> None:
+        """Write one window; documents are not told apart."""
+        window = self._tokens[index * self._length : (index + 1) * self._length]
+        tokens[:], targets[:] = window[:-1], window[1:]
+
+
+class PackedDocuments:
+    """Rows of whole documents, as full as best-fit-decreasing makes them.
+
+    A document longer than a row is cut: full rows of it, and the rest beside other documents. The
+    target of a document's last token is not counted, so every other token is a target once.
+    """
+
+    def __init__(self, documents: TokenizedDocuments, sequence_length: int):
+        """Find the row of every document."""
+        self._tokens, self._learnt = documents.tokens, documents.learnt
+        self._starts, self._ends, self._limits = _pieces(documents.ends, sequence_length)
+        row_of = pack(self._ends - self._starts, sequence_length)
+        # A stable order, so that documents come in a row as they come in the text.
+        self._order = np.argsort(row_of, kind="stable")
+        rows = row_of.max(initial=-1) + 1
+        self._bounds = np.searchsorted(row_of[self._order], np.arange(rows + 1))
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self._bounds) - 1
+
+    def fill(
+        self,
+        index: int,
+        tokens: Int32[np.ndarray, " position"],
+        targets: Int32[np.ndarray, " position"],
+        begins: Bool[np.ndarray, " position"],
+    ) -> None:
+        """Write the documents of one row, and mark where each begins."""
+        position = 0
+        for piece in self._order[self._bounds[index] : self._bounds[index + 1]]:
+            start, end, limit = (
+                int(bounds[piece]) for bounds in (self._starts, self._ends, self._limits)
+            )
+            last = min(end + 1, limit)
+            read = self._tokens[start:last]
+            following = read[1:].astype(np.int32)
+            if self._learnt is not None:
+                following[~self._learnt[start + 1 : last]] = NOT_COUNTED
+            tokens[position : position + end - start] = read[: end - start]
+            targets[position : position + len(following)] = following
+            begins[position] = True
+            position += end - start
+
+
+ROWS: dict[str, type[Windows] | type[PackedDocuments]] = {
+    "windows": Windows,
+    "documents": PackedDocuments,
+}
+"""The ways to fill rows, by their names in the configuration."""
+
+
+def _pieces(
+    ends: Int64[np.ndarray, " document"], length: int
+) -> tuple[Int64[np.ndarray, " piece"], Int64[np.ndarray, " piece"], Int64[np.ndarray, " piece"]]:
+    """Where each piece of a document starts and ends, and where its document does.
+
+    A document is one piece if it fits into a row. Of a longer one, a last piece of one token is
+    left out: it has been the target of the piece before.
+    """
+    sizes = np.diff(ends, prepend=0)
+    counts = np.maximum(-(-(sizes - 1) // length), 0)
+    documents = np.repeat(np.arange(len(ends)), counts)
+    number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = (ends - sizes)[documents] + number * length
+    limits = ends[documents]
+    return starts, np.minimum(starts + length, limits), limits
+
+
+def pack(lengths: Integer[np.ndarray, " piece"], row_length: int) -> Int64[np.ndarray, " piece"]:
+    """The row of each piece: the longest first, each into the fullest row that has room for it.
+
+    Lengths lie between 1 and `row_length`.
+    """
+    row_of = np.empty(len(lengths), np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    sizes, firsts = np.unique(-lengths[order], return_index=True)
+    lasts = np.append(firsts, len(lengths))[1:].tolist()
+    # The rows that have so much room left, each list in the order in which they came to it.
+    with_room: list[list[int]] = [[] for _ in range(row_length + 1)]
+    count = np.zeros(row_length + 1, np.int64)
+    rows = 0
+    for size, first, last in zip((-sizes).tolist(), firsts.tolist(), lasts, strict=True):
+        while first < last:
+            fitting = np.flatnonzero(count[size:])
+            if not len(fitting):
+                needed = -(-(last - first) // (row_length // size))
+                with_room[row_length] += range(rows, rows + needed)
+                rows += needed
+                count[row_length] += needed
+                continue
+            room = size + int(fitting[0])
+            taken = with_room[room][first - last :]
+            del with_room[room][first - last :]
+            with_room[room - size] += taken
+            count[room] -= len(taken)
+            count[room - size] += len(taken)
+            row_of[order[first : first + len(taken)]] = taken
+            first += len(taken)
+    return row_of
+
+
+class Interleaving:
+    """Rows of several sources in exact proportions, evenly mixed."""
+
+    def __init__(self, shares: Sequence[int]):
+        """`shares` are how many rows of each source come in one cycle."""
+        # The j-th row of a source with share s belongs at (j + 1/2) / s of the cycle.
+        places = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
+        source = np.repeat(np.arange(len(shares)), shares)
+        number = np.concatenate([np.arange(share) for share in shares])
+        order = np.argsort(places, kind="stable")
+        self._shares = tuple(shares)
+        self._source, self._number = source[order], number[order]
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """The source of row `index` of the mixture, and which of its rows that is."""
+        cycle, place = divmod(index, len(self._source))
+        source = int(self._source[place])
+        return source, cycle * self._shares[source] + int(self._number[place])

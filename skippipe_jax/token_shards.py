@@ -1,0 +1,223 @@
+"""Tokenized text on disk: ArrayRecord shards of which any span can be read, and an index.
+
+A folder holds, for each part of the text (`training`, `held_out`), shards of equal records, each
+`BLOCK` tokens of the documents one after the other; where each document ends; and index.json, which
+is written last. The tokenizer lies in `tokenizer/`.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
+from jaxtyping import Int64, Integer
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.rows import TokenizedDocuments
+
+INDEX = "index.json"
+PARTS = ("training", "held_out")
+FORMAT, VERSION = "skippipe-tokens", 1
+
+BLOCK = 4096
+"""Tokens of a record."""
+_SHARD = 1 << 14  # records: 128 MiB of two-byte tokens
+
+
+@dataclass(frozen=True)
+class PartIndex:
+    """How much there is of a part, in how many shards, and a digest of its tokens."""
+
+    documents: int
+    tokens: int
+    shards: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """What a folder of token shards holds.
+
+    `tokenizer` is the digest of the tokenizer; documents were held out by `held_out` and `seed`.
+    """
+
+    tokenizer: str
+    vocabulary_size: int
+    dtype: str
+    held_out: float
+    seed: int
+    parts: dict[str, PartIndex]
+
+
+class PartWriter:
+    """Writes the documents of one part."""
+
+    def __init__(self, folder: Path, part: str, dtype: np.dtype):
+        """Nothing is written before the first block is full."""
+        self._folder, self._part, self._dtype = folder, part, dtype
+        self._rest = np.empty(0, dtype)
+        self._blocks = 0
+        self._writer: Any = None
+        self._ends = array.array("q")
+        self._tokens = 0
+        self._digest = hashlib.blake2b(digest_size=8)
+
+    def add(
+        self,
+        tokens: Integer[np.ndarray, " token"],
+        ends: Int64[np.ndarray, " document"],
+    ) -> None:
+        """Write documents, which end where `ends` says."""
+        self._ends.frombytes((ends + self._tokens).astype(np.int64).tobytes())
+        self._tokens += len(tokens)
+        pending = np.concatenate([self._rest, tokens.astype(self._dtype, copy=False)])
+        self._digest.update(pending[len(self._rest) :].data)
+        whole = len(pending) - len(pending) % BLOCK
+        for block in pending[:whole].reshape(-1, BLOCK):
+            self._write(block)
+        self._rest = pending[whole:]
+
+    def close(self) -> PartIndex:
+        """Write what is left; the description of what was written."""
+        if len(self._rest):
+            self._write(self._rest)
+        if self._writer is not None:
+            self._writer.close()
+        np.save(_ends_file(self._folder, self._part), np.array(self._ends, np.int64))
+        shards = -(-self._blocks // _SHARD)
+        return PartIndex(len(self._ends), self._tokens, shards, self._digest.hexdigest())
+
+    def _write(self, block: Integer[np.ndarray, " token"]) -> None:
+        shard, place = divmod(self._blocks, _SHARD)
+        if place == 0:
+            if self._writer is not None:
+                self._writer.close()
+            file = str(_shard_file(self._folder, self._part, shard))
+            # Groups of one record are what makes any of them quick to find.
+            self._writer = ArrayRecordWriter(file, "group_size:1,uncompressed")
+        self._writer.write(block.tobytes())
+        self._blocks += 1
+
+
+class ShardedTokens:
+    """The tokens of a part as one long array; only the spans that are asked for are read."""
+
+    def __init__(self, files: list[Path], size: int, dtype: str):
+        """Open the shards, which hold `size` tokens."""
+        # Grain brings JAX along, for which the processes that tokenize need not wait.
+        import grain
+
+        self._records: Any = grain.sources.ArrayRecordDataSource([str(file) for file in files])
+        self.size = size
+        self.dtype = np.dtype(dtype)
+
+    @property
+    def blocks(self) -> int:
+        """How many records the shards hold."""
+        return len(self._records)
+
+    def __getitem__(self, span: slice, /) -> Integer[np.ndarray, " token"]:
+        """The tokens of a span without a step."""
+        start, stop, _ = span.indices(self.size)
+        first = start // BLOCK
+        records = [self._records[block] for block in range(first, -(-stop // BLOCK))]
+        tokens = np.frombuffer(b"".join(records), self.dtype)
+        return tokens[start - first * BLOCK : stop - first * BLOCK]
+
+
+@contextmanager
+def new_folder(folder: Path, field: str) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` at the end and vanishes at an error.
+
+    Raises:
+        InputError: naming `field`, if there is something at `folder` already.
+    """
+    if folder.exists():
+        raise InputError(field, str(folder), "is there already", "Name a new folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise InputError(
+            field, str(folder), f"cannot be written: {error.strerror}", "Name another folder"
+        ) from error
+    try:
+        yield partial
+        partial.chmod(0o755)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_index(folder: Path, index: TokenIndex) -> None:
+    """Describe what a folder holds, after all else has been written."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(index)}, indent=1)
+    (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def read_index(path: str, field: str) -> TokenIndex:
+    """The index of a folder of token shards.
+
+    Raises:
+        InputError: naming `field`, if the folder has none, or one that is not as it must be.
+    """
+    folder = Path(path)
+    if not (folder / INDEX).is_file():
+        problem = f"there is no {INDEX}, so it was not written (whole) by skippipe_jax.tokenize"
+        raise InputError(field, path, problem, "Name a local folder of tokens, or write it anew")
+    content = fields.load_json(folder / INDEX, field)
+    try:
+        if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
+            raise ValueError(f"its format is not version {VERSION} of {FORMAT}")
+        parts = {part: PartIndex(**content["parts"][part]) for part in PARTS}
+        return TokenIndex(**content | {"parts": parts})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            field, path, f"{INDEX} is not as it must be: {error}", "Tokenize the text again"
+        ) from error
+
+
+def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedDocuments:
+    """The documents of one part, none of which is read yet.
+
+    Raises:
+        InputError: naming `field` and the file, if one is missing or not whole.
+    """
+    folder, described = Path(path), index.parts[part]
+    ends_file = _ends_file(folder, part)
+    files = [_shard_file(folder, part, shard) for shard in range(described.shards)]
+    for file in (ends_file, *files):
+        if not file.is_file():
+            raise InputError(field, path, f"there is no {file.name}", "Tokenize the text again")
+    try:
+        ends = np.load(ends_file, mmap_mode="r")
+        if not files:
+            return TokenizedDocuments(np.empty(0, index.dtype), ends)
+        tokens = ShardedTokens(files, described.tokens, index.dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            field, path, f"the {part} part cannot be read: {error}", "Tokenize the text again"
+        ) from error
+    if len(ends) != described.documents or tokens.blocks != -(-described.tokens // BLOCK):
+        problem = f"the {part} part is not what {INDEX} says: a file is cut short"
+        raise InputError(field, path, problem, "Tokenize the text again")
+    return TokenizedDocuments(tokens, ends)
+
+
+def _ends_file(folder: Path, part: str) -> Path:
+    return folder / f"{part}.ends.npy"
+
+
+def _shard_file(folder: Path, part: str, shard: int) -> Path:
+    return folder / f"{part}-{shard:05d}.array_record"

@@ -1,0 +1,342 @@
+"""Tokenizers: bytes, or whatever a Hugging Face or SentencePiece tokenizer makes of a text."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Int64, Integer, UInt16
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.extras import require
+
+BYTES = "bytes"
+"""What stands for `ByteTokenizer` where a path is asked for."""
+
+TOKENIZER_FOLDER = "tokenizer"
+"""The folder, of a run or of tokenized text, that keeps the tokenizer."""
+
+HUGGING_FACE, SENTENCE_PIECE = "tokenizer.json", "tokenizer.model"
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+# What marks a document's begin and end in the tokenizers of well-known models, for a
+# tokenizer.json that comes without the file that says so.
+_MARKS = {
+    "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]"),
+    "eos_token": ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]"),
+}
+
+# An encoding takes a hundred times the memory of its text, so long texts are encoded in pieces.
+_PIECE = 1 << 20
+_LINE = re.compile(r"(?<=\n)(?=\S)")
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back; the three marks are tokens too, and below `vocabulary_size`.
+
+    Attributes:
+        begin: token before the first of a document (the end mark where there is no other).
+        end: token after the last of a document.
+        padding: token of the positions that hold none.
+        digest: tells the tokenizer from any other.
+        chat_template: Jinja template of conversations, if the tokenizer comes with one.
+        special_tokens: texts of `bos_token`, `eos_token` and the like, as templates use them.
+    """
+
+    begin: int
+    end: int
+    padding: int
+    vocabulary_size: int
+    digest: str
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+
+    def encode(self, text: str) -> Integer[np.ndarray, " token"]:
+        """The tokens of a text, without marks before and after."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
+        """The tokens of each text."""
+        ...
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of the tokens, marks and numbers that are no token left out."""
+        ...
+
+
+class ByteTokenizer:
+    """A token is a byte; three more mark where a document begins, where it ends, and padding."""
+
+    begin = 256
+    end = 257
+    padding = 258
+    vocabulary_size = 259
+    digest = BYTES
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = {}
+
+    def encode(self, text: bytes | str) -> UInt16[np.ndarray, " token"]:
+        """One token per byte (of the UTF-8 form of a string), without marks."""
+        data = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(data, np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[bytes | str]) -> list[UInt16[np.ndarray, " token"]]:
+        """The tokens of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of the tokens that are bytes; the rest is left out.
+
+        Bytes that are not UTF-8 become U+FFFD, so that a model's first attempts can be printed.
+        """
+        ids = np.asarray(tokens)
+        return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, with its marks from the files beside it."""
+
+    def __init__(self, file: Path, field: str):
+        """Read the files; `field` names where the path was given.
+
+        Raises:
+            InputError: if they cannot be read, or no token marks the end of a document.
+        """
+        package = require("tokenizers", "hf", field, str(file))
+        content = fields.read_text(file, field)
+        try:
+            self._tokenizer = package.Tokenizer.from_str(content)
+        except Exception as error:  # The package raises nothing narrower.
+            raise InputError(
+                field, str(file), f"is no tokenizer.json: {error}", "Name another file"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _settings(file.parent, field)
+        self.special_tokens: Mapping[str, str] = {
+            name: text
+            for name, value in settings.items()
+            if name.endswith("_token") and (text := _content(value)) is not None
+        }
+        end = self._mark("eos_token", file, field)
+        if end is None:
+            raise InputError(
+                field,
+                str(file),
+                "no token marks the end of a document",
+                'Write tokenizer_config.json beside it with {"eos_token": ...}',
+            )
+        begin, padding = (self._mark(name, file, field) for name in ("bos_token", "pad_token"))
+        self.end = end
+        self.begin = end if begin is None else begin
+        self.padding = end if padding is None else padding
+        self.vocabulary_size = 1 + max(self._tokenizer.get_vocab(True).values())
+        self.digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        self.chat_template = _chat_template(file.parent, settings, field)
+
+    def _mark(self, name: str, file: Path, field: str) -> int | None:
+        given = self.special_tokens.get(name)
+        if given is not None:
+            token = self._tokenizer.token_to_id(given)
+            if token is None:
+                raise InputError(
+                    field,
+                    str(file),
+                    f"does not know the {name} {given!r} of the files beside it",
+                    "Take all files of the tokenizer from one place",
+                )
+            return token
+        known = (self._tokenizer.token_to_id(text) for text in _MARKS.get(name, ()))
+        return next((token for token in known if token is not None), None)
+
+    def encode(self, text: str) -> Integer[np.ndarray, " token"]:
+        """The tokens of a text; texts of special tokens in it become these."""
+        [tokens] = self.encode_batch([text])
+        return tokens
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
+        """The tokens of each text, on as many threads as the package takes."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in encoded]
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of the tokens, marks and numbers that are no token left out."""
+        return self._tokenizer.decode(_within(tokens, self.vocabulary_size))
+
+
+class SentencePieceTokenizer:
+    """A tokenizer.model of SentencePiece."""
+
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = {}
+
+    def __init__(self, file: Path, field: str):
+        """Read the file; `field` names where the path was given.
+
+        Raises:
+            InputError: if it cannot be read, or no token marks the end of a document.
+        """
+        package = require("sentencepiece", "hf", field, str(file))
+        try:
+            content = file.read_bytes()
+            self._processor = package.SentencePieceProcessor(model_proto=content)
+        except (OSError, RuntimeError) as error:
+            raise InputError(
+                field, str(file), f"is no SentencePiece model: {error}", "Name another file"
+            ) from error
+        begin, end, padding = (
+            token if token >= 0 else None
+            for token in (
+                self._processor.bos_id(),
+                self._processor.eos_id(),
+                self._processor.pad_id(),
+            )
+        )
+        if end is None:
+            raise InputError(
+                field, str(file), "no token marks the end of a document", "Train it with an eos_id"
+            )
+        self.end = end
+        self.begin = end if begin is None else begin
+        self.padding = end if padding is None else padding
+        self.vocabulary_size = self._processor.vocab_size()
+        self.digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+
+    def encode(self, text: str) -> Integer[np.ndarray, " token"]:
+        """The tokens of a text."""
+        return np.array(self._processor.encode(text), np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
+        """The tokens of each text, on all cores."""
+        return [np.array(one, np.int32) for one in self._processor.encode(list(texts))]
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of the tokens, marks and numbers that are no token left out."""
+        return self._processor.decode(_within(tokens, self.vocabulary_size))
+
+
+def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer that `name` stands for.
+
+    `bytes` or None is `ByteTokenizer`; a path is that of a tokenizer.json, of a SentencePiece
+    tokenizer.model, or of a folder with one of them (the first, where it has both).
+
+    Raises:
+        InputError: naming `field`, if there is none, or what reads it is not installed.
+    """
+    if name is None or name == BYTES:
+        return ByteTokenizer()
+    file = tokenizer_file(name, field)
+    kind = SentencePieceTokenizer if file.suffix == ".model" else HuggingFaceTokenizer
+    return kind(file, field)
+
+
+def tokenizer_file(name: str, field: str) -> Path:
+    """The file of a tokenizer whose path, or whose folder's path, is given.
+
+    Raises:
+        InputError: naming `field`, if there is none.
+    """
+    path = Path(name).expanduser()
+    candidates = [path / HUGGING_FACE, path / SENTENCE_PIECE] if path.is_dir() else [path]
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None:
+        problem = f"there is no {' and no '.join(str(file) for file in candidates)}"
+        raise InputError(
+            field, name, problem, "Write bytes, or name a tokenizer.json or a tokenizer.model"
+        )
+    return found
+
+
+def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> None:
+    """Copy the files of a tokenizer to `folder`, where `load_tokenizer` then finds them."""
+    file = tokenizer_file(name, field)
+    folder.mkdir(parents=True, exist_ok=True)
+    own_name = SENTENCE_PIECE if file.suffix == ".model" else HUGGING_FACE
+    beside = [file.parent / settings for settings in SETTINGS]
+    for source, target in [(file, own_name), *((other, other.name) for other in beside)]:
+        if source.is_file() and source.absolute() != (folder / target).absolute():
+            shutil.copyfile(source, folder / target)
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+    """The smallest type of whole numbers that holds every token."""
+    return np.min_scalar_type(max(vocabulary_size - 1, 256))
+
+
+def encode_documents(
+    tokenizer: Tokenizer, texts: Sequence[Any]
+) -> tuple[Integer[np.ndarray, " token"], Int64[np.ndarray, " document"]]:
+    """Begin mark, tokens, end mark of one text after the other, and where each of them ends.
+
+    Texts are strings, or for `ByteTokenizer` bytes. Strings of more than a million characters are
+    encoded in pieces that begin with a line, which leaves the tokens as they are where no token
+    reaches over the end of a line.
+    """
+    pieces = [list(cut(text)) for text in texts]
+    encoded = tokenizer.encode_batch([piece for of_text in pieces for piece in of_text])
+    first = np.cumsum([0, *map(len, pieces)])[:-1]
+    lengths = np.add.reduceat([len(one) for one in encoded], first).astype(np.int64) + 2
+    ends = np.cumsum(lengths)
+    tokens = np.empty(ends[-1], token_dtype(tokenizer.vocabulary_size))
+    begins, lasts = ends - lengths, ends - 1
+    tokens[begins], tokens[lasts] = tokenizer.begin, tokenizer.end
+    text = np.ones(tokens.size, bool)
+    text[begins] = text[lasts] = False
+    tokens[text] = np.concatenate(encoded)
+    return tokens, ends
+
+
+def cut(text: Any) -> Iterator[Any]:
+    """The text in pieces; each but the first begins with a line."""
+    start = 0
+    while isinstance(text, str) and len(text) - start > _PIECE:
+        found = _LINE.search(text, start + _PIECE)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def _settings(folder: Path, field: str) -> dict[str, Any]:
+    """What the files beside a tokenizer.json say; tokenizer_config.json has the last word."""
+    settings = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            found = fields.load_json(folder / name, field)
+            if not isinstance(found, dict):
+                raise InputError(
+                    field, str(folder / name), "holds no JSON object", "Mend it or remove it"
+                )
+            settings |= {key: value for key, value in found.items() if value is not None}
+    return settings
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which is written as it is or with its properties."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any], field: str) -> str | None:
+    """The template from its own file or from the settings, where several may have names."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return fields.read_text(file, field)
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template
+
+
+def _within(tokens: Sequence[int] | np.ndarray, size: int) -> list[int]:
+    ids = np.asarray(tokens)
+    return ids[(ids >= 0) & (ids < size)].tolist()

@@ -1,0 +1,75 @@
+"""A run trains on the user's own text and tokenizer, and keeps what its evaluation needs."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster import Membership
+from skippipe_jax.config import Config, load_config
+from skippipe_jax.data import TrainingBatches
+from skippipe_jax.documents import Document, DocumentSource
+from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.tokenize import train_bpe
+from skippipe_jax.trainer import train
+from tests.training_runs import arrays_of_checkpoint, assert_same_bits, write_config
+
+CASE = {
+    "nodes": 2,
+    "locations": ["here"],
+    "links": [],
+    "activation_bytes": 1024,
+    "stage_bytes": 1024,
+    "forward_s": 0.1,
+    "stages": [1, 1],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+    "memory": 2,
+}
+
+
+def train_alone(config: Config, folder: Path) -> None:
+    alone = Membership(config.cluster, 0, 1)
+    train(config, alone, resume=False, config_folder=folder)
+
+
+def test_own_rows_and_tokenizer(tmp_path):
+    random = np.random.default_rng(0)
+    words = ["stage", "skip", "swap", "pipeline", "node", "path"]
+    rows = [" ".join(random.choice(words, 40)) for _ in range(200)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    source = DocumentSource("text", "rows")
+    train_bpe(((Document("", b"", row.encode()), source) for row in rows), 280, tmp_path / "bpe")
+    data = {
+        "source": "jsonl",
+        "path": str(tmp_path / "rows.jsonl"),
+        "tokenizer": str(tmp_path / "bpe"),
+        "sequence_length": 32,
+        "microbatch_size": 2,
+    }
+    plan = {"method": "balanced", "case": CASE}
+    file = write_config(tmp_path, plan=plan, data=data, train={"steps": 3})
+
+    def config(name: str, *overrides: str) -> Config:
+        return load_config(file, [f"run_dir={tmp_path / name}", "model.layers=2", *overrides])
+
+    vocabulary = "model.vocabulary_size=280"
+    with pytest.raises(InputError, match="vocabulary too small"):
+        train_alone(config("small", "model.vocabulary_size=270"), tmp_path)
+    assert not (tmp_path / "small").exists()
+    train_alone(config("ahead", vocabulary), tmp_path)
+    train_alone(config("plain", vocabulary, "data.prefetch=false"), tmp_path)
+    assert not [one for one in threading.enumerate() if one.name.startswith("read_ahead")]
+    stages = [arrays_of_checkpoint(tmp_path / name, 3) for name in ("ahead", "plain")]
+    for ahead, plain in zip(*stages, strict=True):
+        assert_same_bits(ahead, plain)
+
+    before = evaluate_run(tmp_path / "ahead", None, 8)
+    shutil.move(tmp_path / "bpe", tmp_path / "moved")
+    assert evaluate_run(tmp_path / "ahead", None, 8) == before
+    with pytest.raises(InputError, match=r"data\.tokenizer"):
+        TrainingBatches(config("ahead", vocabulary).data)

@@ -1,0 +1,122 @@
+"""Documents come from files, lines and rows; what is wrong with one is said with its place."""
+
+import gzip
+import json
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as arrow
+import pytest
+from pyarrow import parquet
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.data import DataConfig, TrainingBatches, held_out_batches, load_corpora
+from skippipe_jax.documents import DocumentSource, read_documents
+
+TEXTS = [f"document {number} " + "x" * number for number in range(30)]
+
+
+def lines(texts: list[str], key: str = "text") -> str:
+    return "".join(json.dumps({"id": 1, key: text}) + "\n" for text in texts)
+
+
+def texts_of(kind: str, path: Path | str, **changes: str) -> list[str]:
+    return [one.text.decode() for one in read_documents(DocumentSource(kind, str(path), **changes))]
+
+
+def refused(kind: str, path: Path | str, **changes: str) -> InputError:
+    with pytest.raises(InputError) as caught:
+        texts_of(kind, path, **changes)
+    return caught.value
+
+
+def test_lines_of_files_folders_and_globs(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines(TEXTS[:10]) + "\n" + lines(["", "tail"]))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write(lines(TEXTS[10:]))
+    (tmp_path / "cut.gz").write_bytes((tmp_path / "b.jsonl.gz").read_bytes()[:-20])
+    assert "cannot read" in refused("jsonl", tmp_path / "cut.gz").problem
+    (tmp_path / "readme.md").write_text("no JSON")
+    first, second = [*TEXTS[:10], "tail"], TEXTS[10:]
+    assert texts_of("jsonl", tmp_path / "a.jsonl") == first
+    assert texts_of("jsonl", tmp_path) == first + second
+    assert texts_of("jsonl", tmp_path / "b*") == second
+    assert texts_of("text", tmp_path / "*.md") == ["no JSON"]
+
+
+def test_rows_of_parquet(tmp_path):
+    table = arrow.table({"id": range(len(TEXTS) + 1), "body": [*TEXTS, None]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    assert texts_of("parquet", tmp_path, text_field="body") == TEXTS
+    error = refused("parquet", tmp_path)
+    assert (error.field, error.value) == ("data.text_field", "text")
+    assert "a.parquet" in error.problem
+    assert "id, body" in error.problem
+    error = refused("parquet", tmp_path, text_field="id")
+    assert "row 1: holds int, not text" in error.problem
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 no more")
+    assert "b.parquet is no Parquet file" in refused("parquet", tmp_path / "b.parquet").problem
+
+
+def test_what_fsspec_knows_is_read_from_there():
+    system = fsspec.filesystem("memory")
+    system.pipe("/corpus/a.jsonl", lines(TEXTS[:20]).encode())
+    system.pipe("/corpus/deep/b.jsonl", lines(TEXTS[20:]).encode())
+    system.pipe("/corpus/.hidden.jsonl", b"{")
+    try:
+        assert texts_of("jsonl", "memory://corpus") == TEXTS
+        assert texts_of("jsonl", "memory://corpus/*.jsonl") == TEXTS[:20]
+        assert texts_of("text", "memory://corpus/a.jsonl") == [lines(TEXTS[:20])]
+        config = DataConfig("jsonl", "memory://corpus", sequence_length=20)
+        assert TrainingBatches(config)[0]["tokens"].shape == (4, 20)
+        assert "No such file" in refused("text", "memory://nowhere").problem
+        assert "fsspec cannot open it" in refused("text", "nosuch://corpus").problem
+    finally:
+        system.rm("/corpus", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "problem"),
+    [
+        ('{"text": "half', "data.path", "line 3: not valid JSON"),
+        ("[1]", "data.path", "line 3: no JSON object"),
+        ('{"text": 3}', "data.text_field", "line 3: holds int, not text"),
+        ('{"Text": "a", "id": 1}', "data.text_field", "line 3 has no such field; it has Text, id"),
+        ('{"text": "\\ud800"}', "data.path", "line 3: half of a surrogate pair"),
+        ("\xff", "data.path", "line 3: not valid JSON"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, field, problem):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes((lines(TEXTS[:1]) + "\n").encode() + line.encode("latin-1") + b"\n")
+    error = refused("jsonl", file)
+    assert error.field == field
+    assert f"{file}, {problem}" in error.problem
+
+
+def test_rows_are_held_out_by_their_own_text(tmp_path):
+    def held_out(texts: list[str]) -> set[bytes]:
+        file = tmp_path / f"{len(texts)}.jsonl"
+        file.write_text(lines(texts))
+        [corpus] = load_corpora(DataConfig("jsonl", str(file), sequence_length=8, held_out=0.3))
+        part = corpus.held_out
+        return {
+            bytes(piece[1:-1].astype(np.uint8))
+            for piece in np.split(part.tokens[:], part.ends[:-1])
+        }
+
+    some, every = held_out(TEXTS[:20]), held_out(TEXTS)
+    assert 0 < len(some) < 20
+    assert some == every & {text.encode() for text in TEXTS[:20]}
+    assert held_out(TEXTS[::-1] * 2) == every
+
+
+def test_held_out_batches_of_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines(TEXTS))
+    config = DataConfig("jsonl", str(tmp_path / "a.jsonl"), sequence_length=8, held_out=0.3)
+    [corpus] = load_corpora(config)
+    batches = list(held_out_batches(config, 2))
+    assert sum(int((batch["targets"] >= 0).any(axis=1).sum()) for batch in batches) == (
+        corpus.held_out.tokens.size // 9
+    )

@@ -1,0 +1,224 @@
+"""The command that tokenizes: what it writes, and what is left of it when it fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import token_shards
+from skippipe_jax.corpus import held_out_of, read_corpus
+from skippipe_jax.data import DataConfig, TrainingBatches
+from skippipe_jax.documents import DocumentSource
+from skippipe_jax.token_shards import BLOCK, PartWriter, new_folder, open_part, read_index
+from skippipe_jax.tokenize import main
+from skippipe_jax.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "skippipe_jax.tokenize", *map(str, words)]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    random = np.random.default_rng(0)
+    words = ["stage", "skip", "swap", "pipeline", "Köln", "\n", "  ", "microbatch", "path"]
+    return [" ".join(random.choice(words, 900)) for _ in range(600)]
+
+
+@pytest.fixture(scope="module")
+def jsonl(texts, tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    file.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.fixture(scope="module")
+def written(jsonl, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("written") / "tokens"
+    words = ["--text-field", "body", "--train-bpe", "290", "--held-out", "0.2", "--processes", "2"]
+    finished = subprocess.run(
+        command(jsonl, "-o", folder, *words),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "data.source=tokens" in finished.stdout
+    return folder
+
+
+def test_the_tokens_are_those_of_the_text(written, texts):
+    tokenizer = load_tokenizer(str(written / "tokenizer"))
+    index = read_index(str(written), "data.path")
+    assert (index.tokenizer, index.vocabulary_size) == (tokenizer.digest, 290)
+    out = held_out_of([text.encode() for text in texts], 0.2, 0)
+    for part, chosen in (("training", ~out), ("held_out", out)):
+        expected, ends = encode_documents(tokenizer, [texts[n] for n in np.flatnonzero(chosen)])
+        documents = open_part(str(written), part, index, "data.path")
+        np.testing.assert_array_equal(documents.ends, ends)
+        assert documents.tokens.size == len(expected) == index.parts[part].tokens
+        np.testing.assert_array_equal(documents.tokens[:], expected)
+        for start, stop in ((0, 1), (BLOCK - 1, BLOCK + 1), (BLOCK, 3 * BLOCK), (77, 99)):
+            np.testing.assert_array_equal(documents.tokens[start:stop], expected[start:stop])
+    assert index.parts["training"].tokens > 10 * BLOCK
+
+
+def test_training_reads_them_with_their_own_tokenizer(written, jsonl):
+    config = DataConfig("tokens", str(written), sequence_length=64)
+    batch = TrainingBatches(config)[5]
+    assert batch["tokens"].shape == (4, 64)
+    assert batch["tokens"].max() > 256
+    with pytest.raises(InputError, match="made by another tokenizer"):
+        TrainingBatches(DataConfig("tokens", str(written), tokenizer="bytes"))
+    rows = DataConfig(
+        "jsonl",
+        str(jsonl),
+        text_field="body",
+        tokenizer=str(written / "tokenizer"),
+        held_out=0.2,
+        sequence_length=64,
+    )
+    np.testing.assert_array_equal(TrainingBatches(rows)[5]["tokens"], batch["tokens"])
+
+
+def test_one_process_writes_the_same(written, jsonl, tmp_path, monkeypatch):
+    words = ["tokenize", str(jsonl), "-o", str(tmp_path / "tokens"), "--processes", "1"]
+    words += ["--text-field", "body", "--tokenizer", str(written / "tokenizer")]
+    monkeypatch.setattr(sys, "argv", [*words, "--held-out", "0.2"])
+    assert main() == 0
+    names = sorted(path.name for path in written.iterdir())
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == names
+    for path in written.iterdir():
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "tokens" / path.name).read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["{jsonl}"], "input.text_field = 'text': {jsonl}, line 1 has no such field; it has body"),
+        (["nowhere"], "input.path = 'nowhere': cannot read"),
+        (["{jsonl}", "--tokenizer", "nowhere"], "--tokenizer = 'nowhere': there is no nowhere"),
+        (["{jsonl}", "--train-bpe", "100"], "--train-bpe = 100: must be at least 259"),
+        (["{jsonl}", "--held-out", "1"], "--held-out = 1.0: must be below 1"),
+    ],
+)
+def test_a_mistake_is_named_and_leaves_nothing(jsonl, tmp_path, monkeypatch, capsys, words, error):
+    own = [word.format(jsonl=jsonl) for word in words]
+    words = ["tokenize", *own, "-o", str(tmp_path / "tokens"), "--processes", "1"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert main() == 2
+    assert capsys.readouterr().err.strip().startswith("error: " + error.format(jsonl=jsonl))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_never_written_over(tmp_path):
+    (tmp_path / "tokens").mkdir()
+    with (
+        pytest.raises(InputError, match="is there already"),
+        new_folder(tmp_path / "tokens", "--output"),
+    ):
+        raise AssertionError
+
+
+def test_a_tokenizer_alone(jsonl, tmp_path, monkeypatch):
+    words = ["tokenize", str(jsonl), "-o", str(tmp_path / "own"), "--text-field", "body"]
+    monkeypatch.setattr(sys, "argv", [*words, "--train-bpe", "270", "--tokenizer-only"])
+    assert main() == 0
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["tokenizer"]
+    assert load_tokenizer(str(tmp_path / "own" / "tokenizer")).vocabulary_size == 270
+
+
+def test_a_killed_command_leaves_nothing_that_looks_whole(jsonl, tmp_path):
+    words = ["-o", tmp_path / "tokens", "--text-field", "body", "--processes", "2"]
+    process = subprocess.Popen(
+        command(*[jsonl] * 200, *words),
+        cwd=REPOSITORY,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".tokens.*/*.array_record")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        assert not (tmp_path / "tokens").exists()
+        [partial] = tmp_path.iterdir()
+        with pytest.raises(InputError, match=r"no index\.json"):
+            read_index(str(partial), "data.path")
+        # Its workers end by themselves.
+        while _alive(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        if _alive(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch) -> DocumentSource:
+    """Bytes in several shards of few records."""
+    monkeypatch.setattr(token_shards, "_SHARD", 3)
+    folder = tmp_path / "tokens"
+    random = np.random.default_rng(1)
+    with new_folder(folder, "--output") as partial:
+        parts = {}
+        for part in token_shards.PARTS:
+            writer = PartWriter(partial, part, np.dtype(np.uint16))
+            for size in (5, 3 * BLOCK, 17, 4 * BLOCK - 22, 9):
+                writer.add(random.integers(0, 256, size).astype(np.uint16), np.array([size]))
+            parts[part] = writer.close()
+        token_shards.write_index(
+            partial, token_shards.TokenIndex("bytes", 259, "uint16", 0.1, 0, parts)
+        )
+    return DocumentSource("tokens", str(folder))
+
+
+def test_spans_reach_over_shards(shards):
+    corpus = read_corpus(shards, ByteTokenizer(), 0.1, 0)
+    whole = corpus.training.tokens[:]
+    assert len(whole) == 7 * BLOCK + 9
+    assert len(list(Path(str(shards.path)).glob("training-*"))) == 3
+    for start in range(0, len(whole), 1111):
+        np.testing.assert_array_equal(
+            corpus.training.tokens[start : start + 5000], whole[start : start + 5000]
+        )
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda folder: (folder / "index.json").unlink(), "no index.json"),
+        (lambda folder: (folder / "index.json").write_text("{}"), "index.json is not as it must"),
+        (lambda folder: (folder / "training-00001.array_record").unlink(), "no training-00001"),
+        (lambda folder: os.truncate(folder / "training-00001.array_record", 70000), "training"),
+        (lambda folder: os.truncate(folder / "held_out.ends.npy", 130), "the held_out part"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(shards, damage, problem):
+    damage(Path(str(shards.path)))
+    with pytest.raises(InputError, match=problem) as caught:
+        read_corpus(shards, ByteTokenizer(), 0.1, 0)
+    assert caught.value.field == "data.path"
