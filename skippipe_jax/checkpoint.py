@@ -314,18 +314,26 @@ class CheckpointWriter:
         written = {_entry(name) for name in files}
         if written != expected:
             raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
-        record = {
-            "format": "skippipe-checkpoint",
-            "version": 1,
-            "step": step,
-            "stages": self._stages,
-            "files": files,
-        }
-        _write_durably(
-            _step_folder(self._run_dir, step) / "COMMITTED", json.dumps(record, indent=1)
-        )
+        _declare_whole(_step_folder(self._run_dir, step), self._stages, files)
         for old in saved_steps(self._run_dir)[: -self._keep]:
             _remove(_step_folder(self._run_dir, old))
+
+
+def write_checkpoint(
+    run_dir: Path, step: int, stages: int, state_of: Callable[[int], Mapping[str, PyTree]]
+) -> None:
+    """Write a whole checkpoint from this process alone, when no data has been read.
+
+    The states, like those of `CheckpointWriter.save`, are asked for and written one by one: no two
+    need be held at a time.
+    """
+    folder = _step_folder(run_dir, step)
+    folder.mkdir(parents=True)
+    files: dict[str, str] = {}
+    for stage in range(stages):
+        name = f"stage_{stage}"
+        files |= _complete_part(folder, {name: _write(folder / name, state_of(stage))}, {})
+    _declare_whole(folder, stages, files)
 
 
 # What hosts tell one another.
@@ -373,6 +381,18 @@ def _remove(folder: Path) -> None:
     # The mark goes first: what an interruption leaves is then no checkpoint.
     (folder / "COMMITTED").unlink(missing_ok=True)
     shutil.rmtree(folder)
+
+
+def _declare_whole(folder: Path, stages: int, files: Mapping[str, str]) -> None:
+    """Write COMMITTED, with the digest of every file of the checkpoint in `folder`."""
+    record = {
+        "format": "skippipe-checkpoint",
+        "version": 1,
+        "step": int(folder.name),
+        "stages": stages,
+        "files": files,
+    }
+    _write_durably(folder / "COMMITTED", json.dumps(record, indent=1))
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -21,6 +21,8 @@ from skippipe_jax.config import Config, parse_config, to_yaml
 CONFIG, PLAN, PICTURE, METRICS = "config.yaml", "plan.json", "plan.svg", "metrics.jsonl"
 CASE = "case.yaml"
 """Where a run that measured its cluster keeps the case."""
+TOKENIZER = "tokenizer"
+"""Where a run keeps the files of a tokenizer, and what else came along with weights."""
 
 
 def require_new(folder: Path) -> None:
