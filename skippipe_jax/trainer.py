@@ -34,6 +34,7 @@ from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
 from skippipe_jax.data import Batch, TrainingBatches, check_vocabulary
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
+from skippipe_jax.first_weights import begin_with, first_weights
 from skippipe_jax.links import Transfers
 from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.measured_case import Profile, check_template
@@ -85,10 +86,13 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     data = _open_data(config, plan, program)
     config.model.layers_of_stages(len(plan.stages))
     _require_attention(config.model)
+    weights = None if resume else first_weights(config)
     # Nothing is written before all that was given has been found good.
     if host.index == 0:
         if not resume:
             run_folder.start_run(folder, config, plan)
+            if weights is not None:
+                weights.copy_companions(folder / run_folder.TOKENIZER)
             if profile is not None:
                 profile.save(folder / run_folder.CASE)
         host.put("run", _description(config, plan))
@@ -105,6 +109,11 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         _restore(found, executor)
         if data is not None:
             read = data.position(read_data_state(found))
+    else:
+        # A run that stopped before its first checkpoint begins anew when it is resumed.
+        weights = weights or first_weights(config)
+        if weights is not None:
+            begin_with(weights, executor, config, host)
     if host.index == 0 and resume:
         run_folder.continue_run(folder, config, step)
         remove_recordings(folder, after=step)
