@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from skippipe_jax.data import NOT_COUNTED
 
 BATCH, TIME, VOCABULARY = 2, 64, 260
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -56,16 +56,27 @@ LLAMAS: dict[str, dict[str, Any]] = {
 }
 
 
+def llama_config(**values: Any) -> LlamaConfig:
+    """A configuration of transformers, in the older form or the newer one."""
+    return LlamaConfig(**values)
+
+
 def random_llama(kind: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """A model with weights so large, scales of norms too, that whatever is left out shows."""
-    model = LlamaForCausalLM(LlamaConfig(**LLAMAS[kind]))
+    model = LlamaForCausalLM(llama_config(**LLAMAS[kind]))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2, generator=draw)
             if parameter.ndim == 1:
                 parameter += 1.0
-    return model.to(dtype)
+    return in_dtype(model, dtype)
+
+
+def in_dtype(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
+    """The model itself, its weights rounded."""
+    torch.nn.Module.to(model, dtype)
+    return model
 
 
 def save(model: LlamaForCausalLM, folder: Path, max_shard_size: str = "1GB") -> Path:

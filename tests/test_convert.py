@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
@@ -24,12 +25,13 @@ from skippipe_jax.checkpoint import open_checkpoint, read_stage, write_checkpoin
 from skippipe_jax.config import Config, to_yaml
 from skippipe_jax.convert import from_huggingface, to_huggingface
 from skippipe_jax.data import DataConfig
-from skippipe_jax.evaluate import evaluate_run, full_model_loss
-from skippipe_jax.model import DataStage, ModelConfig, RopeScaling, create_stage, stage_shapes
+from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.model import ModelConfig, RopeScaling, create_stage, stage_shapes
 from tests.llama_models import (
     LLAMAS,
     TIME,
     VOCABULARY,
+    in_dtype,
     logits_and_loss,
     random_llama,
     random_text,
@@ -108,25 +110,17 @@ def our_logits_and_loss(run: Path) -> tuple[np.ndarray, float]:
     layers = model.layers_of_stages(len(parameters))
 
     @jax.jit
-    def logits_of(parameters: list[Any], tokens: jax.Array) -> jax.Array:
-        modules = [
-            nnx.merge(
-                nnx.graphdef(
-                    nnx.eval_shape(lambda s=s: create_stage(model, s, layers, jax.random.key(0)))
-                ),
-                own,
-            )
-            for s, own in enumerate(parameters)
-        ]
-        x = tokens
-        for module in modules:
-            x = module(x)
-        data_stage: DataStage = modules[0]
-        return data_stage.logits(x)
+    def compute(parameters: list[Any], tokens: jax.Array, targets: jax.Array) -> Any:
+        def module_of(stage: int) -> nnx.Module:
+            create = functools.partial(create_stage, model, stage, layers, jax.random.key(0))
+            return nnx.merge(nnx.graphdef(nnx.eval_shape(create)), parameters[stage])
 
-    tokens, targets = random_text()
-    nats, count = jax.jit(full_model_loss(model, len(parameters)))(parameters, tokens, targets)
-    return np.asarray(logits_of(parameters, tokens)), float(nats / count)
+        modules: Any = [module_of(stage) for stage in range(len(parameters))]
+        x = functools.reduce(lambda x, module: module(x), modules, tokens)
+        return modules[0].logits(x), *modules[0].loss(x, targets)
+
+    logits, nats, count = compute(parameters, *random_text())
+    return np.asarray(logits), float(nats / count)
 
 
 def weights_in(folder: Path) -> Arrays:
@@ -194,7 +188,7 @@ def test_halves_become_floats_and_floats_are_rounded_as_torch_does(tmp_path: Pat
     to_huggingface(tmp_path / "run", tmp_path / "bfloat16", dtype="bfloat16")
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        expected = save(model.to(dtype), tmp_path / f"expected {name}")
+        expected = save(in_dtype(model, dtype), tmp_path / f"expected {name}")
         assert_same_bits(weights_in(tmp_path / name), weights_in(expected))
         assert json.loads((tmp_path / name / "config.json").read_text())["torch_dtype"] == name
 
@@ -267,7 +261,9 @@ def test_no_two_stages_are_held(tmp_path: Path):
     def parameters_of(stage: int) -> Any:
         gc.collect()
         assert not any(reference() is not None for reference in held)
-        parameters = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5), shapes[stage])
+        parameters = jax.device_put(
+            jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, leaf.dtype), shapes[stage])
+        )
         held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(parameters))
         return parameters
 
