@@ -399,14 +399,7 @@ class CheckpointWriter:
         written = {_entry(name) for name in files}
         if written != expected:
             raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
-        record = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": step,
-            "stage_layers": self._stage_layers,
-            "files": files,
-        }
-        _write_durably(_step_folder(self._run_dir, step) / COMMITTED, json.dumps(record, indent=1))
+        _declare_whole(_step_folder(self._run_dir, step), self._stage_layers, files)
         if self._mirror is None:
             self._remove_old()
         else:
@@ -435,6 +428,26 @@ class CheckpointWriter:
     def _remove_old(self) -> None:
         for old in set(saved_steps(self._run_dir)) - self._kept():
             _remove(_step_folder(self._run_dir, old))
+
+
+def write_checkpoint(
+    run_dir: Path,
+    step: int,
+    stage_layers: Sequence[int],
+    state_of: Callable[[int], Mapping[str, PyTree]],
+) -> None:
+    """Write a whole checkpoint from this process alone, when no data has been read.
+
+    The states, like those of `CheckpointWriter.save`, are asked for and written one by one: no two
+    need be held at a time.
+    """
+    folder = _step_folder(run_dir, step)
+    folder.mkdir(parents=True)
+    files: dict[str, str] = {}
+    for stage in range(len(stage_layers)):
+        name = f"stage_{stage}"
+        files |= _complete_part(folder, {name: _write(folder / name, state_of(stage))}, {})
+    _declare_whole(folder, stage_layers, files)
 
 
 def _warn(text: str) -> None:
@@ -486,6 +499,18 @@ def _remove(folder: Path) -> None:
     # The mark goes first: what an interruption leaves is then no checkpoint.
     (folder / COMMITTED).unlink(missing_ok=True)
     shutil.rmtree(folder)
+
+
+def _declare_whole(folder: Path, stage_layers: Sequence[int], files: Mapping[str, str]) -> None:
+    """Write COMMITTED, with the digest of every file of the checkpoint in `folder`."""
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": int(folder.name),
+        "stage_layers": list(stage_layers),
+        "files": files,
+    }
+    _write_durably(folder / COMMITTED, json.dumps(record, indent=1))
 
 
 def _write_durably(path: Path, text: str) -> None:

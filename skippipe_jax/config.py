@@ -21,9 +21,11 @@ from skippipe_sched.search import DEFAULT_BUDGET_S
 from skippipe_jax.checkpoint import CheckpointConfig
 from skippipe_jax.cluster import ClusterConfig
 from skippipe_jax.data import DataConfig
+from skippipe_jax.huggingface import SHAPES, folder_of, read_model
 from skippipe_jax.model import PRESETS, ModelConfig
 from skippipe_jax.optimizer import OptimizerConfig
 from skippipe_jax.recipe import RecipeConfig
+from skippipe_jax.tokenizer import has_tokenizer
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,9 @@ class ValidationConfig:
 class Config:
     """Everything that decides a run. Relative paths start at the current directory.
 
-    `run_dir` is the folder that the run writes; `seed` draws the first parameters. Programs
-    compiled by XLA are kept in `compilation_cache` and found there by later runs.
+    `run_dir` is the folder that the run writes; `seed` draws the first parameters, or `init_from`
+    names them: `hf:DIR`, the folder of a Hugging Face model, which gives the shapes in `model` too.
+    Programs compiled by XLA are kept in `compilation_cache` and found there by later runs.
 
     `execution`: with `strict` every node keeps to the plan's order, and a run gives the same bits
     each time. With `ready-first` a node takes, among the operations whose inputs have arrived, the
@@ -205,6 +208,7 @@ class Config:
 
     run_dir: str = "runs/default"
     seed: int = 0
+    init_from: str | None = None
     execution: str = "strict"
     trace: str = "never"
     compilation_cache: str | None = "~/.cache/skippipe_jax"
@@ -223,6 +227,8 @@ class Config:
     def __post_init__(self):
         """Refuse what the sections say against each other, and values out of range."""
         fields.integer(self.seed, "seed", 0, 2**32 - 1)
+        if self.init_from is not None:
+            folder_of(self.init_from)
         fields.text(self.execution, "execution", ("strict", "ready-first"))
         if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
             raise InputError(
@@ -271,13 +277,35 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: Any) -> Config:
-    """The configuration that a mapping describes, its model preset filled in."""
+    """The configuration that a mapping describes, its model preset and shapes filled in."""
     tree = dict(_mapping(tree, "config", tree))
     model = tree.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         preset = fields.text(model["preset"], "model.preset", PRESETS)
         tree["model"] = PRESETS[preset] | model
+    if tree.get("init_from") is not None:
+        init_from = fields.text(tree["init_from"], "init_from")
+        tree["model"] = _with_shapes(_mapping(tree.get("model", {}), "model", model), init_from)
+        data = tree.get("data", {})
+        tree["data"] = _with_tokenizer(_mapping(data, "data", data), init_from)
     return _parse(Config, tree, "")
+
+
+def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
+    """The model section, with the shapes that it leaves out taken from the weights."""
+    if all(key in model for key in SHAPES):
+        return model
+    of_weights = to_tree(read_model(folder_of(init_from)))
+    return {key: of_weights[key] for key in SHAPES} | model
+
+
+def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:
+    """The data section, by default with the tokenizer that came with the weights."""
+    folder = folder_of(init_from)
+    is_given = data.get("tokenizer") is not None or data.get("source") == "tokens"
+    if is_given or not has_tokenizer(folder):
+        return data
+    return data | {"tokenizer": str(folder)}
 
 
 def to_tree(config: Any) -> Any:
@@ -292,22 +320,24 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
 
 
-# How the model is cut into stages and computed; its parameters do not depend on these.
-NOT_OF_THE_MODEL_ITSELF = ("model.stage_layers", "model.recompute", "model.attention")
+# How the model is cut into stages and computed, and when batches are made ready; neither parameters
+# nor batches depend on these.
+FREE_TO_CHANGE = ("model.stage_layers", "model.recompute", "model.attention", "data.prefetch")
 
 
 def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]]:
     """Refuse to resume a run under a configuration that would make it another run.
 
-    Model and data must be as they were. The plan, the recipe, how the model is cut into stages, how
-    the optimizer goes on, how long to train, how often to save, and on which hosts to run may
-    change. Returns what has changed in how the model is cut and computed: key, new and old value.
+    Model, first parameters and data must be as they were. The plan, the recipe, how the model is
+    cut into stages, how the optimizer goes on, how long to train, how often to save, and on which
+    hosts to run may change. Returns what has changed in how the model is cut and computed, and data
+    made ready: key, new and old value.
     """
     new, old = to_tree(config), to_tree(saved)
     changes = []
-    for section in ("seed", "model", "data"):
+    for section in ("seed", "init_from", "model", "data"):
         for name, now, before in _differences(section, new[section], old[section]):
-            if name in NOT_OF_THE_MODEL_ITSELF:
+            if name in FREE_TO_CHANGE:
                 changes.append((name, now, before))
                 continue
             raise InputError(

@@ -32,6 +32,7 @@ from skippipe_jax.tokenizer import (
     TOKENIZER_FOLDER,
     Tokenizer,
     copy_tokenizer,
+    has_tokenizer,
     load_tokenizer,
 )
 
@@ -184,7 +185,7 @@ def tokenizer_of(config: DataConfig) -> str:
 
 def with_tokenizer_of_run(config: DataConfig, run: Path) -> DataConfig:
     """The configuration with the tokenizer that a run keeps, unless it is that of bytes."""
-    if config.tokenizer == BYTES or not (run / TOKENIZER_FOLDER).is_dir():
+    if config.tokenizer == BYTES or not has_tokenizer(run / TOKENIZER_FOLDER):
         return config
     return replace(config, tokenizer=str(run / TOKENIZER_FOLDER))
 

@@ -254,6 +254,11 @@ def tokenizer_file(name: str, field: str) -> Path:
     return found
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer that `load_tokenizer` finds."""
+    return any((folder / name).is_file() for name in (HUGGING_FACE, SENTENCE_PIECE))
+
+
 def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> None:
     """Copy the files of a tokenizer to `folder`, where `load_tokenizer` then finds them."""
     file = tokenizer_file(name, field)

@@ -43,6 +43,7 @@ from skippipe_jax.data import (
 )
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
+from skippipe_jax.first_weights import begin_with, first_weights
 from skippipe_jax.links import Transfers
 from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.measured_case import Profile, check_template
@@ -56,7 +57,7 @@ from skippipe_jax.read_ahead import ReadAhead
 from skippipe_jax.recipe import OWN, Schedule, make_schedule
 from skippipe_jax.recording import draw_recorded, remove_recordings
 from skippipe_jax.stages import activation
-from skippipe_jax.tokenizer import BYTES, load_tokenizer
+from skippipe_jax.tokenizer import BYTES, TOKENIZER_FOLDER, load_tokenizer
 from skippipe_jax.trackers import require_trackers
 from skippipe_jax.validation import BestCheckpoint, Validation
 
@@ -110,12 +111,15 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     _require_attention(config.model)
     if host.index == 0:
         require_trackers(config.log)
+    weights = None if resume else first_weights(config)
     # Nothing is written before all that was given has been found good.
     if host.index == 0:
         if resume and plans_anew:
             _leave_plan(folder, plan)
         if plans_anew:
             run_folder.start_run(folder, config, schedule)
+        if weights is not None and tokenizer_of(config.data) in (BYTES, str(weights.folder)):
+            weights.copy_companions(folder / TOKENIZER_FOLDER)
             if profile is not None:
                 profile.save(folder / run_folder.CASE)
         keep_tokenizer(config.data, folder)
@@ -133,6 +137,11 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         _restore(found, executor, stage_layers)
         if data is not None:
             read = data.position(read_data_state(found))
+    else:
+        # A run that stopped before its first checkpoint begins anew when it is resumed.
+        weights = weights or first_weights(config)
+        if weights is not None:
+            begin_with(weights, executor, config, host)
     if host.index == 0 and resume:
         run_folder.continue_run(folder, config, step)
         remove_recordings(folder, after=step)

@@ -1,0 +1,509 @@
+"""Hugging Face's form of a LLaMA, config.json and safetensors, read and written stage by stage.
+
+Their weights are [out, in], a tensor for each layer; ours are [in, out], stacked over the layers of
+a stage. `tensors_of_stage` says which is which, in both directions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Num
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+from skippipe_sched.links import GIBIBYTE
+from tqdm import tqdm
+
+from skippipe_jax.model import ModelConfig, RopeScaling, stage_shapes
+from skippipe_jax.stages import Parameters
+from skippipe_jax.tokenizer import ByteTokenizer
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+# Text goes in and comes out by these; they are kept with a run and handed on as they are.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+# The keys of our model section that config.json decides.
+SHAPES = (
+    "vocabulary_size",
+    "width",
+    "layers",
+    "heads",
+    "kv_heads",
+    "ffn_width",
+    "context",
+    "rope_theta",
+    "rope_scaling",
+    "tied_head",
+    "norm_epsilon",
+)
+
+# Keys of config.json that must hold this, or nothing: it is all that our model can be.
+EXPRESSIBLE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": None,
+    "quantization_config": None,
+}
+ROPE = {"rope_type", "type", "rope_theta"}
+LLAMA3_ROPE = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_context",
+}
+
+HEAD = "lm_head.weight"
+# Their name of each of our parameters; blocks have one for each layer.
+NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "blocks/attention_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "blocks/query/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "blocks/key/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "blocks/value/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "blocks/output/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "blocks/ffn_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "blocks/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "blocks/up/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "blocks/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head/kernel": HEAD,
+}
+# Old files hold rotary frequencies, which are computed.
+COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+# A host that writes weights holds a stage and, twice, as much as this.
+SHARD_BYTES = 2 * GIBIBYTE
+
+DOWNLOAD_AGAIN = "Download the file again"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One of their tensors: its name and shape, and which parameter of a stage it is.
+
+    `row` is its place in a parameter that is stacked over layers, None in others.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    leaf: str
+    row: int | None
+
+    def view(self, leaves: Mapping[str, Num[np.ndarray, "*shape"]]) -> Num[np.ndarray, "*shape"]:
+        """The part of a stage's parameters, by path, that is this tensor, in their layout."""
+        array = leaves[self.leaf] if self.row is None else leaves[self.leaf][self.row]
+        return array.T if self.leaf.endswith("/kernel") else array
+
+
+def tensors_of_stage(parameters: Any, first_layer: int) -> list[Tensor]:
+    """The tensors that make up a stage, from its parameters or their shapes."""
+    tensors = []
+    for leaf, array in _by_path(parameters).items():
+        stacked = leaf.startswith("blocks/")
+        shape = array.shape[1:] if stacked else array.shape
+        shape = shape[::-1] if leaf.endswith("/kernel") else shape
+        for row in range(array.shape[0]) if stacked else [None]:
+            name = NAMES[leaf].format(first_layer + (row or 0))
+            tensors.append(Tensor(name, tuple(shape), leaf, row))
+    return tensors
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+# The configuration.
+
+
+def folder_of(init_from: str) -> Path:
+    """The folder that `init_from: hf:DIR` names.
+
+    Raises:
+        InputError: if it has another form.
+    """
+    kind, _, path = init_from.partition(":")
+    if kind != "hf" or not path:
+        raise InputError(
+            "init_from",
+            init_from,
+            "names no weights",
+            "Write hf:DIR, where DIR holds config.json and safetensors files",
+        )
+    return Path(path).expanduser()
+
+
+def read_model(folder: Path) -> ModelConfig:
+    """The shapes that config.json in `folder` gives, everything else by default.
+
+    Raises:
+        InputError: if there is no config.json, or it describes what our model cannot be.
+    """
+    path = folder / CONFIG
+    given = fields.load_json(path, CONFIG)
+    if not isinstance(given, dict):
+        raise InputError(CONFIG, str(path), "is not a mapping", "Name the folder of a model")
+    for key, value in EXPRESSIBLE.items():
+        if given.get(key) not in (None, value):
+            raise InputError(
+                f"{path}: {key}",
+                given[key],
+                f"is not supported: only {json.dumps(value)} is",
+                "Choose a model of the Llama 2 or 3 family, not quantized",
+            )
+
+    def integer(key: str, default: int | None = None) -> int:
+        value = given.get(key)
+        return fields.integer(default if value is None else value, f"{path}: {key}", 1)
+
+    width, heads = integer("hidden_size"), integer("num_attention_heads")
+    head_dim = given.get("head_dim")
+    if head_dim is not None and head_dim * heads != width:
+        raise InputError(
+            f"{path}: head_dim",
+            head_dim,
+            f"is not supported: only hidden_size / num_attention_heads = {width / heads:g} is",
+            "Choose a model whose heads together are as wide as the model",
+        )
+    rope_theta, rope_scaling = _read_rope(given, path)
+    tied_head = given.get("tie_word_embeddings", False)
+    if not isinstance(tied_head, bool):
+        raise InputError(
+            f"{path}: tie_word_embeddings", tied_head, "must be true or false", "Mend the file"
+        )
+    return ModelConfig(
+        vocabulary_size=integer("vocab_size"),
+        width=width,
+        layers=integer("num_hidden_layers"),
+        heads=heads,
+        kv_heads=integer("num_key_value_heads", heads),
+        ffn_width=integer("intermediate_size"),
+        context=integer("max_position_embeddings"),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tied_head=tied_head,
+        norm_epsilon=fields.number(given.get("rms_norm_eps", 1e-6), f"{path}: rms_norm_eps"),
+    )
+
+
+def _read_rope(given: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+    """The base of the rotary frequencies and their scaling, in the older form or the newer one."""
+    key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
+    name = f"{path}: {key}"
+    rope = given.get(key) or {}
+    given_type = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    kind = given_type or "default"
+    if kind not in ("default", "llama3"):
+        raise InputError(
+            f"{name}.rope_type", kind, "is not supported: only llama3 is", "Choose another model"
+        )
+    required = LLAMA3_ROPE if kind == "llama3" else ()
+    fields.mapping(rope, name, ROPE | LLAMA3_ROPE.keys(), required)
+    theta_name = f"{name}.rope_theta" if "rope_theta" in rope else f"{path}: rope_theta"
+    theta = fields.number(rope.get("rope_theta", given.get("rope_theta", 10000.0)), theta_name)
+    if kind == "default":
+        return theta, None
+    factors = {
+        ours: fields.number(rope[theirs], f"{name}.{theirs}", 0.0, above=True)
+        for theirs, ours in LLAMA3_ROPE.items()
+        if ours != "original_context"
+    }
+    original = fields.integer(
+        rope["original_max_position_embeddings"], f"{name}.original_max_position_embeddings", 1
+    )
+    return theta, RopeScaling(original_context=original, **factors)
+
+
+def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, Any]:
+    """What config.json holds of `model`, whose weights are of `dtype`.
+
+    It is written in the older form, which every version of transformers reads. `companions` is the
+    folder with what came along with the run's weights.
+    """
+    scaling = model.rope_scaling
+    rope = {theirs: getattr(scaling, ours) for theirs, ours in LLAMA3_ROPE.items() if scaling}
+    return {
+        **{key: value for key, value in EXPRESSIBLE.items() if value is not None},
+        "vocab_size": model.vocabulary_size,
+        "hidden_size": model.width,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_width,
+        "intermediate_size": model.ffn_width,
+        "max_position_embeddings": model.context,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": {"rope_type": "llama3", **rope} if rope else None,
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tied_head,
+        "torch_dtype": dtype,
+        **_marks(companions),
+    }
+
+
+def _marks(companions: Path) -> dict[str, Any]:
+    """Which tokens begin and end a text and pad it, as far as that is known."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    if not companions.exists():
+        # Such a run has trained on bytes.
+        marks = (ByteTokenizer.begin, ByteTokenizer.end, ByteTokenizer.padding)
+        return dict(zip(names, marks, strict=True))
+    path = companions / CONFIG
+    given = fields.load_json(path, CONFIG) if path.exists() else {}
+    return {name: given.get(name) for name in names}
+
+
+def copy_companions(source: Path, target: Path, names: Sequence[str] = COMPANIONS) -> None:
+    """Copy the files of `names` that `source` has into the folder `target`."""
+    for name in names:
+        if (source / name).is_file():
+            target.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+
+
+# Reading weights.
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder whose weights have been found whole; they are read when a stage is.
+
+    `model` has the shapes of config.json and the parameter dtype that holds these weights exactly;
+    `files` says where each tensor lies.
+    """
+
+    folder: Path
+    model: ModelConfig
+    files: Mapping[str, Path]
+
+    def require_shapes_of(self, model: ModelConfig) -> None:
+        """Refuse a model of other shapes."""
+        for key in SHAPES:
+            if getattr(model, key) != getattr(self.model, key):
+                raise InputError(
+                    f"model.{key}",
+                    getattr(model, key),
+                    f"{self.folder / CONFIG} says {getattr(self.model, key)!r}",
+                    "Leave it out: with init_from, shapes come from there",
+                )
+
+    def read_stage(self, parameters: Any, first_layer: int) -> Parameters:
+        """A stage's parameters in NumPy arrays, of the shapes and dtypes that `parameters` have.
+
+        Raises:
+            InputError: if a file cannot be read any more.
+        """
+        shapes = _by_path(parameters)
+        leaves = {leaf: np.empty(array.shape, array.dtype) for leaf, array in shapes.items()}
+        for tensor in tensors_of_stage(parameters, first_layer):
+            array = self._read(tensor.name)
+            tensor.view(leaves)[...] = array
+            if tensor.leaf == "embedding" and self.model.tied_head and HEAD in self.files:
+                self._require_tied(array)
+        return jax.tree.unflatten(jax.tree.structure(parameters), leaves.values())
+
+    def copy_companions(self, target: Path) -> None:
+        """Copy config.json and what belongs to the tokenizer into the folder `target`."""
+        copy_companions(self.folder, target, (CONFIG, *COMPANIONS))
+
+    def _read(self, name: str) -> Num[np.ndarray, "*shape"]:
+        with _opened(self.files[name]) as file:
+            return file.get_tensor(name)
+
+    def _require_tied(self, embedding: Num[np.ndarray, "vocabulary width"]) -> None:
+        if not np.array_equal(self._read(HEAD), embedding):
+            raise InputError(
+                f"{self.files[HEAD]}: {HEAD}",
+                list(embedding.shape),
+                f"differs from the embedding, though {CONFIG} says tie_word_embeddings",
+                "Write false there, if the model has a head of its own",
+            )
+
+
+def open_weights(folder: Path) -> Weights:
+    """Find every tensor of the model in `folder`, and look at its shape and dtype.
+
+    Raises:
+        InputError: naming the file, and the tensor, that is missing, damaged or of another shape.
+    """
+    model = read_model(folder)
+    files = _files_of_tensors(folder)
+    expected = {t.name: t.shape for t in tensors_of_stage(stage_shapes(model, 1)[0], 0)}
+    ignored = {HEAD} if model.tied_head else set()
+    for name in expected:
+        if name not in files:
+            raise InputError(
+                f"{folder}: {name}", None, "no file holds this tensor", "Download the model again"
+            )
+    names_of_files: dict[Path, list[str]] = defaultdict(list)
+    for name, path in files.items():
+        if name in expected:
+            names_of_files[path].append(name)
+        elif name not in ignored and not COMPUTED.fullmatch(name):
+            raise InputError(
+                f"{path}: {name}", "a tensor", "our model has no such part", "Choose another model"
+            )
+    dtypes = set()
+    for path, names in names_of_files.items():
+        with _opened(path) as file:
+            held = set(file.keys())
+            for name in names:
+                if name not in held:
+                    raise InputError(
+                        f"{path}: {name}", None, "this tensor is not there", DOWNLOAD_AGAIN
+                    )
+                tensor = file.get_slice(name)
+                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                if shape != expected[name]:
+                    raise InputError(
+                        f"{path}: {name}",
+                        list(shape),
+                        f"by {CONFIG} its shape is {list(expected[name])}",
+                        "Download config.json and the file again",
+                    )
+                if dtype not in DTYPES:
+                    raise InputError(
+                        f"{path}: {name}",
+                        dtype,
+                        f"this dtype is not supported, only {', '.join(DTYPES)}",
+                        "Choose a model that is not quantized",
+                    )
+                dtypes.add(DTYPES[dtype])
+    parameter_dtype = "bfloat16" if dtypes == {"bfloat16"} else "float32"
+    return Weights(folder, replace(model, parameter_dtype=parameter_dtype), files)
+
+
+def _files_of_tensors(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor: the only file there is, or as the index says."""
+    if (folder / WEIGHTS).exists():
+        with _opened(folder / WEIGHTS) as file:
+            return dict.fromkeys(file.keys(), folder / WEIGHTS)
+    if not (folder / INDEX).exists():
+        others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+        raise InputError(
+            str(folder),
+            ", ".join(others) or "no weights",
+            f"neither {WEIGHTS} nor {INDEX} is there, and pickled files are never loaded: "
+            "they can run any code",
+            "Choose a version with safetensors, or save it so with transformers: "
+            "save_pretrained(DIR, safe_serialization=True)",
+        )
+    index = fields.load_json(folder / INDEX, INDEX)
+    named = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise InputError(
+            f"{folder / INDEX}: weight_map", named, "does not name files", DOWNLOAD_AGAIN
+        )
+    return {name: folder / file for name, file in named.items()}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, whose tensors are read one by one."""
+    safetensors = _safetensors()
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            yield file
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(
+            str(path), "unreadable", f"cannot be read, or not whole: {error}", DOWNLOAD_AGAIN
+        ) from error
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.numpy
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "safetensors",
+            None,
+            "this package reads and writes Hugging Face's weights, and is not installed",
+            'Install it: pip install "skippipe-jax[hf]"',
+        ) from error
+    return safetensors
+
+
+# Writing weights.
+
+
+def write_weights(
+    folder: Path,
+    model: ModelConfig,
+    stages: int,
+    read_stage: Callable[[int], Parameters],
+    dtype: str,
+) -> None:
+    """Write the weights of all stages into `folder`, in files of `SHARD_BYTES` at most.
+
+    A file holds tensors of one stage only; a tensor that is larger has a file of its own. One
+    stage, as `read_stage` gives it, is held at a time.
+    """
+    safetensors = _safetensors()
+    width = np.dtype(dtype).itemsize
+    layers = model.layers_of_stages(stages)
+    shards = [
+        _shards(tensors_of_stage(shapes, sum(layers[:stage])), width)
+        for stage, shapes in enumerate(stage_shapes(model, stages))
+    ]
+    count = sum(map(len, shards))
+    file_of_tensor: dict[str, str] = {}
+
+    def write(parameters: Parameters, own: list[list[Tensor]], first: int) -> None:
+        leaves = {path: np.asarray(leaf) for path, leaf in _by_path(parameters).items()}
+        for place, shard in enumerate(own, first):
+            file = f"model-{place:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS
+            arrays = {t.name: np.ascontiguousarray(t.view(leaves), dtype) for t in shard}
+            # Without this note transformers refuses the file.
+            safetensors.numpy.save_file(arrays, folder / file, {"format": "pt"})
+            file_of_tensor.update(dict.fromkeys(arrays, file))
+
+    for stage in tqdm(range(stages), unit="stage", disable=None, leave=False):
+        write(read_stage(stage), shards[stage], 1 + sum(map(len, shards[:stage])))
+    if count > 1:
+        total = sum(_bytes(tensor, width) for own in shards for shard in own for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Sequence[Tensor], width: int) -> list[list[Tensor]]:
+    """Tensors of numbers of `width` bytes in their order, in groups of `SHARD_BYTES` at most."""
+    shards: list[list[Tensor]] = []
+    size = SHARD_BYTES
+    for tensor in tensors:
+        if size + _bytes(tensor, width) > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += _bytes(tensor, width)
+    return shards
+
+
+def _bytes(tensor: Tensor, width: int) -> int:
+    return int(np.prod(tensor.shape)) * width

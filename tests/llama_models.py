@@ -1,0 +1,105 @@
+"""Small Llamas with random weights: those of transformers, and what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from skippipe_jax.data import NOT_COUNTED
+
+BATCH, TIME, VOCABULARY = 2, 64, 260
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "max_position_embeddings": TIME,
+}
+
+
+def llama3_rope(factor: float, original_context: int) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original_context,
+    }
+
+
+# With these contexts the scaling leaves some frequencies, divides some, and blends others.
+LLAMAS: dict[str, dict[str, Any]] = {
+    "llama-2": SMALL | {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "llama-3.1": SMALL
+    | {
+        "num_key_value_heads": 2,
+        "rope_theta": 500.0,
+        "rope_scaling": llama3_rope(8.0, 32),
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 256,
+        "eos_token_id": [257, 259],
+    },
+    "llama-3.2": SMALL
+    | {
+        "num_key_value_heads": 1,
+        "rope_theta": 500.0,
+        "rope_scaling": llama3_rope(32.0, 16),
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def llama_config(**values: Any) -> LlamaConfig:
+    """A configuration of transformers, in the older form or the newer one."""
+    return LlamaConfig(**values)
+
+
+def random_llama(kind: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """A model with weights so large, scales of norms too, that whatever is left out shows."""
+    model = LlamaForCausalLM(llama_config(**LLAMAS[kind]))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2, generator=draw)
+            if parameter.ndim == 1:
+                parameter += 1.0
+    return in_dtype(model, dtype)
+
+
+def in_dtype(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
+    """The model itself, its weights rounded."""
+    torch.nn.Module.to(model, dtype)
+    return model
+
+
+def save(model: LlamaForCausalLM, folder: Path, max_shard_size: str = "1GB") -> Path:
+    """The folder, in which transformers has written the model."""
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def random_text() -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets, of which some do not count."""
+    random = np.random.default_rng(1)
+    tokens, targets = random.integers(0, VOCABULARY, (2, BATCH, TIME), dtype=np.int32)
+    targets[:, ::7] = NOT_COUNTED
+    return tokens, targets
+
+
+def logits_and_loss(model: LlamaForCausalLM) -> tuple[np.ndarray, float]:
+    """What transformers computes in float32 for `random_text`."""
+    tokens, targets = (torch.from_numpy(array).long() for array in random_text())
+    with torch.no_grad():
+        logits = model.float()(tokens).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_COUNTED
+        )
+    return logits.numpy(), float(loss)

@@ -1,0 +1,327 @@
+"""Hugging Face models become runs and runs become Hugging Face models, and compute the same."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from flax import nnx
+from skippipe_sched.errors import InputError
+from transformers import LlamaForCausalLM
+
+from skippipe_jax import convert, huggingface, run_folder
+from skippipe_jax.checkpoint import open_checkpoint, read_stage, write_checkpoint
+from skippipe_jax.config import Config, to_yaml
+from skippipe_jax.convert import from_huggingface, to_huggingface
+from skippipe_jax.data import DataConfig
+from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.model import ModelConfig, RopeScaling, create_stage, stage_shapes
+from tests.llama_models import (
+    LLAMAS,
+    TIME,
+    VOCABULARY,
+    in_dtype,
+    logits_and_loss,
+    random_llama,
+    random_text,
+    save,
+)
+
+Arrays = dict[str, np.ndarray]
+
+OURS = {
+    "llama-2": ModelConfig(
+        vocabulary_size=VOCABULARY,
+        width=24,
+        layers=3,
+        heads=2,
+        kv_heads=2,
+        ffn_width=40,
+        context=TIME,
+        stage_layers=(1, 2),
+    ),
+    "llama-3.1": ModelConfig(
+        vocabulary_size=VOCABULARY,
+        width=48,
+        layers=4,
+        heads=6,
+        kv_heads=2,
+        ffn_width=40,
+        context=TIME,
+        rope_theta=1000.0,
+        rope_scaling=RopeScaling(4.0, 1.0, 4.0, 16),
+        norm_epsilon=1e-5,
+    ),
+    "llama-3.2": ModelConfig(
+        vocabulary_size=VOCABULARY,
+        width=32,
+        layers=2,
+        heads=4,
+        kv_heads=1,
+        ffn_width=40,
+        context=TIME,
+        rope_scaling=RopeScaling(32.0, 1.0, 2.0, 8),
+        tied_head=True,
+    ),
+}
+STAGES = 2
+
+
+def random_run(model: ModelConfig, folder: Path, stages: int = STAGES) -> Path:
+    """A run folder whose parameters, scales of norms too, are random."""
+    random = np.random.default_rng(0)
+
+    def state_of(stage: int) -> dict[str, Any]:
+        def drawn(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
+            mean = 1.0 if path[-1].key == "scale" else 0.0
+            return jnp.asarray(random.normal(mean, 0.2, shape.shape), shape.dtype)
+
+        shapes = stage_shapes(model, stages)[stage]
+        return {"parameters": jax.tree_util.tree_map_with_path(drawn, shapes)}
+
+    write_checkpoint(folder, 0, model.layers_of_stages(stages), state_of)
+    config = Config(run_dir=str(folder), model=model, data=DataConfig(sequence_length=TIME))
+    (folder / run_folder.CONFIG).write_text(to_yaml(config))
+    return folder
+
+
+def parameters_of(run: Path) -> tuple[ModelConfig, list[Any]]:
+    model, checkpoint = run_folder.saved_config(run, "run").model, open_checkpoint(run)
+    cut = checkpoint.stage_layers
+    return model, [
+        read_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
+        for stage, shapes in enumerate(stage_shapes(model, len(cut)))
+    ]
+
+
+def our_logits_and_loss(run: Path) -> tuple[np.ndarray, float]:
+    """What the full model of a run computes for `random_text`."""
+    model, parameters = parameters_of(run)
+    layers = model.layers_of_stages(len(parameters))
+
+    @jax.jit
+    def compute(parameters: list[Any], tokens: jax.Array, targets: jax.Array) -> Any:
+        def module_of(stage: int) -> nnx.Module:
+            create = functools.partial(create_stage, model, stage, layers, jax.random.key(0))
+            return nnx.merge(nnx.graphdef(nnx.eval_shape(create)), parameters[stage])
+
+        modules: Any = [module_of(stage) for stage in range(len(parameters))]
+        x = functools.reduce(lambda x, module: module(x), modules, tokens)
+        return modules[0].logits(x), *modules[0].loss(x, targets)
+
+    logits, nats, count = compute(parameters, *random_text())
+    return np.asarray(logits), float(nats / count)
+
+
+def weights_in(folder: Path) -> Arrays:
+    arrays: Arrays = {}
+    for path in folder.glob("*.safetensors"):
+        arrays |= safetensors.numpy.load_file(path)
+    return arrays
+
+
+def assert_same_bits(found: Arrays, expected: Arrays) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].shape == array.shape, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("kind", LLAMAS)
+def test_a_model_of_theirs_computes_the_same_here(kind: str, tmp_path: Path):
+    model = random_llama(kind)
+    from_huggingface(save(model, tmp_path / "hf"), tmp_path / "run", 2)
+    logits, loss = our_logits_and_loss(tmp_path / "run")
+    their_logits, their_loss = logits_and_loss(model)
+    assert np.abs(their_logits).max() > 1
+    np.testing.assert_allclose(logits, their_logits, rtol=0, atol=1e-4)
+    assert abs(loss - their_loss) < 1e-5
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_model_of_ours_computes_the_same_there(kind: str, tmp_path: Path):
+    run = random_run(OURS[kind], tmp_path / "run")
+    to_huggingface(run, tmp_path / "hf")
+    their_logits, their_loss = logits_and_loss(LlamaForCausalLM.from_pretrained(tmp_path / "hf"))
+    logits, loss = our_logits_and_loss(run)
+    assert np.abs(their_logits).max() > 1
+    np.testing.assert_allclose(logits, their_logits, rtol=0, atol=1e-4)
+    assert abs(loss - their_loss) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("kind", LLAMAS)
+def test_there_and_back_every_bit_is_the_same(
+    kind: str, shard: str, dtype: torch.dtype, tmp_path: Path
+):
+    source = save(random_llama(kind, dtype), tmp_path / "hf", shard)
+    assert (source / huggingface.INDEX).exists() == (shard == "20KB")
+    from_huggingface(source, tmp_path / "run", 3)
+    to_huggingface(tmp_path / "run", tmp_path / "back")
+    assert_same_bits(weights_in(tmp_path / "back"), weights_in(source))
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "back")
+    first = LlamaForCausalLM.from_pretrained(source)
+    assert again.config.to_diff_dict().items() >= {
+        (key, value)
+        for key, value in first.config.to_diff_dict().items()
+        if not isinstance(value, dict | list)
+    }
+    assert again.config.eos_token_id == first.config.eos_token_id
+
+
+def test_halves_become_floats_and_floats_are_rounded_as_torch_does(tmp_path: Path):
+    model = random_llama("llama-3.1", torch.float16)
+    from_huggingface(save(model, tmp_path / "hf"), tmp_path / "run")
+    to_huggingface(tmp_path / "run", tmp_path / "float32")
+    to_huggingface(tmp_path / "run", tmp_path / "bfloat16", dtype="bfloat16")
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        expected = save(in_dtype(model, dtype), tmp_path / f"expected {name}")
+        assert_same_bits(weights_in(tmp_path / name), weights_in(expected))
+        assert json.loads((tmp_path / name / "config.json").read_text())["torch_dtype"] == name
+
+
+def test_a_run_keeps_the_tokenizer_and_hands_it_on(tmp_path: Path):
+    source = save(random_llama("llama-3.1"), tmp_path / "hf")
+    files = {name: f"{name}: ä".encode() for name in huggingface.COMPANIONS[:-1]}
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    (source / "README.md").write_text("theirs")
+    from_huggingface(source, tmp_path / "run")
+    to_huggingface(tmp_path / "run", tmp_path / "back")
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "run" / "tokenizer").iterdir()}
+    theirs = ("config.json", "generation_config.json")
+    assert kept == files | {name: (source / name).read_bytes() for name in theirs}
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in files} == files
+    assert not (tmp_path / "back" / "README.md").exists()
+
+
+def test_a_run_without_a_tokenizer_says_which_bytes_mark_documents(tmp_path: Path):
+    to_huggingface(random_run(OURS["llama-2"], tmp_path / "run"), tmp_path / "hf")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert [written[f"{mark}_token_id"] for mark in ("bos", "eos", "pad")] == [256, 257, 258]
+
+
+def test_the_run_can_be_evaluated(tmp_path: Path):
+    config = from_huggingface(save(random_llama("llama-2"), tmp_path / "hf"), tmp_path / "run")
+    assert (config.model.layers_of_stages(1), config.data.sequence_length) == ((5,), TIME)
+    found = evaluate_run(tmp_path / "run", None, 4)
+    assert (found.step, found.tokens) == (0, 4 * TIME)
+    assert 0 < found.loss < 50
+
+
+@pytest.mark.parametrize(("stages", "layers"), [(1, (5,)), (2, (3, 2)), (5, (1, 1, 1, 1, 1))])
+def test_layers_are_cut_evenly(stages: int, layers: tuple[int, ...], tmp_path: Path):
+    source = save(random_llama("llama-2"), tmp_path / "hf")
+    model = from_huggingface(source, tmp_path / "run", stages).model
+    assert model.layers_of_stages(stages) == layers
+    with pytest.raises(InputError, match="--stages"):
+        from_huggingface(source, tmp_path / "more", 6)
+
+
+def test_files_hold_one_stage_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = OURS["llama-2"]
+    run = random_run(model, tmp_path / "run")
+    to_huggingface(run, tmp_path / "by stage")
+    of_stages = sorted((tmp_path / "by stage").glob("*.safetensors"))
+    assert [path.name for path in of_stages] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert len(safetensors.numpy.load_file(of_stages[1])) == 2 * 9
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
+    to_huggingface(run, tmp_path / "smaller")
+    for path in (tmp_path / "smaller").glob("*.safetensors"):
+        sizes = [array.nbytes for array in safetensors.numpy.load_file(path).values()]
+        assert len(sizes) == 1 or sum(sizes) <= 20_000
+    assert_same_bits(weights_in(tmp_path / "smaller"), weights_in(tmp_path / "by stage"))
+    index = json.loads((tmp_path / "smaller" / huggingface.INDEX).read_text())
+    total = sum(array.nbytes for array in weights_in(tmp_path / "smaller").values())
+    assert index["metadata"]["total_size"] == total
+    LlamaForCausalLM.from_pretrained(tmp_path / "smaller")
+
+
+def test_no_two_stages_are_held(tmp_path: Path):
+    model = OURS["llama-2"]
+    shapes = stage_shapes(model, STAGES)
+    held: list[weakref.ref] = []
+
+    def parameters_of(stage: int) -> Any:
+        gc.collect()
+        assert not any(reference() is not None for reference in held)
+        parameters = jax.device_put(
+            jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, leaf.dtype), shapes[stage])
+        )
+        held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(parameters))
+        return parameters
+
+    huggingface.write_weights(tmp_path, model, STAGES, parameters_of, "float32")
+    read = len(held)
+    cut = model.layers_of_stages(STAGES)
+    write_checkpoint(tmp_path, 0, cut, lambda stage: {"parameters": parameters_of(stage)})
+    assert len(held) == 2 * read == 2 * len(jax.tree.leaves(shapes))
+
+
+def test_what_is_there_already_is_left_alone(tmp_path: Path):
+    source = save(random_llama("llama-2"), tmp_path / "hf")
+    taken, file, empty = tmp_path / "taken", tmp_path / "file", tmp_path / "empty"
+    taken.mkdir()
+    (taken / "mine").touch()
+    file.touch()
+    empty.mkdir()
+    for path in (taken, file):
+        with pytest.raises(InputError, match="is there already"):
+            from_huggingface(source, path)
+    from_huggingface(source, empty)
+    for path in (taken, file):
+        with pytest.raises(InputError, match="is there already"):
+            to_huggingface(empty, path)
+    assert [path.name for path in taken.iterdir()] == ["mine"]
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path):
+    source = save(random_llama("llama-3.2"), tmp_path / "hf")
+    arrays = weights_in(source)
+    # A head that differs from the embedding shows only when both are read.
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"] + 1
+    safetensors.numpy.save_file(arrays, source / huggingface.WEIGHTS)
+    with pytest.raises(InputError, match=r"lm_head\.weight"):
+        from_huggingface(source, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    safetensors.numpy.save_file(arrays, source / huggingface.WEIGHTS)
+    from_huggingface(source, tmp_path / "run")
+
+
+def test_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def command(*words: str | Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["convert", *map(str, words)])
+        return convert.main()
+
+    source = save(random_llama("llama-3.1"), tmp_path / "hf")
+    run, back = tmp_path / "run", tmp_path / "back"
+    assert command("from-hf", source, "-o", run, "--stages", "2") == 0
+    assert f"evaluate --run {run}" in capsys.readouterr().out
+    assert command("to-hf", run, "-o", back, "--step", "0", "--dtype", "bfloat16") == 0
+    assert capsys.readouterr().out == f"step 0 of {run} is in {back}\n"
+    assert {str(array.dtype) for array in weights_in(back).values()} == {"bfloat16"}
+    assert command("to-hf", run, "-o", back) == 2
+    assert command("to-hf", run, "-o", tmp_path / "other", "--step", "7") == 2
+    assert command("from-hf", tmp_path / "nowhere", "-o", tmp_path / "other") == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.startswith("error: ") for line in errors] == [True] * 3

@@ -1,0 +1,272 @@
+"""What is read of a Hugging Face folder, and what is refused by the name of file and tensor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.errors import InputError
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from skippipe_jax.huggingface import INDEX, WEIGHTS, open_weights, read_model
+from skippipe_jax.model import ModelConfig, RopeScaling, rotary_frequencies
+from tests.llama_models import SMALL, TIME, llama3_rope, llama_config, random_llama, save
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Llama 3.1 in one file."""
+    return save(random_llama("llama-3.1"), tmp_path_factory.mktemp("llama"))
+
+
+def config_file(folder: Path, **values: Any) -> Path:
+    """A folder whose config.json says this; keys that are None are left out."""
+    given = {"model_type": "llama"} | SMALL | values
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in given.items() if value is not None})
+    )
+    return folder
+
+
+def refused(folder: Path, **values: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        read_model(config_file(folder, **values))
+    return caught.value
+
+
+# The configuration.
+
+
+def test_shapes_come_from_config_json(tmp_path: Path):
+    rope = {"rope_theta": 5e5, "rope_scaling": llama3_rope(8, 8192)}
+    given = {"num_key_value_heads": 2, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+    model = ModelConfig(
+        vocabulary_size=260,
+        width=32,
+        layers=5,
+        heads=4,
+        kv_heads=2,
+        ffn_width=48,
+        context=TIME,
+        rope_theta=5e5,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+        tied_head=True,
+        norm_epsilon=1e-5,
+    )
+    assert read_model(config_file(tmp_path, **given, **rope)) == model
+    newer = {"rope_parameters": {"rope_theta": 5e5, **llama3_rope(8, 8192)}}
+    assert read_model(config_file(tmp_path, **given, **newer)) == model
+    older = {"type" if key == "rope_type" else key: v for key, v in llama3_rope(8, 8192).items()}
+    assert read_model(config_file(tmp_path, **given, **rope | {"rope_scaling": older})) == model
+
+
+def test_what_config_json_leaves_out_is_as_in_transformers(tmp_path: Path):
+    model, theirs = read_model(config_file(tmp_path)), llama_config(**SMALL)
+    assert model.kv_heads == theirs.num_key_value_heads == 4
+    assert model.norm_epsilon == theirs.rms_norm_eps
+    assert model.tied_head == theirs.tie_word_embeddings is False
+    assert (model.rope_theta, model.rope_scaling) == (10000.0, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "mistral"),
+        ("architectures", ["LlamaForSequenceClassification"]),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("hidden_act", "gelu"),
+        ("attention_dropout", 0.1),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("partial_rotary_factor", 0.5),
+        ("head_dim", 16),
+        ("vocab_size", "many"),
+        ("num_hidden_layers", 0),
+        ("tie_word_embeddings", "yes"),
+        ("rms_norm_eps", "small"),
+        ("rope_theta", "large"),
+        ("rope_scaling", 8),
+        ("rope_parameters", [8]),
+    ],
+)
+def test_what_the_model_cannot_be_is_refused_by_its_key(key: str, value: Any, tmp_path: Path):
+    assert refused(tmp_path, **{key: value}).field == f"{tmp_path / 'config.json'}: {key}"
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(tmp_path: Path):
+    assert refused(tmp_path, num_attention_heads=5).field == "model.heads"
+    assert refused(tmp_path, num_key_value_heads=3).field == "model.kv_heads"
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "max_position_embeddings", "num_hidden_layers"])
+def test_a_shape_that_is_missing_is_named(key: str, tmp_path: Path):
+    assert refused(tmp_path, **{key: None}).field.endswith(f": {key}")
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope"])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+def test_other_rotary_embeddings_are_refused(kind: str, key: str, name: str, tmp_path: Path):
+    error = refused(tmp_path, **{key: {name: kind, "factor": 2.0}})
+    assert error.field.endswith(f": {key}.rope_type")
+    assert error.value == kind
+
+
+@pytest.mark.parametrize("key", list(llama3_rope(8, 32))[1:])
+def test_a_llama3_rope_without_one_of_its_numbers_is_refused(key: str, tmp_path: Path):
+    rope = llama3_rope(8.0, 32)
+    del rope[key]
+    assert refused(tmp_path, rope_scaling=rope).field.endswith(f"rope_scaling.{key}")
+    assert refused(tmp_path, rope_scaling=rope | {key: 0}).field.endswith(f"rope_scaling.{key}")
+    rope = llama3_rope(8.0, 32) | {"partial_rotary_factor": 0.5}
+    assert refused(tmp_path, rope_scaling=rope).field.endswith(".partial_rotary_factor")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "null", ""])
+def test_a_config_json_that_is_none_is_refused(text: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"config\.json"):
+        read_model(tmp_path)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    head=st.sampled_from([2, 16, 128]),
+    theta=st.floats(2.0, 1e7),
+    factor=st.floats(0.5, 64.0),
+    low=st.floats(0.25, 8.0),
+    above=st.floats(0.5, 8.0),
+    original=st.integers(1, 2**17),
+)
+def test_rotary_frequencies_are_those_of_transformers(
+    head: int, theta: float, factor: float, low: float, above: float, original: int
+):
+    rope = llama3_rope(factor, original)
+    rope |= {"low_freq_factor": low, "high_freq_factor": low + above}
+    theirs = llama_config(
+        hidden_size=head, num_attention_heads=1, rope_theta=theta, rope_scaling=rope
+    )
+    scaling = RopeScaling(factor, low, low + above, original)
+    ours = ModelConfig(width=head, heads=1, kv_heads=1, rope_theta=theta, rope_scaling=scaling)
+    expected = LlamaRotaryEmbedding(theirs).inv_freq.numpy()
+    np.testing.assert_allclose(rotary_frequencies(ours), expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("turns", [1.0, 4.0])
+def test_a_wavelength_on_the_boundary_is_scaled_as_by_transformers(turns: float):
+    """The first frequency is 1, its wavelength 2 pi: here it turns just `turns` times."""
+    rope = llama3_rope(8.0, 25) | {"low_freq_factor": 25 / (2 * np.pi) / turns}
+    rope |= {"high_freq_factor": 4 * rope["low_freq_factor"]}
+    theirs = llama_config(hidden_size=8, num_attention_heads=1, rope_scaling=rope)
+    scaling = RopeScaling(8.0, rope["low_freq_factor"], rope["high_freq_factor"], 25)
+    ours = ModelConfig(width=8, heads=1, kv_heads=1, rope_scaling=scaling)
+    expected = LlamaRotaryEmbedding(theirs).inv_freq.numpy()
+    np.testing.assert_allclose(rotary_frequencies(ours), expected, rtol=1e-6)
+
+
+# The weights.
+
+
+def damaged(llama: Path, folder: Path, arrays: dict[str, Any]) -> Path:
+    """A copy of the model whose file holds these tensors."""
+    (folder / "config.json").write_bytes((llama / "config.json").read_bytes())
+    safetensors.numpy.save_file(arrays, folder / WEIGHTS)
+    return folder
+
+
+def open_refused(folder: Path) -> InputError:
+    with pytest.raises(InputError) as caught:
+        open_weights(folder)
+    return caught.value
+
+
+@pytest.mark.parametrize("length", [0, 5, 100, 5000, -1])
+def test_a_truncated_file_is_refused_by_name(length: int, llama: Path, tmp_path: Path):
+    content = (llama / WEIGHTS).read_bytes()
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    (tmp_path / WEIGHTS).write_bytes(content[:length])
+    assert open_refused(tmp_path).field == str(tmp_path / WEIGHTS)
+
+
+def test_a_missing_tensor_is_refused_by_name(llama: Path, tmp_path: Path):
+    arrays = safetensors.numpy.load_file(llama / WEIGHTS)
+    del arrays["model.layers.3.mlp.up_proj.weight"]
+    error = open_refused(damaged(llama, tmp_path, arrays))
+    assert error.field == f"{tmp_path}: model.layers.3.mlp.up_proj.weight"
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name(llama: Path, tmp_path: Path):
+    arrays = safetensors.numpy.load_file(llama / WEIGHTS)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    arrays[name] = np.ascontiguousarray(arrays[name].T)
+    error = open_refused(damaged(llama, tmp_path, arrays))
+    assert error.field == f"{tmp_path / WEIGHTS}: {name}"
+    assert error.value == [32, 16]
+    assert "[16, 32]" in error.problem
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.5.mlp.up_proj.weight", "head"]
+)
+def test_a_tensor_that_the_model_has_no_use_for_is_refused(name: str, llama: Path, tmp_path: Path):
+    arrays = safetensors.numpy.load_file(llama / WEIGHTS) | {name: np.zeros(3, np.float32)}
+    error = open_refused(damaged(llama, tmp_path, arrays))
+    assert error.field == f"{tmp_path / WEIGHTS}: {name}"
+
+
+def test_rotary_frequencies_in_a_file_are_left_out(llama: Path, tmp_path: Path):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    arrays = safetensors.numpy.load_file(llama / WEIGHTS) | {name: np.zeros(4, np.float32)}
+    assert open_weights(damaged(llama, tmp_path, arrays)).model == open_weights(llama).model
+
+
+def test_other_dtypes_are_refused(llama: Path, tmp_path: Path):
+    arrays = safetensors.numpy.load_file(llama / WEIGHTS)
+    arrays["model.norm.weight"] = arrays["model.norm.weight"].astype(np.int8)
+    error = open_refused(damaged(llama, tmp_path, arrays))
+    assert (error.field, error.value) == (f"{tmp_path / WEIGHTS}: model.norm.weight", "I8")
+
+
+def test_weights_of_mixed_dtypes_need_float32(llama: Path, tmp_path: Path):
+    arrays = {
+        name: array.astype("float32" if "norm" in name else "bfloat16")
+        for name, array in safetensors.numpy.load_file(llama / WEIGHTS).items()
+    }
+    assert open_weights(damaged(llama, tmp_path, arrays)).model.parameter_dtype == "float32"
+
+
+def test_errors_of_an_index_name_file_and_tensor(tmp_path: Path):
+    save(random_llama("llama-2"), tmp_path, "20KB")
+    index = json.loads((tmp_path / INDEX).read_text())
+    name = "model.layers.1.mlp.up_proj.weight"
+    file, other = index["weight_map"][name], index["weight_map"]["lm_head.weight"]
+    assert file != other
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {name: other}}))
+    assert open_refused(tmp_path).field == f"{tmp_path / other}: {name}"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    (tmp_path / file).unlink()
+    assert open_refused(tmp_path).field == str(tmp_path / file)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {name: 3}}))
+    assert open_refused(tmp_path).field == f"{tmp_path / INDEX}: weight_map"
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_never_loaded(name: str, tmp_path: Path):
+    config_file(tmp_path)
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch stolen'\ntR.")
+    error = open_refused(tmp_path)
+    assert error.value == name
+    assert "safe_serialization=True" in error.remedy
+
+
+def test_the_package_that_is_missing_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    error = open_refused(llama)
+    assert error.remedy == 'Install it: pip install "skippipe-jax[hf]"'
