@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -199,14 +200,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     tree = fields.load_yaml(path, "--config")
     tree = {} if tree is None else _mapping(tree, "--config", str(path))
+    return parse_config(tree, overrides)
+
+
+def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a mapping describes, overridden, its model preset filled in."""
+    tree = copy.deepcopy(_mapping(tree, "config", tree))
     for override in overrides:
         _override(tree, override)
-    return parse_config(tree)
-
-
-def parse_config(tree: Any) -> Config:
-    """The configuration that a mapping describes, its model preset filled in."""
-    tree = dict(_mapping(tree, "config", tree))
     model = tree.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         preset = fields.text(model["preset"], "model.preset", PRESETS)

@@ -208,11 +208,13 @@ def rotary_frequencies(config: ModelConfig) -> Float[Array, " half_head"]:
 
 
 def rotate(
-    x: Float[Array, "batch time heads head_width"], frequencies: Float[Array, " half_head"]
+    x: Float[Array, "batch time heads head_width"],
+    frequencies: Float[Array, " half_head"],
+    positions: Int[Array, "#batch time"],
 ) -> Float[Array, "batch time heads head_width"]:
     """Turn each pair (first half, second half) of a head by its position times its frequency."""
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -267,16 +269,20 @@ class Block(nnx.Module):
     def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
         """The residual stream after this layer."""
         x = x + self.attend(self.attention_norm(x))
-        hidden = self.ffn_norm(x)
-        return x + self.down(jax.nn.silu(self.gate(hidden)) * self.up(hidden))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+    def feed_forward(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+        """SwiGLU, each position by itself."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
     def attend(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
         """Causal grouped-query attention with rotary positions that count from 0."""
         heads = (*x.shape[:2], -1, self.config.head_width)
         frequencies = rotary_frequencies(self.config)
+        positions = jnp.arange(x.shape[1])[None]
         attended = jax.nn.dot_product_attention(
-            rotate(self.query(x).reshape(heads), frequencies),
-            rotate(self.key(x).reshape(heads), frequencies),
+            rotate(self.query(x).reshape(heads), frequencies, positions),
+            rotate(self.key(x).reshape(heads), frequencies, positions),
             self.value(x).reshape(heads),
             is_causal=True,
             implementation="cudnn" if self.config.attention == "cudnn" else "xla",

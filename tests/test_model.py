@@ -198,7 +198,8 @@ def test_scaling_leaves_short_wavelengths_divides_long_ones_and_blends_between()
 def test_rotation_turns_halves_of_heads_by_position():
     config = ModelConfig(width=24, heads=3, kv_heads=3)
     x = RANDOM.normal(size=(2, 7, 3, 8)).astype(np.float32)
-    result = np.asarray(rotate(jnp.asarray(x), rotary_frequencies(config)))
+    positions = jnp.arange(7)[None]
+    result = np.asarray(rotate(jnp.asarray(x), rotary_frequencies(config), positions))
     for batch in range(2):
         for head in range(3):
             expected = naive_rotate(x[batch, :, head], naive_frequencies(config))
