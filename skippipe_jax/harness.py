@@ -35,7 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     add_stages_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="of --keep (default: %(default)s)")
-    parser.add_argument("--tasks", required=True, metavar="NAMES", help="separated by commas")
+    parser.add_argument(
+        "--tasks", required=True, metavar="NAMES", help="separated by commas; * stands for anything"
+    )
     parser.add_argument(
         "--include-path", type=Path, metavar="DIR", help="a folder with tasks of your own"
     )
@@ -49,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.include_path is not None and not arguments.include_path.is_dir():
+        raise InputError(
+            "--include-path", str(arguments.include_path), "is no folder", "Name one with tasks"
+        )
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(
             "--tasks",
@@ -63,6 +69,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from skippipe_jax.harness_model import HarnessModel
 
+    tasks = TaskManager(include_path=arguments.include_path)
+    names = arguments.tasks.split(",")
+    for name in names:
+        if not tasks.match_tasks([name]):
+            raise InputError(
+                "--tasks", name, "there is no such task", "Run lm-eval ls tasks to see them all"
+            )
     model = HarnessModel(
         arguments.run,
         arguments.hf,
@@ -74,13 +87,13 @@ def _run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         batch_size=arguments.batch_size,
     )
-    folder = None if arguments.include_path is None else str(arguments.include_path)
     results = simple_evaluate(
         model=model,
-        tasks=arguments.tasks.split(","),
+        tasks=tasks.match_tasks(names),
         num_fewshot=arguments.num_fewshot,
         limit=arguments.limit,
-        task_manager=TaskManager(include_path=folder),
+        log_samples=False,
+        task_manager=tasks,
     )
     if arguments.json:
         print(json.dumps(results, default=handle_non_serializable))

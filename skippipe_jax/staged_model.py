@@ -26,8 +26,8 @@ from skippipe_jax.config import Config, parse_config, to_tree
 from skippipe_jax.data import Batch, ByteTokenizer, check_vocabulary
 from skippipe_jax.model import ModelConfig, create_stage, stage_shapes
 
-# It divides the layers of nearly every published Llama.
-DEFAULT_CUT = 4
+# Into at most so many stages a model is cut that comes without a plan, as far as layers allow.
+MOST_STAGES = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *cut_flags: str) -> Non
         dest="cut",
         type=int,
         metavar="N",
-        help=f"into how many stages an --hf model is cut (default: {DEFAULT_CUT})",
+        help=f"into how many stages an --hf model is cut (default: {MOST_STAGES}, or as many fewer "
+        "as its layers spread over evenly)",
     )
     parser.add_argument(
         "--set",
@@ -137,15 +138,27 @@ def read_model(
         raise InputError("--run", None, "no model is named", "Name the folder of a run")
     if step is not None:
         raise InputError("--step", step, "only a run has steps", "Leave it out")
+    return (*_read_huggingface(hf, cut, overrides), None)
+
+
+def _read_huggingface(
+    folder: Path, cut: int | None, overrides: Sequence[str]
+) -> tuple[StagedModel, Config]:
     # Its packages are optional.
     from skippipe_jax import huggingface  # pyright: ignore[reportAttributeAccessIssue]
 
-    stages = DEFAULT_CUT if cut is None else fields.integer(cut, "--cut", 1)
-    model, parameters = huggingface.read_stages(hf, stages)
-    length = min(model.context, Config().data.sequence_length)
-    tree = {"model": to_tree(model), "data": {"sequence_length": length}}
+    weights = huggingface.open_weights(folder)
+    length = min(weights.model.context, Config().data.sequence_length)
+    tree = {"model": to_tree(weights.model), "data": {"sequence_length": length}}
     config = parse_config(tree, overrides)
-    return StagedModel(config.model, parameters), config, None
+    if cut is None:
+        cut = next(n for n in range(MOST_STAGES, 0, -1) if config.model.layers % n == 0)
+    layers = config.model.layers_of_stages(fields.integer(cut, "--cut", 1))
+    parameters = [
+        jax.device_put(weights.read_stage(shapes, sum(layers[:stage])))
+        for stage, shapes in enumerate(stage_shapes(config.model, cut))
+    ]
+    return StagedModel(config.model, parameters), config
 
 
 def read_run(

@@ -202,10 +202,24 @@ def test_the_command_runs_tasks_of_ones_own(
     assert "choose" in capsys.readouterr().out
 
 
-def test_a_wrong_choice_of_stages_is_refused(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stages", "1,2"], "--stages = '1,2'"),
+        (["--tasks", "choose,chose"], "--tasks = 'chose': there is no such task"),
+        (["--include-path", "nowhere"], "--include-path = 'nowhere'"),
+        (["--batch-size", "0"], "--batch-size = 0"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    arguments: list[str],
+    words: str,
+    run: Path,
+    tasks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    arguments = ["--run", str(run), "--tasks", "choose", "--stages", "1,2"]
-    monkeypatch.setattr(sys, "argv", ["harness", *arguments])
+    given = ["--run", str(run), "--tasks", "choose", "--include-path", str(tasks), *arguments]
+    monkeypatch.setattr(sys, "argv", ["harness", *given])
     assert harness.main() == 2
-    assert "--stages = '1,2'" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
