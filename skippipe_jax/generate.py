@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from skippipe_sched import fields
 from skippipe_sched.errors import run_command
 
-from skippipe_jax.data import ByteTokenizer
 from skippipe_jax.decoding import Sampling, generate_tokens
 from skippipe_jax.partial import chosen_order
 from skippipe_jax.staged_model import add_model_arguments, named_model, tokenizer_of
@@ -82,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"stages {names} of {model.stages}", file=sys.stderr)
     # With the first piece: until there is one, an error can still come instead.
     shown = text
-    for piece in text_pieces(tokenizer, prompt, tokens):
+    for piece in text_pieces(tokenizer.decode, prompt, tokens):
         print(shown + piece, end="", flush=True)
         shown = ""
     print(shown)
@@ -90,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def text_pieces(
-    tokenizer: ByteTokenizer, prompt: Sequence[int], tokens: Iterable[int]
+    decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]
 ) -> Iterator[str]:
     """The text that tokens add to a prompt, as soon as the characters in it are whole.
 
@@ -100,13 +99,13 @@ def text_pieces(
     before, pending = list(prompt), []
     for token in tokens:
         pending.append(token)
-        known, text = tokenizer.decode(before), tokenizer.decode(before + pending)
+        text = decode(before + pending)
         # A character of several bytes whose last ones are yet to come.
         if not text.endswith("\ufffd"):
-            yield text[len(known) :]
+            yield text[len(decode(before)) :]
             before, pending = pending, []
     if pending:
-        yield tokenizer.decode(before + pending)[len(tokenizer.decode(before)) :]
+        yield decode(before + pending)[len(decode(before)) :]
 
 
 if __name__ == "__main__":

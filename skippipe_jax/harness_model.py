@@ -166,7 +166,7 @@ class HarnessModel(LM):
             self.model, self.order, prompt, count, sampling, self.tokenizer.end
         )
         text = ""
-        for piece in text_pieces(self.tokenizer, prompt, tokens):
+        for piece in text_pieces(self.tokenizer.decode, prompt, tokens):
             text += piece
             ends = [text.index(stop) for stop in stops if stop in text]
             if ends:

@@ -142,7 +142,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 @pytest.mark.parametrize("text", ["plain", "naïve: 日本語 🙂!", "\ufffd and on"])
 def test_characters_come_whole(text: str):
     tokenizer = ByteTokenizer()
-    pieces = list(text_pieces(tokenizer, [256, 65], tokenizer.encode(text).tolist()))
+    pieces = list(text_pieces(tokenizer.decode, [256, 65], tokenizer.encode(text).tolist()))
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
     assert len(pieces) >= len(text) - 1
@@ -150,7 +150,9 @@ def test_characters_come_whole(text: str):
 
 def test_bytes_that_are_no_text_are_shown_as_such():
     # The first of two bytes, then another character, and at the end the first of three.
-    assert "".join(text_pieces(ByteTokenizer(), [256], [195, 65, 257, 226])) == "\ufffdA\ufffd"
+    assert (
+        "".join(text_pieces(ByteTokenizer().decode, [256], [195, 65, 257, 226])) == "\ufffdA\ufffd"
+    )
 
 
 @pytest.mark.parametrize(
