@@ -39,7 +39,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tasks", required=True, metavar="NAMES", help="separated by commas; * stands for anything"
     )
     parser.add_argument(
-        "--include-path", type=Path, metavar="DIR", help="a folder with tasks of your own"
+        "--tasks-from",
+        type=Path,
+        metavar="DIR",
+        help="a folder with tasks of your own, instead of those that the harness brings",
     )
     parser.add_argument("--num-fewshot", type=int, help="examples before each question")
     parser.add_argument("--limit", type=int, help="questions of each task at most")
@@ -51,10 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.include_path is not None and not arguments.include_path.is_dir():
-        raise InputError(
-            "--include-path", str(arguments.include_path), "is no folder", "Name one with tasks"
-        )
+    folder = arguments.tasks_from
+    if folder is not None and not folder.is_dir():
+        raise InputError("--tasks-from", str(folder), "is no folder", "Name one with tasks")
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(
             "--tasks",
@@ -69,12 +71,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from skippipe_jax.harness_model import HarnessModel
 
-    tasks = TaskManager(include_path=arguments.include_path)
+    tasks = TaskManager(include_path=folder, include_defaults=folder is None)
     names = arguments.tasks.split(",")
     for name in names:
         if not tasks.match_tasks([name]):
             raise InputError(
-                "--tasks", name, "there is no such task", "Run lm-eval ls tasks to see them all"
+                "--tasks", name, "there is no such task", "lm-eval ls tasks lists the harness's own"
             )
     model = HarnessModel(
         arguments.run,
@@ -89,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     results = simple_evaluate(
         model=model,
-        tasks=tasks.match_tasks(names),
+        tasks=[*tasks.match_tasks(names)],
         num_fewshot=arguments.num_fewshot,
         limit=arguments.limit,
         log_samples=False,

@@ -37,7 +37,6 @@ Scored = tuple[list[int], list[int]]
 """Tokens that are given, and tokens whose chances are asked for."""
 
 
-@register_model("skippipe")
 class HarnessModel(LM):
     """Answers the harness's three kinds of request.
 
@@ -67,8 +66,8 @@ class HarnessModel(LM):
             InputError: if there is no such model, or it has no such stages.
         """
         super().__init__()
-        folders = (None if folder is None else Path(folder) for folder in (run, hf))
-        self.model, config, _ = read_model(*folders, step, cut, overrides)
+        run, hf = (None if folder is None else Path(folder) for folder in (run, hf))
+        self.model, config, _ = read_model(run, hf, step, cut, overrides)
         # The harness's own arguments are separated by commas.
         named = None if stages is None else str(stages).replace(" ", ",")
         self.order = chosen_order(named, keep, self.model.stages, seed)
@@ -172,6 +171,10 @@ class HarnessModel(LM):
             if ends:
                 return text[: min(ends)]
         return text
+
+
+# Not as a decorator, which would hide the class from type checkers.
+register_model("skippipe")(HarnessModel)
 
 
 @functools.partial(jax.jit, static_argnums=0)

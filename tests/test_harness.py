@@ -171,13 +171,12 @@ def test_a_continuation_beyond_the_context_is_refused(run: Path):
 
 def test_the_harness_finds_the_model_by_name(run: Path, tasks: Path):
     assert get_model("skippipe") is HarnessModel
-    results = simple_evaluate(
+    results: Any = simple_evaluate(
         model="skippipe",
         model_args=f"run={run},stages=0 2",
         tasks=["choose"],
-        task_manager=TaskManager(include_path=str(tasks)),
+        task_manager=TaskManager(include_path=tasks, include_defaults=False),
     )
-    assert results is not None
     model = HarnessModel(run, stages="0 2")
     right = 0
     for question in QUESTIONS:
@@ -190,7 +189,7 @@ def test_the_harness_finds_the_model_by_name(run: Path, tasks: Path):
 def test_the_command_runs_tasks_of_ones_own(
     run: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    arguments = ["--run", str(run), "--keep", "0.67", "--include-path", str(tasks)]
+    arguments = ["--run", str(run), "--keep", "0.67", "--tasks-from", str(tasks)]
     asked = ["--tasks", "choose,read,write", "--limit", "2", "--json"]
     monkeypatch.setattr(sys, "argv", ["harness", *arguments, *asked])
     assert harness.main() == 0
@@ -207,7 +206,7 @@ def test_the_command_runs_tasks_of_ones_own(
     [
         (["--stages", "1,2"], "--stages = '1,2'"),
         (["--tasks", "choose,chose"], "--tasks = 'chose': there is no such task"),
-        (["--include-path", "nowhere"], "--include-path = 'nowhere'"),
+        (["--tasks-from", "nowhere"], "--tasks-from = 'nowhere'"),
         (["--batch-size", "0"], "--batch-size = 0"),
     ],
 )
@@ -219,7 +218,7 @@ def test_what_cannot_be_run_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    given = ["--run", str(run), "--tasks", "choose", "--include-path", str(tasks), *arguments]
+    given = ["--run", str(run), "--tasks", "choose", "--tasks-from", str(tasks), *arguments]
     monkeypatch.setattr(sys, "argv", ["harness", *given])
     assert harness.main() == 2
     assert words in capsys.readouterr().err
