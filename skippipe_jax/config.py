@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import re
@@ -204,8 +203,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
-    """The configuration that a mapping describes, overridden, its model preset filled in."""
-    tree = copy.deepcopy(_mapping(tree, "config", tree))
+    """The configuration that a mapping describes, its model preset filled in.
+
+    Overrides, as `load_config` takes them, are written into the mapping first.
+    """
+    tree = dict(_mapping(tree, "config", tree))
     for override in overrides:
         _override(tree, override)
     model = tree.get("model")
