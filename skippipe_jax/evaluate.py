@@ -376,7 +376,7 @@ def _name(question: Question) -> str:
 
 def _label(question: Question, way: Way) -> str:
     if way.microbatches is not None:
-        return f"path of {way.microbatches} microbatches"
+        return f"path, {way.microbatches}x"
     if way.swapped is not None:
         return "swapped {} and {}".format(*way.swapped)
     if way.left_out is not None:

@@ -265,7 +265,7 @@ def test_one_table_has_all_that_is_asked_for(monkeypatch: Any, capsys: Any):
         f"{kept['perplexity']:.3f}",
     ]
     assert f"± {kept['deviation']:.3f}" in rows["keep 0.67, mean"][4]
-    assert sum(row[0].startswith("path of ") for row in cells) == len(found["paths"]["each"])
+    assert sum(row[0].startswith("path, ") for row in cells) == len(found["paths"]["each"])
 
 
 def test_the_picture_has_every_subset(monkeypatch: Any, capsys: Any, tmp_path: Path):
