@@ -36,6 +36,7 @@ STYLE = """
 .shares .mean{fill:#2f6db5}
 .shares .line{fill:none;stroke:#2f6db5;stroke-width:2;stroke-linejoin:round}
 .shares .full{stroke:#b5482f;stroke-width:1.5;stroke-dasharray:5 3}
+.shares .full-label{fill:#9c3a23}
 """
 
 
@@ -48,7 +49,7 @@ def picture(
     run in part can be worse by orders of magnitude.
     """
     svg = start_picture("shares", (WIDTH, HEIGHT), "Perplexity of partial models", STYLE)
-    add_title(svg, "Perplexity", "of partial models · mean ± standard deviation, each subset")
+    add_title(svg, "Perplexity", "mean ± standard deviation, each subset")
     everything = [full_perplexity, *(p for of in perplexities.values() for p in of.values())]
     low, high = math.log(min(everything)) - 0.02, math.log(max(everything)) + 0.02
 
@@ -68,6 +69,7 @@ def picture(
         add_text(svg, "middle", x(percent / 100), BOTTOM + 17, f"{percent}%")
     add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, f"share of the {stages} stages")
     add_line(svg, "full", (LEFT, y(full_perplexity)), (RIGHT, y(full_perplexity)))
+    add_text(svg, "full-label", LEFT + 4, y(full_perplexity) - 5, "all stages")
 
     means = []
     for kept, of_orders in sorted(perplexities.items()):
