@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.extend.core.primitives import convert_element_type_p
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Real
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
@@ -210,10 +210,10 @@ def rotary_frequencies(config: ModelConfig) -> Float[Array, " half_head"]:
 def rotate(
     x: Float[Array, "batch time heads head_width"],
     frequencies: Float[Array, " half_head"],
-    positions: Int[Array, "#batch time"],
+    positions: Real[Array, "#batch time"],
 ) -> Float[Array, "batch time heads head_width"]:
     """Turn each pair (first half, second half) of a head by its position times its frequency."""
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
