@@ -271,14 +271,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     tree = fields.load_yaml(path, "--config")
     tree = {} if tree is None else _mapping(tree, "--config", str(path))
+    return parse_config(tree, overrides)
+
+
+def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a mapping describes, its model preset and shapes filled in.
+
+    Overrides, as `load_config` takes them, are written into the mapping first.
+    """
+    tree = dict(_mapping(tree, "config", tree))
     for override in overrides:
         _override(tree, override)
-    return parse_config(tree)
-
-
-def parse_config(tree: Any) -> Config:
-    """The configuration that a mapping describes, its model preset and shapes filled in."""
-    tree = dict(_mapping(tree, "config", tree))
     model = tree.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         preset = fields.text(model["preset"], "model.preset", PRESETS)

@@ -1,146 +1,388 @@
-"""Held-out loss and perplexity of the full model of a run: every stage, in order.
+"""Held-out loss and perplexity of a model, in full and with stages left out or swapped.
 
-python -m skippipe_jax.evaluate --run DIR
+python -m skippipe_jax.evaluate --run DIR --keep 1.0,0.75,0.5 --paths --swaps --importance
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 from tqdm import tqdm
 
 from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.config import Config
-from skippipe_jax.data import held_out_batches, with_tokenizer_of_run
-from skippipe_jax.marks import marked_tokens
-from skippipe_jax.model import DataStage, ModelConfig, create_stage, stage_shapes
+from skippipe_jax.data import DataConfig, held_out_batches
+from skippipe_jax.evaluation_plot import picture
+from skippipe_jax.partial import (
+    Order,
+    Question,
+    Way,
+    along_paths,
+    full,
+    kept,
+    swapped,
+    without_each,
+)
+from skippipe_jax.staged_model import (
+    StagedModel,
+    add_model_arguments,
+    named_model,
+    read_run,
+    tokenizer_for,
+)
 
 # The exponential of a greater loss is no float any more.
 MOST_NATS = 700.0
+DEFAULT_SEQUENCES = 256
+DEFAULT_SUBSETS = 32
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Mean cross-entropy in nats per token along each way of a question.
+
+    Means and deviation weigh each way by the microbatches that take it, if there are any.
+    """
+
+    question: Question
+    losses: tuple[float, ...]
+
+    @property
+    def perplexities(self) -> tuple[float, ...]:
+        """The exponential of each loss."""
+        return tuple(map(math.exp, self.losses))
+
+    @property
+    def loss(self) -> float:
+        """The mean of the losses."""
+        return float(np.average(self.losses, weights=self._weights))
+
+    @property
+    def perplexity(self) -> float:
+        """The mean of the perplexities."""
+        return float(np.average(self.perplexities, weights=self._weights))
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the perplexities."""
+        squares = np.square(np.subtract(self.perplexities, self.perplexity))
+        return float(np.sqrt(np.average(squares, weights=self._weights)))
+
+    @property
+    def _weights(self) -> list[int]:
+        return [way.microbatches or 1 for way in self.question.ways]
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures over all ways, and of each."""
+        question, perplexities = self.question, self.perplexities
+        shares = {} if question.share is None else {"share": question.share}
+        each = zip(question.ways, self.losses, perplexities, strict=True)
+        return shares | {
+            "possible": question.possible,
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "deviation": self.deviation,
+            "least": min(perplexities),
+            "greatest": max(perplexities),
+            "each": [
+                {key: value for key, value in asdict(way).items() if value is not None}
+                | {"loss": loss, "perplexity": perplexity}
+                for way, loss, perplexity in each
+            ],
+        }
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean cross-entropy in nats per token, its exponential, and over how many target tokens."""
+    """Mean cross-entropy in nats per token, its exponential, and over how many target tokens.
 
-    step: int
+    They are those of the full model; `answers` compare other ways through it, over the same tokens.
+    `step` is None for a model that is not of a run.
+    """
+
+    step: int | None
     loss: float
     perplexity: float
     tokens: int
+    answers: tuple[Answer, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """One object: a list under `keep`, an object under each other question that was asked."""
+        result: dict[str, Any] = {
+            "step": self.step,
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "tokens": self.tokens,
+        }
+        for answer in self.answers:
+            if answer.question.share is None:
+                result[answer.question.name] = answer.to_json()
+            else:
+                result.setdefault(answer.question.name, []).append(answer.to_json())
+        return result
 
 
 def main() -> int:
     """Parse the command line and evaluate; returns the exit code."""
+    arguments = _parser().parse_args()
+    try:
+        return run_command(lambda: _run(arguments))
+    except KeyboardInterrupt:
+        print("interrupted; nothing is kept", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skippipe_jax.evaluate",
-        description="Held-out loss and perplexity of the full model: every stage, in order.",
+        description="Held-out loss and perplexity of the full model, every stage in order, and of "
+        "partial ones. All that is asked for is evaluated in one go on the same text: the held-out "
+        "part of what data.source and data.path say, which --set can change.",
     )
-    parser.add_argument("--run", type=Path, required=True, help="the folder of a run")
-    parser.add_argument("--step", type=int, help="which checkpoint (default: the latest)")
+    add_model_arguments(parser, "--stages", "--cut")
     parser.add_argument(
-        "--sequences", type=int, default=256, help="at most so many (default: %(default)s)"
+        "--sequences",
+        type=int,
+        default=DEFAULT_SEQUENCES,
+        help="at most so many (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args()
+    partial = parser.add_argument_group("partial models")
+    partial.add_argument(
+        "--keep",
+        metavar="SHARES",
+        help="1.0,0.75,0.5: all ways to keep such a share of the stages, the data stage always",
+    )
+    partial.add_argument(
+        "--subsets",
+        type=int,
+        default=DEFAULT_SUBSETS,
+        help="draw so many where --keep has more (default: %(default)s)",
+    )
+    partial.add_argument("--seed", type=int, default=0, help="of that draw (default: %(default)s)")
+    partial.add_argument("--paths", action="store_true", help="the paths of the run's own plan")
+    partial.add_argument("--swaps", action="store_true", help="two neighbouring stages swapped")
+    partial.add_argument("--importance", action="store_true", help="each stage left out in turn")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="draw perplexity against --keep"
+    )
+    return parser
 
-    def command() -> int:
-        sequences = fields.integer(arguments.sequences, "--sequences", 1)
-        found = evaluate_run(arguments.run, arguments.step, sequences)
-        if arguments.json:
-            print(json.dumps(asdict(found)))
-        else:
-            print(
-                f"step {found.step}: held-out loss {found.loss:.4f} nats per token, perplexity "
-                f"{found.perplexity:.3f}, over {found.tokens:,} tokens, all stages in order"
+
+def _run(arguments: argparse.Namespace) -> int:
+    sequences = fields.integer(arguments.sequences, "--sequences", 1)
+    shares = _shares(arguments)
+    model, config, step = named_model(arguments)
+    tokenizer_for(config)
+    questions = _questions(arguments, shares, model.stages)
+    found = evaluate(model, step, config.data, sequences, questions)
+    if arguments.plot is not None:
+        _write(arguments.plot, picture(_of_subsets(found), model.stages, found.perplexity))
+    print(json.dumps(found.to_json()) if arguments.json else table(found, model.stages))
+    return 0
+
+
+def _shares(arguments: argparse.Namespace) -> list[float]:
+    """What --keep lists; refuses, before anything is evaluated, what could not be drawn."""
+    if arguments.plot is not None:
+        if arguments.keep is None:
+            raise InputError(
+                "--plot", str(arguments.plot), "draws what --keep finds", "Add --keep 1.0,0.75,0.5"
             )
-        return 0
+        if not arguments.plot.parent.is_dir():
+            raise InputError("--plot", str(arguments.plot), "there is no such folder", "Create it")
+    if arguments.keep is None:
+        return []
+    return [fields.number(share, "--keep") for share in arguments.keep.split(",")]
 
-    return run_command(command)
+
+def _questions(
+    arguments: argparse.Namespace, shares: Sequence[float], stages: int
+) -> list[Question]:
+    limit = fields.integer(arguments.subsets, "--subsets", 1)
+    questions = [kept(stages, share, limit, arguments.seed) for share in shares]
+    if arguments.paths:
+        if arguments.run is None:
+            raise InputError("--paths", True, "only a run has a plan", "Leave it out")
+        questions.append(along_paths(run_folder.saved_plan(arguments.run), stages))
+    if arguments.swaps:
+        questions.append(swapped(stages))
+    if arguments.importance:
+        questions.append(without_each(stages))
+    return questions
+
+
+def _of_subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
+    """The perplexity of each subset that --keep asked for, by the number of its stages."""
+    perplexities: dict[int, dict[Order, float]] = {}
+    for answer in found.answers:
+        if answer.question.share is not None:
+            for way, perplexity in zip(answer.question.ways, answer.perplexities, strict=True):
+                perplexities.setdefault(len(way.stages), {})[way.stages] = perplexity
+    return perplexities
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            "--plot", str(path), f"cannot be written: {error.strerror}", "Give another file"
+        ) from error
 
 
 def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
-    """Evaluate a checkpoint of a run on at most `sequences` held-out sequences.
+    """Evaluate the full model of a run on at most `sequences` held-out sequences.
 
     Raises:
         InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
             model in it has diverged.
     """
-    config = run_folder.saved_config(folder, "--run")
-    config = replace(config, data=with_tokenizer_of_run(config.data, folder))
-    checkpoint = open_checkpoint(folder, step)
-    # The run may have cut its model otherwise since.
-    cut = checkpoint.stage_layers
-    config = replace(config, model=replace(config.model, stage_layers=cut))
-    parameters = [
-        read_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
-        for stage, shapes in enumerate(stage_shapes(config.model, len(cut)))
-    ]
-    loss, tokens = held_out_loss(config, parameters, sequences)
-    if not loss < MOST_NATS:
-        raise InputError(
-            "--step",
-            checkpoint.step,
-            f"the loss of this checkpoint is {loss}: training had diverged",
-            "Name an earlier step, or train again with a lower optimizer.learning_rate",
-        )
-    return Evaluation(checkpoint.step, loss, math.exp(loss), tokens)
+    model, config, step = read_run(folder, step)
+    return evaluate(model, step, config.data, sequences, ())
+
+
+def evaluate(
+    model: StagedModel,
+    step: int | None,
+    data: DataConfig,
+    sequences: int,
+    questions: Collection[Question],
+) -> Evaluation:
+    """Evaluate the full model, and all ways of the questions, on the same held-out sequences.
+
+    Raises:
+        InputError: if there is no text, or a loss is not finite.
+    """
+    everything = full(model.stages)
+    orders = {everything, *(way.stages for question in questions for way in question.ways)}
+    losses, tokens = losses_along(model, orders, data, sequences)
+    for order, loss in losses.items():
+        if not loss < MOST_NATS:
+            raise InputError(
+                "--hf" if step is None else "--step",
+                step,
+                f"the loss along stages {list(order)} is {loss}: training had diverged",
+                "Name an earlier step, or train again with a lower optimizer.learning_rate",
+            )
+    answers = tuple(
+        Answer(question, tuple(losses[way.stages] for way in question.ways))
+        for question in questions
+    )
+    loss = losses[everything]
+    return Evaluation(step, loss, math.exp(loss), tokens, answers)
 
 
 def held_out_loss(config: Config, parameters: Sequence[Any], sequences: int) -> tuple[float, int]:
     """Mean loss in nats of the full model, and over how many target tokens it is taken."""
-    batch_size = min(config.data.microbatch_size, sequences)
-    batches = held_out_batches(config.data, batch_size, sequences // batch_size)
-    model = config.model
-    if jax.default_backend() != "gpu":
-        model = replace(model, attention="xla")
-    batch_loss = jax.jit(full_model_loss(model, len(parameters)))
-    totals = np.zeros(2)
-    for batch in tqdm(batches, unit="batch", disable=None, leave=False):
-        totals += np.asarray(batch_loss(parameters, marked_tokens(batch), batch["targets"]))
-    return float(totals[0] / totals[1]), int(totals[1])
+    everything = full(len(parameters))
+    model = StagedModel(config.model, parameters)
+    losses, tokens = losses_along(model, {everything}, config.data, sequences)
+    return losses[everything], tokens
 
 
-def full_model_loss(
-    model: ModelConfig, stages: int
-) -> Callable[[Sequence[Any], Int[Array, "batch time"], Int[Array, "batch time"]], Float[Array, 2]]:
-    """(parameters of all stages, tokens, targets) -> sum of the losses in nats, target tokens.
+def losses_along(
+    model: StagedModel, orders: Collection[Order], data: DataConfig, sequences: int
+) -> tuple[dict[Order, float], int]:
+    """Mean loss in nats along each order of stages, and over how many target tokens it is taken."""
+    batch_size = min(data.microbatch_size, sequences)
+    ordered = sorted(orders)
+    totals = np.zeros((len(ordered), 2))
+    with tqdm(unit="pass", disable=None, leave=False) as bar:
+        for batch in held_out_batches(data, batch_size, sequences // batch_size):
+            embedded, targets = model.embed(batch), jnp.asarray(batch["targets"])
+            losses = _losses_along(model, ordered, 1, embedded, targets)
+            totals += np.stack(jax.device_get(list(losses)))
+            bar.update(len(ordered))
+    means = totals[:, 0] / totals[:, 1]
+    return dict(zip(ordered, means.tolist(), strict=True)), int(totals[0, 1])
 
-    Tokens are as `marked_tokens` gives them.
+
+def _losses_along(
+    model: StagedModel,
+    orders: Sequence[Order],
+    begun: int,
+    x: Float[Array, "sequence position width"],
+    targets: Int[Array, "sequence position"],
+) -> Iterator[Float[Array, 2]]:
+    """Loss and targets along each of the sorted orders, which share their first `begun` stages.
+
+    What several orders begin with is run once. `x` is the residual stream behind the shared stages.
     """
-    layers = model.layers_of_stages(stages)
-    structures = [
-        nnx.graphdef(
-            nnx.eval_shape(
-                lambda stage=stage: create_stage(model, stage, layers, jax.random.key(0))
-            )
-        )
-        for stage in range(stages)
+    if len(orders[0]) == begun:
+        yield model.loss(x, targets)
+        orders = orders[1:]
+    for stage, going_on in itertools.groupby(orders, key=lambda order: order[begun]):
+        behind = model.apply(stage, x)
+        yield from _losses_along(model, list(going_on), begun + 1, behind, targets)
+
+
+def table(found: Evaluation, stages: int) -> str:
+    """The evaluation for a reader: a line for the full model, and one for each way and question."""
+    of_step = "" if found.step is None else f"step {found.step}: "
+    lines = [
+        f"{of_step}held-out loss {found.loss:.4f} nats per token, perplexity "
+        f"{found.perplexity:.3f}, over {found.tokens:,} tokens, all stages in order"
     ]
+    if not found.answers:
+        return lines[0]
+    rows = [("", "stages", "loss", "perplexity", "")]
+    rows.append(("full", _stages(full(stages)), *_figures(found.loss, found.perplexity), ""))
+    for answer in found.answers:
+        question, perplexities = answer.question, answer.perplexities
+        ways = zip(question.ways, answer.losses, perplexities, strict=True)
+        rows += [
+            (_label(question, way), _stages(way.stages), *_figures(loss, perplexity), "")
+            for way, loss, perplexity in ways
+        ]
+        sample = f"{len(question.ways)} of {question.possible}"
+        spread = f"± {answer.deviation:.3f}, {min(perplexities):.3f} to {max(perplexities):.3f}"
+        means = _figures(answer.loss, answer.perplexity)
+        rows.append((f"{_name(question)}, mean", sample, *means, spread))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += [
+        f"{label:<{widths[0]}}  {stages:<{widths[1]}}  {loss:>{widths[2]}}  "
+        f"{perplexity:>{widths[3]}}  {spread}".rstrip()
+        for label, stages, loss, perplexity, spread in rows
+    ]
+    return "\n".join(lines)
 
-    def loss(parameters: Sequence[Any], tokens: Array, targets: Array) -> Array:
-        modules = [nnx.merge(*pair) for pair in zip(structures, parameters, strict=True)]
-        x = tokens
-        for module in modules:
-            x = module(x)
-        data_stage: DataStage = modules[0]
-        return jnp.stack(data_stage.loss(x, targets))
 
-    return loss
+def _figures(loss: float, perplexity: float) -> tuple[str, str]:
+    return f"{loss:.4f}", f"{perplexity:.3f}"
+
+
+def _stages(order: Order) -> str:
+    return " ".join(map(str, order))
+
+
+def _name(question: Question) -> str:
+    return question.name if question.share is None else f"{question.name} {question.share:g}"
+
+
+def _label(question: Question, way: Way) -> str:
+    if way.microbatches is not None:
+        return f"path, {way.microbatches}x"
+    if way.swapped is not None:
+        return "swapped {} and {}".format(*way.swapped)
+    if way.left_out is not None:
+        return f"without {way.left_out}"
+    return _name(question)
 
 
 if __name__ == "__main__":

@@ -279,8 +279,11 @@ class Block(nnx.Module):
     ) -> Float[Array, "batch time width"]:
         """The residual stream after this layer; `positions` are those in packed documents."""
         x = x + self.attend(self.attention_norm(x), positions)
-        hidden = self.ffn_norm(x)
-        return x + self.down(jax.nn.silu(self.gate(hidden)) * self.up(hidden))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+    def feed_forward(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+        """SwiGLU, each position by itself."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
     def attend(
         self, x: Float[Array, "batch time width"], positions: Int[Array, "batch time"] | None

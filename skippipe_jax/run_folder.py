@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,8 @@ def continue_run(folder: Path, config: Config, step: int) -> None:
     _replace(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def saved_config(folder: Path, field: str) -> Config:
-    """The configuration of a run; `field` names where the folder was given.
+def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run, overridden; `field` names where the folder was given.
 
     Raises:
         InputError: if the folder holds no run.
@@ -87,7 +87,7 @@ def saved_config(folder: Path, field: str) -> Config:
         raise InputError(
             field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
         )
-    return parse_config(fields.load_yaml(folder / CONFIG, f"{folder / CONFIG}"))
+    return parse_config(fields.load_yaml(folder / CONFIG, f"{folder / CONFIG}"), overrides)
 
 
 def saved_plan(folder: Path) -> Plan:

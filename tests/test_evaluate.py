@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import math
+import re
 import shutil
+import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jax
 import numpy as np
 import pytest
+import torch
+import transformers
 import yaml
 from flax import nnx
 from skippipe_sched.errors import InputError
 
 from skippipe_jax import evaluate
-from skippipe_jax.checkpoint import CheckpointWriter, open_checkpoint, read_stage
+from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import load_config
-from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss
+from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss, losses_along
 from skippipe_jax.model import DataStage, ModelConfig, stage_shapes
+from skippipe_jax.partial import Order, kept, swapped, without_each
+from skippipe_jax.progress import CompilationCounter
+from skippipe_jax.staged_model import StagedModel
 from skippipe_jax.tokenizer import ByteTokenizer
 from skippipe_jax.trainer import train
+from tests.partial_models import random_model, save_checkpoint
 
 STAGES, TIME, MICROBATCH = 3, 32, 2
 CONFIG: dict[str, Any] = {
@@ -101,23 +113,25 @@ def read_parameters(model: ModelConfig, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def loss_by_hand(step: int) -> float:
-    """Mean over all held-out targets, by one module that holds the layers of all stages."""
+@functools.cache
+def loss_by_hand(step: int, order: Order = (0, 1, 2)) -> float:
+    """Mean over all held-out targets, by one module that holds the layers of these stages."""
     model = load_config(Path("config.yaml")).model
     stages = read_parameters(model, step)
-    layers = [stage["blocks"] for stage in stages]
+    layers = [stages[stage]["blocks"] for stage in order]
     whole = stages[0] | {"blocks": jax.tree.map(lambda *own: np.concatenate(own), *layers)}
-    structure = nnx.graphdef(nnx.eval_shape(lambda: DataStage(model, 3, 0, jax.random.key(0))))
-
-    @jax.jit
-    def logits_of(parameters: Any, tokens: jax.Array) -> jax.Array:
-        module: DataStage = nnx.merge(structure, parameters)
-        return module.logits(module(tokens))
-
     windows = held_out_windows()
-    logits = np.asarray(logits_of(whole, windows[:, :-1]), np.float64)
+    structure = nnx.eval_shape(lambda: DataStage(model, len(order), 0, jax.random.key(0)))
+    logits = logits_of_whole(nnx.graphdef(structure), whole, windows[:, :-1])
+    logits = np.asarray(logits, np.float64)
     chances = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     return -np.log(np.take_along_axis(chances, windows[:, 1:, None], axis=-1)).mean()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of_whole(structure: Any, parameters: Any, tokens: jax.Array) -> jax.Array:
+    module: DataStage = nnx.merge(structure, parameters)
+    return module.logits(module(tokens))
 
 
 def test_loss_is_the_mean_over_the_held_out_text():
@@ -175,16 +189,267 @@ def test_a_run_that_used_the_attention_of_gpus_can_be_evaluated_without_one():
 
 
 def test_a_model_that_has_diverged_has_no_perplexity(tmp_path: Path):
-    config = load_config(Path("config.yaml"))
-    stages = read_parameters(config.model, 6)
+    stages = read_parameters(load_config(Path("config.yaml")).model, 6)
     stages[0]["head"]["kernel"] *= 1e6
     shutil.copy("run/config.yaml", tmp_path)
-    with contextlib.closing(
-        CheckpointWriter(
-            tmp_path, Membership(config.cluster, 0, 1), stage_layers=(1,) * STAGES, keep=1
-        )
-    ) as writer:
-        writer.save(7, {stage: {"parameters": own} for stage, own in enumerate(stages)}, {})
+    save_checkpoint(tmp_path, stages, 7)
     with pytest.raises(InputError, match="training had diverged") as caught:
         evaluate_run(tmp_path, None, 256)
     assert (caught.value.field, caught.value.value) == ("--step", 7)
+
+
+# Partial models.
+
+
+def evaluated(arguments: list[str], monkeypatch: Any, capsys: Any) -> dict[str, Any]:
+    return json.loads(run_main(["--run", "run", "--json", *arguments], monkeypatch, capsys))
+
+
+def check_each(answer: dict[str, Any]) -> np.ndarray:
+    """Every loss is that of one module with the layers of these stages; returns perplexities."""
+    for way in answer["each"]:
+        assert abs(way["loss"] - loss_by_hand(6, tuple(way["stages"]))) < 1e-5
+        assert way["perplexity"] == math.exp(way["loss"])
+    return np.array([way["perplexity"] for way in answer["each"]])
+
+
+def test_all_subsets_of_a_share_are_evaluated(monkeypatch: Any, capsys: Any):
+    found = evaluated(["--keep", "1.0,0.67,0.3"], monkeypatch, capsys)
+    assert [answer["share"] for answer in found["keep"]] == [1.0, 0.67, 0.3]
+    orders = [[way["stages"] for way in answer["each"]] for answer in found["keep"]]
+    assert orders == [[[0, 1, 2]], [[0, 1], [0, 2]], [[0]]]
+    assert found["keep"][0]["perplexity"] == found["perplexity"]
+    for answer in found["keep"]:
+        perplexities = check_each(answer)
+        assert answer["possible"] == len(perplexities)
+        assert answer["perplexity"] == pytest.approx(perplexities.mean())
+        assert answer["deviation"] == pytest.approx(perplexities.std())
+        assert (answer["least"], answer["greatest"]) == (perplexities.min(), perplexities.max())
+
+
+def test_paths_count_as_often_as_microbatches_take_them(monkeypatch: Any, capsys: Any):
+    plan = json.loads(Path("run/plan.json").read_text())
+    node_stages = {node: s for s, nodes in enumerate(plan["stages"]) for node in nodes}
+    taken = Counter(tuple(node_stages[node] for node in path) for path in plan["microbatches"])
+    answer = evaluated(["--paths"], monkeypatch, capsys)["paths"]
+    assert {tuple(way["stages"]): way["microbatches"] for way in answer["each"]} == taken
+    perplexities = check_each(answer)
+    weights = [way["microbatches"] for way in answer["each"]]
+    assert answer["perplexity"] == pytest.approx(np.average(perplexities, weights=weights))
+
+
+def test_stages_are_swapped_and_left_out_in_turn(monkeypatch: Any, capsys: Any):
+    found = evaluated(["--swaps", "--importance"], monkeypatch, capsys)
+    swaps, importance = found["swaps"]["each"], found["importance"]["each"]
+    assert [(way["stages"], way["swapped"]) for way in swaps] == [([0, 2, 1], [1, 2])]
+    assert [(way["stages"], way["left_out"]) for way in importance] == [([0, 2], 1), ([0, 1], 2)]
+    check_each(found["swaps"])
+    check_each(found["importance"])
+
+
+def test_one_table_has_all_that_is_asked_for(monkeypatch: Any, capsys: Any):
+    asked = ["--keep", "0.67", "--paths", "--swaps", "--importance"]
+    found = evaluated(asked, monkeypatch, capsys)
+    out = run_main(["--run", "run", *asked], monkeypatch, capsys)
+    cells = [re.split("  +", line.strip()) for line in out.splitlines()[2:]]
+    rows = {row[0]: row for row in cells}
+    assert rows["full"] == ["full", "0 1 2", f"{found['loss']:.4f}", f"{found['perplexity']:.3f}"]
+    swap = found["swaps"]["each"][0]
+    wanted = ["0 2 1", f"{swap['loss']:.4f}", f"{swap['perplexity']:.3f}"]
+    assert rows["swapped 1 and 2"][1:] == wanted
+    assert rows["without 2"][1] == "0 1"
+    kept = found["keep"][0]
+    assert rows["keep 0.67, mean"][1:4] == [
+        "2 of 2",
+        f"{kept['loss']:.4f}",
+        f"{kept['perplexity']:.3f}",
+    ]
+    assert f"± {kept['deviation']:.3f}" in rows["keep 0.67, mean"][4]
+    assert sum(row[0].startswith("path, ") for row in cells) == len(found["paths"]["each"])
+
+
+def test_the_picture_has_every_subset(monkeypatch: Any, capsys: Any, tmp_path: Path):
+    file = tmp_path / "shares.svg"
+    arguments = ["--run", "run", "--keep", "1,0.67,0.3", "--plot", str(file)]
+    run_main(arguments, monkeypatch, capsys)
+    svg = ElementTree.parse(file).getroot()
+    dots = [dot for dot in svg.iter() if dot.tag.endswith("circle")]
+    assert [dot.get("class") for dot in dots].count("each") == 1 + 2 + 1
+    across = [float(dot.get("cx", 0)) for dot in dots if dot.get("class") == "mean"]
+    assert across == sorted(across)
+    assert len(across) == 3
+    texts = [text.text for text in svg.iter() if text.tag.endswith("title")]
+    assert any((text or "").startswith("stages 0 2: ") for text in texts)
+
+
+def test_other_text_can_be_evaluated(monkeypatch: Any, capsys: Any, tmp_path: Path):
+    (tmp_path / "digits").write_bytes(b"0123456789" * 100)
+    other = ["--set", f"data.path={tmp_path / 'digits'}"]
+    found = evaluated(other, monkeypatch, capsys)
+    assert found["loss"] > evaluated([], monkeypatch, capsys)["loss"] + 1
+
+
+def test_a_sample_of_many_subsets_is_drawn_by_the_seed():
+    found = kept(12, 0.5, 20, seed=3)
+    orders = [way.stages for way in found.ways]
+    assert found.possible == math.comb(11, 5)
+    assert len(set(orders)) == len(orders) == 20
+    assert all(
+        order[0] == 0 and len(order) == 6 and list(order) == sorted(order) for order in orders
+    )
+    assert found == kept(12, 0.5, 20, seed=3)
+    assert found != kept(12, 0.5, 20, seed=4)
+    assert kept(12, 0.5, 462, seed=3).possible == len(kept(12, 0.5, 462, seed=3).ways)
+
+
+@pytest.mark.parametrize(
+    ("stages", "share", "count"),
+    [(4, 0.75, 3), (6, 0.75, 5), (6, 0.5, 3), (5, 0.1, 1), (1, 0.5, 1)],
+)
+def test_shares_are_rounded_to_whole_stages(stages: int, share: float, count: int):
+    assert {len(way.stages) for way in kept(stages, share, 99, 0).ways} == {count}
+
+
+def test_programs_are_compiled_once_for_all_ways():
+    config = load_config(Path("config.yaml"), ["model.width=20", "model.layers=6"])
+    model = random_model(config.model, 6)
+    orders = {way.stages for share in (0.5, 0.7) for way in kept(6, share, 99, 0).ways}
+    with CompilationCounter() as counter:
+        losses, _ = losses_along(model, orders, config.data, 6)
+    # The data stage, any other stage, and the loss.
+    assert counter.take().count == 3
+    assert len(set(losses.values())) == len(orders) == 10 + 10
+
+
+def test_losses_equal_those_of_transformers_with_the_layers_removed():
+    """Stages of different sizes, shared heads of keys, and frequencies of Llama 3."""
+    config = load_config(
+        Path("config.yaml"),
+        [
+            "model.layers=6",
+            "model.heads=4",
+            "model.kv_heads=2",
+            "model.stage_layers=[1, 2, 1, 2]",
+            "model.rope_scaling.original_context=8",
+            "model.norm_epsilon=1e-5",
+        ],
+    )
+    model = random_model(config.model, 4)
+    subsets = [way.stages for share in (1.0, 0.75, 0.5, 0.25) for way in kept(4, share, 99, 0).ways]
+    losses, tokens = losses_along(model, subsets, config.data, 999)
+    windows = held_out_windows()
+    assert tokens == windows[:, 1:].size
+    assert len(losses) == 8
+    for order in subsets:
+        expected = loss_of_transformers(model, order, windows)
+        assert abs(losses[order] - expected) < 1e-4, order
+
+
+def loss_of_transformers(model: StagedModel, order: Order, windows: np.ndarray) -> float:
+    """The mean loss of a LlamaForCausalLM that has only the layers of these stages."""
+    config = model.config
+    sizes = config.layers_of_stages(model.stages)
+    scaling = config.rope_scaling
+    assert scaling is not None
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocabulary_size,
+            hidden_size=config.width,
+            intermediate_size=config.ffn_width,
+            num_hidden_layers=sum(sizes[stage] for stage in order),
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            max_position_embeddings=config.context,
+            rms_norm_eps=config.norm_epsilon,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": config.rope_theta,
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_frequency_factor,
+                "high_freq_factor": scaling.high_frequency_factor,
+                "original_max_position_embeddings": scaling.original_context,
+            },
+        )
+    )
+    first = model.parameters[0]
+    tensors = {
+        "model.embed_tokens.weight": first["embedding"],
+        "model.norm.weight": first["final_norm"]["scale"],
+        "lm_head.weight": first["head"]["kernel"].T,
+    }
+    names = {
+        "query": "self_attn.q_proj",
+        "key": "self_attn.k_proj",
+        "value": "self_attn.v_proj",
+        "output": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    layers = itertools.count()
+    for stage in order:
+        for block in range(sizes[stage]):
+            layer = next(layers)
+            for name, their_name in names.items():
+                [array] = model.parameters[stage]["blocks"][name].values()
+                tensors[f"model.layers.{layer}.{their_name}.weight"] = array[block].T
+    state = {name: torch.tensor(np.array(array)) for name, array in tensors.items()}
+    theirs.load_state_dict(state)
+    with torch.no_grad():
+        logits = theirs(torch.tensor(windows[:, :-1])).logits
+    targets = torch.tensor(windows[:, 1:])
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--keep", "0.5,half"], ["--keep = 'half'", "must be a number"]),
+        (["--keep", "0"], ["--keep = 0", "no share"]),
+        (["--keep", "1.5"], ["--keep = 1.5", "no share"]),
+        (["--keep", "0.5", "--subsets", "0"], ["--subsets = 0", "at least 1"]),
+        (["--plot", "a.svg"], ["--plot = 'a.svg'", "Add --keep"]),
+        (
+            ["--keep", "1", "--plot", "nowhere/a.svg"],
+            ["--plot = 'nowhere/a.svg'", "no such folder"],
+        ),
+        (["--stages", "3"], ["--cut = 3", "cut by its plan"]),
+        (["--set", "data.path=nowhere"], ["data.path"]),
+        (["--set", "model.width=32"], ["the configured model has"]),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    arguments: list[str], words: list[str], monkeypatch: Any, capsys: Any
+):
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--run", "run", *arguments])
+    assert evaluate.main() == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    for word in words:
+        assert word in error
+
+
+def test_too_few_stages_have_no_neighbours():
+    for question in (swapped, without_each):
+        with pytest.raises(InputError, match="Leave it out"):
+            question(1)
+    with pytest.raises(InputError, match="no two inner ones"):
+        swapped(2)
+
+
+def test_an_interrupted_evaluation_ends_at_once(monkeypatch: Any, capsys: Any, tmp_path: Path):
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--run", "run", "--keep", "1,0.67,0.3"])
+    before = signal.signal(signal.SIGALRM, interrupt)
+    # Before the checkpoint can have been read.
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        assert evaluate.main() == 130
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert capsys.readouterr().err == "interrupted; nothing is kept\n"

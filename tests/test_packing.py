@@ -19,7 +19,6 @@ from skippipe_sched.plan import Plan
 
 from skippipe_jax.config import Config, NetworkConfig, TrainConfig, parse_config
 from skippipe_jax.data import Batch, DataConfig
-from skippipe_jax.evaluate import full_model_loss
 from skippipe_jax.marks import (
     mark,
     marked_tokens,
@@ -31,6 +30,7 @@ from skippipe_jax.measured_case import activation_bytes
 from skippipe_jax.measured_stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
 from skippipe_jax.model import RECOMPUTE, DataStage, ModelConfig, Stage, create_stage
 from skippipe_jax.progress import bytes_per_link
+from skippipe_jax.staged_model import StagedModel
 from skippipe_jax.stages import activation, stage_functions
 from tests import oracle
 from tests.test_model import random_module
@@ -176,9 +176,9 @@ def test_evaluation_keeps_documents_apart():
     tokens, targets = random.integers(0, 11, (2, 3, ROW), dtype=np.int32)
     batch: Batch = {"tokens": tokens, "targets": targets, "begins": random.random((3, ROW)) < 0.3}
     parameters = [nnx.to_pure_dict(nnx.state(stage)) for stage in random_stages()]
-    loss = jax.jit(full_model_loss(TURNING, 3))
+    model = StagedModel(TURNING, parameters)
     together, apart = (
-        loss(parameters, marked_tokens(own), own["targets"])
+        model.loss(model.run((0, 1, 2), own), own["targets"])
         for own in (batch, oracle.one_by_one(batch))
     )
     assert together[1] == tokens.size

@@ -1,0 +1,104 @@
+"""Perplexity against the share of the stages that run, as an SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from xml.etree.ElementTree import Element, SubElement
+
+import numpy as np
+from skippipe_sched.draw import (
+    add_line,
+    add_text,
+    add_tip,
+    add_title,
+    round_ticks,
+    rounded,
+    start_picture,
+    svg_text,
+)
+
+from skippipe_jax.partial import Order
+
+# Pixels.
+WIDTH = 440
+HEIGHT = 280
+LEFT = 62
+RIGHT = WIDTH - 28
+TOP = 52
+BOTTOM = HEIGHT - 42
+TICKS_UP = 6
+CAP = 5
+
+STYLE = """
+.shares .each{fill:#2f6db5;fill-opacity:.3}
+.shares .spread{stroke:#2f6db5;stroke-width:1.5}
+.shares .mean{fill:#2f6db5}
+.shares .line{fill:none;stroke:#2f6db5;stroke-width:2;stroke-linejoin:round}
+.shares .full{stroke:#b5482f;stroke-width:1.5;stroke-dasharray:5 3}
+.shares .full-label{fill:#9c3a23}
+"""
+
+
+def picture(
+    perplexities: Mapping[int, Mapping[Order, float]], stages: int, full_perplexity: float
+) -> str:
+    """Mean, standard deviation and every subset, for each number of the `stages` stages that run.
+
+    A dashed line marks the full model. The axis is logarithmic, for a model that has never been
+    run in part can be worse by orders of magnitude.
+    """
+    svg = start_picture("shares", (WIDTH, HEIGHT), "Perplexity of partial models", STYLE)
+    add_title(svg, "Perplexity", "mean ± standard deviation, each subset")
+    everything = [full_perplexity, *(p for of in perplexities.values() for p in of.values())]
+    low, high = math.log(min(everything)) - 0.02, math.log(max(everything)) + 0.02
+
+    def x(share: float) -> float:
+        return LEFT + (RIGHT - LEFT) * share
+
+    def y(perplexity: float) -> float:
+        height = (math.log(perplexity) - low) / (high - low) if perplexity > 0 else 0.0
+        return BOTTOM - (BOTTOM - TOP) * min(max(height, 0.0), 1.0)
+
+    for perplexity in _ticks(math.exp(low), math.exp(high)):
+        add_line(svg, "grid", (LEFT, y(perplexity)), (RIGHT, y(perplexity)))
+        add_text(svg, "end", LEFT - 7, y(perplexity) + 4, f"{perplexity:,.10g}")
+    for count in range(stages + 1):
+        add_line(svg, "grid", (x(count / stages), BOTTOM), (x(count / stages), BOTTOM + 4))
+    for percent in range(0, 101, 25):
+        add_text(svg, "middle", x(percent / 100), BOTTOM + 17, f"{percent}%")
+    add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, f"share of the {stages} stages")
+    add_line(svg, "full", (LEFT, y(full_perplexity)), (RIGHT, y(full_perplexity)))
+    add_text(svg, "full-label", LEFT + 4, y(full_perplexity) - 5, "all stages")
+
+    means = []
+    for kept, of_orders in sorted(perplexities.items()):
+        across, values = x(kept / stages), list(of_orders.values())
+        mean, deviation = float(np.mean(values)), float(np.std(values))
+        for order, perplexity in of_orders.items():
+            tip = f"stages {' '.join(map(str, order))}: {perplexity:.3f}"
+            _add_dot(svg, "each", (across, y(perplexity)), tip)
+        ends = [y(mean - deviation), y(mean + deviation)]
+        add_line(svg, "spread", (across, ends[0]), (across, ends[1]))
+        for end in ends:
+            add_line(svg, "spread", (across - CAP, end), (across + CAP, end))
+        tip = f"{kept} of {stages} stages: {mean:.3f} ± {deviation:.3f}"
+        _add_dot(svg, "mean", (across, y(mean)), tip)
+        means.append(f"{rounded(across)},{rounded(y(mean))}")
+    SubElement(svg, "polyline", {"class": "line", "points": " ".join(means)})
+    return svg_text(svg)
+
+
+def _add_dot(svg: Element, classes: str, centre: tuple[float, float], tip: str) -> None:
+    place = {"cx": rounded(centre[0]), "cy": rounded(centre[1]), "r": "3.5"}
+    add_tip(SubElement(svg, "circle", {"class": classes, **place}), tip)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round perplexities from `low` to `high`: evenly spaced, or 1, 2, 5, 10 and so on."""
+    if high < 10 * low:
+        return round_ticks(high, low, TICKS_UP)
+    digits = (1, 2, 5) if high < 1e3 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in digits]
+    return [tick for tick in ticks if low <= tick <= high]

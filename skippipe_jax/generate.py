@@ -1,0 +1,112 @@
+"""Text sampled from a model, of which any stages run, in any order.
+
+python -m skippipe_jax.generate --run DIR --prompt "def " --keep 0.75
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from skippipe_sched import fields
+from skippipe_sched.errors import run_command
+
+from skippipe_jax.decoding import Sampling, generate_tokens
+from skippipe_jax.partial import chosen_order
+from skippipe_jax.staged_model import add_model_arguments, named_model, tokenizer_for
+
+
+def main() -> int:
+    """Parse the command line and generate; returns the exit code."""
+    arguments = _parser().parse_args()
+    try:
+        return run_command(lambda: _run(arguments))
+    except KeyboardInterrupt:
+        print()
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m skippipe_jax.generate",
+        description="Print a prompt and text that a model goes on with, as it comes.",
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="- reads standard input")
+    parser.add_argument(
+        "--tokens", type=int, default=100, help="at most so many (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=Sampling.temperature,
+        help="divides the logits; 0 takes the likeliest token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=Sampling.top_p,
+        help="draw from the likeliest tokens of this share (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=Sampling.seed, help="of all draws (default: %(default)s)"
+    )
+    add_stages_arguments(parser)
+    return parser
+
+
+def add_stages_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name the stages that run, as `partial.chosen_order` reads them."""
+    stages = parser.add_mutually_exclusive_group()
+    stages.add_argument(
+        "--stages", metavar="0,2,1", help="which stages run, in this order (default: all)"
+    )
+    stages.add_argument(
+        "--keep", type=float, metavar="SHARE", help="this share of the stages, drawn by --seed"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    count = fields.integer(arguments.tokens, "--tokens", 1)
+    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
+    model, config, _ = named_model(arguments)
+    order = chosen_order(arguments.stages, arguments.keep, model.stages, arguments.seed)
+    tokenizer = tokenizer_for(config)
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = [tokenizer.begin, *map(int, tokenizer.encode(text))]
+    tokens = generate_tokens(model, order, prompt, count, sampling, tokenizer.end)
+    if len(order) < model.stages or arguments.stages is not None:
+        names = " ".join(map(str, order))
+        print(f"stages {names} of {model.stages}", file=sys.stderr)
+    # With the first piece: until there is one, an error can still come instead.
+    shown = text
+    for piece in text_pieces(tokenizer.decode, prompt, tokens):
+        print(shown + piece, end="", flush=True)
+        shown = ""
+    print(shown)
+    return 0
+
+
+def text_pieces(
+    decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]
+) -> Iterator[str]:
+    """The text that tokens add to a prompt, as soon as the characters in it are whole.
+
+    Some tokenizers write a token otherwise at the beginning of a text, so each piece is what it
+    adds to the piece before it.
+    """
+    before, pending = list(prompt), []
+    for token in tokens:
+        pending.append(token)
+        text = decode(before + pending)
+        # A character of several bytes whose last ones are yet to come.
+        if not text.endswith("\ufffd"):
+            yield text[len(decode(before)) :]
+            before, pending = pending, []
+    if pending:
+        yield decode(before + pending)[len(decode(before)) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

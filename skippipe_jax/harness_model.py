@@ -1,0 +1,194 @@
+"""A model, or some of its stages, as lm-evaluation-harness asks for it.
+
+Importing this module registers it there under the name ``skippipe``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+from tqdm import tqdm
+
+from skippipe_jax.data import NOT_COUNTED
+from skippipe_jax.decoding import Sampling, generate_tokens, padded_length
+from skippipe_jax.generate import text_pieces
+from skippipe_jax.model import DataStage
+from skippipe_jax.partial import chosen_order
+from skippipe_jax.staged_model import read_model, tokenizer_for
+
+# What the harness itself takes where a task does not say how much is generated.
+DEFAULT_NEW_TOKENS = 256
+
+Scored = tuple[list[int], list[int]]
+"""Tokens that are given, and tokens whose chances are asked for."""
+
+
+class HarnessModel(LM):
+    """Answers the harness's three kinds of request.
+
+    Every text begins with the tokenizer's begin mark. As in the harness's own models, what does
+    not fit into the context is left out at the beginning.
+    """
+
+    def __init__(
+        self,
+        run: str | Path | None = None,
+        hf: str | Path | None = None,
+        *,
+        step: int | None = None,
+        cut: int | None = None,
+        overrides: Sequence[str] = (),
+        stages: str | int | None = None,
+        keep: float | None = None,
+        seed: int = 0,
+        batch_size: int | str = 8,
+    ):
+        """Read the model of a run, or of a folder from Hugging Face.
+
+        `stages` names the stages that run ("0 2 1"; all by default), or `keep` is their share,
+        drawn by the seed. `batch_size` sequences run at once.
+
+        Raises:
+            InputError: if there is no such model, or it has no such stages.
+        """
+        super().__init__()
+        run, hf = (None if folder is None else Path(folder) for folder in (run, hf))
+        self.model, config, _ = read_model(run, hf, step, cut, overrides)
+        # The harness's own arguments are separated by commas.
+        named = None if stages is None else str(stages).replace(" ", ",")
+        self.order = chosen_order(named, keep, self.model.stages, seed)
+        self.tokenizer = tokenizer_for(config)
+        self.batch_size = fields.integer(int(batch_size), "--batch-size", 1)
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Log-likelihood in nats of each continuation, and whether it is the likeliest one."""
+        return self._score([self._pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Log-likelihood in nats of each text, in windows of the context where it is longer."""
+        windows = [
+            [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(
+                    token_list=self._encode(request.args[0]),
+                    prefix_token=self.tokenizer.begin,
+                    max_seq_len=self.model.config.context,
+                    context_len=1,
+                )
+            ]
+            for request in requests
+        ]
+        scores = iter(self._score([window for of_text in windows for window in of_text]))
+        return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """The text that goes on from each context, up to the first of its stops."""
+        return [self._generate(*request.args) for request in tqdm(requests, disable=None)]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(map(int, self.tokenizer.encode(text)))
+
+    def _pair(self, context: str, continuation: str) -> Scored:
+        # A space belongs to the word behind it, as tokenizers have it.
+        spaces = context[len(context.rstrip()) :]
+        context = context[: len(context) - len(spaces)]
+        given = self._encode(context)
+        return [self.tokenizer.begin, *given], self._encode(context + spaces + continuation)[
+            len(given) :
+        ]
+
+    def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """Batches of like length, the longest first: what needs most memory comes at once."""
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+        longest_first = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
+        starts = range(0, len(pairs), self.batch_size)
+        for start in tqdm(starts, unit="batch", disable=None, leave=False):
+            chosen = longest_first[start : start + self.batch_size]
+            tokens, targets = self._rows([pairs[i] for i in chosen])
+            x = self.model.run(self.order, {"tokens": tokens, "targets": targets})
+            nats, greedy = _score(
+                self.model.structures[0], self.model.parameters[0], x, jnp.asarray(targets)
+            )
+            for i, of_row, is_greedy in zip(chosen, nats.tolist(), greedy.tolist(), strict=False):
+                scores[i] = (of_row, is_greedy)
+        return scores
+
+    def _rows(self, pairs: Sequence[Scored]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets [batch, time]; what is given, and rows that are missing, not counted.
+
+        Raises:
+            InputError: if a continuation is longer than the context.
+        """
+        context = self.model.config.context
+        length = padded_length(max(sum(map(len, pair)) for pair in pairs) - 1, context)
+        tokens = np.full((self.batch_size, length), self.tokenizer.padding, np.int32)
+        targets = np.full_like(tokens, NOT_COUNTED)
+        for row, (given, asked) in enumerate(pairs):
+            if len(asked) > context:
+                raise InputError(
+                    "model.context",
+                    context,
+                    f"a task asks for the chances of {len(asked)} tokens at once",
+                    "Leave out this task",
+                )
+            both = [*given, *asked][-context - 1 :]
+            tokens[row, : len(both) - 1] = both[:-1]
+            targets[row, len(both) - 1 - len(asked) : len(both) - 1] = asked
+        return tokens, targets
+
+    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        stops = settings.get("until") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        limit = self.model.config.context - 1
+        count = min(int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS)), limit)
+        greedy = not settings.get("do_sample", settings.get("temperature", 0) > 0)
+        sampling = Sampling(
+            temperature=0.0 if greedy else float(settings.get("temperature", 1.0)),
+            top_p=float(settings.get("top_p", 1.0)),
+        )
+        prompt = [self.tokenizer.begin, *self._encode(context)][count - limit - 1 :]
+        tokens = generate_tokens(
+            self.model, self.order, prompt, count, sampling, self.tokenizer.end
+        )
+        text = ""
+        for piece in text_pieces(self.tokenizer.decode, prompt, tokens):
+            text += piece
+            ends = [text.index(stop) for stop in stops if stop in text]
+            if ends:
+                return text[: min(ends)]
+        return text
+
+
+# Not as a decorator, which would hide the class from type checkers.
+register_model("skippipe")(HarnessModel)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(
+    structure: Any,
+    parameters: Any,
+    x: Float[Array, "batch time width"],
+    targets: Int[Array, "batch time"],
+) -> tuple[Float[Array, " batch"], Array]:
+    """Log-likelihood in nats of each row's targets, and whether each is the likeliest token."""
+    data_stage: DataStage = nnx.merge(structure, parameters)
+    logits = data_stage.logits(x)
+    counted = targets >= 0
+    chosen = jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[..., None], axis=-1)
+    nats = chosen[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+    greedy = (jnp.argmax(logits, axis=-1) == targets) | ~counted
+    return jnp.sum(jnp.where(counted, nats, 0.0), axis=-1), jnp.all(greedy, axis=-1)

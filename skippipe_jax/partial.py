@@ -1,0 +1,147 @@
+"""Which stages a partial model runs, and in which order: any of them, the data stage first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+from skippipe_sched.plan import Plan
+
+Order = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way through the model: the stages that run, in order, and what sets it apart.
+
+    `microbatches` of an iteration go this way, `swapped` are two neighbours in reversed order, and
+    `left_out` is the only stage that does not run.
+    """
+
+    stages: Order
+    microbatches: int | None = None
+    swapped: tuple[int, int] | None = None
+    left_out: int | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """Ways through the model that are compared with the full one.
+
+    `name` is the argument that asks, `share` that of the stages that `keep` keeps. There are
+    `possible` such ways: more than `ways` if these are a sample.
+    """
+
+    name: str
+    ways: tuple[Way, ...]
+    possible: int
+    share: float | None = None
+
+
+def full(stages: int) -> Order:
+    """Every stage, in order."""
+    return tuple(range(stages))
+
+
+def kept(stages: int, share: float, limit: int, seed: int) -> Question:
+    """All ways to keep a share of the stages, or `limit` of them, drawn by the seed.
+
+    The number of stages is rounded to the nearest, and the data stage is always one of them.
+
+    Raises:
+        InputError: for a share that is not above 0 and at most 1.
+    """
+    if not 0 < share <= 1:
+        raise InputError("--keep", share, "is no share of the stages", "Write one such as 0.75")
+    inner = range(1, stages)
+    count = max(math.floor(share * stages + 0.5), 1) - 1
+    possible = math.comb(len(inner), count)
+    if possible <= limit:
+        chosen = set(itertools.combinations(inner, count))
+    else:
+        draw, chosen = random.Random(seed), set()
+        while len(chosen) < limit:
+            chosen.add(tuple(sorted(draw.sample(inner, count))))
+    ways = tuple(Way((0, *subset)) for subset in sorted(chosen))
+    return Question("keep", ways, possible, share)
+
+
+def along_paths(plan: Plan, stages: int) -> Question:
+    """The different paths of a plan, each with the number of microbatches that take it.
+
+    Raises:
+        InputError: if the plan is for another number of stages.
+    """
+    if len(plan.stages) != stages:
+        raise InputError(
+            "--paths",
+            f"{len(plan.stages)} stages",
+            f"the checkpoint was saved by a plan of {stages}",
+            "Choose a step of the present plan, or leave it out",
+        )
+    counts = Counter(tuple(plan.stage_of[node] for node in path) for path in plan.microbatches)
+    ways = tuple(Way(order, microbatches=count) for order, count in sorted(counts.items()))
+    return Question("paths", ways, len(ways))
+
+
+def swapped(stages: int) -> Question:
+    """Every stage, each pair of neighbouring inner stages in turn in reversed order.
+
+    Raises:
+        InputError: if there are no two inner stages.
+    """
+    if stages < 3:
+        raise InputError(
+            "--swaps", f"{stages} stages", "there are no two inner ones to swap", "Leave it out"
+        )
+    order = full(stages)
+    ways = tuple(
+        Way((*order[:s], s + 1, s, *order[s + 2 :]), swapped=(s, s + 1))
+        for s in range(1, stages - 1)
+    )
+    return Question("swaps", ways, len(ways))
+
+
+def without_each(stages: int) -> Question:
+    """Every stage but one, each inner stage left out in turn.
+
+    Raises:
+        InputError: if there is no inner stage.
+    """
+    if stages < 2:
+        raise InputError(
+            "--importance", f"{stages} stage", "there is none to leave out", "Leave it out"
+        )
+    order = full(stages)
+    ways = tuple(Way((*order[:s], *order[s + 1 :]), left_out=s) for s in range(1, stages))
+    return Question("importance", ways, len(ways))
+
+
+def chosen_order(named: str | None, share: float | None, stages: int, seed: int) -> Order:
+    """The stages that a user names (``0,2,1``), or a share drawn by the seed, or all of them.
+
+    Raises:
+        InputError: if these are not different stages of the model, the data stage first.
+    """
+    if named is not None and share is not None:
+        raise InputError("--keep", share, "--stages is given too", "Leave out one of the two")
+    if named is None:
+        return full(stages) if share is None else kept(stages, share, 1, seed).ways[0].stages
+    try:
+        order = tuple(map(int, named.split(",")))
+    except ValueError as error:
+        raise InputError("--stages", named, "is no list of stages", "Write 0,1,3") from error
+    for stage in order:
+        fields.integer(stage, "--stages", 0, stages - 1)
+    if order[0] != 0:
+        raise InputError(
+            "--stages", named, "stage 0 embeds the tokens, so it comes first", "Begin with 0"
+        )
+    if len(set(order)) < len(order):
+        raise InputError("--stages", named, "names a stage twice", "Name each once")
+    return order

@@ -1,0 +1,197 @@
+"""A trained model as evaluation and generation use it: all stages on one device, run in any order.
+
+Programs are compiled once for each shape of a stage, so no choice of stages compiles anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import huggingface, run_folder
+from skippipe_jax.checkpoint import open_checkpoint, read_stage
+from skippipe_jax.config import Config, parse_config, to_tree
+from skippipe_jax.data import Batch, check_vocabulary, tokenizer_of, with_tokenizer_of_run
+from skippipe_jax.marks import marked_tokens
+from skippipe_jax.model import ModelConfig, create_stage, stage_shapes
+from skippipe_jax.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+
+# Into at most so many stages a model is cut that comes without a plan, as far as layers allow.
+MOST_STAGES = 6
+
+
+@dataclass(frozen=True, eq=False)
+class StagedModel:
+    """A model cut into stages; `parameters[s]` are those of stage s, 0 the data stage."""
+
+    config: ModelConfig
+    parameters: Sequence[Any]
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.parameters)
+
+    @cached_property
+    def structures(self) -> tuple[Any, ...]:
+        """What `nnx.merge` needs beside the parameters to make a stage of them."""
+        config = self.config
+        if jax.default_backend() != "gpu":
+            config = replace(config, attention="xla")
+        layers = config.layers_of_stages(self.stages)
+
+        def structure(stage: int) -> Any:
+            return nnx.graphdef(
+                nnx.eval_shape(lambda: create_stage(config, stage, layers, jax.random.key(0)))
+            )
+
+        return tuple(map(structure, range(self.stages)))
+
+    def embed(self, batch: Batch) -> Float[Array, "sequence position width"]:
+        """The residual stream after the data stage, with which every order begins."""
+        return _apply(self.structures[0], self.parameters[0], marked_tokens(batch))
+
+    def apply(
+        self, stage: int, x: Float[Array, "batch time width"]
+    ) -> Float[Array, "batch time width"]:
+        """The residual stream after one of the other stages."""
+        return _apply(self.structures[stage], self.parameters[stage], x)
+
+    def run(self, order: Sequence[int], batch: Batch) -> Float[Array, "sequence position width"]:
+        """The residual stream after stages in an order that begins with the data stage."""
+        return functools.reduce(lambda x, stage: self.apply(stage, x), order[1:], self.embed(batch))
+
+    def loss(
+        self, x: Float[Array, "batch time width"], targets: Int[Array, "batch time"]
+    ) -> Float[Array, 2]:
+        """Sum of the losses in nats, and how many targets there are."""
+        return _loss(self.structures[0], self.parameters[0], x, targets)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(structure: Any, parameters: Any, inputs: Array) -> Array:
+    return nnx.merge(structure, parameters)(inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss(structure: Any, parameters: Any, x: Array, targets: Array) -> Array:
+    return jnp.stack(nnx.merge(structure, parameters).loss(x, targets))
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *cut_flags: str) -> None:
+    """The arguments that name a model: those of `read_model`, which `named_model` passes on."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--run", type=Path, metavar="DIR", help="the folder of a run")
+    where.add_argument("--hf", type=Path, metavar="DIR", help="a folder from Hugging Face")
+    parser.add_argument("--step", type=int, help="which checkpoint of --run (default: the latest)")
+    parser.add_argument(
+        *cut_flags or ("--cut",),
+        dest="cut",
+        type=int,
+        metavar="N",
+        help=f"into how many stages an --hf model is cut (default: {MOST_STAGES}, or as many fewer "
+        "as its layers spread over evenly)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY.SUB=VALUE",
+        help="override the configuration, as for training; may be given often",
+    )
+
+
+def named_model(arguments: argparse.Namespace) -> tuple[StagedModel, Config, int | None]:
+    """The model that the arguments name, as `read_model` reads it."""
+    return read_model(arguments.run, arguments.hf, arguments.step, arguments.cut, arguments.set)
+
+
+def read_model(
+    run: Path | None,
+    hf: Path | None,
+    step: int | None = None,
+    cut: int | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[StagedModel, Config, int | None]:
+    """The model of a run or else of a folder from Hugging Face, as the arguments name it.
+
+    Returns its configuration too, and the step of its checkpoint if it has one.
+
+    Raises:
+        InputError: if there is no such model, or it cannot be read.
+    """
+    if run is not None:
+        if cut is not None:
+            raise InputError("--cut", cut, "a run is cut by its plan", "Leave it out")
+        return read_run(run, step, overrides)
+    if hf is None:
+        raise InputError("--run", None, "no model is named", "Name the folder of a run")
+    if step is not None:
+        raise InputError("--step", step, "only a run has steps", "Leave it out")
+    return (*_read_huggingface(hf, cut, overrides), None)
+
+
+def _read_huggingface(
+    folder: Path, cut: int | None, overrides: Sequence[str]
+) -> tuple[StagedModel, Config]:
+    weights = huggingface.open_weights(folder)
+    length = min(weights.model.context, Config().data.sequence_length)
+    tree = {"model": to_tree(weights.model), "data": {"sequence_length": length}}
+    if has_tokenizer(folder):
+        tree["data"]["tokenizer"] = str(folder)
+    config = parse_config(tree, overrides)
+    if cut is None:
+        cut = next(n for n in range(MOST_STAGES, 0, -1) if config.model.layers % n == 0)
+    layers = config.model.layers_of_stages(fields.integer(cut, "--cut", 1))
+    parameters = [
+        jax.device_put(weights.read_stage(shapes, sum(layers[:stage])))
+        for stage, shapes in enumerate(stage_shapes(config.model, cut))
+    ]
+    return StagedModel(config.model, parameters), config
+
+
+def read_run(
+    folder: Path, step: int | None = None, overrides: Sequence[str] = ()
+) -> tuple[StagedModel, Config, int]:
+    """The model in a checkpoint of a run, by default the latest, its configuration, and the step.
+
+    Raises:
+        InputError: if the folder holds no run or no such checkpoint, or it cannot be read.
+    """
+    config = run_folder.saved_config(folder, "--run", overrides)
+    checkpoint = open_checkpoint(folder, step)
+    # The run may have cut its model otherwise since.
+    cut = checkpoint.stage_layers
+    config = replace(
+        config,
+        model=replace(config.model, stage_layers=cut),
+        data=with_tokenizer_of_run(config.data, folder),
+    )
+    parameters = [
+        read_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
+        for stage, shapes in enumerate(stage_shapes(config.model, len(cut)))
+    ]
+    return StagedModel(config.model, parameters), config, checkpoint.step
+
+
+def tokenizer_for(config: Config) -> Tokenizer:
+    """The tokenizer that the model's tokens come from.
+
+    Raises:
+        InputError: if the model has too few tokens for it.
+    """
+    tokenizer = load_tokenizer(tokenizer_of(config.data))
+    check_vocabulary(config.model.vocabulary_size, tokenizer)
+    return tokenizer

@@ -1,0 +1,58 @@
+"""Models of random parameters, so large that whatever is left out shows, and runs that hold one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from flax import nnx
+
+from skippipe_jax.checkpoint import CheckpointWriter
+from skippipe_jax.cluster import ClusterConfig, Membership
+from skippipe_jax.config import parse_config
+from skippipe_jax.model import ModelConfig, stage_shapes
+from skippipe_jax.staged_model import StagedModel
+
+
+def random_model(config: ModelConfig, stages: int, seed: int = 0) -> StagedModel:
+    """A model whose matrices, and scales too, are far from what a new model has."""
+    random = np.random.default_rng(seed)
+
+    def drawn(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.numpy.asarray(random.normal(scale=0.4, size=shape.shape), shape.dtype)
+
+    return StagedModel(config, jax.tree.map(drawn, stage_shapes(config, stages)))
+
+
+def save_run(folder: Path, sections: dict[str, Any], stages: int, step: int = 5) -> StagedModel:
+    """A run folder as far as evaluation and generation read one, and the model in it."""
+    model = random_model(parse_config(sections).model, stages)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(sections))
+    save_checkpoint(folder, model.parameters, step)
+    return model
+
+
+def save_checkpoint(folder: Path, parameters: Sequence[Any], step: int) -> None:
+    """A checkpoint that holds these parameters of each stage."""
+    alone = Membership(ClusterConfig(), 0, 1)
+    cut = [own["blocks"]["attention_norm"]["scale"].shape[0] for own in parameters]
+    with contextlib.closing(CheckpointWriter(folder, alone, stage_layers=cut, keep=1)) as writer:
+        writer.save(step, {s: {"parameters": own} for s, own in enumerate(parameters)}, {})
+
+
+def logits_of(model: StagedModel, order: Sequence[int], tokens: np.ndarray) -> np.ndarray:
+    """Scores [batch, time, vocabulary] of the next token at every position, without a cache."""
+    x = model.run(order, {"tokens": tokens, "targets": tokens})
+    return np.asarray(_logits(model.structures[0], model.parameters[0], x), np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(structure: Any, parameters: Any, x: jax.Array) -> jax.Array:
+    return nnx.merge(structure, parameters).logits(x)

@@ -1,0 +1,230 @@
+"""Decoding with a cache against the model without one, sampling, and the command."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import generate
+from skippipe_jax.config import parse_config
+from skippipe_jax.decoding import Sampling, advance, empty_caches, generate_tokens, sample
+from skippipe_jax.generate import text_pieces
+from skippipe_jax.partial import Order, chosen_order, kept
+from skippipe_jax.progress import CompilationCounter
+from skippipe_jax.tokenizer import ByteTokenizer
+from tests.partial_models import logits_of, random_model, save_run
+
+SECTIONS: dict[str, Any] = {
+    "model": {
+        "width": 32,
+        "layers": 5,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn_width": 24,
+        "context": 64,
+        "stage_layers": [1, 2, 1, 1],
+        "rope_scaling": {"original_context": 8},
+    },
+    "data": {"sequence_length": 32},
+}
+STAGES = 4
+FULL: Order = (0, 1, 2, 3)
+GREEDY = Sampling(temperature=0.0)
+
+
+def model_with(**shape: Any):
+    return random_model(parse_config(SECTIONS | {"model": SECTIONS["model"] | shape}).model, STAGES)
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ({}, FULL),
+        ({}, (0, 2, 1, 3)),
+        ({}, (0, 3)),
+        ({}, (0,)),
+        ({"kv_heads": 1, "tied_head": True}, (0, 1, 3)),
+        ({"kv_heads": 4, "rope_scaling": None}, (0, 2)),
+    ],
+)
+def test_cached_logits_equal_uncached_ones(shape: dict[str, Any], order: Order):
+    model, prompt, total = model_with(**shape), 11, 40
+    tokens = np.random.default_rng(1).integers(0, 259, (2, total), dtype=np.int32)
+    expected = logits_of(model, order, tokens)
+    structures = tuple(model.structures[stage] for stage in order)
+    parameters = [model.parameters[stage] for stage in order]
+    run = jax.jit(advance, static_argnums=0)
+
+    caches = empty_caches(model, order, 2, total)
+    padded = np.pad(tokens[:, :prompt], ((0, 0), (0, 16 - prompt)), constant_values=7)
+    logits, caches = run(structures, parameters, caches, padded, 0, prompt - 1)
+    found = [logits]
+    for place in range(prompt, total):
+        one = tokens[:, place : place + 1]
+        logits, caches = run(structures, parameters, caches, one, place, 0)
+        found.append(logits)
+    assert np.abs(np.stack(found, axis=1) - expected[:, prompt - 1 :]).max() < 1e-4
+    assert np.abs(expected).max() > 1
+
+
+@pytest.mark.parametrize("order", [FULL, (0, 2, 1)])
+def test_greedy_tokens_are_the_likeliest(order: Order):
+    model, prompt = model_with(), [256, 10, 20, 30]
+    found = list(generate_tokens(model, order, prompt, 60, GREEDY))
+    assert len(found) == 60
+    logits = logits_of(model, order, np.array([prompt + found], np.int32))[0]
+    assert found == logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist()
+
+
+def test_no_token_and_no_prompt_of_like_length_compiles_anew():
+    model = model_with(width=40)
+    tokens = generate_tokens(model, FULL, [256, 1, 2], 50, Sampling())
+    with CompilationCounter() as counter:
+        list(itertools.islice(tokens, 2))
+        assert counter.take().count > 0
+        assert len(list(tokens)) == 48
+        list(generate_tokens(model, FULL, [256, 1, 2, 3, 4, 5], 40, Sampling(0.5, 0.9, seed=4)))
+        assert counter.take().count == 0
+
+
+def test_draws_depend_on_the_seed_alone():
+    model = model_with()
+    drawn = [
+        list(generate_tokens(model, FULL, [256, 5], 30, Sampling(seed=seed))) for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_the_end_mark_ends_the_text():
+    model = model_with()
+    tokens = list(generate_tokens(model, FULL, [256, 5], 20, GREEDY))
+    end = tokens[7]
+    assert (
+        list(generate_tokens(model, FULL, [256, 5], 20, GREEDY, end))
+        == (tokens[: tokens.index(end)])
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "remedy"),
+    [(4, 61, "Ask for 60 or fewer"), (64, 1, "Shorten the prompt"), (70, 1, "Shorten the prompt")],
+)
+def test_more_than_the_context_is_refused(prompt: int, count: int, remedy: str):
+    with pytest.raises(InputError, match=f"context is 64 tokens.*{remedy}"):
+        next(generate_tokens(model_with(), FULL, [1] * prompt, count, GREEDY))
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    logits = jnp.log(jnp.array([0.5, 0.25, 0.15, 0.1]))
+
+    def shares(temperature: float, top_p: float) -> np.ndarray:
+        rows = jnp.broadcast_to(logits, (20_000, 4))
+        drawn = jax.jit(sample)(rows, jax.random.key(0), temperature, top_p)
+        return np.bincount(drawn, minlength=4) / len(drawn)
+
+    np.testing.assert_allclose(shares(1.0, 1.0), [0.5, 0.25, 0.15, 0.1], atol=0.02)
+    squares = np.array([0.25, 0.0625, 0.0225, 0.01])
+    np.testing.assert_allclose(shares(0.5, 1.0), squares / squares.sum(), atol=0.02)
+    # The third is needed for 0.8, the fourth is not.
+    np.testing.assert_allclose(shares(1.0, 0.8), np.array([50, 25, 15, 0]) / 90, atol=0.02)
+    np.testing.assert_array_equal(shares(1.0, 0.3), [1, 0, 0, 0])
+    np.testing.assert_array_equal(shares(0.0, 1.0), [1, 0, 0, 0])
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve: 日本語 🙂!", "\ufffd and on"])
+def test_characters_come_whole(text: str):
+    tokenizer = ByteTokenizer()
+    pieces = list(text_pieces(tokenizer.decode, [256, 65], tokenizer.encode(text).tolist()))
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
+    assert len(pieces) >= len(text) - 1
+
+
+def test_bytes_that_are_no_text_are_shown_as_such():
+    # The first of two bytes, then another character, and at the end the first of three.
+    assert (
+        "".join(text_pieces(ByteTokenizer().decode, [256], [195, 65, 257, 226])) == "\ufffdA\ufffd"
+    )
+
+
+@pytest.mark.parametrize(
+    ("named", "share", "order"),
+    [(None, None, FULL), ("0,2,1", None, (0, 2, 1)), (" 0, 3", None, (0, 3)), ("0", None, (0,))],
+)
+def test_stages_are_those_named(named: str | None, share: float | None, order: Order):
+    assert chosen_order(named, share, STAGES, 0) == order
+
+
+def test_a_share_of_the_stages_is_drawn_by_the_seed():
+    drawn = {chosen_order(None, 0.5, STAGES, seed) for seed in range(30)}
+    assert drawn == {way.stages for way in kept(STAGES, 0.5, 99, 0).ways}
+    assert chosen_order(None, 0.5, STAGES, 3) == chosen_order(None, 0.5, STAGES, 3)
+
+
+# The command.
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    save_run(tmp_path / "run", SECTIONS, STAGES)
+    return tmp_path / "run"
+
+
+def test_the_command_prints_prompt_and_text(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def printed(*arguments: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["generate", "--run", str(run), *arguments])
+        assert generate.main() == 0
+        return capsys.readouterr()
+
+    settings = ["--tokens", "20", "--temperature", "0", "--stages", "0,2,1"]
+    out, err = printed("--prompt", "déf", *settings)
+    assert out.startswith("déf")
+    assert err == "stages 0 2 1 of 4\n"
+    tokenizer, model = ByteTokenizer(), model_with()
+    prompt = [tokenizer.begin, *tokenizer.encode("déf").tolist()]
+    tokens = list(generate_tokens(model, (0, 2, 1), prompt, 20, GREEDY, tokenizer.end))
+    assert out == "déf" + tokenizer.decode(tokens) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("déf"))
+    assert printed("--prompt", "-", *settings) == (out, err)
+    assert printed("--prompt", "déf", "--tokens", "5", "--keep", "0.5")[1].endswith(" of 4\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "64"], ["--tokens = 64", "context is 64", "Ask for 60 or fewer"]),
+        (["--tokens", "0"], ["--tokens = 0"]),
+        (["--temperature", "-1"], ["--temperature = -1.0"]),
+        (["--top-p", "0"], ["--top-p = 0.0", "no share"]),
+        (["--stages", "1,2"], ["--stages = '1,2'", "Begin with 0"]),
+        (["--stages", "0,4"], ["--stages = 4", "at most 3"]),
+        (["--stages", "0,1,1"], ["--stages = '0,1,1'", "twice"]),
+        (["--stages", "all"], ["--stages = 'all'", "Write 0,1,3"]),
+        (["--keep", "0"], ["--keep = 0.0"]),
+        (["--step", "4"], ["checkpoints = 4", "one of the steps [5]"]),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(
+    arguments: list[str],
+    words: list[str],
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(sys, "argv", ["generate", "--run", str(run), "--prompt", "abc", *arguments])
+    assert generate.main() == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    for word in words:
+        assert word in error

@@ -1,0 +1,224 @@
+"""The bridge to lm-evaluation-harness: its three kinds of request, and tasks from a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import harness
+from skippipe_jax.decoding import Sampling, generate_tokens
+from skippipe_jax.harness_model import HarnessModel
+from skippipe_jax.partial import Order
+from skippipe_jax.staged_model import StagedModel
+from skippipe_jax.tokenizer import ByteTokenizer
+from tests.partial_models import logits_of, save_run
+
+SECTIONS: dict[str, Any] = {
+    "model": {
+        "width": 32,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn_width": 24,
+        "context": 32,
+    },
+    "data": {"sequence_length": 32},
+}
+STAGES = 3
+QUESTIONS = [
+    {"question": "2 + 2 =", "choices": ["4", "22", "a lot"], "answer": 0},
+    {"question": "", "choices": ["yes", "no", "?"], "answer": 1},
+    {"question": "Words with a space at the end, more than fit ", "choices": ["b", "cd", "e"],
+     "answer": 2},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("harness") / "run"
+    save_run(folder, SECTIONS, STAGES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tasks that read one local file."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {
+            "data_files": {"test": str(folder / "questions.jsonl")},
+            "cache_dir": str(folder / "cache"),
+        },
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    kinds = {
+        "choose": {
+            "output_type": "multiple_choice",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{answer}}",
+            "metric_list": [{"metric": "acc"}],
+        },
+        "read": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{question}}",
+            "metric_list": [{"metric": "bits_per_byte"}],
+        },
+        "write": {
+            "output_type": "generate_until",
+            "doc_to_target": "{{choices[0]}}",
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    }
+    for name, own in kinds.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(shared | own | {"task": name}))
+    return folder
+
+
+def request(kind: Any, *arguments: Any) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def score_by_hand(
+    model: StagedModel, order: Order, given: list[int], asked: list[int]
+) -> tuple[float, bool]:
+    """Log-likelihood of `asked`, and whether it is the likeliest, without batches or padding."""
+    tokens = np.array([(given + asked)[-33:]], np.int32)
+    logits = logits_of(model, order, tokens[:, :-1])[0, -len(asked) :]
+    chances = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    nats = np.log(chances[np.arange(len(asked)), asked]).sum()
+    return float(nats), logits.argmax(axis=-1).tolist() == asked
+
+
+def encoded(text: str) -> list[int]:
+    return ByteTokenizer().encode(text).tolist()
+
+
+@pytest.mark.parametrize("stages", [None, "0 2", "0 2 1"])
+def test_likelihoods_equal_those_computed_one_by_one(stages: str | None, run: Path):
+    model = HarnessModel(run, stages=stages, batch_size=2)
+    order = (0, 1, 2) if stages is None else tuple(map(int, stages.split()))
+    pairs = [("one", " two"), ("", "start"), ("space ", "word"), ("x" * 60, "yz"), ("a", "b" * 9)]
+    found = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
+    # A space at the end of the context belongs to the continuation.
+    pairs[2] = ("space", " word")
+    for (context, continuation), (nats, greedy) in zip(pairs, found, strict=True):
+        expected = score_by_hand(
+            model.model, order, [256, *encoded(context)], encoded(continuation)
+        )
+        assert abs(nats - expected[0]) < 1e-3
+        assert greedy == expected[1]
+    assert len({round(nats, 3) for nats, _ in found}) == len(pairs)
+
+
+def test_the_likeliest_continuation_is_greedy(run: Path):
+    model = HarnessModel(run)
+    likeliest = {
+        chr(letter): logits_of(model.model, model.order, np.array([[256, letter]]))[0, -1].argmax()
+        for letter in range(97, 123)
+    }
+    letter, best = next((letter, best) for letter, best in likeliest.items() if 64 < best < 128)
+    continuations = [chr(best), chr(best - 1)]
+    found = model.loglikelihood([request("loglikelihood", letter, c) for c in continuations])
+    assert [greedy for _, greedy in found] == [True, False]
+
+
+def test_long_texts_are_read_in_windows(run: Path):
+    """Every token once, the first after the begin mark, the last window with all of the context."""
+    model = HarnessModel(run, batch_size=3)
+    text = "".join(map(chr, range(40, 117)))
+    tokens = encoded(text)
+    parts = [([256], tokens[:32]), (tokens[31:32], tokens[32:64]), (tokens[44:64], tokens[64:])]
+    expected = [score_by_hand(model.model, model.order, *part)[0] for part in parts]
+    short = score_by_hand(model.model, model.order, [256], encoded("short"))[0]
+    requests = [request("loglikelihood_rolling", text), request("loglikelihood_rolling", "short")]
+    assert model.loglikelihood_rolling(requests) == pytest.approx([sum(expected), short], abs=1e-3)
+
+
+def test_texts_are_generated_up_to_a_stop(run: Path):
+    model = HarnessModel(run)
+    settings = {"until": [], "max_gen_toks": 12}
+    [whole] = model.generate_until([request("generate_until", "begin" * 20, settings)])
+    prompt = [256, *encoded("begin" * 20)][-20:]
+    tokens = generate_tokens(
+        model.model, model.order, prompt, 12, Sampling(temperature=0.0), end=257
+    )
+    assert whole == ByteTokenizer().decode(list(tokens))
+    stop = whole[3:5]
+    stopped = request("generate_until", "begin" * 20, settings | {"until": [stop, "never"]})
+    assert model.generate_until([stopped]) == [whole[: whole.index(stop)]]
+
+
+def test_a_continuation_beyond_the_context_is_refused(run: Path):
+    with pytest.raises(InputError, match="chances of 40 tokens"):
+        HarnessModel(run).loglikelihood([request("loglikelihood", "a", "b" * 40)])
+
+
+def test_the_harness_finds_the_model_by_name(run: Path, tasks: Path):
+    assert get_model("skippipe") is HarnessModel
+    results: Any = simple_evaluate(
+        model="skippipe",
+        model_args=f"run={run},stages=0 2",
+        tasks=["choose"],
+        task_manager=TaskManager(include_path=tasks, include_defaults=False),
+    )
+    model = HarnessModel(run, stages="0 2")
+    right = 0
+    for question in QUESTIONS:
+        pairs = [(question["question"], " " + choice) for choice in question["choices"]]
+        nats = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
+        right += int(np.argmax([of_choice for of_choice, _ in nats])) == question["answer"]
+    assert results["results"]["choose"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
+
+
+def test_the_command_runs_tasks_of_ones_own(
+    run: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["--run", str(run), "--keep", "0.67", "--tasks-from", str(tasks)]
+    asked = ["--tasks", "choose,read,write", "--limit", "2", "--json"]
+    monkeypatch.setattr(sys, "argv", ["harness", *arguments, *asked])
+    assert harness.main() == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert set(results) == {"choose", "read", "write"}
+    assert results["read"]["bits_per_byte,none"] > 0
+    monkeypatch.setattr(sys, "argv", ["harness", *arguments, "--tasks", "choose"])
+    assert harness.main() == 0
+    assert "choose" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stages", "1,2"], "--stages = '1,2'"),
+        (["--tasks", "choose,chose"], "--tasks = 'chose': there is no such task"),
+        (["--tasks-from", "nowhere"], "--tasks-from = 'nowhere'"),
+        (["--batch-size", "0"], "--batch-size = 0"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    arguments: list[str],
+    words: str,
+    run: Path,
+    tasks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    given = ["--run", str(run), "--tasks", "choose", "--tasks-from", str(tasks), *arguments]
+    monkeypatch.setattr(sys, "argv", ["harness", *given])
+    assert harness.main() == 2
+    assert words in capsys.readouterr().err
