@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from skippipe_jax import run_folder, train
@@ -54,7 +55,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path):
     config = write_config(tmp_path, plan={"case": CASE, "method": "balanced"})
     output, chance = tmp_path / "output", random.Random(0)
 
-    def start(run: Path, every: int, *arguments: str) -> multiprocessing.process.BaseProcess:
+    def start(run: Path, every: int, *arguments: str) -> BaseProcess:
         words = settings(
             run_dir=run, train__steps=STEPS, checkpoint__every=every, checkpoint__keep=2
         )
@@ -64,7 +65,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path):
         process.start()
         return process
 
-    def finish(process: multiprocessing.process.BaseProcess) -> None:
+    def finish(process: BaseProcess) -> None:
         process.join(PATIENCE_S)
         assert process.exitcode == 0, output.read_text()
 
