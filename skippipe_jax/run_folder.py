@@ -33,13 +33,14 @@ PARTIAL = ".partial"
 
 def is_run(folder: Path) -> bool:
     """Whether a folder holds a run: the config, which is written last, marks it."""
-    return (folder / CONFIG).exists()
+    # A name too long for a file is no error here, as it would be for Path.exists.
+    return os.path.exists(folder / CONFIG)
 
 
 def require_new(folder: Path) -> None:
     """Refuse a folder that holds a run already."""
     with _accessible(folder):
-        is_used = is_run(folder) or latest_step(folder) is not None
+        is_used = (folder / CONFIG).exists() or latest_step(folder) is not None
     if is_used:
         raise InputError(
             "run_dir",

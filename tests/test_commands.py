@@ -404,8 +404,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, c
     [
         (["model.ffn_width=32"], ["model.ffn_width = 32", "has 24", "Set model.ffn_width=24"]),
         (["seed=1"], ["seed = 1", "Set seed=0"]),
-        (["plan.method=full"], ["plan.method = 'full'", 'Set plan.method="balanced"']),
-        ([case_with(memory=3)], ["plan.case.memory = 3", "has 2"]),
         (["data.held_out=0.1"], ["data.held_out = 0.1", "another run_dir"]),
         (["run_dir=elsewhere"], ["run_dir = 'elsewhere'", "no config.yaml"]),
     ],

@@ -17,6 +17,7 @@ from tests.training_runs import (
     arrays_of_checkpoint,
     assert_same_bits,
     settings,
+    virtual_devices,
     write_config,
 )
 
@@ -44,6 +45,7 @@ def run_command(arguments: list[str], output: Path) -> None:
     with output.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    os.environ |= virtual_devices(1)
     sys.argv = ["train", *arguments]
     sys.exit(train.main())
 
