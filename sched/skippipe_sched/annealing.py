@@ -30,6 +30,8 @@ MOVES = 9
 # Of the moves of `polish`, so many change paths and not the order alone.
 PATH_MOVES_SHARE = 0.25
 FARTHEST_ROTATION = 4
+# Of the moves of nodes, so many exchange all nodes of two stages and not two nodes alone.
+WHOLE_STAGES_SHARE = 0.2
 # The quick estimate of `settle` lies between the mean and the maximum over the data nodes.
 POWER = 8.0
 
@@ -56,7 +58,7 @@ class Candidate(NamedTuple):
 class Undo(NamedTuple):
     """What the last move changed."""
 
-    which: np.ndarray  # two microbatches, or two slots
+    which: np.ndarray  # two microbatches, two slots, or (as -1 - stage) two stages
     paths: np.ndarray  # 2, length
     priority: np.ndarray  # 2, 2 * length + 1
     averaging_s: np.ndarray  # 2
@@ -210,22 +212,45 @@ def _swap_nodes(problem, candidate, undo, state):
     undo.which[0], undo.which[1] = x, y
     if x == y:
         return False
-    nodes = candidate.node_of_slot
     a, b = problem.stage_of_slot[x], problem.stage_of_slot[y]
     undo.averaging_s[0], undo.averaging_s[1] = candidate.averaging_s[a], candidate.averaging_s[b]
     if problem.unequal:
         undo.all_paths[:] = candidate.paths
         undo.visits[:] = candidate.visits
-    nodes[x], nodes[y] = nodes[y], nodes[x]
+    if a != b and _uniform(state) < WHOLE_STAGES_SHARE and _size(problem, a) == _size(problem, b):
+        undo.which[0], undo.which[1] = -1 - a, -1 - b
+    _exchange_nodes(problem, candidate, undo)
     if a != b:
-        set_averaging(problem, nodes, a, candidate.averaging_s)
-        set_averaging(problem, nodes, b, candidate.averaging_s)
+        set_averaging(problem, candidate.node_of_slot, a, candidate.averaging_s)
+        set_averaging(problem, candidate.node_of_slot, b, candidate.averaging_s)
     if problem.unequal:
         if a > 0:
             _share_out(problem, candidate, a, state)
         if b > 0 and b != a:
             _share_out(problem, candidate, b, state)
     return True
+
+
+@compiled
+def _size(problem, stage):
+    return problem.first_slot[stage + 1] - problem.first_slot[stage]
+
+
+@compiled
+def _exchange_nodes(problem, candidate, undo):
+    """The nodes of two slots, or of two stages, change places; once more, and they are back."""
+    nodes = candidate.node_of_slot
+    x, y, count = undo.which[0], undo.which[1], 1
+    if x < 0:
+        count = _size(problem, -1 - x)
+        x, y = problem.first_slot[-1 - x], problem.first_slot[-1 - y]
+    for i in range(count):
+        nodes[x + i], nodes[y + i] = nodes[y + i], nodes[x + i]
+
+
+@compiled
+def _stage_of(problem, which):
+    return problem.stage_of_slot[which] if which >= 0 else -1 - which
 
 
 @compiled
@@ -333,10 +358,9 @@ def revert(problem, candidate, undo, move, made):
     if move == NODES:
         if not made:
             return
-        nodes = candidate.node_of_slot
-        nodes[a], nodes[b] = nodes[b], nodes[a]
-        candidate.averaging_s[problem.stage_of_slot[a]] = undo.averaging_s[0]
-        candidate.averaging_s[problem.stage_of_slot[b]] = undo.averaging_s[1]
+        _exchange_nodes(problem, candidate, undo)
+        candidate.averaging_s[_stage_of(problem, a)] = undo.averaging_s[0]
+        candidate.averaging_s[_stage_of(problem, b)] = undo.averaging_s[1]
         if problem.unequal:
             candidate.paths[:] = undo.all_paths
             candidate.visits[:] = undo.visits

@@ -1,7 +1,7 @@
 """Placement, stage sets, replicas, swaps and the order on the nodes, all searched together.
 
-Several chains start from different placements and random balanced paths (large cases from what
-the paper's search finds quickly). Each first settles by a quick estimate, then anneals by the
+Several chains start from different placements, for full paths one from DT-FM's, and random balanced
+paths (large cases from what the paper's search finds quickly). Each first settles by a quick estimate, then anneals by the
 simulation of the whole iteration; the best of them go on. At the end paths and order are polished
 together, where nodes may also wait.
 
@@ -35,7 +35,7 @@ from skippipe_sched.evaluator import (
     problem_of,
     scratch_for,
 )
-from skippipe_sched.methods import full, skippipe
+from skippipe_sched.methods import dtfm, full, skippipe
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.robustness import draw_stretch
@@ -62,6 +62,9 @@ LEAST_STEPS_OF_MICROBATCH = 20
 HURRIED_STEPS = 300
 HURRIED_HEAT = 0.05
 PREPARING_SHARE = 0.2
+# Where paths visit every stage, annealing hardly finds its way to placements as good as DT-FM's: one
+# chain starts, with as little heat, from there.
+PLACING_SHARE = 0.1
 
 # How often each move is tried, by its number in annealing.py.
 WEIGHTS = {
@@ -129,8 +132,9 @@ def full_routes(case: Case, search: Search) -> Routes:
 class _Chain:
     """One candidate on its way, the best that it was, and its own random numbers."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, seed: int):
+    def __init__(self, problem: Problem, candidate: Candidate, seed: int, heat: float):
         self.candidate = candidate
+        self.heat = heat
         self.best = candidate.copy()
         self.best_cost = np.array([np.inf])
         self.undo = annealing.undo_for(candidate)
@@ -163,7 +167,7 @@ class _Joint:
             self.polish_moves[annealing.NODES] = 0.0
         self.draws = NO_DRAWS
         self.prepared: Routes | None = None
-        self.heat = 1.0
+        self.placed: Placement | None = None
         self.optimal = False
 
     def run(self) -> Routes:
@@ -175,7 +179,8 @@ class _Joint:
         most = int(np.clip(ROUNDS[0].share * steps / least, THREADS, ROUNDS[0].chains))
         if ROUNDS[0].share * steps / most < HURRIED_STEPS * sum(self.case.microbatches):
             self.prepared = skippipe.routes(self.case, self.search.part(PREPARING_SHARE))
-            self.heat = HURRIED_HEAT
+        elif self.search.placement is None and self.case.path_length == len(self.case.stages):
+            self.placed = dtfm.place(self.case, self.search.part(PLACING_SHARE))
         every_chain = [self.start(number) for number in range(most)]
         chains = every_chain
         with ThreadPoolExecutor(THREADS) as threads:
@@ -233,15 +238,21 @@ class _Joint:
         """A chain with random balanced paths on a random placement, if no better are known."""
         search, case = self.search, self.case
         nodes = search.random.permutation(len(case.nodes))
+        is_placed = self.placed is not None and number == 0
         known = self.prepared.stages if self.prepared else search.placement
+        if is_placed:
+            known = self.placed
         if known is not None:
             nodes = np.array([node for stage in known for node in stage])
         stages = self.placement(nodes)
         paths = random_paths(case, stages, search.random)
-        if self.prepared is not None:
-            paths = full.matched(case, stages, paths) if number else self.prepared.paths
+        if self.prepared is not None and number == 0:
+            paths = self.prepared.paths
+        elif self.prepared is not None or is_placed:
+            paths = full.matched(case, stages, paths)
         candidate = annealing.candidate_of(self.problem, nodes, np.argsort(nodes)[np.array(paths)])
-        return _Chain(self.problem, candidate, search.seed * 1_000_003 + number)
+        heat = 1.0 if self.prepared is None and not is_placed else HURRIED_HEAT
+        return _Chain(self.problem, candidate, search.seed * 1_000_003 + number, heat)
 
     def placement(self, nodes: np.ndarray) -> Placement:
         first = self.problem.first_slot
@@ -272,8 +283,8 @@ class _Joint:
         self.in_pieces(
             steps,
             cost + nodes_share * self.operations,
-            self.heat * SETTLE_HOTTEST_S,
-            self.heat * SETTLE_COLDEST_S,
+            chain.heat * SETTLE_HOTTEST_S,
+            chain.heat * SETTLE_COLDEST_S,
             lambda number, temperature, cooling: annealing.settle(
                 self.problem,
                 chain.candidate,
@@ -334,8 +345,8 @@ class _Joint:
         self.in_pieces(
             steps,
             self.operations,
-            self.heat * round_.hottest * reference_s,
-            self.heat * round_.coldest * reference_s,
+            chain.heat * round_.hottest * reference_s,
+            chain.heat * round_.coldest * reference_s,
             run,
         )
         self.judge(chain)
