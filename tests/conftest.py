@@ -9,3 +9,5 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "skippipe_jax_tests")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+# Tests compile far more than they compute, and this is what takes compilers longest.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -178,7 +178,7 @@ def test_evaluation_keeps_documents_apart():
     parameters = [nnx.to_pure_dict(nnx.state(stage)) for stage in random_stages()]
     model = StagedModel(TURNING, parameters)
     together, apart = (
-        model.loss(model.run((0, 1, 2), own), own["targets"])
+        model.loss(model.run((0, 1, 2), own), jnp.asarray(own["targets"]))
         for own in (batch, oracle.one_by_one(batch))
     )
     assert together[1] == tokens.size

@@ -1,9 +1,9 @@
 """Placement, stage sets, replicas, swaps and the order on the nodes, all searched together.
 
-Several chains start from different placements, for full paths one from DT-FM's, and random balanced
-paths (large cases from what the paper's search finds quickly). Each first settles by a quick estimate, then anneals by the
-simulation of the whole iteration; the best of them go on. At the end paths and order are polished
-together, where nodes may also wait.
+Several chains start from different placements, for full paths one from DT-FM's, and random
+balanced paths (large cases from what the paper's search finds quickly). Each first settles by a
+quick estimate, then anneals by the simulation of the whole iteration; the best of them go on. At
+the end paths and order are polished together, where nodes may also wait.
 
 Not in the paper, which places nodes, finds paths and orders operations one after the other.
 """
@@ -62,8 +62,8 @@ LEAST_STEPS_OF_MICROBATCH = 20
 HURRIED_STEPS = 300
 HURRIED_HEAT = 0.05
 PREPARING_SHARE = 0.2
-# Where paths visit every stage, annealing hardly finds its way to placements as good as DT-FM's: one
-# chain starts, with as little heat, from there.
+# Where paths visit every stage, annealing hardly finds its way to placements as good as DT-FM's:
+# one chain starts, with as little heat, from there.
 PLACING_SHARE = 0.1
 
 # How often each move is tried, by its number in annealing.py.
