@@ -120,8 +120,8 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
             run_folder.start_run(folder, config, schedule)
         if weights is not None and tokenizer_of(config.data) in (BYTES, str(weights.folder)):
             weights.copy_companions(folder / TOKENIZER_FOLDER)
-            if profile is not None:
-                profile.save(folder / run_folder.CASE)
+        if profile is not None:
+            profile.save(folder / run_folder.CASE)
         keep_tokenizer(config.data, folder)
         host.put("run", _description(config, schedule))
     _require_same_text(config, host, host_of[plan.stages[0][0]], data)
