@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.errors import run_command
 from tqdm import tqdm
 
 from skippipe_jax import huggingface, run_folder
@@ -26,6 +22,7 @@ from skippipe_jax.checkpoint import open_checkpoint, read_stage, write_checkpoin
 from skippipe_jax.config import Config, to_yaml
 from skippipe_jax.data import DataConfig
 from skippipe_jax.model import DTYPES, ModelConfig, parameter_count, stage_shapes
+from skippipe_jax.new_folder import new_folder
 from skippipe_jax.stages import Parameters
 from skippipe_jax.tokenizer import TOKENIZER_FOLDER
 
@@ -114,7 +111,7 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
     layers, shapes = model.layers_of_stages(stages), stage_shapes(model, stages)
 
     with (
-        _new_folder(run) as folder,
+        new_folder(run, "--output") as folder,
         tqdm(total=stages, unit="stage", disable=None, leave=False) as bar,
     ):
 
@@ -149,7 +146,7 @@ def to_huggingface(
     def parameters_of(stage: int) -> Parameters:
         return read_stage(checkpoint, cut, stage, {"parameters": shapes[stage]})["parameters"]
 
-    with _new_folder(target) as folder:
+    with new_folder(target, "--output") as folder:
         huggingface.write_weights(folder, model, len(cut), parameters_of, dtype)
         description = huggingface.config_json(model, dtype, companions)
         text = json.dumps(description, indent=2) + "\n"
@@ -168,26 +165,6 @@ def _cut(model: ModelConfig, stages: int) -> ModelConfig:
 
 def _parameters(model: ModelConfig) -> int:
     return parameter_count(stage_shapes(replace(model, stage_layers=None), 1))
-
-
-@contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write to, which takes its place at `path` when all has been written."""
-    path = path.absolute()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise InputError("--output", str(path), "is there already", "Name a new folder")
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(
-            "--output", str(path), f"cannot be written: {error.strerror}", "Name another folder"
-        ) from error
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.corpus import Corpus, read_corpus
 from skippipe_jax.documents import DocumentSource, local_path
+from skippipe_jax.new_folder import new_folder
 from skippipe_jax.rows import NOT_COUNTED, ROWS, Interleaving, Rows, TokenizedDocuments
-from skippipe_jax.token_shards import new_folder
 from skippipe_jax.tokenizer import (
     BYTES,
     TOKENIZER_FOLDER,

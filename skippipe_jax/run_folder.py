@@ -107,7 +107,7 @@ def saved_schedule(folder: Path) -> Schedule:
 
 def own_files(folder: Path) -> list[Path]:
     """The files that a run needs beside its checkpoints to be resumed or looked at."""
-    elsewhere = ("checkpoints", "timelines")
+    elsewhere = ("checkpoints", "timelines", "profile", "tensorboard", "wandb")
     return [
         path
         for path in sorted(folder.rglob("*"))

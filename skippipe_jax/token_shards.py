@@ -10,10 +10,6 @@ from __future__ import annotations
 import array
 import hashlib
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,30 +130,6 @@ class ShardedTokens:
         records = [self._records[block] for block in range(first, -(-stop // BLOCK))]
         tokens = np.frombuffer(b"".join(records), self.dtype)
         return tokens[start - first * BLOCK : stop - first * BLOCK]
-
-
-@contextmanager
-def new_folder(folder: Path, field: str) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` at the end and vanishes at an error.
-
-    Raises:
-        InputError: naming `field`, if there is something at `folder` already.
-    """
-    if folder.exists():
-        raise InputError(field, str(folder), "is there already", "Name a new folder")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise InputError(
-            field, str(folder), f"cannot be written: {error.strerror}", "Name another folder"
-        ) from error
-    try:
-        yield partial
-        partial.chmod(0o755)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_index(folder: Path, index: TokenIndex) -> None:

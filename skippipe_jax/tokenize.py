@@ -29,7 +29,8 @@ from tqdm import tqdm
 from skippipe_jax.corpus import groups, place_of, texts_of
 from skippipe_jax.documents import Document, DocumentSource, read_documents
 from skippipe_jax.extras import require
-from skippipe_jax.token_shards import PARTS, PartWriter, TokenIndex, new_folder, write_index
+from skippipe_jax.new_folder import new_folder
+from skippipe_jax.token_shards import PARTS, PartWriter, TokenIndex, write_index
 from skippipe_jax.tokenizer import (
     BYTES,
     HUGGING_FACE,

@@ -23,8 +23,8 @@ from skippipe_jax.data import (
     held_out_batches,
     load_corpora,
 )
+from skippipe_jax.new_folder import new_folder
 from skippipe_jax.rows import NOT_COUNTED
-from skippipe_jax.token_shards import new_folder
 from skippipe_jax.tokenize import write_tokens
 from skippipe_jax.tokenizer import ByteTokenizer
 

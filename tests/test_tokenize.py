@@ -16,7 +16,8 @@ from skippipe_jax import token_shards
 from skippipe_jax.corpus import held_out_of, read_corpus
 from skippipe_jax.data import DataConfig, TrainingBatches
 from skippipe_jax.documents import DocumentSource
-from skippipe_jax.token_shards import BLOCK, PartWriter, new_folder, open_part, read_index
+from skippipe_jax.new_folder import new_folder
+from skippipe_jax.token_shards import BLOCK, PartWriter, open_part, read_index
 from skippipe_jax.tokenize import main
 from skippipe_jax.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 
