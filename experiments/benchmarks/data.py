@@ -36,7 +36,7 @@ from skippipe_jax.config import Config, load_config
 from skippipe_jax.corpus import groups
 from skippipe_jax.data import DataConfig, TrainingBatches
 from skippipe_jax.documents import DocumentSource, read_documents
-from skippipe_jax.token_shards import new_folder
+from skippipe_jax.new_folder import new_folder
 from skippipe_jax.tokenize import train_bpe, write_tokens
 from skippipe_jax.tokenizer import BYTES
 from skippipe_jax.trainer import train
