@@ -68,4 +68,4 @@ def test_the_tuned_model_answers_in_the_form_that_it_was_taught(
 def test_the_evaluation_names_every_stage(finetuned: tuple[Path, list[str]]):
     evaluation = finetuned[1][3]
     assert "all stages in order" in evaluation
-    assert "left out" in evaluation
+    assert [f"without {stage} " in evaluation for stage in range(4)] == [False, True, True, True]

@@ -126,6 +126,7 @@ def test_a_mistake_is_named_and_leaves_nothing(jsonl, tmp_path, monkeypatch, cap
 
 def test_a_folder_is_never_written_over(tmp_path):
     (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "mine").touch()
     with (
         pytest.raises(InputError, match="is there already"),
         new_folder(tmp_path / "tokens", "--output"),
