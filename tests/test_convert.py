@@ -85,7 +85,7 @@ def random_run(model: ModelConfig, folder: Path, stages: int = STAGES) -> Path:
     def state_of(stage: int) -> dict[str, Any]:
         def drawn(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
             mean = 1.0 if path[-1].key == "scale" else 0.0
-            return jnp.asarray(random.normal(mean, 0.2, shape.shape), shape.dtype)
+            return jnp.asarray(random.normal(mean, 0.15, shape.shape), shape.dtype)
 
         shapes = stage_shapes(model, stages)[stage]
         return {"parameters": jax.tree_util.tree_map_with_path(drawn, shapes)}

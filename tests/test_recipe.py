@@ -215,9 +215,6 @@ def test_a_run_resumed_in_the_middle_of_a_phase_gives_the_same_bits(tmp_path: Pa
     config = config_in(tmp_path)
     train_here(config, f"run_dir={tmp_path}/whole")
     train_here(config, "train.steps=5")
-    with pytest.raises(InputError) as caught:
-        train_here(config, "recipe.full_every=3", resume=True)
-    assert caught.value.field == "recipe.full_every"
     train_here(config, resume=True)
     for found, expected in zip(
         arrays_of_checkpoint(tmp_path / "run", STEPS),
@@ -226,6 +223,15 @@ def test_a_run_resumed_in_the_middle_of_a_phase_gives_the_same_bits(tmp_path: Pa
     ):
         assert_same_bits(found, expected)
     assert_plans_were_taken(tmp_path / "run")
+
+
+def test_a_run_may_go_on_by_another_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = config_in(tmp_path)
+    train_here(config, "train.steps=2")
+    train_here(config, "train.steps=4", "recipe.phases=null", "recipe.full_every=1", resume=True)
+    assert "the run goes on under another plan" in capsys.readouterr().out
+    plans = [line["plan"] for line in run_folder.read_metrics(tmp_path / "run")]
+    assert plans == [*PLANS_TAKEN[:2], "full", "full"]
 
 
 @pytest.mark.parametrize(
