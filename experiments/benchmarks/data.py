@@ -29,7 +29,7 @@ from typing import Any
 import tokenizers
 from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import machine
+from experiments.benchmarks import reporting
 from skippipe_jax import run_folder
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import Config, load_config
@@ -162,30 +162,18 @@ def main() -> int:
 def _run(arguments: argparse.Namespace) -> int:
     config = load_config(QUICKSTART, arguments.set)
     report = {
-        "benchmark": "data",
-        "command": f"python -m experiments.benchmarks.data {' '.join(sys.argv[1:])}".strip(),
-        "machine": machine.describe(),
+        **reporting.begun("data"),
         # First, while this process is small.
         "tokenizing": tokenizing(
             arguments.copies, arguments.files, arguments.vocabulary_size, arguments.turns
         ),
         "loading": loading(config, arguments.iterations),
     }
-    print(table(report))
-    print(json.dumps(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    return reporting.finish(report, table(report), arguments.json)
 
 
 def _parser() -> argparse.ArgumentParser:
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.benchmarks.data",
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.parser("data", __doc__)
     parser.add_argument("--iterations", type=int, default=10, help="of training (10)")
     parser.add_argument("--copies", type=int, default=3, help="of the text to tokenize (3)")
     parser.add_argument("--files", type=int, help="that are tokenized at most (all)")
@@ -194,7 +182,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY.SUB=VALUE", help="for training"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     return parser
 
 

@@ -15,20 +15,18 @@ bfloat16, measured in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import machine
+from experiments.benchmarks import machine, reporting
 from skippipe_jax.flops import flops_per_token
 from skippipe_jax.model import (
     ATTENTION,
@@ -175,23 +173,14 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.sequence_length,
     )
     results = measure(workload, arguments.iterations, arguments.product)
-    print(
+    summary = (
         f"{results['tokens_per_second']:.0f} tokens/s, utilisation {results['utilisation']:.1%} of "
         f"{results['product_flops_per_second'] / 1e12:.1f} TFLOP/s, peak memory "
         f"{results['peak_memory_bytes'] / 1e9:.2f} GB, compiled in "
         f"{results['compile_seconds']:.1f} s"
     )
-    report = {
-        "benchmark": "gpu",
-        "command": f"python -m experiments.benchmarks.gpu {' '.join(sys.argv[1:])}".strip(),
-        "machine": machine.describe(),
-        "workload": asdict(workload),
-        "results": results,
-    }
-    print(json.dumps(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    report = {**reporting.begun("gpu"), "workload": asdict(workload), "results": results}
+    return reporting.finish(report, summary, arguments.json)
 
 
 SIZES = {
@@ -217,13 +206,7 @@ SMALL = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.benchmarks.gpu",
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.parser("gpu", __doc__)
     parser.add_argument("--preset", choices=PRESETS, default="1.5b")
     for name, (default, text) in SIZES.items():
         parser.add_argument(
@@ -234,7 +217,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
     parser.add_argument("--attention", choices=ATTENTION, default="cudnn")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU does in seconds")
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     return parser
 
 

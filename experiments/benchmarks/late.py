@@ -16,7 +16,6 @@ says that nothing but the order has changed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import numpy as np
 from skippipe_sched.errors import run_command
 from skippipe_sched.robustness import replay
 
-from experiments.benchmarks import machine
+from experiments.benchmarks import reporting
 from skippipe_jax import run_folder
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import Config, load_config, parse_config
@@ -117,30 +116,15 @@ def main() -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    report = {
-        "benchmark": "late",
-        "command": f"python -m experiments.benchmarks.late {' '.join(sys.argv[1:])}".strip(),
-        "machine": machine.describe(),
-    }
+    report = reporting.begun("late")
     report |= compare(arguments.iterations, arguments.jitter)
-    print(table(report))
-    print(json.dumps(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    return reporting.finish(report, table(report), arguments.json)
 
 
 def _parser() -> argparse.ArgumentParser:
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.benchmarks.late",
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.parser("late", __doc__)
     parser.add_argument("--iterations", type=int, default=20, help="that count (20)")
     parser.add_argument("--jitter", type=float, default=0.3, help="mean of x (0.3)")
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     return parser
 
 

@@ -11,7 +11,6 @@ same parameters and read the same text in the same order.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 import jax
 from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import machine
+from experiments.benchmarks import reporting
 from skippipe_jax import run_folder
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import load_config
@@ -98,26 +97,14 @@ def _run(arguments: argparse.Namespace) -> int:
     overrides = [f"train.steps={arguments.iterations}", *arguments.set]
     give_every_node_a_device(overrides)
     report = {
-        "benchmark": "wire",
-        "command": f"python -m experiments.benchmarks.wire {' '.join(sys.argv[1:])}".strip(),
-        "machine": machine.describe(),
+        **reporting.begun("wire"),
         "results": compare(overrides),
     }
-    print(table(report["results"]))
-    print(json.dumps(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    return reporting.finish(report, table(report["results"]), arguments.json)
 
 
 def _parser() -> argparse.ArgumentParser:
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.benchmarks.wire",
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.parser("wire", __doc__)
     parser.add_argument("--iterations", type=int, default=60, help="of each run (60)")
     parser.add_argument(
         "--set",
@@ -126,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY.SUB=VALUE",
         help="override one key of the quickstart's configuration; may be given often",
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     return parser
 
 
