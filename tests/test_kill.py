@@ -14,6 +14,7 @@ from pathlib import Path
 from skippipe_jax import run_folder, train
 from skippipe_jax.checkpoint import latest_step
 from tests.training_runs import (
+    SMALL_CASE,
     arrays_of_checkpoint,
     assert_same_bits,
     settings,
@@ -27,18 +28,6 @@ STEPS = 400
 PATIENCE_S = 60.0
 # Processes are forked from one that has imported the program already.
 FORKS = multiprocessing.get_context("forkserver")
-CASE = {
-    "nodes": 3,
-    "locations": ["Belgium", "Iowa"],
-    "links": "gcp12",
-    "activation_bytes": 1e5,
-    "stage_bytes": 1e5,
-    "forward_s": 0.1,
-    "stages": [1, 2],
-    "path_length": 2,
-    "microbatches_per_data_node": 2,
-    "memory": 2,
-}
 
 
 def run_command(arguments: list[str], output: Path) -> None:
@@ -52,7 +41,7 @@ def run_command(arguments: list[str], output: Path) -> None:
 
 def test_killed_at_twenty_random_moments(tmp_path: Path):
     FORKS.set_forkserver_preload(["skippipe_jax.train"])
-    config = write_config(tmp_path, plan={"case": CASE, "method": "balanced"})
+    config = write_config(tmp_path, plan={"case": SMALL_CASE, "method": "balanced"})
     output, chance = tmp_path / "output", random.Random(0)
 
     def start(run: Path, every: int, *arguments: str) -> BaseProcess:

@@ -19,20 +19,13 @@ from skippipe_jax.cluster import ClusterConfig, Membership
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.mirror import Mirror
 from skippipe_jax.trainer import train
-from tests.training_runs import arrays_of_checkpoint, assert_same_bits, settings, write_config
-
-CASE = {
-    "nodes": 3,
-    "locations": ["Belgium", "Iowa"],
-    "links": "gcp12",
-    "activation_bytes": 1e5,
-    "stage_bytes": 1e5,
-    "forward_s": 0.1,
-    "stages": [1, 2],
-    "path_length": 2,
-    "microbatches_per_data_node": 2,
-    "memory": 2,
-}
+from tests.training_runs import (
+    SMALL_CASE,
+    arrays_of_checkpoint,
+    assert_same_bits,
+    settings,
+    write_config,
+)
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -226,7 +219,7 @@ def test_a_copy_that_cannot_be_read(tmp_path: Path):
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_training_goes_on_from_the_copy(tmp_path: Path, url: str):
-    path = write_config(tmp_path, plan={"case": CASE, "method": "balanced"})
+    path = write_config(tmp_path, plan={"case": SMALL_CASE, "method": "balanced"})
 
     def load(run_dir: str, steps: int, **changes: Any) -> Config:
         every = {"checkpoint__every": 2, "checkpoint__keep": 2}

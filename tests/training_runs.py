@@ -16,6 +16,20 @@ from skippipe_jax.executor import functions_of_stages
 
 Arrays = dict[str, np.ndarray]
 
+# Two stages, the second on two nodes.
+SMALL_CASE = {
+    "nodes": 3,
+    "locations": ["Belgium", "Iowa"],
+    "links": "gcp12",
+    "activation_bytes": 1e5,
+    "stage_bytes": 1e5,
+    "forward_s": 0.1,
+    "stages": [1, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+    "memory": 2,
+}
+
 
 def write_config(folder: Path, **sections: Any) -> Path:
     """A config file in `folder`; `sections` replace those that all tests have in common."""
