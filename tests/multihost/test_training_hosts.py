@@ -193,9 +193,9 @@ def plan_of(stages: tuple[tuple[int, ...], ...], microbatches: tuple[tuple[int, 
 
 
 def data_of(folder: Path, packing: str) -> dict[str, Any]:
-    """The data section for documents of random lengths, packed or one after the other."""
+    """The data section for short documents, packed or one after the other."""
     random = np.random.default_rng(0)
-    lengths = random.integers(3, 40, 900)
+    lengths = random.integers(1, 14, 900)
     texts = ("".join(random.choice(list("skip "), length)) for length in lengths)
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
