@@ -41,7 +41,8 @@ Paths = tuple[Nodes, Nodes]
 WORKER = Path(__file__).with_name("training_worker.py")
 TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.launch")
 PATIENCE_S = 180.0
-HEARTBEAT_TIMEOUT_S = 5.0
+# A death shows at once; a host that a busy machine keeps from running is not to be lost.
+HEARTBEAT_TIMEOUT_S = 10.0
 # Long enough that a run is still on its way when something happens to it.
 STEPS = 26
 METRICS = {
@@ -362,7 +363,7 @@ def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
         start_nine(processes, (*TRAIN, *arguments))
         processes.wait_until(lambda: steps_done(run_dir) >= 7, PATIENCE_S)
         processes.processes[4].kill()
-        codes = processes.exit_codes(HEARTBEAT_TIMEOUT_S + 5)
+        codes = processes.exit_codes(HEARTBEAT_TIMEOUT_S)
         assert codes == [-signal.SIGKILL if host == 4 else LOST_HOST_EXIT_CODE for host in range(9)]
         for host in set(range(9)) - {4}:
             assert_told_of_loss(processes.output(host), processes.name(4), run_dir)
@@ -377,7 +378,7 @@ def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
             if child.cmdline()[-2:] == ["--host-id", "0"]
         ]
         host_0.kill()
-        assert processes.exit_code(0, HEARTBEAT_TIMEOUT_S + 5) != 0
+        assert processes.exit_code(0, HEARTBEAT_TIMEOUT_S) != 0
         output = processes.output(0)
         for host in range(1, 9):
             lines = [line for line in output.splitlines() if line.startswith(f"[host {host}] ")]
