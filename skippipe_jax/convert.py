@@ -24,7 +24,7 @@ from skippipe_jax.data import DataConfig
 from skippipe_jax.model import DTYPES, ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.new_folder import new_folder
 from skippipe_jax.stages import Parameters
-from skippipe_jax.tokenizer import TOKENIZER_FOLDER
+from skippipe_jax.tokenizer import TOKENIZER_FOLDER, write_byte_tokenizer
 
 LAYERS_OF_STAGE = 4
 """Of a stage that nobody asked for; the model is converted stage by stage."""
@@ -37,7 +37,8 @@ writes a run folder with its configuration, a checkpoint of step 0 and, in token
 the tokenizer. Pickled weights (.bin, .pt) are never loaded. To train from the weights no run is
 needed: write init_from: hf:DIR in the configuration.
 
-to-hf writes what transformers, vLLM and others load: config.json, safetensors and the tokenizer.
+to-hf writes what transformers, vLLM and others load: config.json, safetensors and the tokenizer,
+which for a run on bytes has a token for each.
 
 Only one stage of the model is held in memory at a time. The output is there whole or not at all.
 """
@@ -151,7 +152,10 @@ def to_huggingface(
         description = huggingface.config_json(model, dtype, companions)
         text = json.dumps(description, indent=2) + "\n"
         (folder / huggingface.CONFIG).write_text(text, encoding="utf-8")
-        huggingface.copy_companions(companions, folder)
+        if companions.exists():
+            huggingface.copy_companions(companions, folder)
+        else:
+            write_byte_tokenizer(folder, "--output")
     return checkpoint.step
 
 

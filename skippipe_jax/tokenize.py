@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import multiprocessing
 import os
 import signal
@@ -33,7 +32,7 @@ from skippipe_jax.new_folder import new_folder
 from skippipe_jax.token_shards import PARTS, PartWriter, TokenIndex, write_index
 from skippipe_jax.tokenizer import (
     BYTES,
-    HUGGING_FACE,
+    MARKS,
     TOKENIZER_FOLDER,
     Tokenizer,
     copy_tokenizer,
@@ -41,14 +40,8 @@ from skippipe_jax.tokenizer import (
     encode_documents,
     load_tokenizer,
     token_dtype,
+    write_tokenizer,
 )
-
-MARKS = {
-    "bos_token": "<|begin_of_text|>",
-    "eos_token": "<|end_of_text|>",
-    "pad_token": "<|padding|>",
-}
-"""The marks of the tokenizers trained here."""
 
 EPILOG = """\
 DIR is written anew, and appears when it is whole. Documents are held out by a hash of their own: of
@@ -89,9 +82,7 @@ def train_bpe(
     pieces = (piece for document, source in documents for piece in cut(document.decoded(source)))
     tokenizer.train_from_iterator(pieces, trainer)
     folder.mkdir(parents=True)
-    tokenizer.save(str(folder / HUGGING_FACE))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **MARKS}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    write_tokenizer(tokenizer, folder)
 
 
 def write_tokens(

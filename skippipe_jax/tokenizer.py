@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,15 @@ TOKENIZER_FOLDER = "tokenizer"
 """The folder, of a run or of tokenized text, that keeps the tokenizer."""
 
 HUGGING_FACE, SENTENCE_PIECE = "tokenizer.json", "tokenizer.model"
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+CONFIG = "tokenizer_config.json"
+SETTINGS = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
+
+MARKS = {
+    "bos_token": "<|begin_of_text|>",
+    "eos_token": "<|end_of_text|>",
+    "pad_token": "<|padding|>",
+}
+"""The marks of the tokenizers that are written here."""
 
 # What marks a document's begin and end in the tokenizers of well-known models, for a
 # tokenizer.json that comes without the file that says so.
@@ -270,6 +279,36 @@ def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> No
             shutil.copyfile(source, folder / target)
 
 
+def write_byte_tokenizer(folder: Path, field: str) -> None:
+    """Write `ByteTokenizer` to a folder that exists, as Hugging Face tokenizers are written.
+
+    Raises:
+        InputError: naming `field`, if the package is missing.
+    """
+    package = require("tokenizers", "hf", field, str(folder))
+    byte_level = package.pre_tokenizers.ByteLevel
+    # Bytes that are no printable character are written as characters beyond Latin-1, in order.
+    characters = sorted(byte_level.alphabet())
+    printable = {character for character in characters if ord(character) < 256}
+    others = (character for character in characters if character not in printable)
+    tokens = [chr(b) if chr(b) in printable else next(others) for b in range(256)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = package.Tokenizer(package.models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    # In this order they are tokens 256 to 258.
+    tokenizer.add_special_tokens(list(MARKS.values()))
+    # A mark that is spelt out in a text is bytes, as it is here.
+    write_tokenizer(tokenizer, folder, split_special_tokens=True)
+
+
+def write_tokenizer(tokenizer: Any, folder: Path, **settings: Any) -> None:
+    """Write a tokenizer of the package tokenizers that has our `MARKS`, and what `settings` say."""
+    tokenizer.save(str(folder / HUGGING_FACE))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **MARKS, **settings}
+    (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+
 def token_dtype(vocabulary_size: int) -> np.dtype:
     """The smallest type of whole numbers that holds every token."""
     return np.min_scalar_type(max(vocabulary_size - 1, 256))
@@ -313,7 +352,7 @@ def cut(text: Any) -> Iterator[Any]:
 def _settings(folder: Path, field: str) -> dict[str, Any]:
     """What the files beside a tokenizer.json say; tokenizer_config.json has the last word."""
     settings = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in ("special_tokens_map.json", CONFIG):
         if (folder / name).is_file():
             found = fields.load_json(folder / name, field)
             if not isinstance(found, dict):

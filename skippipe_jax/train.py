@@ -76,7 +76,8 @@ def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextM
     if config.compilation_cache is not None:
         cache = os.path.expanduser(config.compilation_cache)
         jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        # All of them: a run has many that compile quickly.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     return joined(
         config.cluster,
         arguments.coordinator,

@@ -1,12 +1,15 @@
 """The benchmarks run, and print one JSON object last; their figures are for quiet machines."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.training_runs import SMALL_CASE, virtual_devices
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -15,6 +18,7 @@ def last_line_of(module: str, *arguments: str) -> dict[str, Any]:
     finished = subprocess.run(
         [sys.executable, "-m", f"experiments.benchmarks.{module}", *arguments],
         cwd=REPOSITORY,
+        env=os.environ | virtual_devices(1),
         capture_output=True,
         text=True,
         timeout=300,
@@ -65,6 +69,7 @@ def test_late():
 def test_wire():
     small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
     settings = [*(f"model.{setting}" for setting in small), "data.sequence_length=32"]
+    settings.append(f"plan.case={json.dumps(SMALL_CASE)}")
     overrides = [word for setting in settings for word in ("--set", setting)]
     results = last_line_of("wire", "--iterations", "3", *overrides)["results"]
     nothing, activations, averaging, both = (own["bytes_per_iteration"] for own in results)

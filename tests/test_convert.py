@@ -18,7 +18,7 @@ import safetensors.numpy
 import torch
 from flax import nnx
 from skippipe_sched.errors import InputError
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from skippipe_jax import convert, huggingface, run_folder
 from skippipe_jax.checkpoint import open_checkpoint, read_stage, write_checkpoint
@@ -27,6 +27,7 @@ from skippipe_jax.convert import from_huggingface, to_huggingface
 from skippipe_jax.data import DataConfig
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.model import ModelConfig, RopeScaling, create_stage, stage_shapes
+from skippipe_jax.tokenizer import ByteTokenizer, load_tokenizer
 from tests.llama_models import (
     LLAMAS,
     TIME,
@@ -209,10 +210,26 @@ def test_a_run_keeps_the_tokenizer_and_hands_it_on(tmp_path: Path):
     assert not (tmp_path / "back" / "README.md").exists()
 
 
-def test_a_run_without_a_tokenizer_says_which_bytes_mark_documents(tmp_path: Path):
+def test_a_run_on_bytes_hands_on_a_tokenizer_of_bytes(tmp_path: Path):
     to_huggingface(random_run(OURS["llama-2"], tmp_path / "run"), tmp_path / "hf")
+    ours, theirs = ByteTokenizer(), AutoTokenizer.from_pretrained(tmp_path / "hf")
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert [written[f"{mark}_token_id"] for mark in ("bos", "eos", "pad")] == [256, 257, 258]
+    marks = {"bos": ours.begin, "eos": ours.end, "pad": ours.padding}
+    assert {mark: written[f"{mark}_token_id"] for mark in marks} == marks
+    assert {mark: getattr(theirs, f"{mark}_token_id") for mark in marks} == marks
+    assert len(theirs) == ours.vocabulary_size
+    again = load_tokenizer(str(tmp_path / "hf"))
+    assert (again.begin, again.end, again.padding) == tuple(marks.values())
+    every_character = "".join(map(chr, range(0x800))) + "中文 🙂"
+    for text in (every_character, "", " a  b\r\n\t c ", "don't <s> </s>", theirs.eos_token):
+        tokens = ours.encode(text).tolist()
+        assert theirs(text).input_ids == tokens
+        assert theirs.decode(tokens) == text
+    # Bytes that are no UTF-8, and the marks among them.
+    bytes_in_any_order = np.random.default_rng(0).permutation(ours.vocabulary_size)
+    text = ours.decode(bytes_in_any_order)
+    assert theirs.decode(bytes_in_any_order, skip_special_tokens=True) == text
+    assert again.decode(bytes_in_any_order) == text
 
 
 def test_the_run_can_be_evaluated(tmp_path: Path):

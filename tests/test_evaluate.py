@@ -28,15 +28,15 @@ from skippipe_sched.errors import InputError
 from skippipe_jax import evaluate
 from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.cluster import Membership
-from skippipe_jax.config import load_config
+from skippipe_jax.config import load_config, to_tree
+from skippipe_jax.convert import to_huggingface
 from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss, losses_along
 from skippipe_jax.model import DataStage, ModelConfig, stage_shapes
 from skippipe_jax.partial import Order, kept, swapped, without_each
 from skippipe_jax.progress import CompilationCounter
-from skippipe_jax.staged_model import StagedModel
 from skippipe_jax.tokenizer import ByteTokenizer
 from skippipe_jax.trainer import train
-from tests.partial_models import random_model, save_checkpoint
+from tests.partial_models import random_model, save_checkpoint, save_run
 
 STAGES, TIME, MICROBATCH = 3, 32, 2
 CONFIG: dict[str, Any] = {
@@ -321,84 +321,42 @@ def test_programs_are_compiled_once_for_all_ways():
     assert len(set(losses.values())) == len(orders) == 10 + 10
 
 
-def test_losses_equal_those_of_transformers_with_the_layers_removed():
+def test_losses_equal_those_of_the_export_in_transformers_with_the_layers_removed(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+):
     """Stages of different sizes, shared heads of keys, and frequencies of Llama 3."""
-    config = load_config(
-        Path("config.yaml"),
-        [
-            "model.layers=6",
-            "model.heads=4",
-            "model.kv_heads=2",
-            "model.stage_layers=[1, 2, 1, 2]",
-            "model.rope_scaling.original_context=8",
-            "model.norm_epsilon=1e-5",
-        ],
-    )
-    model = random_model(config.model, 4)
-    subsets = [way.stages for share in (1.0, 0.75, 0.5, 0.25) for way in kept(4, share, 99, 0).ways]
-    losses, tokens = losses_along(model, subsets, config.data, 999)
+    sizes = [1, 2, 1, 2]
+    overrides = [
+        f"model.layers={sum(sizes)}",
+        "model.heads=4",
+        "model.kv_heads=2",
+        f"model.stage_layers={sizes}",
+        "model.rope_scaling.original_context=8",
+        "model.norm_epsilon=1e-5",
+    ]
+    config = to_tree(load_config(Path("config.yaml"), overrides))
+    save_run(tmp_path / "run", config, len(sizes))
+    asked = ["--run", str(tmp_path / "run"), "--sequences", "999", "--keep", "1.0,0.75,0.5,0.25"]
+    found = json.loads(run_main([*asked, "--json"], monkeypatch, capsys))
     windows = held_out_windows()
-    assert tokens == windows[:, 1:].size
-    assert len(losses) == 8
-    for order in subsets:
-        expected = loss_of_transformers(model, order, windows)
-        assert abs(losses[order] - expected) < 1e-4, order
+    assert found["tokens"] == windows[:, 1:].size
+    ways = [way for answer in found["keep"] for way in answer["each"]]
+    assert len(ways) == 8
+
+    to_huggingface(tmp_path / "run", tmp_path / "hf")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    layers, ends = list(theirs.model.layers), list(itertools.accumulate(sizes, initial=0))
+    for way in ways:
+        kept_layers = [layers[ends[stage] : ends[stage + 1]] for stage in way["stages"]]
+        theirs.model.layers = torch.nn.ModuleList(itertools.chain(*kept_layers))
+        theirs.config.num_hidden_layers = len(theirs.model.layers)
+        assert abs(way["loss"] - loss_of_transformers(theirs, windows)) < 1e-4, way["stages"]
 
 
-def loss_of_transformers(model: StagedModel, order: Order, windows: np.ndarray) -> float:
-    """The mean loss of a LlamaForCausalLM that has only the layers of these stages."""
-    config = model.config
-    sizes = config.layers_of_stages(model.stages)
-    scaling = config.rope_scaling
-    assert scaling is not None
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocabulary_size,
-            hidden_size=config.width,
-            intermediate_size=config.ffn_width,
-            num_hidden_layers=sum(sizes[stage] for stage in order),
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            max_position_embeddings=config.context,
-            rms_norm_eps=config.norm_epsilon,
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": config.rope_theta,
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_frequency_factor,
-                "high_freq_factor": scaling.high_frequency_factor,
-                "original_max_position_embeddings": scaling.original_context,
-            },
-        )
-    )
-    first = model.parameters[0]
-    tensors = {
-        "model.embed_tokens.weight": first["embedding"],
-        "model.norm.weight": first["final_norm"]["scale"],
-        "lm_head.weight": first["head"]["kernel"].T,
-    }
-    names = {
-        "query": "self_attn.q_proj",
-        "key": "self_attn.k_proj",
-        "value": "self_attn.v_proj",
-        "output": "self_attn.o_proj",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    layers = itertools.count()
-    for stage in order:
-        for block in range(sizes[stage]):
-            layer = next(layers)
-            for name, their_name in names.items():
-                [array] = model.parameters[stage]["blocks"][name].values()
-                tensors[f"model.layers.{layer}.{their_name}.weight"] = array[block].T
-    state = {name: torch.tensor(np.array(array)) for name, array in tensors.items()}
-    theirs.load_state_dict(state)
+def loss_of_transformers(model: transformers.LlamaForCausalLM, windows: np.ndarray) -> float:
+    """The mean loss over all targets."""
     with torch.no_grad():
-        logits = theirs(torch.tensor(windows[:, :-1])).logits
+        logits = model(torch.tensor(windows[:, :-1]), use_cache=False).logits
     targets = torch.tensor(windows[:, 1:])
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 

@@ -78,7 +78,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @st.composite
 def models(draw: st.DrawFn, stages: int) -> ModelConfig:
-    layers = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    layers = draw(st.lists(st.integers(1, 2), min_size=stages, max_size=stages))
     return ModelConfig(
         vocabulary_size=11,
         width=8,

@@ -22,7 +22,8 @@ from tests.training_runs import (
     write_config,
 )
 
-STEPS = 20
+# So many that a run is still on its way when something happens to it.
+STEPS = 40
 PATIENCE_S = 120.0
 CASE = {
     "nodes": 5,

@@ -73,7 +73,9 @@ def settings(**values: Any) -> list[str]:
 
 def virtual_devices(count: int) -> dict[str, str]:
     """The environment of a process that has so many devices."""
-    return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+    # The last of two flags counts.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
+    return {"XLA_FLAGS": flags}
 
 
 def steps_done(run_dir: Path) -> int:

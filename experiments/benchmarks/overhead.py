@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -44,7 +43,7 @@ from skippipe_sched.errors import run_command
 from skippipe_sched.methods import make_plan
 from skippipe_sched.search import Search
 
-from experiments.benchmarks import machine
+from experiments.benchmarks import machine, reporting
 from skippipe_jax.data import Batch
 from skippipe_jax.executor import Executor, functions_of_stages
 from skippipe_jax.links import WithinProcess
@@ -315,25 +314,19 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.part is not None:
         print(json.dumps(_part(arguments)))
         return 0
-    report: dict[str, Any] = {
-        "benchmark": "overhead",
-        "command": f"python -m experiments.benchmarks.overhead {' '.join(sys.argv[1:])}".strip(),
-    }
-    results = []
+    described, results = {}, []
     with tempfile.TemporaryDirectory() as cache:
         for recompute in arguments.recompute:
             run_part = functools.partial(_in_own_process, arguments, recompute, cache)
-            report |= {"machine": (result := run_part(TIMES)).pop("machine")}
+            result = run_part(TIMES)
+            described = result.pop("machine")
             nothing = run_part(NOTHING)
             for name, own in result["programs"].items():
                 own["peak_memory_bytes"] = run_part(name) - nothing
             print(table(result), flush=True)
             results.append(result)
-    report["results"] = results
-    print(json.dumps(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    report = reporting.begun("overhead", described) | {"results": results}
+    return reporting.finish(report, None, arguments.json)
 
 
 def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, part: str) -> Any:
@@ -382,13 +375,7 @@ TURNS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.benchmarks.overhead",
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.parser("overhead", __doc__)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--compute-dtype", choices=DTYPES, default="float32")
     parser.add_argument(
@@ -402,7 +389,6 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text} ({default})"
         )
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     # What one of this program's own processes measures.
     parser.add_argument("--part", choices=(TIMES, NOTHING, *PROGRAMS), help=argparse.SUPPRESS)
     return parser

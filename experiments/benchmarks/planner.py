@@ -47,7 +47,7 @@ from skippipe_sched.robustness import replay
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate, simulate_plan
 
-from experiments.benchmarks import machine
+from experiments.benchmarks import reporting
 
 PAPER = Path(__file__).parents[1] / "paper"
 PUBLISHED = PAPER / "published_gcp20.json"
@@ -275,34 +275,21 @@ def _run(arguments: argparse.Namespace) -> int:
         "compiled": compiled,
         "scale": lambda: scale(arguments.sizes),
     }
-    report: dict[str, Any] = {
-        "benchmark": "planner",
-        "command": f"python -m experiments.benchmarks.planner {' '.join(sys.argv[1:])}".strip(),
-        "machine": machine.describe(),
-    }
+    report = reporting.begun("planner")
     for part in arguments.only:
         report[part] = run[part]()
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
-    return 0
+        reporting.write(report, arguments.json)
+    return reporting.finish(report, None, arguments.json)
 
 
 def _parser() -> argparse.ArgumentParser:
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.benchmarks.planner",
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.parser("planner", __doc__)
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts (all)")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of the yardstick (5)")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of each method (10)")
     parser.add_argument(
         "--sizes", type=int, choices=SIZES, nargs="+", default=list(SIZES), help="of scale (all)"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     return parser
 

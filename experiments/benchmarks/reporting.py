@@ -24,19 +24,32 @@ def parser(benchmark: str, documentation: str | None) -> argparse.ArgumentParser
     return made
 
 
-def begun(benchmark: str) -> dict[str, Any]:
-    """What a report begins with: the command, and the machine before the work has begun."""
+def begun(benchmark: str, described: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a report begins with: the command, and the machine before the work has begun.
+
+    `described` is the machine if another process has described it, so that this one takes no
+    device.
+    """
     return {
         "benchmark": benchmark,
         "command": f"python -m experiments.benchmarks.{benchmark} {' '.join(sys.argv[1:])}".strip(),
-        "machine": machine.describe(),
+        "machine": described or machine.describe(),
     }
 
 
-def finish(report: dict[str, Any], table: str, path: Path | None) -> int:
-    """Print the table and the report, and write that to `path` too; returns the exit code."""
-    print(table)
+def finish(report: dict[str, Any], table: str | None, path: Path | None) -> int:
+    """Print the table, unless it was on the way, and the report, and write that to `path` too.
+
+    Returns the exit code.
+    """
+    if table is not None:
+        print(table)
     print(json.dumps(report))
+    write(report, path)
+    return 0
+
+
+def write(report: dict[str, Any], path: Path | None) -> None:
+    """Write a report, or as much as there is of it, to `path` if there is one."""
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0

@@ -69,7 +69,7 @@ PAYLOAD_SHARE = 0.956
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "PJRT_NPROC": "1",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1",
 }
 PATIENCE_S = 1200.0
 METHOD_HEIGHT = 36

@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
 from scipy.sparse.csgraph import connected_components, shortest_path
-from scipy.spatial.distance import squareform
 
 from skippipe_sched.case import Case
 from skippipe_sched.rules import SHARE_TOLERANCE
@@ -87,6 +85,10 @@ def _groups(case: Case, path_length: int) -> _Groups:
     group = np.arange(len(names))
     most = _most_groups(path_length)
     if len(names) > most:
+        # Slow to import, and needed here only.
+        from scipy.cluster.hierarchy import fcluster, linkage
+        from scipy.spatial.distance import squareform
+
         apart_s = both_ways_s.copy()
         np.fill_diagonal(apart_s, 0.0)
         group = fcluster(linkage(squareform(apart_s), "average"), most, "maxclust") - 1

@@ -34,9 +34,9 @@ RATE_BYTES_PER_S = 2e6
 PORT = 61440
 PATIENCE_S = 120.0
 HEARTBEAT_TIMEOUT_S = 5.0
-DEADLINE_S = 8.0
+DEADLINE_S = 10.0
 # What the end of a process takes once it is known that it has to end.
-SLACK_S = 6.0
+SLACK_S = 10.0
 CUT_S = 2.0
 
 

@@ -302,9 +302,9 @@ def test_the_bound_of_a_thousand_nodes_takes_seconds(paper, places):
             **scattered,
         }
     )
-    start_s = time.monotonic()
+    start_s = time.process_time()
     bound_s = lower_bound_s(case, 6)
-    assert time.monotonic() - start_s < 15
+    assert time.process_time() - start_s < 15
     # All visits, spread over all nodes, and as if all nodes were the fastest.
     assert bound_s > 48 * 6 / 8 * 2.5 * min(node.forward_s for node in case.nodes)
 
