@@ -84,11 +84,16 @@ class Mirror:
     def update(self, run_dir: Path, steps: Collection[int]) -> None:
         """Copy the run's own files, and the checkpoints of `steps` that are not here yet.
 
-        Other checkpoints that are here, and what broken copies have left, are removed after that.
+        Other checkpoints that are here, what broken copies have left, and plans that the run does
+        not follow any more, are removed after that.
         """
         missing = sorted(set(steps) - set(self.steps()))
-        for path in run_folder.own_files(run_dir):
-            self._write(path.relative_to(run_dir).as_posix(), path.read_bytes())
+        own = {path.relative_to(run_dir).as_posix(): path for path in run_folder.own_files(run_dir)}
+        for name, path in own.items():
+            self._write(name, path.read_bytes())
+        for path in self._files.find(f"{self._root}/{run_folder.PLANS}"):
+            if PurePosixPath(path).relative_to(self._root).as_posix() not in own:
+                self._files.rm(path)
         for step in missing:
             self._copy(run_dir, step)
             self.copied |= {step}

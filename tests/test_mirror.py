@@ -88,6 +88,24 @@ def test_the_copy_is_the_run_folder(tmp_path: Path, url: str):
     assert files_at(url) == files_in(run_dir)
 
 
+def test_files_that_the_run_no_longer_has_are_not_fetched(tmp_path: Path, url: str):
+    """Such as the plans of another recipe, under which the run goes on."""
+    run_dir = make_run(tmp_path / "run")
+    for name in ("from_2", "plan_draw_000", "plan_draw_001"):
+        (run_dir / "plans").mkdir(exist_ok=True)
+        (run_dir / "plans" / f"{name}.json").write_text(name)
+    write(run_dir, url, 1)
+    assert files_at(url) == files_in(run_dir)
+    for name in ("from_2", "plan_draw_001"):
+        (run_dir / "plans" / f"{name}.json").unlink()
+    write(run_dir, url, 2)
+    assert files_at(url) == files_in(run_dir)
+    shutil.rmtree(run_dir / "plans")
+    write(run_dir, url, 3)
+    Mirror(url).prepare(tmp_path / "found", resume=True)
+    assert not (tmp_path / "found" / "plans").exists()
+
+
 def test_a_run_whose_folder_is_gone_is_fetched(tmp_path: Path, url: str):
     write(make_run(tmp_path / "run"), url, 1, 2)
     # Of a checkpoint that is being copied when the machine goes, there is no COMMITTED.
