@@ -51,6 +51,9 @@ def encode_conversation(
         segments = _written_by(write, messages, tokenizer, refuse)
     tokens = np.concatenate([tokens for tokens, _ in segments])
     learnt = np.repeat([learnt for _, learnt in segments], [len(tokens) for tokens, _ in segments])
+    # The first token is no target.
+    if not learnt[1:].any():
+        raise refuse("of what the tokenizer's chat template writes, nothing is an answer")
     return tokens.astype(token_dtype(tokenizer.vocabulary_size)), learnt
 
 

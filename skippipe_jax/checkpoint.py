@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -367,7 +367,8 @@ class CheckpointWriter:
             self._copying.shutdown()
         for copy in self._copies:
             copy.result()
-        if self._mirror is not None and (missing := self._kept() - self._mirror.copied):
+        here = saved_steps(self._run_dir)
+        if self._mirror is not None and (missing := self._kept(here) - self._mirror.copied):
             _warn(f"not copied to {self._mirror.url}: the checkpoints of steps {sorted(missing)}")
 
     def _finish(
@@ -408,25 +409,27 @@ class CheckpointWriter:
     def _copy(self, mirror: Mirror) -> None:
         """Bring the copy up to date, and only then remove what it may have been copying."""
         try:
-            mirror.update(self._run_dir, self._kept())
+            # Where the run was fetched from there, it has not brought all of its checkpoints.
+            mirror.update(self._run_dir, self._kept([*saved_steps(self._run_dir), *mirror.steps()]))
         except Exception as error:
             # Training goes on whatever a remote file system raises, and the next copy tries again.
             _warn(f"checkpoints not copied to {mirror.url}: {type(error).__name__}: {error}")
         self._remove_old()
 
-    def _kept(self) -> set[int]:
-        """The saved steps to hold on to."""
-        steps = saved_steps(self._run_dir)
+    def _kept(self, steps: Iterable[int]) -> set[int]:
+        """Of these saved steps, those to hold on to."""
+        ordered = sorted(set(steps))
         return {
             step
-            for step in steps
-            if step in steps[-self._keep :]
+            for step in ordered
+            if step in ordered[-self._keep :]
             or step == self._protected
             or (self._keep_every is not None and step % self._keep_every == 0)
         }
 
     def _remove_old(self) -> None:
-        for old in set(saved_steps(self._run_dir)) - self._kept():
+        steps = saved_steps(self._run_dir)
+        for old in set(steps) - self._kept(steps):
             _remove(_step_folder(self._run_dir, old))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,11 +52,7 @@ def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, s
     if not documents:
         raise InputError(*source.origin, "holds no text", "Name a file or folder with text")
     if len(documents) == 1 and source.kind != "chat":
-        [(where, key, text)] = [(one.where, one.key, one.text) for one in documents]
-        cut = round(len(text) * (1 - held_out))
-        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # in the middle of a character
-            cut += 1
-        parts = [[Document(where, key, text[:cut])], [Document(where, key, text[cut:])]]
+        parts = [[part] for part in cut_in_two(documents[0], held_out)]
     else:
         chosen = held_out_of([document.key for document in documents], held_out, seed)
         parts = [
@@ -70,6 +66,15 @@ def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, s
     return Corpus(training, evaluation, digest.hexdigest())
 
 
+def cut_in_two(document: Document, held_out: float) -> tuple[Document, Document]:
+    """The beginning and the end of a document that is alone, of which the end is held out."""
+    text = document.text
+    cut = round(len(text) * (1 - held_out))
+    while cut < len(text) and text[cut] & 0xC0 == 0x80:  # in the middle of a character
+        cut += 1
+    return replace(document, text=text[:cut]), replace(document, text=text[cut:])
+
+
 def place_of(key: bytes, seed: int) -> float:
     """A number in [0, 1) that a document's key decides alone; the lowest are held out."""
     digest = hashlib.blake2b(b"%d/%b" % (seed, key), digest_size=8)
@@ -80,14 +85,15 @@ def held_out_of(keys: Sequence[bytes], held_out: float, seed: int) -> Bool[np.nd
     """Which of the documents are held out.
 
     Each one's own hash decides, whatever other documents there are; only where that would leave
-    one of the two parts of several documents empty does the one nearest to it move.
+    one of the two parts of several documents empty does the one nearest to it move, with all that
+    are like it.
     """
-    places = [(place_of(key, seed), key) for key in keys]
-    chosen = np.array([place < held_out for place, _ in places])
+    places = np.array([place_of(key, seed) for key in keys])
+    chosen = places < held_out
     if len(keys) > 1 and not chosen.any():
-        chosen[places.index(min(places))] = True
+        chosen = places == places.min()
     elif len(keys) > 1 and chosen.all():
-        chosen[places.index(max(places))] = False
+        chosen = places < places.max()
     return chosen
 
 

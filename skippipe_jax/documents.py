@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import glob
+import itertools
 import json
 import os
 import sysconfig
 import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 import fsspec
@@ -135,23 +136,30 @@ def _local_files(
                     yield file.relative_to(root).as_posix(), str(file)
     elif not root.exists() and glob.has_magic(str(root)):
         found = [file for file in glob.glob(str(root), recursive=True) if os.path.isfile(file)]
-        yield from ((os.path.basename(file), file) for file in found)
+        yield from ((_name_in(str(root), file), file) for file in found)
     else:
-        yield ".", str(root)
+        yield root.name, str(root)
 
 
 def _remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[Any, list[tuple[str, str]]]:
     system, root = fsspec.url_to_fs(url)
     if system.isfile(root):
-        return system, [(".", root)]
+        return system, [(PurePosixPath(root).name, root)]
     if glob.has_magic(root):
-        names = [(os.path.basename(file), file) for file in system.glob(root)]
-        return system, [(name, file) for name, file in names if name[0] != "."]
+        found = [file for file in system.glob(root) if PurePosixPath(file).name[0] != "."]
+        return system, [(_name_in(root, file), file) for file in found]
     found = [(file.removeprefix(root).lstrip("/"), file) for file in system.find(root)]
     if not found:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
     visible = [(name, file) for name, file in found if not ("/" + name).count("/.")]
     return system, [(name, file) for name, file in visible if name.endswith(suffixes)]
+
+
+def _name_in(pattern: str, file: str) -> str:
+    """The part of a file's path that a glob leaves open, and what follows."""
+    parts = PurePosixPath(pattern).parts
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), parts)
+    return PurePosixPath(file).relative_to(PurePosixPath(*fixed)).as_posix()
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from skippipe_jax.model import ModelConfig, RopeScaling, stage_shapes
 from skippipe_jax.stages import Parameters
-from skippipe_jax.tokenizer import ByteTokenizer
+from skippipe_jax.tokenizer import BYTES, load_tokenizer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -271,13 +271,14 @@ def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, A
 def _marks(companions: Path) -> dict[str, Any]:
     """Which tokens begin and end a text and pad it, as far as that is known."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    if not companions.exists():
-        # Such a run has trained on bytes.
-        marks = (ByteTokenizer.begin, ByteTokenizer.end, ByteTokenizer.padding)
-        return dict(zip(names, marks, strict=True))
     path = companions / CONFIG
-    given = fields.load_json(path, CONFIG) if path.exists() else {}
-    return {name: given.get(name) for name in names}
+    if path.exists():
+        given = fields.load_json(path, CONFIG)
+        return {name: given.get(name) for name in names}
+    # A run without a tokenizer has trained on bytes.
+    tokenizer = load_tokenizer(str(companions) if companions.exists() else BYTES)
+    marks = (tokenizer.begin, tokenizer.end, tokenizer.padding)
+    return dict(zip(names, marks, strict=True))
 
 
 def copy_companions(source: Path, target: Path, names: Sequence[str] = COMPANIONS) -> None:

@@ -8,6 +8,7 @@ What is here without COMMITTED is no checkpoint, as in the run folder itself.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection
@@ -17,7 +18,7 @@ import fsspec
 from skippipe_sched.errors import InputError
 
 from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import COMMITTED, latest_step, open_checkpoint
+from skippipe_jax.checkpoint import COMMITTED, latest_step, open_checkpoint, saved_steps
 
 
 class Mirror:
@@ -45,6 +46,8 @@ class Mirror:
     def prepare(self, run_dir: Path, *, resume: bool) -> str | None:
         """Make ready for a run: one that is resumed is fetched where `run_dir` does not hold it.
 
+        Of its checkpoints the latest comes, and the best.
+
         Returns what there is to say about it.
 
         Raises:
@@ -55,7 +58,7 @@ class Mirror:
         try:
             steps = self.steps()
             if resume and not is_here and steps:
-                self._fetch(run_dir, steps[-1])
+                self._fetch(run_dir, {steps[-1], *self._best(steps)})
                 return f"step {steps[-1]} of the run fetched from {self.url} into {run_dir}"
         except Exception as error:  # whatever the file system raises
             if is_here:
@@ -82,13 +85,18 @@ class Mirror:
         return steps
 
     def update(self, run_dir: Path, steps: Collection[int]) -> None:
-        """Copy the run's own files, and the checkpoints of `steps` that are not here yet.
+        """Copy the run's own files, and those of its checkpoints of `steps` that are not here yet.
 
-        Other checkpoints that are here, and what broken copies have left, are removed after that.
+        Other checkpoints that are here, what broken copies have left, and plans that the run does
+        not follow any more, are removed after that.
         """
-        missing = sorted(set(steps) - set(self.steps()))
-        for path in run_folder.own_files(run_dir):
-            self._write(path.relative_to(run_dir).as_posix(), path.read_bytes())
+        missing = sorted(set(steps) & set(saved_steps(run_dir)) - set(self.steps()))
+        own = {path.relative_to(run_dir).as_posix(): path for path in run_folder.own_files(run_dir)}
+        for name, path in own.items():
+            self._write(name, path.read_bytes())
+        for path in self._files.find(f"{self._root}/{run_folder.PLANS}"):
+            if PurePosixPath(path).relative_to(self._root).as_posix() not in own:
+                self._files.rm(path)
         for step in missing:
             self._copy(run_dir, step)
             self.copied |= {step}
@@ -107,17 +115,25 @@ class Mirror:
         mark = f"checkpoints/{checkpoint.folder.name}/{COMMITTED}"
         self._write(mark, (checkpoint.folder / COMMITTED).read_bytes())
 
-    def _fetch(self, run_dir: Path, step: int) -> None:
-        """Write the run, with one checkpoint; the files that mark both as whole come last."""
-        folder = PurePosixPath(self._path(step)).relative_to(self._root)
-        marks = [folder / COMMITTED, PurePosixPath(run_folder.CONFIG)]
+    def _best(self, steps: Collection[int]) -> set[int]:
+        """Which of `steps`, if one, has the lowest held-out loss."""
+        path = f"{self._root}/{run_folder.BEST}"
+        if not self._files.isfile(path):
+            return set()
+        return {json.loads(self._files.cat_file(path))["step"]} & set(steps)
+
+    def _fetch(self, run_dir: Path, steps: Collection[int]) -> None:
+        """Write the run, with some checkpoints; the files that mark each as whole come last."""
+        folders = [PurePosixPath(self._path(step)).relative_to(self._root) for step in steps]
+        marks = [*(folder / COMMITTED for folder in folders), PurePosixPath(run_folder.CONFIG)]
         found = [
             PurePosixPath(path).relative_to(self._root) for path in self._files.find(self._root)
         ]
         names = [
             name
             for name in found
-            if (name.parts[0] != "checkpoints" or name.is_relative_to(folder)) and name not in marks
+            if (name.parts[0] != "checkpoints" or any(map(name.is_relative_to, folders)))
+            and name not in marks
         ]
         for name in (*names, *marks):
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)

@@ -88,13 +88,20 @@ class PackedDocuments:
     """Rows of whole documents, as full as best-fit-decreasing makes them.
 
     A document longer than a row is cut: full rows of it, and the rest beside other documents. The
-    target of a document's last token is not counted, so every other token is a target once.
+    target of a document's last token is not counted, so every other token is a target once. Pieces
+    of which nothing is learnt are left out: an iteration of them alone would have no loss.
     """
 
     def __init__(self, documents: TokenizedDocuments, sequence_length: int):
         """Find the row of every document."""
         self._tokens, self._learnt = documents.tokens, documents.learnt
-        self._starts, self._ends, self._limits = _pieces(documents.ends, sequence_length)
+        pieces = _pieces(documents.ends, sequence_length)
+        if documents.learnt is not None:
+            starts, ends, limits = pieces
+            before = np.concatenate([[0], np.cumsum(documents.learnt)])
+            is_learnt = before[np.minimum(ends + 1, limits)] > before[starts + 1]
+            pieces = starts[is_learnt], ends[is_learnt], limits[is_learnt]
+        self._starts, self._ends, self._limits = pieces
         row_of = pack(self._ends - self._starts, sequence_length)
         # A stable order, so that documents come in a row as they come in the text.
         self._order = np.argsort(row_of, kind="stable")

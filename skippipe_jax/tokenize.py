@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,7 +26,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 from tqdm import tqdm
 
-from skippipe_jax.corpus import groups, place_of, texts_of
+from skippipe_jax.corpus import cut_in_two, groups, place_of, texts_of
 from skippipe_jax.documents import Document, DocumentSource, read_documents
 from skippipe_jax.extras import require
 from skippipe_jax.new_folder import new_folder
@@ -45,7 +46,7 @@ from skippipe_jax.tokenizer import (
 
 EPILOG = """\
 DIR is written anew, and appears when it is whole. Documents are held out by a hash of their own: of
-a file's name, or of a row's text. Train on it with
+a file's name, or of a row's text; of a single document, the end is. Train on it with
   --set data.source=tokens --set data.path=DIR --set model.vocabulary_size=...
 """
 
@@ -98,19 +99,28 @@ def write_tokens(
     The same text gives the same files, however many processes there are.
 
     Raises:
-        InputError: if a document cannot be read.
+        InputError: if a document cannot be read, or no document would be held out, or all.
     """
     tokenizer = load_tokenizer(tokenizer_name, "--tokenizer")
+    inputs, is_held_out = _inputs(sources, held_out, seed)
     dtype = token_dtype(tokenizer.vocabulary_size)
     writers = [PartWriter(folder, part, dtype) for part in PARTS]
     with tqdm(unit="B", unit_scale=True, disable=None, desc="tokenizing") as progress:
-        for documents, tokens, ends in _tokenized(sources, tokenizer_name, tokenizer, processes):
+        for documents, tokens, ends in _tokenized(inputs, tokenizer_name, tokenizer, processes):
             lengths = np.diff(ends, prepend=0)
-            out = np.array([place_of(document.key, seed) < held_out for document in documents])
+            out = np.array([is_held_out(document) for document in documents])
             for writer, chosen in zip(writers, (~out, out), strict=True):
                 writer.add(tokens[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
             progress.update(sum(len(document.text) for document in documents))
     parts = {part: writer.close() for part, writer in zip(PARTS, writers, strict=True)}
+    for name, part in parts.items():
+        if not part.documents:
+            raise InputError(
+                "--held-out",
+                held_out,
+                f"the {name.replace('_', '-')} part would have none of the documents",
+                "Give more of them, or another share or --seed",
+            )
     index = TokenIndex(
         tokenizer.digest, tokenizer.vocabulary_size, dtype.name, held_out, seed, parts
     )
@@ -118,17 +128,34 @@ def write_tokens(
     return index
 
 
+Inputs = Sequence[tuple[DocumentSource, Iterable[Document]]]
+
+
+def _inputs(
+    sources: Sequence[DocumentSource], held_out: float, seed: int
+) -> tuple[Inputs, Callable[[Document], bool]]:
+    """The documents of each source, and what tells whether one of them is held out."""
+    every = ((source, one) for source in sources for one in read_documents(source))
+    first = list(itertools.islice(every, 2))
+    if len(first) == 1:
+        [(source, document)] = first
+        beginning, end = cut_in_two(document, held_out)
+        return [(source, [beginning, end])], lambda document: document is end
+    inputs = [(source, read_documents(source)) for source in sources]
+    return inputs, lambda document: place_of(document.key, seed) < held_out
+
+
 Tokenized = tuple[Integer[np.ndarray, " token"], Int64[np.ndarray, " document"]]
 
 
 def _tokenized(
-    sources: Sequence[DocumentSource], name: str, tokenizer: Tokenizer, processes: int
+    inputs: Inputs, name: str, tokenizer: Tokenizer, processes: int
 ) -> Iterator[tuple[list[Document], *Tokenized]]:
     """Groups of documents in their order, with their tokens and where each ends."""
     work = (
         (group, texts_of(group, source, tokenizer))
-        for source in sources
-        for group in groups(read_documents(source))
+        for source, documents in inputs
+        for group in groups(documents)
     )
     if processes == 1:
         yield from ((group, *encode_documents(tokenizer, texts)) for group, texts in work)
@@ -211,10 +238,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _training_documents(
     sources: Sequence[DocumentSource], held_out: float, seed: int
 ) -> Iterator[tuple[Document, DocumentSource]]:
-    for source in sources:
-        for document in read_documents(source):
-            if place_of(document.key, seed) >= held_out:
-                yield document, source
+    inputs, is_held_out = _inputs(sources, held_out, seed)
+    for source, documents in inputs:
+        yield from ((document, source) for document in documents if not is_held_out(document))
 
 
 def _kind(path: str) -> str:

@@ -86,6 +86,7 @@ def tokenizer_text(folder: Path) -> str:
     [
         ("{{ raise_exception('roles must alternate') }}", "fails: roles must alternate"),
         ("{{ messages | length }}", "writes earlier messages anew"),
+        ("{{ messages[0].content }}", "nothing is an answer"),
         ("{{ ().__class__.__base__.__subclasses__() }}", "fails: access to attribute"),
         ("{% if %}", "is not valid"),
     ],

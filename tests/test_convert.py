@@ -25,8 +25,10 @@ from skippipe_jax.checkpoint import open_checkpoint, read_stage, write_checkpoin
 from skippipe_jax.config import Config, to_yaml
 from skippipe_jax.convert import from_huggingface, to_huggingface
 from skippipe_jax.data import DataConfig
+from skippipe_jax.documents import Document, DocumentSource
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.model import ModelConfig, RopeScaling, create_stage, stage_shapes
+from skippipe_jax.tokenize import train_bpe
 from skippipe_jax.tokenizer import ByteTokenizer, load_tokenizer
 from tests.llama_models import (
     LLAMAS,
@@ -230,6 +232,19 @@ def test_a_run_on_bytes_hands_on_a_tokenizer_of_bytes(tmp_path: Path):
     text = ours.decode(bytes_in_any_order)
     assert theirs.decode(bytes_in_any_order, skip_special_tokens=True) == text
     assert again.decode(bytes_in_any_order) == text
+
+
+def test_a_run_with_a_tokenizer_of_its_own_says_which_of_its_tokens_mark_documents(tmp_path: Path):
+    run = random_run(OURS["llama-2"], tmp_path / "run")
+    text = Document("text", b"", b"skipping stages")
+    train_bpe([(text, DocumentSource("text", "text"))], VOCABULARY, run / "tokenizer")
+    tokenizer = load_tokenizer(str(run / "tokenizer"))
+    to_huggingface(run, tmp_path / "hf")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf").generation_config
+    assert theirs is not None
+    found = [theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id]
+    assert found == [tokenizer.begin, tokenizer.end, tokenizer.padding]
+    assert len(set(found)) == 3
 
 
 def test_the_run_can_be_evaluated(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from skippipe_jax.cluster import ClusterConfig, Membership
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.mirror import Mirror
 from skippipe_jax.trainer import train
+from skippipe_jax.validation import BestCheckpoint
 from tests.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,
@@ -88,6 +90,24 @@ def test_the_copy_is_the_run_folder(tmp_path: Path, url: str):
     assert files_at(url) == files_in(run_dir)
 
 
+def test_files_that_the_run_no_longer_has_are_not_fetched(tmp_path: Path, url: str):
+    """Such as the plans of another recipe, under which the run goes on."""
+    run_dir = make_run(tmp_path / "run")
+    for name in ("from_2", "plan_draw_000", "plan_draw_001"):
+        (run_dir / "plans").mkdir(exist_ok=True)
+        (run_dir / "plans" / f"{name}.json").write_text(name)
+    write(run_dir, url, 1)
+    assert files_at(url) == files_in(run_dir)
+    for name in ("from_2", "plan_draw_001"):
+        (run_dir / "plans" / f"{name}.json").unlink()
+    write(run_dir, url, 2)
+    assert files_at(url) == files_in(run_dir)
+    shutil.rmtree(run_dir / "plans")
+    write(run_dir, url, 3)
+    Mirror(url).prepare(tmp_path / "found", resume=True)
+    assert not (tmp_path / "found" / "plans").exists()
+
+
 def test_a_run_whose_folder_is_gone_is_fetched(tmp_path: Path, url: str):
     write(make_run(tmp_path / "run"), url, 1, 2)
     # Of a checkpoint that is being copied when the machine goes, there is no COMMITTED.
@@ -104,6 +124,40 @@ def test_a_run_whose_folder_is_gone_is_fetched(tmp_path: Path, url: str):
     write(found, url, 3)
     assert Mirror(url).steps() == [2, 3]
     assert files_at(url) == files_in(found)
+
+
+def test_what_is_kept_for_good_stays_in_the_copy_of_a_run_that_was_fetched(
+    tmp_path: Path, url: str
+):
+    write(make_run(tmp_path / "run"), url, 1, 2, 3, 4, 5, keep_every=2)
+    found = tmp_path / "found"
+    Mirror(url).prepare(found, resume=True)
+    assert saved_steps(found) == [5]
+    write(found, url, 6, 7, keep_every=2)
+    assert saved_steps(found) == [6, 7]
+    assert Mirror(url).steps() == [2, 4, 6, 7]
+
+
+def test_the_best_checkpoint_is_fetched_too_and_kept(tmp_path: Path, url: str):
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "metrics.jsonl").write_text("")
+
+    def save_validated(run_dir: Path, losses: dict[int, float]) -> None:
+        checkpoints = writer(run_dir, Mirror(url))
+        best = BestCheckpoint(checkpoints, run_dir)
+        for step, loss in losses.items():
+            run_folder.append_metrics(run_dir, {"step": step, "validation_loss": loss})
+            save(checkpoints, step)
+            best.consider(step, loss)
+        checkpoints.close()
+
+    save_validated(run_dir, {1: 3.0, 2: 1.0, 3: 4.0, 4: 5.0, 5: 6.0})
+    found = tmp_path / "found"
+    Mirror(url).prepare(found, resume=True)
+    assert saved_steps(found) == [2, 5]
+    save_validated(found, {6: 7.0, 7: 8.0})
+    assert saved_steps(found) == Mirror(url).steps() == [2, 6, 7]
+    assert json.loads((found / run_folder.BEST).read_text())["step"] == 2
 
 
 def test_fetching_that_was_broken_off_begins_again(tmp_path: Path, url: str):

@@ -72,3 +72,23 @@ def test_sources_are_mixed_evenly():
     for start in range(900):
         counts = np.bincount(sources[start : start + 50], minlength=3)
         assert np.abs(counts - [35, 10, 5]).max() <= 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 12))
+def test_every_row_has_something_to_learn_and_nothing_learnt_is_left_out(data, length):
+    sizes = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=10))
+    ends = np.cumsum(sizes)
+    tokens = np.arange(int(ends[-1]), dtype=np.int32)
+    # As in conversations: long stretches of one kind.
+    switches = data.draw(st.lists(st.integers(0, int(ends[-1])), max_size=6))
+    learnt = np.searchsorted(np.sort(switches), tokens, side="right") % 2 == 1
+    rows = PackedDocuments(TokenizedDocuments(tokens, ends, learnt), length)
+    targets_seen = []
+    for index in range(len(rows)):
+        targets = np.full(length, NOT_COUNTED, np.int32)
+        rows.fill(index, np.zeros(length, np.int32), targets, np.zeros(length, bool))
+        assert (targets != NOT_COUNTED).any()
+        targets_seen += targets[targets != NOT_COUNTED].tolist()
+    first = np.concatenate([[0], ends[:-1]])
+    assert sorted(targets_seen) == [n for n in tokens if n not in first and learnt[n]]

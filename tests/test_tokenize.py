@@ -224,3 +224,43 @@ def test_a_folder_that_is_not_whole_is_refused(shards, damage, problem):
     with pytest.raises(InputError, match=problem) as caught:
         read_corpus(shards, ByteTokenizer(), 0.1, 0)
     assert caught.value.field == "data.path"
+
+
+def tokenize(folder: Path, monkeypatch, *words: str | Path) -> dict[str, token_shards.PartIndex]:
+    monkeypatch.setattr(sys, "argv", ["tokenize", *map(str, words), "-o", str(folder)])
+    assert main() == 0
+    return read_index(str(folder), "data.path").parts
+
+
+def test_files_named_one_by_one_are_held_out_one_by_one(tmp_path, monkeypatch):
+    files = [tmp_path / f"{number:02}.txt" for number in range(40)]
+    for file in files:
+        file.write_text(file.name * 50)
+    words = ["--held-out", "0.3", "--processes", "1"]
+    parts = tokenize(tmp_path / "tokens", monkeypatch, *files, *words)
+    assert 5 <= parts["held_out"].documents <= 20
+    # Which these are, the names of the files say, however they were given.
+    assert tokenize(tmp_path / "again", monkeypatch, tmp_path / "*.txt", *words) == parts
+
+
+def test_the_tail_of_a_single_file_is_held_out(tmp_path, monkeypatch):
+    (tmp_path / "only.txt").write_bytes(b"a" * 75 + b"b" * 25)
+    words = [tmp_path / "only.txt", "--held-out", "0.25", "--processes", "1"]
+    tokenize(tmp_path / "tokens", monkeypatch, *words)
+    tokens = DocumentSource("tokens", str(tmp_path / "tokens"))
+    text = DocumentSource("text", str(tmp_path / "only.txt"))
+    one, other = (read_corpus(source, ByteTokenizer(), 0.25, 0) for source in (tokens, text))
+    for part in ("training", "held_out"):
+        found, expected = getattr(one, part), getattr(other, part)
+        np.testing.assert_array_equal(found.tokens[:], expected.tokens)
+        np.testing.assert_array_equal(found.ends, expected.ends)
+    assert one.held_out.tokens[:].tolist() == [256, *b"b" * 25, 257]
+
+
+@pytest.mark.parametrize(("share", "part"), [(1e-6, "held-out"), (1 - 1e-6, "training")])
+def test_a_part_without_a_document_is_refused(jsonl, tmp_path, monkeypatch, capsys, share, part):
+    words = ["tokenize", str(jsonl), "-o", str(tmp_path / "tokens"), "--text-field", "body"]
+    monkeypatch.setattr(sys, "argv", [*words, "--held-out", str(share), "--processes", "1"])
+    assert main() == 2
+    assert f"the {part} part would have none of the documents" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
