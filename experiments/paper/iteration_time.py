@@ -2,12 +2,12 @@
 
 Simulated under our timing model, averaging included, several seeds:
 
-runs             every plan: its seconds, bytes and busiest link, and the search that found it
+runs             every plan: its seconds and bytes, and the search that found it
 cases            medians over the seeds, by case and method; `datacentre` is cluster1 with hops that
                  cost only latency and bytes, the case in which skipping has least to win
 published        the published plan and full pipeline of gcp20
 gain             planning apart from skipping, in both orders: what each brings depends on that
-correlation      of seconds with bytes between locations, and with the busiest link
+correlation      of seconds with bytes between locations, and with the time that hops take
 in_flight        how many microbatches a node may hold, a limit that full pipelines suffer from more
 search           what a longer search brings, and how many iterations repay it
 
@@ -25,13 +25,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scipy import stats
 from skippipe_sched.case import Case, parse_case
-from skippipe_sched.flows import link_name, link_traffic, wide_area_bytes
+from skippipe_sched.flows import link_traffic, wide_area_bytes
 from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.plan import Plan, parse_plan
 from skippipe_sched.search import Search
@@ -213,9 +213,21 @@ def figures_of(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "lower_bound_s": round(plan.predicted.lower_bound_s, 4),
         "pipeline_bytes": round(sent["pipeline"]),
         "averaging_bytes": round(sent["averaging"]),
-        "busiest_link": link_name(plan.case, flows[0]),
-        "busiest_link_s": round(flows[0].busy_s, 4),
+        "travel_s": round(travel_s(plan), 4),
     }
+
+
+def travel_s(plan: Plan) -> float:
+    """Seconds that a microbatch of the data node with the longest ways spends on hops, on average.
+
+    There and back, if it meets no other microbatch.
+    """
+    round_trip_s = plan.case.hop_s + plan.case.hop_s.T
+    of_data_nodes: dict[int, list[float]] = defaultdict(list)
+    for path in plan.microbatches:
+        hops = pairwise([*path, path[0]])
+        of_data_nodes[path[0]].append(sum(round_trip_s[hop] for hop in hops))
+    return max(map(statistics.fmean, of_data_nodes.values()))
 
 
 def _published() -> dict[str, Any]:
@@ -241,7 +253,7 @@ def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for row in rows:
         of_methods[row["method"]].append(row)
     names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s", "search_s")
-    names += ("pipeline_bytes", "averaging_bytes", "busiest_link_s")
+    names += ("pipeline_bytes", "averaging_bytes", "travel_s")
     full_s = _median(of_methods["full"], "iteration_s")
     return {
         method: {name: _median(own, name) for name in names}
@@ -284,7 +296,7 @@ def gain(seconds: Mapping[str, float]) -> dict[str, Any]:
 
 
 def correlation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How seconds of an iteration go with bytes between locations, and with the busiest link.
+    """How seconds of an iteration go with bytes between locations, and with `travel_s`.
 
     Of all plans, and of those that skip alone: that full paths send more and take longer is one
     thing, whether bytes tell a good partial plan from a bad one another.
@@ -300,7 +312,7 @@ def _correlations(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "bytes": [row["pipeline_bytes"] + row["averaging_bytes"] for row in rows],
         "pipeline_bytes": [row["pipeline_bytes"] for row in rows],
         "averaging_bytes": [row["averaging_bytes"] for row in rows],
-        "busiest_link_s": [row["busiest_link_s"] for row in rows],
+        "travel_s": [row["travel_s"] for row in rows],
     }
     return {"plans": len(rows)} | {
         name: {
@@ -390,14 +402,14 @@ def draw(figures: dict[str, Any]) -> Figure:
 
     figure = Figure(figsize=(11, 17), layout="constrained")
     axes = figure.subplot_mosaic(
-        [["cases", "cases"], ["gain", "shaped"], ["bytes", "links"], ["in_flight", "search"]],
+        [["cases", "cases"], ["gain", "shaped"], ["bytes", "travel"], ["in_flight", "search"]],
         height_ratios=[1.15, 1, 1, 1],
     )
     _draw_cases(axes["cases"], figures["cases"])
     _draw_gain(axes["gain"], figures["gain"])
     _draw_shaped_network(axes["shaped"], figures["shaped_network"]["methods"])
     _draw_scatter(axes["bytes"], figures, "bytes")
-    _draw_scatter(axes["links"], figures, "busiest_link_s")
+    _draw_scatter(axes["travel"], figures, "travel_s")
     _draw_in_flight(axes["in_flight"], figures["in_flight"])
     _draw_search(axes["search"], figures["search"])
     for panel in axes.values():
@@ -480,11 +492,11 @@ def _draw_shaped_network(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 AXIS_NAMES = {
     "bytes": "bytes between locations, share of full",
-    "busiest_link_s": "seconds of the busiest link, share of full",
+    "travel_s": "seconds of hops of the slowest data node, share of full",
 }
 TITLES = {
     "bytes": "Bytes do not tell a good plan from a bad one",
-    "busiest_link_s": "The busiest link tells more",
+    "travel_s": "The time that hops take tells more",
 }
 
 
