@@ -2,7 +2,7 @@
 
 Simulated under our timing model, averaging included, several seeds:
 
-runs             every plan: its seconds and bytes, and the search that found it
+runs             every plan: its seconds and bytes, and the processor time that found it
 cases            medians over the seeds, by case and method; `datacentre` is cluster1 with hops that
                  cost only latency and bytes, the case in which skipping has least to win
 published        the published plan and full pipeline of gcp20
@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,9 +52,24 @@ DATACENTRE = "datacentre"
 MEMORY = 3
 
 
+class Unhurried(Search):
+    """Does all the work that its budget pays for, so that every machine finds the same plan.
+
+    However busy that is; a search that looks at the clock stops when its budget is over.
+    """
+
+    def stopped(self) -> bool:
+        """Whether the user asks for the end."""
+        return self.end.interrupted
+
+
 @dataclass(frozen=True)
 class Scope:
-    """How much is measured. Budgets are in seconds of search."""
+    """How much is measured.
+
+    A budget pays for what two cores of the machine of the committed results do in about 0.6 of so
+    many seconds.
+    """
 
     cases: tuple[str, ...]
     seeds: int
@@ -67,11 +83,11 @@ class Scope:
 FULL = Scope(
     cases=(*cases.CASES, DATACENTRE),
     seeds=3,
-    budget_s=10.0,
+    budget_s=5.0,
     in_flight_cases=(YARDSTICK, "cluster1", DATACENTRE),
     in_flight=(3, 6, 12),
     in_flight_seeds=2,
-    budgets_s=(0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
+    budgets_s=(0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
 QUICK = Scope(
     cases=(YARDSTICK, "cluster1", DATACENTRE),
@@ -122,7 +138,6 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
     }
     return {
         "scope": asdict(scope),
-        "cut_short": sum(row["cut_short"] for row in row_of.values()),
         "cases": medians,
         "published": _published(),
         "gain": {
@@ -182,17 +197,16 @@ def _row(job: Job, folder: Path) -> dict[str, Any]:
         kept = json.loads(path.read_text(encoding="utf-8"))
         plan = parse_plan(kept["plan"])
     else:
-        search = Search(job.seed, job.budget_s)
-        plan = make_plan(case_of(job), job.method, search)
+        start_s = time.process_time()
+        plan = make_plan(case_of(job), job.method, Unhurried(job.seed, job.budget_s))
         kept = {
-            "search_s": round(search.elapsed_s, 3),
-            "cut_short": search.end.cut_short,
+            "processor_s": round(time.process_time() - start_s, 3),
             "plan": plan.to_json(),
         }
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(kept), encoding="utf-8")
         os.replace(partial, path)
-    row = asdict(job) | {key: kept[key] for key in ("search_s", "cut_short")}
+    row = asdict(job) | {"processor_s": kept["processor_s"]}
     row |= figures_of(plan, simulate_plan(plan))
     print(f"{NAME}: {job.name}: {row['iteration_s']:.2f} s", flush=True)
     return row
@@ -252,7 +266,7 @@ def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     of_methods: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         of_methods[row["method"]].append(row)
-    names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s", "search_s")
+    names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s", "processor_s")
     names += ("pipeline_bytes", "averaging_bytes", "travel_s")
     full_s = _median(of_methods["full"], "iteration_s")
     return {
@@ -352,17 +366,17 @@ def _in_flight_medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _search_costs(
     searches: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Seconds of search against seconds of an iteration, and what repays the search.
+    """Processor seconds of search against seconds of an iteration, and what repays the search.
 
     `repaid_after` is in iterations, against the plan that needs hardly any search, and
     `repaid_after_more` against the next shorter search; None where nothing was gained.
     """
     instant = [r for r in rows if (r["case"], r["method"]) == (YARDSTICK, INSTANT)]
-    first = {name: _median(instant, name) for name in ("search_s", "iteration_s")}
+    first = {name: _median(instant, name) for name in ("processor_s", "iteration_s")}
     budgets: list[dict[str, Any]] = []
     for budget_s in dict.fromkeys(row["budget_s"] for row in searches):
         own = [row for row in searches if row["budget_s"] == budget_s]
-        found = {name: _median(own, name) for name in ("search_s", "iteration_s")}
+        found = {name: _median(own, name) for name in ("processor_s", "iteration_s")}
         budgets.append(
             {"budget_s": budget_s}
             | found
@@ -378,7 +392,7 @@ def _repaid_after(longer: Mapping[str, float], shorter: Mapping[str, float]) -> 
     saved_s = shorter["iteration_s"] - longer["iteration_s"]
     if saved_s <= 0:
         return None
-    return round(max(0.0, longer["search_s"] - shorter["search_s"]) / saved_s, 2)
+    return round(max(0.0, longer["processor_s"] - shorter["processor_s"]) / saved_s, 2)
 
 
 COLOURS = {
@@ -487,7 +501,7 @@ def _draw_shaped_network(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xlim(0, 1.28 * max(row["measured_s"] for row in rows))
     axes.set_xlabel("seconds of an iteration")
     axes.set_title("20 hosts on a shaped network,\nhalf of the stages skipped")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.12), frameon=False)
 
 
 AXIS_NAMES = {
@@ -555,13 +569,13 @@ def _draw_in_flight(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _draw_search(axes: Axes, search: Mapping[str, Any]) -> None:
     budgets = search["budgets"]
-    seconds = [row["search_s"] for row in budgets]
+    seconds = [row["processor_s"] for row in budgets]
     axes.plot(seconds, [row["iteration_s"] for row in budgets], marker="o", color=GOOD)
     instant = search[INSTANT]
-    axes.plot(instant["search_s"], instant["iteration_s"], "s", color=COLOURS[INSTANT])
+    axes.plot(instant["processor_s"], instant["iteration_s"], "s", color=COLOURS[INSTANT])
     axes.annotate(
         INSTANT,
-        (instant["search_s"], instant["iteration_s"]),
+        (instant["processor_s"], instant["iteration_s"]),
         textcoords="offset points",
         xytext=(8, -3),
     )
@@ -569,14 +583,14 @@ def _draw_search(axes: Axes, search: Mapping[str, Any]) -> None:
         if row["repaid_after"] is not None:
             axes.annotate(
                 f"{row['repaid_after']:.1f}",
-                (row["search_s"], row["iteration_s"]),
+                (row["processor_s"], row["iteration_s"]),
                 textcoords="offset points",
                 xytext=(0, 8),
                 ha="center",
             )
     axes.set_xscale("log")
     axes.set_ylim(0)
-    axes.set_xlabel("seconds of search")
+    axes.set_xlabel("processor seconds of search (two threads)")
     axes.set_ylabel("seconds of an iteration")
     axes.set_title(
         f"{search['method']} on {search['case']}: a longer search\n"

@@ -233,7 +233,7 @@ def cuts_of(config: Config, case: Case) -> dict[str, dict[str, Any]]:
 
 
 def cut_for(config: Config, case: Case, usable_bytes: float) -> dict[str, Any] | None:
-    """The cut into fewest stages whose nodes hold no more than so many bytes; None if there is none.
+    """The cut into fewest stages whose nodes hold no more than so many bytes, if there is one.
 
     Of all cuts into so many stages, the one whose largest node is smallest.
     """
