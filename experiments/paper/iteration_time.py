@@ -472,7 +472,7 @@ def _draw_gain(axes: Axes, of_cases: Mapping[str, Any]) -> None:
     axes.set_title(
         "Where joint's gain comes from\n(upper bar: planning first; lower: skipping first)"
     )
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
 
 
 PARTS = {"planning_first": ("planning", "skipping"), "skipping_first": ("skipping", "planning")}
@@ -501,7 +501,7 @@ def _draw_shaped_network(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xlim(0, 1.28 * max(row["measured_s"] for row in rows))
     axes.set_xlabel("seconds of an iteration")
     axes.set_title("20 hosts on a shaped network,\nhalf of the stages skipped")
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.12), frameon=False)
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
 
 
 AXIS_NAMES = {
@@ -509,12 +509,15 @@ AXIS_NAMES = {
     "travel_s": "seconds of hops of the slowest data node, share of full",
 }
 TITLES = {
-    "bytes": "Bytes do not tell a good plan from a bad one",
-    "travel_s": "The time that hops take tells more",
+    "bytes": "Bytes between locations, averaging included",
+    "travel_s": "Hops of a microbatch, there and back",
 }
+TICKS = (0.4, 0.6, 0.8, 1, 1.5, 2, 3, 4, 6, 8)
 
 
 def _draw_scatter(axes: Axes, figures: Mapping[str, Any], cause: str) -> None:
+    from matplotlib.ticker import NullLocator
+
     far_apart = [
         case for case, own in figures["correlation"].items() if own["all"]["bytes"]["pearson"]
     ]
@@ -527,15 +530,27 @@ def _draw_scatter(axes: Axes, figures: Mapping[str, Any], cause: str) -> None:
             x = _cause(row, cause) / _cause(full, cause)
             y = row["iteration_s"] / full["iteration_s"]
             axes.scatter(x, y, s=26, marker=marker, color=COLOURS[row["method"]], alpha=0.85)
-        rho = figures["correlation"][case]["skipping"][cause]["spearman"]
-        label = f"{case}" if rho is None else f"{case} (rank correlation {rho:.2f})"
+        of_all, of_skipping = (
+            figures["correlation"][case][plans][cause]["spearman"] for plans in ("all", "skipping")
+        )
+        label = f"{case}: {_two_digits(of_all)}, {_two_digits(of_skipping)}"
         axes.scatter([], [], s=26, marker=marker, color="#5f6b7a", label=label)
     axes.set_yscale("log")
-    axes.set_xscale("log")
+    if cause != "bytes":
+        axes.set_xscale("log")
+    for axis in (axes.yaxis,) if cause == "bytes" else (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        ticks = [tick for tick in TICKS if low <= tick <= high]
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_minor_locator(NullLocator())
     axes.set_xlabel(AXIS_NAMES[cause])
     axes.set_ylabel("iteration, share of full")
-    axes.set_title(f"{TITLES[cause]}\n(colours as above; correlation of plans that skip)")
-    axes.legend(loc="upper left", frameon=False)
+    axes.set_title(f"{TITLES[cause]}\n(rank correlation of all plans, of those that skip)")
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
+
+
+def _two_digits(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
 
 
 def _cause(row: Mapping[str, Any], cause: str) -> float:
@@ -568,6 +583,8 @@ def _draw_in_flight(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_search(axes: Axes, search: Mapping[str, Any]) -> None:
+    from matplotlib.ticker import NullLocator
+
     budgets = search["budgets"]
     seconds = [row["processor_s"] for row in budgets]
     axes.plot(seconds, [row["iteration_s"] for row in budgets], marker="o", color=GOOD)
@@ -580,19 +597,22 @@ def _draw_search(axes: Axes, search: Mapping[str, Any]) -> None:
         xytext=(8, -3),
     )
     for row in budgets:
-        if row["repaid_after"] is not None:
+        if row["repaid_after_more"] is not None:
             axes.annotate(
-                f"{row['repaid_after']:.1f}",
+                f"{row['repaid_after_more']:.1f}",
                 (row["processor_s"], row["iteration_s"]),
                 textcoords="offset points",
                 xytext=(0, 8),
                 ha="center",
             )
     axes.set_xscale("log")
-    axes.set_ylim(0)
+    ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50) if tick <= 1.2 * max(seconds)]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(0, 1.15 * instant["iteration_s"])
     axes.set_xlabel("processor seconds of search (two threads)")
     axes.set_ylabel("seconds of an iteration")
     axes.set_title(
         f"{search['method']} on {search['case']}: a longer search\n"
-        f"(figures: iterations that repay it, against {INSTANT})"
+        "(figures: iterations that repay what it takes longer)"
     )
