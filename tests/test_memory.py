@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,14 @@ def test_a_forward_that_ran_keeps_what_the_formula_says(recompute: str, is_data_
     assert kept == pytest.approx(formula, rel=0.02)
     count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
     assert count == stage_parameters(config.model, 2, is_data_stage=is_data_stage)
+
+
+def test_the_page_shows_what_the_command_prints(command: Any):
+    """And its example is the configuration of experiments/paper, told in short."""
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "memory.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^```(\w+)[^\n]*\n(.*?)^```$", page, re.M | re.S))
+    _, said, _ = command(yaml.safe_load(blocks["yaml"]))
+    assert said == blocks["text"]
+    launched = (root / "experiments" / "paper" / "configs" / "8b.yaml").read_text(encoding="utf-8")
+    assert command(yaml.safe_load(launched))[1] == said

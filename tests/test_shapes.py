@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +137,19 @@ def test_every_stage_of_a_cut_fits_and_no_coarser_cut_does(measured: dict[str, A
     found = measured["cuts"][name]["xla"]
     assert list(found) == ["16 GB", "24 GB", "40 GB", "80 GB"]
     sizes = []
-    for gb, cut in found.items():
-        usable = shapes.USABLE * int(gb.split()[0]) * 1e9
+    for gb, fits in found.items():
+        usable, cut = shapes.USABLE * int(gb.split()[0]) * 1e9, fits["coarsest"]
+        for stage, most in enumerate((fits["data_blocks"], fits["inner_blocks"])):
+            if 0 < most < config.model.layers - 1:
+                assert shapes._total(config, case, stage, most) <= usable
+                assert shapes._total(config, case, stage, most + 1) > usable
         if cut is None:
             assert min(shapes._cuts_into(config, case, config.model.layers))[0] > usable
             continue
         layers = cut["stage_layers"]
         sizes.append(len(layers))
         assert sum(layers) == config.model.layers
-        of_stages = [shapes._total(config, case, layers, stage) for stage in range(len(layers))]
+        of_stages = [shapes._total(config, case, *own) for own in enumerate(layers)]
         assert max(of_stages) == cut["largest_node_bytes"] <= usable
         if len(layers) > 2:
             assert min(shapes._cuts_into(config, case, len(layers) - 1))[0] > usable
@@ -155,3 +160,16 @@ def test_the_figures_survive_json_and_are_drawn(measured: dict[str, Any]):
     figure = shapes.draw(json.loads(json.dumps(measured)))
     assert len(figure.axes) == 3
     assert overlapping_texts(figure) == []
+
+
+def test_the_page_says_which_nodes_for_which_model(measured: dict[str, Any]):
+    page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text(encoding="utf-8")
+    row = re.compile(r"^\| (\S+) \| (\d+ GB) \| `(\w+)` \| (\d+), (\d+) \| (.*) \|$", re.M)
+    rows = row.findall(page)
+    assert {name for name, *_ in rows} == {*shapes.MODELS}
+    for name, memory, attention, data_blocks, inner_blocks, cut in rows:
+        fits = measured["cuts"][name][attention][memory]
+        assert (fits["data_blocks"], fits["inner_blocks"]) == (int(data_blocks), int(inner_blocks))
+        layers = fits["coarsest"] and fits["coarsest"]["stage_layers"]
+        said = f"{len(layers)} stages: {', '.join(map(str, layers))}" if layers else "-"
+        assert cut == said

@@ -7,7 +7,8 @@ together.
 
 models   for each of configs/{500m,1.5b,8b}.yaml: memory of a node of each stage, by part; what a
          microbatch in flight keeps under each recomputation; bytes of an iteration
-cuts     for each model and size of memory, the cut into fewest stages whose nodes all fit
+cuts     for each model and size of memory, how many blocks a data node and an inner node hold at
+         most, and the cut into fewest stages whose nodes all fit
 compiled what XLA plans for one backward pass on this machine's processor, without running it, as a
          check of the formula for what an operation makes while it runs (not in a quick run)
 """
@@ -15,7 +16,8 @@ compiled what XLA plans for one backward pass on this machine's processor, witho
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,17 +220,28 @@ def compiled_working(config: Config, case: Case) -> dict[str, dict[str, int]]:
 
 
 def cuts_of(config: Config, case: Case) -> dict[str, dict[str, Any]]:
-    """For each size of memory the cut into fewest stages, by kind of attention.
+    """For each size of memory what fits, by kind of attention.
 
     cudnn computes in bfloat16 only; what it keeps is by formula alone, as tracing it takes a GPU.
     """
     kinds = ATTENTION if config.model.compute_dtype == "bfloat16" else ("xla",)
     return {
         attention: {
-            f"{gb} GB": cut_for(with_model(config, attention=attention), case, USABLE * gb * 1e9)
+            f"{gb} GB": what_fits(with_model(config, attention=attention), case, USABLE * gb * 1e9)
             for gb in MEMORY_GB
         }
         for attention in kinds
+    }
+
+
+def what_fits(config: Config, case: Case, usable_bytes: float) -> dict[str, Any]:
+    """The most blocks of a node that may hold so many bytes, 0 for none, and the coarsest cut."""
+    most = (
+        max((n for n in range(1, config.model.layers) if total(n) <= usable_bytes), default=0)
+        for total in (partial(_total, config, case, 0), partial(_total, config, case, 1))
+    )
+    return dict(zip(("data_blocks", "inner_blocks"), most, strict=True)) | {
+        "coarsest": cut_for(config, case, usable_bytes)
     }
 
 
@@ -250,13 +263,13 @@ def _cuts_into(config: Config, case: Case, stages: int) -> Iterator[tuple[int, l
     for data_layers in range(1, config.model.layers - inner + 1):
         rest = config.model.layers - data_layers
         cut = [data_layers, *(rest // inner + (s < rest % inner) for s in range(inner))]
-        yield max(_total(config, case, cut, stage) for stage in (0, 1)), cut
+        yield max(_total(config, case, stage, cut[stage]) for stage in (0, 1)), cut
 
 
-def _total(config: Config, case: Case, cut: Sequence[int], stage: int) -> int:
+def _total(config: Config, case: Case, stage: int, layers: int) -> int:
     return memory_of_node(
         config,
-        cut[stage],
+        layers,
         is_data_stage=stage == 0,
         averages=True,
         in_flight=case.nodes[0].memory,
