@@ -127,7 +127,7 @@ HEADINGS = (
 def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic) -> str:
     """The figures as aligned text: a line for each stage, then what an iteration sends."""
     layers = config.model.layers_of_stages(len(case.stages))
-    lines = [HEADINGS]
+    lines: list[tuple[str, ...]] = [HEADINGS]
     for stage, own in enumerate(memory):
         parameters = stage_parameters(config.model, layers[stage], is_data_stage=stage == 0)
         lines.append(

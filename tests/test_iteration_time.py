@@ -31,7 +31,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     folder = tmp_path_factory.mktemp("plans")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(iteration_time, "QUICK", TINY)
-        return iteration_time.measure(True, folder), folder
+        return iteration_time.measure(True, folder), folder / iteration_time.NAME
 
 
 def test_what_was_planned_is_not_planned_again(measured: tuple[dict[str, Any], Path]):
@@ -41,7 +41,7 @@ def test_what_was_planned_is_not_planned_again(measured: tuple[dict[str, Any], P
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(iteration_time, "QUICK", TINY)
-        assert iteration_time.measure(True, folder) == figures
+        assert iteration_time.measure(True, folder.parent) == figures
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
@@ -59,7 +59,8 @@ def test_medians_and_bounds_of_what_was_measured(measured: tuple[dict[str, Any],
         assert len(own) == METHODS
     for row in figures["runs"]:
         assert row["lower_bound_s"] <= row["iteration_s"] + 1e-3
-        assert row["pipeline_s"] <= row["iteration_s"] <= row["pipeline_s"] + row["averaging_s"]
+        after = row["iteration_s"] - row["pipeline_s"]
+        assert 0 <= after <= row["averaging_s"] + 1e-3
     assert figures["correlation"]["cluster1"]["all"]["bytes"]["pearson"] is None
     assert figures["correlation"]["gcp20"]["all"]["bytes"]["pearson"] is not None
     assert figures["search"]["budgets"][0]["budget_s"] == 0.05

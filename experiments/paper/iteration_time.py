@@ -39,6 +39,7 @@ from skippipe_sched.search import Search
 from skippipe_sched.simulate import Timeline, simulate_plan
 
 from experiments.paper import cases
+from skippipe_jax.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,8 +122,9 @@ class Job:
 
 
 def measure(quick: bool, folder: Path) -> dict[str, Any]:
-    """Plan and simulate everything; plans are kept in `folder` and not made again."""
+    """Plan and simulate everything; plans are kept below `folder` and not made again."""
     scope = QUICK if quick else FULL
+    folder = folder / NAME
     folder.mkdir(parents=True, exist_ok=True)
     # Compiles what is not yet compiled, so that no search counts it.
     make_plan(cases.load(YARDSTICK), SEARCHING, Search(budget_s=0.01))
@@ -191,7 +193,7 @@ def case_of(job: Job) -> Case:
 
 
 def _row(job: Job, folder: Path) -> dict[str, Any]:
-    """The figures of a job's plan, which is taken from `folder` if it lies there."""
+    """The figures of a job's plan, which is taken from `folder` if it is there."""
     path = folder / f"{job.name}.json"
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -412,6 +414,12 @@ HIGHEST_BAR = 1.45
 
 def draw(figures: dict[str, Any]) -> Figure:
     """All of it in one picture of seven panels."""
+    style = require("matplotlib.style", "paper", "figure", NAME)
+    with style.context("default"):
+        return _figure(figures)
+
+
+def _figure(figures: dict[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 17), layout="constrained")

@@ -30,6 +30,7 @@ from skippipe_sched.plan import Plan
 from skippipe_sched.search import Search
 
 from skippipe_jax.config import Config, load_config
+from skippipe_jax.extras import require
 from skippipe_jax.footprint import memory_of_node, memory_of_stages, traffic
 from skippipe_jax.memory import what_is_planned
 from skippipe_jax.model import ATTENTION, RECOMPUTE, DataStage, parameter_count, stage_shapes
@@ -213,7 +214,8 @@ def compiled_working(config: Config, case: Case) -> dict[str, dict[str, int]]:
             jax.ShapeDtypeStruct((2,), jnp.int32),
             activation(config.model, config.data),
         )
-        lowered = own.backward.lower(parameters, gradients, gauge, kept, cotangent)
+        backward: Any = own.backward
+        lowered = backward.lower(parameters, gradients, gauge, kept, cotangent)
         planned = lowered.compile().memory_analysis()
         result[kind] = {"xla": planned.temp_size_in_bytes, "formula": memory[stage].working}
     return result
@@ -282,6 +284,12 @@ COLOURS = ("#2f5fa8", "#5b8fc7", "#9fbfe0", "#2f8f7a", "#9ccdbf", "#c9843b")
 
 def draw(figures: dict[str, Any]) -> Figure:
     """Memory by part, what recomputation saves, and what an iteration sends."""
+    style = require("matplotlib.style", "paper", "figure", NAME)
+    with style.context("default"):
+        return _figure(figures)
+
+
+def _figure(figures: dict[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8.5), layout="constrained")
