@@ -52,6 +52,13 @@ def test_the_figures_survive_json_and_are_drawn(measured: tuple[dict[str, Any], 
     assert overlapping_texts(figure) == []
 
 
+def test_the_committed_picture_can_be_read():
+    path = Path(iteration_time.__file__).parent / "results" / f"{iteration_time.NAME}.json"
+    committed = json.loads(path.read_text(encoding="utf-8"))
+    assert len(committed["runs"]) > 100
+    assert overlapping_texts(iteration_time.draw(committed)) == []
+
+
 def test_medians_and_bounds_of_what_was_measured(measured: tuple[dict[str, Any], Path]):
     figures, _ = measured
     for own in figures["cases"].values():

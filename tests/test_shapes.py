@@ -156,8 +156,16 @@ def test_every_stage_of_a_cut_fits_and_no_coarser_cut_does(measured: dict[str, A
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_the_figures_survive_json_and_are_drawn(measured: dict[str, Any]):
-    figure = shapes.draw(json.loads(json.dumps(measured)))
+def test_the_committed_figures_are_those_of_this_code_and_can_be_read(measured: dict[str, Any]):
+    path = shapes.CONFIGS.parent / "results" / f"{shapes.NAME}.json"
+    committed = json.loads(path.read_text(encoding="utf-8"))
+    assert {name: committed[name] for name in ("models", "cuts")} == json.loads(
+        json.dumps({name: measured[name] for name in ("models", "cuts")})
+    )
+    for kinds in committed["compiled"].values():
+        for own in kinds.values():
+            assert 0.5 < own["xla"] / own["formula"] < 2
+    figure = shapes.draw(committed)
     assert len(figure.axes) == 3
     assert overlapping_texts(figure) == []
 
