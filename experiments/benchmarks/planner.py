@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from skippipe_sched import compare
 from skippipe_sched.annealing import candidate_of
-from skippipe_sched.case import Case, load_case, parse_case
+from skippipe_sched.case import Case, parse_case
 from skippipe_sched.errors import run_command
 from skippipe_sched.evaluator import (
     NO_ORDER,
@@ -42,19 +42,14 @@ from skippipe_sched.evaluator import (
 from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import place_in_order
-from skippipe_sched.plan import Plan, load_plan
+from skippipe_sched.plan import Plan
 from skippipe_sched.robustness import replay
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate, simulate_plan
 
 from experiments.benchmarks import reporting
+from experiments.paper import cases
 
-PAPER = Path(__file__).parents[1] / "paper"
-PUBLISHED = PAPER / "published_gcp20.json"
-CASES = ("gcp20", "world18", "world42", "clusters5", "cluster1")
-# The published full pipeline uses three of its five data nodes and is not in the plan's file. These
-# are columns of its placement that take as long as it is said to: 79.9 s with 27 microbatches.
-PUBLISHED_COLUMNS = ((0, 14, 9, 13, 7, 19), (3, 15, 1, 16, 5, 17), (10, 8, 6, 12, 18, 2))
 # Nodes, replicas of the data stage and of each inner stage, microbatches per data node, seconds.
 SIZES = {42: (7, 5, 7, 6, 60), 200: (40, 32, 5, 30, 120), 1000: (200, 160, 5, 30, 300)}
 
@@ -78,11 +73,10 @@ def searched(case: Case, method: str, search: Search) -> tuple[Plan, dict[str, A
 
 def yardstick(seeds: int) -> dict[str, Any]:
     """The paper's case without contention."""
-    case = load_case(PAPER / "gcp20.yaml")
-    published = load_plan(PUBLISHED)
+    case = cases.load("gcp20")
+    published = cases.published_plan()
     timeline = simulate_plan(published)
-    columns = [PUBLISHED_COLUMNS[microbatch % 3] for microbatch in range(30)]
-    full = simulate(case, published.stages, columns)
+    full = cases.published_full_pipeline()
     result: dict[str, Any] = {
         "published_plan": {
             "pipeline_s": round(timeline.pipeline_s, 2),
@@ -118,10 +112,8 @@ def yardstick(seeds: int) -> dict[str, Any]:
 def methods(budget_s: float) -> dict[str, Any]:
     """All methods on all cases of the paper."""
     result = {}
-    for name in CASES:
-        rows = compare.compare(
-            load_case(PAPER / f"{name}.yaml"), list(METHODS), lambda _: Search(0, budget_s)
-        )
+    for name in cases.CASES:
+        rows = compare.compare(cases.load(name), list(METHODS), lambda _: Search(0, budget_s))
         print(f"{name}\n{compare.table(rows)}", flush=True)
         result[name] = compare.to_json(rows)
     return result
@@ -129,7 +121,7 @@ def methods(budget_s: float) -> dict[str, Any]:
 
 def robust(budget_s: float, jitter: float = 0.3) -> dict[str, Any]:
     """Plans of the yardstick made with and without jitter in mind, replayed on the same luck."""
-    case = load_case(PAPER / "gcp20.yaml")
+    case = cases.load("gcp20")
     result: dict[str, Any] = {"jitter": jitter, "draws": 200}
     for name, planned_for in (("calm", 0.0), ("robust", jitter)):
         plan = make_plan(case, "joint", Search(0, budget_s, jitter=planned_for))
@@ -145,7 +137,7 @@ def robust(budget_s: float, jitter: float = 0.3) -> dict[str, Any]:
 
 def compiled() -> dict[str, Any]:
     """Plans evaluated a second by the simulator and by the compiled timing model."""
-    case = load_case(PAPER / "gcp20.yaml")
+    case = cases.load("gcp20")
     stages = place_in_order(case)
     paths = random_paths(case, stages, np.random.default_rng(0))
     problem = problem_of(case)
@@ -179,9 +171,9 @@ def compiled() -> dict[str, Any]:
 def case_of_size(nodes: int) -> Case:
     """The yardstick grown to more nodes in the same 12 regions, as `SIZES` says."""
     if nodes == 42:
-        return load_case(PAPER / "world42.yaml")
+        return cases.load("world42")
     data, inner, inner_stages, microbatches, _ = SIZES[nodes]
-    source = dict(load_case(PAPER / "gcp20.yaml").source)
+    source = dict(cases.load("gcp20").source)
     return parse_case(
         source
         | {

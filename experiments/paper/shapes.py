@@ -1,0 +1,359 @@
+"""The 500M, 1.5B and 8B models: memory of a node and bytes of an iteration, counted and by formula.
+
+Nothing is allocated: the project's own model, stages, optimizer, programs and rings are traced
+with abstract shapes (`jax.eval_shape`), and what comes out is added up. `skippipe_jax.footprint`
+says the same by formulas, which docs/memory.md derives; `largest_difference` holds the two
+together.
+
+models   for each of configs/{500m,1.5b,8b}.yaml: memory of a node of each stage, by part; what a
+         microbatch in flight keeps under each recomputation; bytes of an iteration
+cuts     for each model and size of memory, how many blocks a data node and an inner node hold at
+         most, and the cut into fewest stages whose nodes all fit
+compiled what XLA plans for one backward pass on this machine's processor, without running it, as a
+         check of the formula for what an operation makes while it runs (not in a quick run)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from skippipe_sched.case import Case
+from skippipe_sched.methods import make_plan
+from skippipe_sched.plan import Plan
+from skippipe_sched.search import Search
+
+from skippipe_jax.config import Config, load_config
+from skippipe_jax.extras import require
+from skippipe_jax.footprint import memory_of_node, memory_of_stages, traffic
+from skippipe_jax.memory import what_is_planned
+from skippipe_jax.model import ATTENTION, RECOMPUTE, DataStage, parameter_count, stage_shapes
+from skippipe_jax.program import compile_plan
+from skippipe_jax.ring import Ring
+from skippipe_jax.stages import StageFunctions, activation, stage_functions
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NAME = "shapes"
+CONFIGS = Path(__file__).parent / "configs"
+MODELS = ("500m", "1.5b", "8b")
+MEMORY_GB = (16, 24, 40, 80)
+# What is left of a device's memory when its runtime and the gaps between arrays have theirs.
+USABLE = 0.9
+PARTS = ("parameters", "gradients", "optimizer", "in_flight", "waiting", "working")
+
+
+def measure(quick: bool, folder: Path) -> dict[str, Any]:
+    """Count and compute everything, in seconds; but for a quick run, compile some of it too."""
+    del folder
+    models, cuts, compiled = {}, {}, {}
+    for name in MODELS:
+        config = load_config(CONFIGS / f"{name}.yaml")
+        case, visits = what_is_planned(config, CONFIGS)
+        models[name] = compared(config, case, visits)
+        cuts[name] = cuts_of(config, case)
+        if not quick:
+            compiled[name] = compiled_working(config, case)
+        print(
+            f"{NAME}: {name}: formulas within {models[name]['largest_difference']:.2%}", flush=True
+        )
+    return {"usable_share": USABLE, "models": models, "cuts": cuts, "compiled": compiled}
+
+
+def compared(config: Config, case: Case, visits: int) -> dict[str, Any]:
+    """One model, counted and by formula."""
+    layers = config.model.layers_of_stages(len(case.stages))
+    formulas = memory_of_stages(config, case)
+    stages, differences = [], []
+    for stage, formula in enumerate(formulas):
+        counted = counted_memory(config, layers[stage], is_data_stage=stage == 0)
+        by_formula = dataclasses.asdict(formula)
+        differences += [relative(by_formula[part], count) for part, count in counted.items()]
+        sizes = by_formula | {"in_flight": formula.in_flight * formula.kept}
+        stages.append(
+            {
+                "layers": layers[stage],
+                "replicas": case.stages[stage],
+                "microbatches_in_flight": formula.in_flight,
+                "counted": counted,
+                "by_formula": {part: sizes[part] for part in PARTS} | {"total": formula.total},
+            }
+        )
+    plan = make_plan(case, "balanced", Search())
+    sent = dataclasses.asdict(traffic(config, case, visits))
+    counted_sent = counted_traffic(config, plan)
+    differences += [relative(sent[part], count) for part, count in counted_sent.items()]
+    return {
+        "parameters": sum(map(parameter_count, stage_shapes(config.model, len(layers)))),
+        "stages": stages,
+        "bytes_per_iteration": {"counted": counted_sent, "by_formula": sent},
+        "balanced_plan": dataclasses.asdict(plan.predicted),
+        "kept_by_recompute": kept_by_recompute(config, layers[1]),
+        "largest_difference": max(differences),
+    }
+
+
+def relative(value: float, reference: float) -> float:
+    """How far a value is from a reference, as a share of that."""
+    return abs(value / reference - 1.0) if reference else float(value != 0)
+
+
+def counted_memory(config: Config, layers: int, *, is_data_stage: bool) -> dict[str, int]:
+    """Bytes on a node of a stage, and those that a microbatch in flight keeps, by part."""
+    parameters, optimizer, gradients = shapes(config, layers, is_data_stage)
+    data = config.data
+    targets = jax.ShapeDtypeStruct((data.microbatch_size, data.sequence_length), jnp.int32)
+    return {
+        "parameters": size(parameters),
+        "gradients": size(gradients),
+        "optimizer": size(optimizer),
+        "kept": size(saved(config, layers, is_data_stage)) + is_data_stage * size(targets),
+        "working": counted_working(config, layers, is_data_stage),
+    }
+
+
+def counted_working(config: Config, layers: int, is_data_stage: bool) -> int:
+    """What the largest operation makes and gives back, as the configuration's functions make it."""
+    parameters, _, gradients = shapes(config, layers, is_data_stage)
+    again = {"none": 0, "block": 1, "stage": layers}[config.model.recompute]
+    keeping = with_model(config, recompute="none")
+    made = size(saved(keeping, again, False)) if again else 0
+    if is_data_stage:
+        made = max(made, 2 * size(logits(config, layers)))
+    return max(size(parameters) + made, size(gradients))
+
+
+def functions(config: Config, layers: int, is_data_stage: bool) -> StageFunctions:
+    """The functions of a stage, as training has them."""
+    tokens = config.data.microbatch_size * config.data.sequence_length
+    return stage_functions(
+        config.model, config.optimizer, config.train.steps, is_data_stage, layers, tokens
+    )
+
+
+def shapes(config: Config, layers: int, is_data_stage: bool) -> tuple[Any, Any, Any]:
+    """Of parameters, optimizer state and gradients of a stage."""
+    return jax.eval_shape(functions(config, layers, is_data_stage).create, jax.random.key(0), 0)
+
+
+def saved(config: Config, layers: int, is_data_stage: bool) -> Any:
+    """Shapes of what one forward pass leaves for its backward pass."""
+    own = functions(config, layers, is_data_stage)
+    inputs = activation(config.model, config.data)
+    if is_data_stage:
+        marked = (2,) if config.data.packing == "documents" else ()
+        inputs = jax.ShapeDtypeStruct((*inputs.shape[:2], *marked), jnp.int32)
+    parameters, _, _ = shapes(config, layers, is_data_stage)
+    gauge = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return jax.eval_shape(own.forward, parameters, gauge, inputs)[1]
+
+
+def logits(config: Config, layers: int) -> Any:
+    """Shape of what a data stage gives for the loss of one microbatch."""
+    inputs = activation(config.model, config.data)
+    stage = nnx.eval_shape(lambda: DataStage(config.model, layers, 0, jax.random.key(0)))
+    structure, parameters = nnx.split(stage)
+    return jax.eval_shape(lambda p, x: nnx.merge(structure, p).logits(x), parameters, inputs)
+
+
+def counted_traffic(config: Config, plan: Plan) -> dict[str, int]:
+    """What programs and rings of a plan send, every transfer counted."""
+    hop = activation(config.model, config.data)
+    travelling = jnp.dtype(config.network.activation_dtype or hop.dtype).itemsize
+    [program] = compile_plan(plan, [0] * len(plan.case.nodes))
+    averaged = jnp.dtype(config.network.averaging_dtype or "float32").itemsize
+    averaging = 0
+    for stage, layers in enumerate(config.model.layers_of_stages(len(plan.stages))):
+        parameters, _, _ = shapes(config, layers, stage == 0)
+        ring = Ring.of(stage, plan.stages[stage], 0, parameter_count(parameters))
+        averaging += ring.hops * ring.chunk_length * averaged
+    return {
+        "hop": hop.size * travelling,
+        "pipeline": program.first_free_hop * hop.size * travelling,
+        "averaging": averaging,
+    }
+
+
+def kept_by_recompute(config: Config, layers: int) -> dict[str, dict[str, int]]:
+    """What a microbatch in flight keeps on a node of an inner stage, and what a backward makes."""
+    result = {}
+    for recompute in RECOMPUTE:
+        own = with_model(config, recompute=recompute)
+        counted = counted_memory(own, layers, is_data_stage=False)
+        result[recompute] = {part: counted[part] for part in ("kept", "working")}
+    return result
+
+
+def with_model(config: Config, **changes: Any) -> Config:
+    """The configuration with another model."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+
+
+def size(tree: Any) -> int:
+    """Bytes of all arrays of a tree of shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def compiled_working(config: Config, case: Case) -> dict[str, dict[str, int]]:
+    """Bytes that a backward pass needs for a while, as XLA plans it and by formula."""
+    result = {}
+    layers, memory = config.model.layers_of_stages(len(case.stages)), memory_of_stages(config, case)
+    for stage, kind in ((0, "data"), (1, "inner")):
+        own = functions(config, layers[stage], stage == 0)
+        parameters, _, gradients = shapes(config, layers[stage], stage == 0)
+        kept = saved(config, layers[stage], stage == 0)
+        gauge, cotangent = (
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+            activation(config.model, config.data),
+        )
+        backward: Any = own.backward
+        lowered = backward.lower(parameters, gradients, gauge, kept, cotangent)
+        planned = lowered.compile().memory_analysis()
+        result[kind] = {"xla": planned.temp_size_in_bytes, "formula": memory[stage].working}
+    return result
+
+
+def cuts_of(config: Config, case: Case) -> dict[str, dict[str, Any]]:
+    """For each size of memory what fits, by kind of attention.
+
+    cudnn computes in bfloat16 only; what it keeps is by formula alone, as tracing it takes a GPU.
+    """
+    kinds = ATTENTION if config.model.compute_dtype == "bfloat16" else ("xla",)
+    return {
+        attention: {
+            f"{gb} GB": what_fits(with_model(config, attention=attention), case, USABLE * gb * 1e9)
+            for gb in MEMORY_GB
+        }
+        for attention in kinds
+    }
+
+
+def what_fits(config: Config, case: Case, usable_bytes: float) -> dict[str, Any]:
+    """The most blocks of a node that may hold so many bytes, 0 for none, and the coarsest cut."""
+    most = (
+        max((n for n in range(1, config.model.layers) if total(n) <= usable_bytes), default=0)
+        for total in (partial(_total, config, case, 0), partial(_total, config, case, 1))
+    )
+    return dict(zip(("data_blocks", "inner_blocks"), most, strict=True)) | {
+        "coarsest": cut_for(config, case, usable_bytes)
+    }
+
+
+def cut_for(config: Config, case: Case, usable_bytes: float) -> dict[str, Any] | None:
+    """The cut into fewest stages whose nodes hold no more than so many bytes, if there is one.
+
+    Of all cuts into so many stages, the one whose largest node is smallest.
+    """
+    for stages in range(2, config.model.layers + 1):
+        largest, cut = min(_cuts_into(config, case, stages))
+        if largest <= usable_bytes:
+            return {"stage_layers": cut, "largest_node_bytes": largest}
+    return None
+
+
+def _cuts_into(config: Config, case: Case, stages: int) -> Iterator[tuple[int, list[int]]]:
+    """Bytes of the largest node, and the blocks of each stage, the inner ones spread evenly."""
+    inner = stages - 1
+    for data_layers in range(1, config.model.layers - inner + 1):
+        rest = config.model.layers - data_layers
+        cut = [data_layers, *(rest // inner + (s < rest % inner) for s in range(inner))]
+        yield max(_total(config, case, stage, cut[stage]) for stage in (0, 1)), cut
+
+
+def _total(config: Config, case: Case, stage: int, layers: int) -> int:
+    return memory_of_node(
+        config,
+        layers,
+        is_data_stage=stage == 0,
+        averages=True,
+        in_flight=case.nodes[0].memory,
+        data_nodes=case.stages[0],
+    ).total
+
+
+COLOURS = ("#2f5fa8", "#5b8fc7", "#9fbfe0", "#2f8f7a", "#9ccdbf", "#c9843b")
+
+
+def draw(figures: dict[str, Any]) -> Figure:
+    """Memory by part, what recomputation saves, and what an iteration sends."""
+    style = require("matplotlib.style", "paper", "figure", NAME)
+    with style.context("default"):
+        return _figure(figures)
+
+
+def _figure(figures: dict[str, Any]) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8.5), layout="constrained")
+    axes = figure.subplot_mosaic([["memory", "memory"], ["kept", "sent"]], height_ratios=[1.2, 1])
+    _draw_memory(axes["memory"], figures["models"])
+    _draw_kept(axes["kept"], figures["models"])
+    _draw_sent(axes["sent"], figures["models"])
+    for panel in axes.values():
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _draw_memory(axes: Axes, models: Mapping[str, Any]) -> None:
+    rows = [
+        (f"{name}, {kind} node", model["stages"][stage]["by_formula"])
+        for name, model in models.items()
+        for stage, kind in ((0, "data"), (1, "inner"))
+    ]
+    left = [0.0] * len(rows)
+    for part, colour in zip(PARTS, COLOURS, strict=True):
+        sizes = [own[part] / 1e9 for _, own in rows]
+        axes.barh(range(len(rows)), sizes, left=left, color=colour, label=part.replace("_", " "))
+        left = [start + more for start, more in zip(left, sizes, strict=True)]
+    for row, end in enumerate(left):
+        axes.text(end + 0.4, row, f"{end:.1f}", va="center", backgroundcolor="white")
+    for gb in MEMORY_GB[:3]:
+        axes.axvline(gb, color="#171b22", linestyle="--", linewidth=0.8)
+        axes.text(gb, -0.75, f"{gb} GB", ha="center", va="bottom")
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.8)
+    axes.set_xlim(0, 1.12 * max(*left, MEMORY_GB[2]))
+    axes.set_xlabel("GB on a node, with as many microbatches in flight as the case allows")
+    axes.set_title("What a node holds", pad=18)
+    axes.legend(ncols=6, loc="upper center", bbox_to_anchor=(0.45, -0.16), frameon=False)
+
+
+def _draw_kept(axes: Axes, models: Mapping[str, Any]) -> None:
+    width = 0.26
+    for place, (recompute, colour) in enumerate(zip(RECOMPUTE, COLOURS[::2], strict=False)):
+        for number, model in enumerate(models.values()):
+            kept = model["kept_by_recompute"][recompute]["kept"] / 1e9
+            x = number + (place - 1) * width
+            label = recompute if number == 0 else None
+            axes.bar(x, kept, width, color=colour, label=label)
+            axes.text(x, kept * 1.12, f"{kept:.2g}", ha="center", fontsize=9)
+    axes.set_yscale("log")
+    axes.set_ylim(top=axes.get_ylim()[1] * 3)
+    axes.set_xticks(range(len(models)), list(models))
+    axes.set_ylabel("GB kept by one microbatch in flight")
+    axes.set_title("An inner stage, by model.recompute")
+    axes.legend(ncols=3, loc="upper left", frameon=False)
+
+
+def _draw_sent(axes: Axes, models: Mapping[str, Any]) -> None:
+    width = 0.38
+    for place, (part, colour) in enumerate((("pipeline", COLOURS[3]), ("averaging", COLOURS[5]))):
+        for number, model in enumerate(models.values()):
+            sent = model["bytes_per_iteration"]["by_formula"][part] / 1e9
+            x = number + (place - 0.5) * width
+            name = "activations and gradients" if part == "pipeline" else part
+            axes.bar(x, sent, width, color=colour, label=name if number == 0 else None)
+            axes.text(x, sent, f"{sent:.1f}", ha="center", va="bottom")
+    axes.set_xticks(range(len(models)), list(models))
+    axes.set_ylabel("GB sent in an iteration, all nodes")
+    axes.set_title("What an iteration sends")
+    axes.legend(loc="upper left", frameon=False)
+    axes.margins(y=0.25)

@@ -1,0 +1,205 @@
+"""What a node holds and what an iteration sends, by formula: bytes, before anything runs.
+
+docs/memory.md derives every formula and defines the symbols, which are the names used here. What is
+held is exact; what an operation needs while it runs is what it makes before XLA fuses any of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from skippipe_sched.case import Case
+
+from skippipe_jax.config import Config
+from skippipe_jax.data import DataConfig
+from skippipe_jax.model import ModelConfig
+
+GRADIENT_BYTES = 4
+"""Of each number in gradients and in each of Adam's two moments: float32."""
+COUNTER_BYTES = 8
+"""Of the two counters in the state of AdamW and its schedule."""
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """Bytes on a node that serves one stage.
+
+    `kept` is what one microbatch in flight leaves for its backward pass, and `in_flight` how many
+    of them there may be. `waiting` are activations and gradients on their way, which may all have
+    come to one node. `working` is what an operation makes while it runs and gives back.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept: int
+    in_flight: int
+    waiting: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """At most at any moment."""
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.in_flight * self.kept + self.waiting + self.working
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that all nodes send in one iteration, to others of one location too.
+
+    `hop` is one activation, or its gradient. `pipeline` are all of them along the paths of all
+    microbatches, and `averaging` the rings of all stages.
+    """
+
+    hop: int
+    pipeline: int
+    averaging: int
+
+
+def block_parameters(model: ModelConfig) -> int:
+    """Of one block: queries and outputs, keys and values, the three of SwiGLU, two norms."""
+    width, kv_width = model.width, model.kv_heads * model.head_width
+    return 2 * width**2 + 2 * width * kv_width + 3 * width * model.ffn_width + 2 * width
+
+
+def stage_parameters(model: ModelConfig, layers: int, *, is_data_stage: bool) -> int:
+    """Of a stage of so many blocks; a data stage has embedding, final norm and head besides."""
+    matrices = model.vocabulary_size * model.width * (1 if model.tied_head else 2)
+    return layers * block_parameters(model) + is_data_stage * (matrices + model.width)
+
+
+def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
+    """Of what one microbatch hands on from stage to stage, or of its gradient, in a dtype."""
+    channels = model.width + (data.packing == "documents")
+    return _tokens(data) * channels * jnp.dtype(dtype).itemsize
+
+
+def memory_of_stages(config: Config, case: Case) -> list[NodeMemory]:
+    """What a node of each stage holds, on a device of its own.
+
+    Raises:
+        InputError: if the layers do not spread over the stages.
+    """
+    layers = config.model.layers_of_stages(len(case.stages))
+    in_flight = max(node.memory for node in case.nodes)
+    return [
+        memory_of_node(
+            config,
+            count,
+            is_data_stage=stage == 0,
+            averages=case.stages[stage] > 1,
+            in_flight=in_flight,
+            data_nodes=case.stages[0],
+        )
+        for stage, count in enumerate(layers)
+    ]
+
+
+def memory_of_node(
+    config: Config,
+    layers: int,
+    *,
+    is_data_stage: bool,
+    averages: bool,
+    in_flight: int,
+    data_nodes: int,
+) -> NodeMemory:
+    """What a node holds that serves a stage of so many blocks.
+
+    `averages` says whether the stage has other replicas. `in_flight` microbatches may be in flight
+    on each node, and each of `data_nodes` data nodes has so many under way.
+    """
+    model, data = config.model, config.data
+    count = stage_parameters(model, layers, is_data_stage=is_data_stage)
+    parameters = count * jnp.dtype(model.parameter_dtype).itemsize
+    targets = TOKEN_BYTES * _tokens(data) if is_data_stage else 0
+    # Either a backward or a loss runs, which make a gradient of every parameter before adding it;
+    # or, when all microbatches have passed, the replicas' sums go round.
+    recomputed = {"none": 0, "block": 1, "stage": layers}[model.recompute]
+    operation = max(
+        kept_by_blocks(model, data, recomputed),
+        2 * 4 * _tokens(data) * model.vocabulary_size if is_data_stage else 0,
+    )
+    return NodeMemory(
+        parameters=parameters,
+        gradients=GRADIENT_BYTES * count,
+        optimizer=2 * GRADIENT_BYTES * count + COUNTER_BYTES,
+        kept=kept_bytes(model, data, layers, is_data_stage=is_data_stage) + targets,
+        in_flight=in_flight,
+        waiting=data_nodes * in_flight * activation_bytes(model, data, model.compute_dtype),
+        working=max(parameters + operation, averages * GRADIENT_BYTES * count),
+    )
+
+
+def traffic(config: Config, case: Case, visits: int) -> Traffic:
+    """What an iteration sends whose microbatches visit stages so many times in all.
+
+    A microbatch hands on as many activations as it visits stages, the last one back to its data
+    node, and as many gradients. A microbatch that stays on its data node sends nothing, and is not
+    meant here.
+    """
+    network, model = config.network, config.model
+    hop = activation_bytes(model, config.data, network.activation_dtype or model.compute_dtype)
+    averaged = jnp.dtype(network.averaging_dtype or "float32").itemsize
+    layers = model.layers_of_stages(len(case.stages))
+    counts = (
+        stage_parameters(model, count, is_data_stage=stage == 0)
+        for stage, count in enumerate(layers)
+    )
+    return Traffic(
+        hop=hop,
+        pipeline=2 * visits * hop,
+        averaging=sum(
+            2 * (replicas - 1) * averaged * count
+            for replicas, count in zip(case.stages, counts, strict=True)
+        ),
+    )
+
+
+def _tokens(data: DataConfig) -> int:
+    """Of a microbatch."""
+    return data.microbatch_size * data.sequence_length
+
+
+def kept_bytes(model: ModelConfig, data: DataConfig, layers: int, *, is_data_stage: bool) -> int:
+    """What a forward pass of a stage of so many blocks leaves for its backward pass."""
+    tokens, compute = _tokens(data), jnp.dtype(model.compute_dtype).itemsize
+    is_packed = data.packing == "documents"
+    if model.recompute == "stage":
+        if is_data_stage:
+            return TOKEN_BYTES * tokens * (1 + is_packed)
+        return activation_bytes(model, data, model.compute_dtype)
+    # Where tokens are looked up, and where marks of documents go round the blocks.
+    around = TOKEN_BYTES * tokens * is_data_stage + is_packed * compute * tokens * (
+        1 + is_data_stage
+    )
+    if model.recompute == "block":
+        positions = TOKEN_BYTES * tokens * is_packed
+        return layers * compute * tokens * model.width + positions + around
+    return kept_by_blocks(model, data, layers) + around
+
+
+def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
+    """What so many blocks keep if nothing is computed again; 0 for none of them."""
+    if layers == 0:
+        return 0
+    tokens, compute = _tokens(data), jnp.dtype(model.compute_dtype).itemsize
+    # What is cast last is kept before the cast if casts are made again (see `model.recomputed`).
+    last = compute if model.parameter_dtype == model.compute_dtype else 4
+    # cuDNN's attention keeps no scores: it computes them again, piece by piece.
+    scores = tokens * model.heads * data.sequence_length * (model.attention == "xla")
+    kv_width = model.kv_heads * model.head_width
+    of_block = (
+        tokens * model.width * (4 * 4 + 4 * compute)
+        + tokens * kv_width * (compute + last)
+        + tokens * model.ffn_width * 6 * compute
+        + scores * (4 + last)
+        + tokens * (4 * 4 + 2 * 4 * model.heads)
+        + 2 * 4 * model.width
+    )
+    positions = tokens if data.packing == "documents" else data.sequence_length
+    shared = scores * (1 + 4) + 4 * 4 * positions * model.head_width // 2
+    return layers * of_block + shared

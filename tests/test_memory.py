@@ -1,0 +1,132 @@
+"""`python -m skippipe_jax.memory`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from skippipe_sched.case import parse_case
+from skippipe_sched.methods import make_plan
+from skippipe_sched.search import Search
+
+from skippipe_jax import memory
+from skippipe_jax.config import parse_config
+from skippipe_jax.footprint import kept_bytes, stage_parameters
+from skippipe_jax.model import RECOMPUTE
+from skippipe_jax.stages import stage_functions
+from tests.training_runs import SMALL_CASE
+
+MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
+CONFIG: dict[str, Any] = {
+    "model": MODEL,
+    "plan": {"case": SMALL_CASE},
+    "data": {"sequence_length": 32, "microbatch_size": 2},
+}
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Run the command on a configuration; its exit code, and what it printed."""
+
+    def run(config: dict[str, Any], *words: str) -> tuple[int, str, str]:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        monkeypatch.setattr("sys.argv", ["memory", "--config", str(path), *words])
+        code = memory.main()
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def test_one_object_with_all_figures(command: Any):
+    code, said, _ = command(CONFIG, "--json")
+    figures = json.loads(said)
+    assert code == 0
+    data, inner = figures["stages"]
+    # By hand: two blocks of 16 x 16 twice, 16 x 8 twice, 16 x 24 three times and two norms.
+    block = 2 * 256 + 2 * 128 + 3 * 384 + 32
+    assert inner["parameters"] == 2 * block
+    assert data["parameters"] == 2 * block + 2 * 259 * 16 + 16
+    assert inner["bytes"]["gradients"] == 4 * 2 * block
+    assert inner["replicas"] == 2
+    sent = figures["bytes_per_iteration"]
+    assert sent["hop"] == 2 * 32 * 16 * 4
+    # Two microbatches go to the other stage and back, and their gradients do.
+    assert sent["pipeline"] == 2 * 4 * sent["hop"]
+    assert sent["averaging"] == 2 * 4 * 2 * block
+
+
+def test_a_table_for_people(command: Any):
+    code, said, _ = command(CONFIG, "--set", "model.recompute=stage")
+    head, data, inner, sent = said.splitlines()
+    assert code == 0
+    assert head.split()[:3] == ["stage", "layers", "nodes"]
+    assert data.startswith("0 (data)")
+    assert inner.split()[:4] == ["1", "2", "2", "3,904"]
+    assert "2 x 4.10 kB" in inner
+    assert "2 microbatches" in sent
+
+
+def test_a_plan_counts_by_its_own_paths(command: Any, tmp_path: Path):
+    case = parse_case(SMALL_CASE | {"stages": [1, 1, 1], "path_length": 2})
+    for method, visits in (("balanced", 4), ("full", 6)):
+        make_plan(case, method, Search(budget_s=0.1)).save(tmp_path / "plan.json")
+        config = CONFIG | {"plan": {"file": str(tmp_path / "plan.json")}}
+        config["model"] = MODEL | {"layers": 3}
+        _, by_file, _ = command(config, "--json")
+        sent = json.loads(by_file)["bytes_per_iteration"]
+        assert sent["pipeline"] == 2 * visits * sent["hop"]
+        config["plan"] = {"case": dict(case.source), "method": method}
+        assert command(config, "--json")[1] == by_file
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"plan": "auto"}, "plan.measure"),
+        ({"plan": {}}, "plan.case"),
+        ({"plan": {"case": "nowhere.yaml"}}, "case"),
+        ({"model": MODEL | {"layers": 3}}, "model.layers"),
+        ({"model": MODEL | {"depth": 3}}, "model.depth"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(command: Any, change: dict[str, Any], named: str):
+    code, said, error = command(CONFIG | change)
+    assert (code, said) == (2, "")
+    assert error.startswith(f"error: {named} = ")
+
+
+@pytest.mark.parametrize("is_data_stage", [True, False])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_a_forward_that_ran_keeps_what_the_formula_says(recompute: str, is_data_stage: bool):
+    config = parse_config(CONFIG | {"model": MODEL | {"recompute": recompute}})
+    functions = stage_functions(config.model, config.optimizer, 1, is_data_stage, 2, 64)
+    parameters, _, _ = functions.create(jax.random.key(0), 0)
+    inputs = jnp.zeros((2, 32), jnp.int32) if is_data_stage else jnp.ones((2, 32, 16))
+    _, saved, _ = functions.forward(parameters, jax.device_put(np.zeros(2, np.int32)), inputs)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(saved))
+    formula = kept_bytes(config.model, config.data, 2, is_data_stage=is_data_stage)
+    assert kept == pytest.approx(formula, rel=0.02)
+    count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
+    assert count == stage_parameters(config.model, 2, is_data_stage=is_data_stage)
+
+
+def test_the_page_shows_what_the_command_prints(command: Any):
+    """And its example is the configuration of experiments/paper, told in short."""
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "memory.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^```(\w+)[^\n]*\n(.*?)^```$", page, re.M | re.S))
+    _, said, _ = command(yaml.safe_load(blocks["yaml"]))
+    assert said == blocks["text"]
+    launched = (root / "experiments" / "paper" / "configs" / "8b.yaml").read_text(encoding="utf-8")
+    assert command(yaml.safe_load(launched))[1] == said

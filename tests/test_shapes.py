@@ -1,0 +1,183 @@
+"""The paper's models at full size, counted without allocating and held against the formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.paper import shapes
+from skippipe_jax import run_folder, train
+from skippipe_jax.config import Config, load_config, parse_config
+from skippipe_jax.footprint import memory_of_node
+from skippipe_jax.memory import what_is_planned
+from skippipe_jax.model import RECOMPUTE, parameter_count, stage_shapes
+from tests.pictures import overlapping_texts
+
+AGREE = 0.02
+
+
+def config_of(name: str) -> Config:
+    return load_config(shapes.CONFIGS / f"{name}.yaml")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return shapes.measure(True, tmp_path_factory.mktemp("shapes"))
+
+
+@pytest.mark.parametrize("name", shapes.MODELS)
+def test_formulas_agree_with_what_is_counted(measured: dict[str, Any], name: str):
+    model = measured["models"][name]
+    assert model["largest_difference"] < AGREE
+    least, most = {"500m": (0.4e9, 0.5e9), "1.5b": (1.5e9, 1.8e9), "8b": (8.03e9, 8.04e9)}[name]
+    assert least < model["parameters"] < most
+
+
+@st.composite
+def small_configs(draw: st.DrawFn) -> Config:
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = kv_heads * group
+    length = draw(st.integers(2, 24))
+    dtypes = st.sampled_from(["float32", "bfloat16"])
+    model = {
+        "vocabulary_size": draw(st.integers(8, 300)),
+        "width": heads * 2 * draw(st.integers(2, 8)),
+        "layers": 6,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn_width": draw(st.integers(8, 96)),
+        "context": length,
+        "tied_head": draw(st.booleans()),
+        "parameter_dtype": draw(dtypes),
+        "compute_dtype": draw(dtypes),
+        "recompute": draw(st.sampled_from(RECOMPUTE)),
+    }
+    data = {
+        "sequence_length": length,
+        "microbatch_size": draw(st.integers(1, 4)),
+        "packing": draw(st.sampled_from(["windows", "documents"])),
+    }
+    return parse_config({"model": model, "data": data})
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(small_configs(), st.integers(1, 3), st.booleans())
+def test_formulas_agree_for_any_shape(config: Config, layers: int, is_data_stage: bool):
+    formula = dataclasses.asdict(
+        memory_of_node(
+            config,
+            layers,
+            is_data_stage=is_data_stage,
+            averages=True,
+            in_flight=2,
+            data_nodes=1,
+        )
+    )
+    counted = shapes.counted_memory(config, layers, is_data_stage=is_data_stage)
+    for part, count in counted.items():
+        assert shapes.relative(formula[part], count) < AGREE, part
+
+
+@pytest.mark.parametrize("name", shapes.MODELS)
+def test_the_planner_is_told_what_is_sent(measured: dict[str, Any], name: str):
+    config, model = config_of(name), measured["models"][name]
+    case, visits = what_is_planned(config, shapes.CONFIGS)
+    assert 1 - case.path_length / len(case.stages) == pytest.approx(1 / 3)
+    assert visits == case.path_length * sum(case.microbatches)
+    assert case.activation_bytes == model["bytes_per_iteration"]["counted"]["hop"]
+    averaged = 2 if config.network.averaging_dtype == "bfloat16" else 4
+    of_stages = stage_shapes(config.model, len(case.stages))
+    assert list(case.stage_bytes) == [averaged * parameter_count(stage) for stage in of_stages]
+    # Nobody gives up waiting for a host while all goes as planned.
+    assert config.network.deadline_s > 1.5 * model["balanced_plan"]["iteration_s"]
+
+
+def test_a_launched_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = np.random.default_rng(0).choice(list(b"skipping pipeline stages \n"), 40_000)
+    (tmp_path / "text").write_bytes(bytes(text.tolist()))
+    small = {
+        "run_dir": tmp_path / "run",
+        "compilation_cache": "null",
+        "model.vocabulary_size": 259,
+        "model.width": 32,
+        "model.heads": 4,
+        "model.kv_heads": 2,
+        "model.ffn_width": 48,
+        "data.source": "text",
+        "data.path": tmp_path / "text",
+        "data.sequence_length": 16,
+        "plan.method": "balanced",
+        "plan.case.nodes": 6,
+        "plan.case.stages": [1] * 6,
+        "plan.case.microbatches_per_data_node": 5,
+        "train.steps": 1,
+        "validation.every": "null",
+    }
+    words = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    path = shapes.CONFIGS / "8b.yaml"
+    monkeypatch.setattr("sys.argv", ["train", "--config", str(path), *words])
+    assert train.main() == 0
+    [line] = run_folder.read_metrics(tmp_path / "run")
+    assert line["loss"] == pytest.approx(np.log(259), rel=0.05)
+    assert line["tokens"] == 5 * 16
+
+
+@pytest.mark.parametrize("name", shapes.MODELS)
+def test_every_stage_of_a_cut_fits_and_no_coarser_cut_does(measured: dict[str, Any], name: str):
+    config = config_of(name)
+    case, _ = what_is_planned(config, shapes.CONFIGS)
+    found = measured["cuts"][name]["xla"]
+    assert list(found) == ["16 GB", "24 GB", "40 GB", "80 GB"]
+    sizes = []
+    for gb, fits in found.items():
+        usable, cut = shapes.USABLE * int(gb.split()[0]) * 1e9, fits["coarsest"]
+        for stage, most in enumerate((fits["data_blocks"], fits["inner_blocks"])):
+            if 0 < most < config.model.layers - 1:
+                assert shapes._total(config, case, stage, most) <= usable
+                assert shapes._total(config, case, stage, most + 1) > usable
+        if cut is None:
+            assert min(shapes._cuts_into(config, case, config.model.layers))[0] > usable
+            continue
+        layers = cut["stage_layers"]
+        sizes.append(len(layers))
+        assert sum(layers) == config.model.layers
+        of_stages = [shapes._total(config, case, *own) for own in enumerate(layers)]
+        assert max(of_stages) == cut["largest_node_bytes"] <= usable
+        if len(layers) > 2:
+            assert min(shapes._cuts_into(config, case, len(layers) - 1))[0] > usable
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_committed_figures_are_those_of_this_code_and_can_be_read(measured: dict[str, Any]):
+    path = shapes.CONFIGS.parent / "results" / f"{shapes.NAME}.json"
+    committed = json.loads(path.read_text(encoding="utf-8"))
+    assert {name: committed[name] for name in ("models", "cuts")} == json.loads(
+        json.dumps({name: measured[name] for name in ("models", "cuts")})
+    )
+    for kinds in committed["compiled"].values():
+        for own in kinds.values():
+            assert 0.5 < own["xla"] / own["formula"] < 2
+    figure = shapes.draw(committed)
+    assert len(figure.axes) == 3
+    assert overlapping_texts(figure) == []
+
+
+def test_the_page_says_which_nodes_for_which_model(measured: dict[str, Any]):
+    page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text(encoding="utf-8")
+    row = re.compile(r"^\| (\S+) \| (\d+ GB) \| `(\w+)` \| (\d+), (\d+) \| (.*) \|$", re.M)
+    rows = row.findall(page)
+    assert {name for name, *_ in rows} == {*shapes.MODELS}
+    for name, memory, attention, data_blocks, inner_blocks, cut in rows:
+        fits = measured["cuts"][name][attention][memory]
+        assert (fits["data_blocks"], fits["inner_blocks"]) == (int(data_blocks), int(inner_blocks))
+        layers = fits["coarsest"] and fits["coarsest"]["stage_layers"]
+        said = f"{len(layers)} stages: {', '.join(map(str, layers))}" if layers else "-"
+        assert cut == said
