@@ -133,8 +133,8 @@ class Campaign:
         path = self.results / f"{run.name}.json"
         if not path.exists():
             return None
-        found = fields.load_json(path, str(path))
-        return Summary(**found) if found["digest"] == self.digest(run) else None
+        found = Summary(**fields.load_json(path, str(path)))
+        return found if found.digest == self.digest(run) else None
 
     def finished(self, runs: Iterable[Run]) -> dict[str, list[Summary]]:
         """The summaries that are there, by arm, in the order of their seeds."""
@@ -183,6 +183,7 @@ class _Job:
         self.campaign, self.run = campaign, run
         self.digest = campaign.digest(run)
         self.folder = campaign.folder / "runs" / f"{run.name}-{self.digest}"
+        self.output = campaign.results / f"{run.name}.json"
         self.begun_s = time.monotonic()
         self.log = self._open_log()
         self.commands = deque([self._training(), self._summing_up()])
@@ -203,10 +204,9 @@ class _Job:
 
     def _summing_up(self) -> list[str]:
         self.campaign.results.mkdir(parents=True, exist_ok=True)
-        out = self.campaign.results / f"{self.run.name}.json"
         quick = ["--quick"] if self.campaign.quick else []
-        given = ["--arm", self.run.arm, "--digest", self.digest, "--output", str(out), *quick]
-        return ["experiments.paper.summary", str(self.folder), *given]
+        given = ["--arm", self.run.arm, "--digest", self.digest, "--output", str(self.output)]
+        return ["experiments.paper.summary", str(self.folder), *given, *quick]
 
     def _start(self) -> subprocess.Popen[bytes]:
         # In a process group of its own: Ctrl-C comes to the campaign alone, which passes it on.
@@ -278,8 +278,7 @@ class _Training:
     def tell(self, job: _Job) -> None:
         """Print what a run has found, and how long the others will take at the pace so far."""
         self.done += self.left.pop(job.run)
-        found = self.campaign.summary(job.run)
-        assert found is not None, "it was written for this digest"
+        found = Summary(**fields.load_json(job.output, str(job.output)))
         hours = sum(self.left.values()) / self.done * (time.monotonic() - self.begun_s) / 3600
         tqdm.write(
             f"{job.run.name}: held-out loss {found.loss:.4f} after {found.steps} iterations; "

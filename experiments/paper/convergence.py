@@ -94,15 +94,15 @@ def _of_arm(seeds: Sequence[Summary]) -> dict[str, Any]:
 def draw(figures: dict[str, Any]) -> Figure:
     """Losses against bytes and against time, and those at the end by paths and by recipe."""
     arms = figures["arms"]
-    figure, axes = drawing.panels(2, 2, 7.6)
-    _curves(axes[0, 0], arms, RATIOS, in_time=False)
-    axes[0, 0].set_title("Equal data: loss against bytes read")
-    _curves(axes[0, 1], arms, IN_TIME, in_time=True)
-    axes[0, 1].set_title("Equal time: loss against time in 12 regions")
-    _ends(axes[1, 0], arms, PATHS)
-    axes[1, 0].set_title("Which paths: loss at the end")
-    _ends(axes[1, 1], arms, RECIPES)
-    axes[1, 1].set_title("Which recipe: loss at the end, 33% skipped")
+    figure, ((data, time), (paths, recipes)) = drawing.panels(2, 3.6, 3.6)
+    _curves(data, arms, RATIOS, in_time=False)
+    data.set_title("Against data")
+    _curves(time, arms, IN_TIME, in_time=True)
+    time.set_title("Against time, on 20 nodes in 12 regions")
+    _ends(paths, arms, PATHS)
+    paths.set_title("By paths, at the end")
+    _ends(recipes, arms, RECIPES)
+    recipes.set_title("By recipe, at the end")
     return figure
 
 
@@ -135,5 +135,5 @@ def _ends(axes: Any, arms: dict[str, Any], shown: dict[str, str]) -> None:
         axes.axvline(np.mean(arms["full"]["loss"]), color=BLACK, linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(rows)), [shown[arm] for arm in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("held-out loss of the full model, nats per byte")
+    axes.set_xlabel("held-out loss, nats per byte")
     axes.grid(axis="y", visible=False)

@@ -16,7 +16,7 @@ DPI = 160
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
 )  # fmt: skip
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
@@ -30,15 +30,19 @@ STYLE = {
 }
 
 
-def panels(rows: int, columns: int, height: float) -> tuple[Any, Any]:
-    """A figure of the common width with so many panels, and its axes [row, column]."""
+def panels(columns: int, *heights: float) -> tuple[Any, list[Any]]:
+    """A figure of the common width with a row of panels for each height, and the axes of each row.
+
+    Rows are laid out by themselves: labels that one needs room for do not narrow another.
+    """
     require("matplotlib", "paper", "figure", "matplotlib")
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update(STYLE)
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    figure = Figure(figsize=(WIDTH, sum(heights)), dpi=DPI, layout="constrained")
+    rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    return figure, [row.subplots(1, columns, squeeze=False)[0] for row in rows]
 
 
 def band(

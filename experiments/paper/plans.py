@@ -25,7 +25,7 @@ from skippipe_sched.search import Search
 
 PAPER = Path(__file__).parent
 PLANS = PAPER / "plans"
-BUDGET_S = 60.0
+BUDGET_S = 10.0
 
 # Three or four stages instead of six, on the same nodes, with as many microbatches.
 FOUR_STAGES = {"stages": [5, 5, 5, 5]}
@@ -89,7 +89,7 @@ def case_of(name: str, network: str = WIDE_AREA) -> Case:
     blocks_of_stage = kind.changes.get("stage_cost", 1.0)
     source["stage_bytes"] = round(blocks_of_stage * source["stage_bytes"])
     source["rules"] = source["rules"] | {"max_swaps": kind.max_swaps}
-    return parse_case(source | kind.changes)
+    return parse_case(source | dict(kind.changes))
 
 
 def plan_of(name: str) -> Plan:

@@ -84,8 +84,7 @@ def _of_arm(seeds: Sequence[Summary]) -> dict[str, Any]:
 
 def draw(figures: dict[str, Any]) -> Figure:
     """Perplexity against the share of the stages, against where one leaves, and with swaps."""
-    figure, axes = drawing.panels(1, 3, 4.2)
-    sets, early, swaps = axes[0]
+    figure, [(sets, early, swaps)] = drawing.panels(3, 4.2)
     arms = {arm: figures["arms"][arm] for arm in WHOLE if arm in figures["arms"]}
     for offset, (arm, own) in enumerate(arms.items()):
         label, color = WHOLE[arm]

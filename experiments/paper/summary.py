@@ -25,7 +25,7 @@ from skippipe_jax.partial import Question, Way, kept, swapped
 from skippipe_jax.recipe import stage_shares
 from skippipe_jax.staged_model import read_run
 
-SEQUENCES, QUICK_SEQUENCES = 256, 16
+SEQUENCES, QUICK_SEQUENCES = 512, 16
 MICROBATCH = 32
 EVERY_SUBSET = 1000
 

@@ -89,8 +89,7 @@ def _loss_after(iterations: float, shorter: Sequence[Summary], longer: Sequence[
 
 def draw(figures: dict[str, Any]) -> Figure:
     """Loss against the share skipped, at equal data and at equal time on each network."""
-    figure, axes = drawing.panels(1, 2, 4.0)
-    losses, pace = axes[0]
+    figure, [(losses, pace)] = drawing.panels(2, 4.2)
     control = figures["control"]["loss"]
     base = float(np.mean(control))
     losses.axhspan(min(control), max(control), color=BLACK, alpha=0.1, lw=0)
@@ -110,15 +109,14 @@ def draw(figures: dict[str, Any]) -> Figure:
             face = "white" if point["beyond_what_was_trained"] else color
             losses.plot(point["skipped"], point["loss"], "o", color=color, mfc=face, ms=5)
         speed = [1.0, *(own["full_iteration_s"] / point["iteration_s"] for point in points)]
-        pace.plot(shares, speed, "o-", color=color, markersize=4, label=network)
+        pace.plot(shares, speed, "o-", color=color, markersize=4)
     losses.set_title("Below the black line, skipping pays")
     losses.set_ylabel("held-out loss of the full model, nats per byte")
-    losses.legend()
     pace.set_title("What skipping saves")
     pace.set_ylabel("iterations in the time of one full iteration")
     pace.set_ylim(bottom=0.9)
-    pace.legend()
     for one in (losses, pace):
         one.set_xlabel("share of the stages skipped")
         one.set_xticks([0, *SKIPPED.values()], ["0", "1/6", "1/4", "1/3", "1/2"])
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
