@@ -142,7 +142,7 @@ def test_a_run_is_summed_up(trained: Campaign):
     assert found.tokens_per_iteration == 30 * 32
     folder = trained.folder / "runs" / f"{run.name}-{found.digest}"
     lines = run_folder.read_metrics(folder)
-    assert [line["plan"] for line in lines] == ["plan"] * 16 + ["from_16"] * 4
+    assert [line["plan"] for line in lines] == ["plan"] * 20 + ["from_20"] * 5
     assert found.simulated_s == pytest.approx(
         sum(line["predicted_seconds"] for line in lines), abs=0.1
     )

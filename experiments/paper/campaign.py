@@ -80,7 +80,7 @@ QUICK_SIZES = {
     "model": {"width": 16, "heads": 2, "kv_heads": 2, "ffn_width": 32, "context": 32},
     "data": {"sequence_length": 32},
     "plan": {"budget_s": 0.2},
-    "validation": {"every": 4, "sequences": 8},
+    "validation": {"every": 5, "sequences": 8},
 }
 
 
