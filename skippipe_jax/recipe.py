@@ -8,6 +8,7 @@ stage.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,8 +26,6 @@ from skippipe_sched.search import Search
 
 OWN, FULL = "plan", "full"
 """The names of the run's own plan, and of the one with full paths."""
-# Redrawn plans that take so many times as long as the best of them are left out.
-LONGEST_REDRAW = 1.03
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,9 @@ class RecipeConfig:
         phases: parts of training with paths of their own. Before the first, or with null, the
             plan's.
         redraw_every: every so many iterations, the next of the redrawn plans is taken.
-        redraws: so many plans are sought for each phase, with different seeds. Those that take
-            more than 3% longer than the best of them are left out.
+        redraws: so many plans are sought for each phase, with different seeds.
+        longest_redraw: redrawn plans that take more than so many times as long as the best of them
+            are left out. null: none is.
         skip_scaling: with `inverse`, what a stage adds to its input is divided, in training, by the
             share of the iteration's microbatches that visit it (stochastic depth). With `none` it
             is not. Evaluation always uses stages as they are.
@@ -67,12 +67,15 @@ class RecipeConfig:
     phases: tuple[Phase, ...] | None = None
     redraw_every: int | None = None
     redraws: int = 1
+    longest_redraw: float | None = 1.03
     skip_scaling: str = "none"
 
     def __post_init__(self):
         """Refuse phases that are out of order, and what has no effect."""
         fields.text(self.skip_scaling, "recipe.skip_scaling", ("none", "inverse"))
         fields.integer(self.redraws, "recipe.redraws", 1)
+        if self.longest_redraw is not None:
+            fields.number(self.longest_redraw, "recipe.longest_redraw", 1.0)
         for name in ("full_every", "redraw_every"):
             if getattr(self, name) is not None:
                 fields.integer(getattr(self, name), f"recipe.{name}", 1)
@@ -170,7 +173,7 @@ def make_schedule(
         if recipe.redraw_every is None or part.name == FULL:
             [plans[part.name]] = drawn
         else:
-            plans |= _redrawn(part.name, drawn, say)
+            plans |= _redrawn(part.name, drawn, recipe.longest_redraw, say)
     return Schedule(recipe, plans)
 
 
@@ -222,16 +225,20 @@ def _planned(part: _Part, case: Case, method: str, search: Search) -> Plan:
     return plan
 
 
-def _redrawn(name: str, drawn: Sequence[Plan], say: Callable[[str], None]) -> dict[str, Plan]:
-    """The plans that are about as quick as the best of them, each once, by their names."""
-    longest_s = LONGEST_REDRAW * min(plan.predicted.iteration_s for plan in drawn)
+def _redrawn(
+    name: str, drawn: Sequence[Plan], longest: float | None, say: Callable[[str], None]
+) -> dict[str, Plan]:
+    """The plans, each once, that take at most `longest` times as long as the best, by names."""
+    least_s = min(plan.predicted.iteration_s for plan in drawn)
+    longest_s = math.inf if longest is None else longest * least_s
     kept = {
         plan.microbatches: plan for plan in drawn if plan.predicted.iteration_s <= longest_s
     }.values()
     if len(kept) < len(drawn):
+        slower = "" if longest is None else f"take more than {longest_s:.3g} s, or "
         say(
-            f"{name}: {len(kept)} of {len(drawn)} redrawn plans are used; the others take more "
-            f"than {longest_s:.3g} s, or are the same"
+            f"{name}: {len(kept)} of {len(drawn)} redrawn plans are used; the others {slower}are "
+            f"the same"
         )
     return {f"{_redraw(name)}{number:03}": plan for number, plan in enumerate(kept)}
 

@@ -34,10 +34,14 @@ MOST_STAGES = 6
 
 @dataclass(frozen=True, eq=False)
 class StagedModel:
-    """A model cut into stages; `parameters[s]` are those of stage s, 0 the data stage."""
+    """A model cut into stages; `parameters[s]` are those of stage s, 0 the data stage.
+
+    With `scales`, what stage s > 0 adds to its input is multiplied by `scales[s]`.
+    """
 
     config: ModelConfig
     parameters: Sequence[Any]
+    scales: Sequence[float] | None = None
 
     @property
     def stages(self) -> int:
@@ -67,7 +71,8 @@ class StagedModel:
         self, stage: int, x: Float[Array, "batch time width"]
     ) -> Float[Array, "batch time width"]:
         """The residual stream after one of the other stages."""
-        return _apply(self.structures[stage], self.parameters[stage], x)
+        outputs = _apply(self.structures[stage], self.parameters[stage], x)
+        return outputs if self.scales is None else x + self.scales[stage] * (outputs - x)
 
     def run(self, order: Sequence[int], batch: Batch) -> Float[Array, "sequence position width"]:
         """The residual stream after stages in an order that begins with the data stage."""

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -308,6 +309,18 @@ def test_a_sample_of_many_subsets_is_drawn_by_the_seed():
 )
 def test_shares_are_rounded_to_whole_stages(stages: int, share: float, count: int):
     assert {len(way.stages) for way in kept(stages, share, 99, 0).ways} == {count}
+
+
+def test_what_stages_add_can_be_scaled():
+    config = load_config(Path("config.yaml"))
+    model = random_model(config.model, STAGES)
+    [(plain, _), (alike, _), (left_out, _), (halved, _)] = [
+        losses_along(replace(model, scales=scales), {(0, 1, 2), (0, 2)}, config.data, 2)
+        for scales in (None, (1.0, 1.0, 1.0), (1.0, 0.0, 1.0), (1.0, 0.5, 1.0))
+    ]
+    assert alike == pytest.approx(plain, rel=1e-5)
+    assert left_out[0, 1, 2] == pytest.approx(plain[0, 2], rel=1e-5)
+    assert abs(halved[0, 1, 2] - plain[0, 1, 2]) > 1e-3
 
 
 def test_programs_are_compiled_once_for_all_ways():

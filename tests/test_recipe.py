@@ -266,6 +266,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_written(
         ({"full_every": 0}, "recipe.full_every"),
         ({"redraws": 0}, "recipe.redraws"),
         ({"redraws": 3}, "recipe.redraws"),
+        ({"longest_redraw": 0.9}, "recipe.longest_redraw"),
         ({"redraw_every": 3}, "recipe.redraw_every"),
         ({"phases": [{"from_step": -1}]}, "recipe.phases[0].from_step"),
         ({"phases": [{"path_length": 0}]}, "recipe.phases[0].path_length"),
@@ -343,6 +344,10 @@ def test_redrawn_plans_that_take_longer_are_left_out():
     assert kept == [paths for paths, taken_s in seconds.items() if taken_s <= longest_s]
     assert 0 < len(kept) < len(seconds)
     assert told[-1].startswith(f"plan: {len(kept)} of 9 redrawn plans are used; ")
+    for longest in (2 * max(seconds.values()) / min(seconds.values()), None):
+        recipe = RecipeConfig(redraw_every=1, redraws=9, longest_redraw=longest)
+        plans = schedule_of(recipe, own, told.append).plans
+        assert len(plans.keys() - {OWN}) == len(seconds)
 
 
 def test_hops_of_rings_lie_above_those_of_all_plans():

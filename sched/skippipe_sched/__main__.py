@@ -126,6 +126,7 @@ Makes a plan for a case by one of these methods:
   full             DT-FM's placement, every microbatch visits every stage
   balanced         partial paths on the case's own order of nodes, greedily
   dtfm-skip        DT-FM's placement, random partial paths
+  dtfm-skip-swaps  the same with random swaps
   skippipe         DT-FM's placement, the paper's search of paths that do not collide
   skippipe-no-tc2  the same without looking at collisions
 Ctrl-C ends the search with the best plan so far.

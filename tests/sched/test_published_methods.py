@@ -32,6 +32,7 @@ PUBLISHED = (
 METHODS = {
     "full": full.routes,
     "dtfm-skip": dtfm_skip.routes,
+    "dtfm-skip-swaps": dtfm_skip.routes_with_swaps,
     "skippipe-no-tc2": skippipe.routes_without_tc2,
     "skippipe": skippipe.routes,
 }
@@ -218,6 +219,22 @@ def test_random_paths_differ_from_seed_to_seed_and_have_no_swaps(paper):
     stage_of = stage_of_nodes(PUBLISHED)
     for paths in drawn:
         assert all(stage_of[a] < stage_of[b] for path in paths for a, b in pairwise(path))
+
+
+def test_random_swaps_are_as_many_as_paths_have_room_for(paper):
+    search = Search(budget_s=0.05, placement=PUBLISHED)
+    paths = dtfm_skip.routes_with_swaps(paper, search).paths
+    stage_of = stage_of_nodes(PUBLISHED)
+    stages = [[stage_of[node] for node in path] for path in paths]
+    assert violations(paper, PUBLISHED, paths) == []
+    # Two are allowed, but three inner stages have no room for two swaps of neighbours.
+    assert {sum(a > b for a, b in pairwise(path)) for path in stages} == {0, 1}
+    in_order = replace(paper, rules=replace(paper.rules, max_swaps=0))
+    search = Search(budget_s=0.05, placement=PUBLISHED)
+    without = dtfm_skip.routes_with_swaps(in_order, search).paths
+    assert [sorted(stage_of[node] for node in path) for path in without] == [
+        [stage_of[node] for node in path] for path in without
+    ]
 
 
 # The path search.

@@ -25,6 +25,7 @@ METHODS: dict[str, Callable[[Case, Search], Routes]] = {
     "full": full.routes,
     "balanced": balanced.routes,
     "dtfm-skip": dtfm_skip.routes,
+    "dtfm-skip-swaps": dtfm_skip.routes_with_swaps,
     "skippipe-no-tc2": skippipe.routes_without_tc2,
     "skippipe": skippipe.routes,
 }

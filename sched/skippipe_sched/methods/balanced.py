@@ -89,7 +89,7 @@ def _draw_path(
     available = [chosen for chosen, count in sets_left.items() if count > 0]
     chosen = available[random.integers(len(available))]
     path = [data_node]
-    for stage in _swapped(case, chosen, random):
+    for stage in swapped_at_random(case, chosen, random):
         replicas = [node for node in stages[stage] if visits_left[node] > 0]
         # Exponential noise with the scale of the hop: near replicas are likely, far ones possible.
         hop_s = case.hop_s[path[-1], replicas] * random.exponential(size=len(replicas))
@@ -97,8 +97,11 @@ def _draw_path(
     return tuple(path), chosen
 
 
-def _swapped(case: Case, chosen: StageSet, random: np.random.Generator) -> StageSet:
-    """The stages of a set in ascending order with some neighbours swapped, as the rules allow."""
+def swapped_at_random(case: Case, chosen: StageSet, random: np.random.Generator) -> StageSet:
+    """The stages of a set in ascending order with some neighbours swapped, as the rules allow.
+
+    How many swaps are tried is random, from none to `case.rules.max_swaps`.
+    """
     sequence = list(chosen)
     if len(sequence) < 2:
         return chosen

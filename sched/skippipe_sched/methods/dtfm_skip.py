@@ -1,7 +1,8 @@
 """DT-FM-skip, the paper's simplest rival: DT-FM's placement, and balanced random partial paths.
 
 Random means not optimised: stage sets that visit all inner stages equally often (CC3) fall on
-the microbatches at random, in ascending order; so do the replicas, each by its share (TC1).
+the microbatches at random, in ascending order; so do the replicas, each by its share (TC1). With
+swaps, not in the paper, neighbours on a path are reversed at random too, as far as CC2 allows.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import numpy as np
 
 from skippipe_sched.case import Case
 from skippipe_sched.methods import dtfm
-from skippipe_sched.methods.balanced import balanced_stage_sets
+from skippipe_sched.methods.balanced import balanced_stage_sets, swapped_at_random
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
-from skippipe_sched.plan import NodePath
+from skippipe_sched.plan import NodePath, stage_of_nodes
 from skippipe_sched.search import Placement, Search
 
 
@@ -24,6 +25,22 @@ def routes(case: Case, search: Search) -> Routes:
     """
     stages = dtfm.place(case, search)
     return Routes(stages, random_paths(case, stages, search.random))
+
+
+def routes_with_swaps(case: Case, search: Search) -> Routes:
+    """Random balanced paths for `case`, with as many swaps as it allows at most.
+
+    Raises:
+        InputError: if under `case.rules` no paths visit the inner stages equally often.
+    """
+    stages = dtfm.place(case, search)
+    stage_of = stage_of_nodes(stages)
+    paths: list[NodePath] = []
+    for data_node, *inner in random_paths(case, stages, search.random):
+        node_of = {stage_of[node]: node for node in inner}
+        sequence = swapped_at_random(case, tuple(node_of), search.random)
+        paths.append((data_node, *(node_of[stage] for stage in sequence)))
+    return Routes(stages, tuple(paths))
 
 
 def random_paths(

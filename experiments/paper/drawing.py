@@ -1,0 +1,62 @@
+"""How the paper's figures look: sizes, colours, seeds as bands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from skippipe_jax.extras import require
+
+# Inches: 900 pixels in a README at 100 dots per inch.
+WIDTH = 9.0
+DPI = 160
+# Of Okabe and Ito: told apart by whoever does not see all colours.
+BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
+)  # fmt: skip
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "skippipe",
+}
+
+
+def panels(columns: int, *heights: float) -> tuple[Any, list[Any]]:
+    """A figure of the common width with a row of panels for each height, and the axes of each row.
+
+    Rows are laid out by themselves: labels that one needs room for do not narrow another.
+    """
+    require("matplotlib", "paper", "figure", "matplotlib")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(STYLE)
+    figure = Figure(figsize=(WIDTH, sum(heights)), dpi=DPI, layout="constrained")
+    rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    return figure, [row.subplots(1, columns, squeeze=False)[0] for row in rows]
+
+
+def band(
+    axes: Any, x: Sequence[float], of_seeds: Sequence[Sequence[float]], label: str, color: str
+) -> None:
+    """A line for the mean over seeds, and a band from the least to the greatest."""
+    values = np.asarray(of_seeds)
+    axes.plot(x, values.mean(axis=0), color=color, label=label, linewidth=1.4)
+    if len(values) > 1:
+        axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2, lw=0)
+
+
+def dots(axes: Any, y: float, values: Sequence[float], color: str) -> None:
+    """Each seed as a dot in the row `y`, and a line at their mean."""
+    axes.plot(values, [y] * len(values), "o", color=color, markersize=5, alpha=0.7, mew=0)
+    mean = float(np.mean(values))
+    axes.plot([mean, mean], [y - 0.3, y + 0.3], color=color, linewidth=1.6)

@@ -1,0 +1,90 @@
+"""Measures and draws the figures of experiments/paper again.
+
+    python -m experiments.paper.reproduce --quick      all of them, small, in minutes
+    python -m experiments.paper.reproduce --full       all of them, as they are committed
+
+Each figure comes as NAME.json, NAME.svg and NAME.png; the JSON says by which command, commit and
+machine. Full results replace the committed ones; quick ones stay in the work folder. Ctrl-C stops,
+and the same command goes on where it was: runs whose results are there are not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from experiments.paper import drawing, provenance
+from experiments.paper.campaign import stoppable
+
+RESULTS = Path(__file__).parent / "results"
+MODULES = ("iteration_time", "convergence", "robustness", "trade_off", "shapes")
+# On two cores of an AMD EPYC, from nothing; the runs that are committed need not be trained again.
+HOURS = 3
+
+
+def main() -> int:
+    """Parse the command line, measure and draw; returns the exit code."""
+    arguments = _parser().parse_args()
+    return stoppable(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    folder = arguments.folder or Path("runs", "paper_quick" if arguments.quick else "paper")
+    results = folder if arguments.quick else RESULTS
+    reproduce(arguments.only, quick=arguments.quick, folder=folder, results=results)
+    return 0
+
+
+def reproduce(names: Sequence[str], *, quick: bool, folder: Path, results: Path) -> None:
+    """Measure and draw the figures of these names, working in `folder`, into `results`."""
+    for number, name in enumerate(names, start=1):
+        print(f"[{number}/{len(names)}] {name}", flush=True)
+        begun_s = time.monotonic()
+        module = importlib.import_module(f"experiments.paper.{name}")
+        work = folder / "work"
+        work.mkdir(parents=True, exist_ok=True)
+        figures = module.measure(quick, work)
+        command = f"python -m experiments.paper.reproduce --{'quick' if quick else 'full'}"
+        write(module, provenance.of(f"{command} --only {name}") | figures, results)
+        minutes = (time.monotonic() - begun_s) / 60
+        print(f"[{number}/{len(names)}] {results / name}.png after {minutes:.1f} min", flush=True)
+
+
+def write(module: ModuleType, figures: dict[str, Any], results: Path) -> None:
+    """Write the figures of a module, and its drawing of them."""
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"{module.NAME}.json"
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    figure = module.draw(figures)
+    # Without a date, the same figures are the same file.
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(path.with_suffix(".png"), dpi=drawing.DPI)
+
+
+def _parser() -> argparse.ArgumentParser:
+    description, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.paper.reproduce",
+        description=description,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--quick", action="store_true", help="small settings, one seed: minutes")
+    how.add_argument(
+        "--full", action="store_true", help=f"everything: about {HOURS} hours on 2 quiet cores"
+    )
+    parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, help="(all)")
+    parser.add_argument("--folder", type=Path, help="where to work (runs/paper, runs/paper_quick)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What a run has found, in a few KB: its held-out losses while it trained, and without some stages.
+
+python -m experiments.paper.summary RUN --arm ARM --digest DIGEST --output FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from skippipe_sched.errors import run_command
+
+from experiments.paper import provenance
+from skippipe_jax import run_folder
+from skippipe_jax.evaluate import Answer, evaluate
+from skippipe_jax.partial import Question, Way, kept, swapped
+from skippipe_jax.recipe import stage_shares
+from skippipe_jax.staged_model import read_run
+
+SEQUENCES, QUICK_SEQUENCES = 512, 16
+MICROBATCH = 32
+EVERY_SUBSET = 1000
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run has found. Losses are held-out, in nats per byte.
+
+    Attributes:
+        digest: of the configuration and the plan, see `Campaign.digest`.
+        steps: iterations.
+        tokens_per_iteration: bytes that an iteration learns.
+        curve: after which iteration, seconds on the planner's clock, loss of the full model, over
+            fewer sequences than the others.
+        simulated_s: seconds of all iterations on the planner's clock.
+        loss: of the full model at the end.
+        loss_scaled: of the full model in which what a stage adds is multiplied by the share of the
+            microbatches that visited it in training.
+        keep: perplexities by how many stages run, over all sets of stages: mean, deviation, least,
+            greatest, and the mean loss.
+        early_exit: losses with the first one, two, ... stages.
+        swaps: perplexities with two neighbouring stages swapped, as in `keep`.
+        minutes: that training took, in process, on this machine.
+        command, commit, machine: that made this.
+    """
+
+    digest: str
+    steps: int
+    tokens_per_iteration: int
+    curve: list[list[float]]
+    simulated_s: float
+    loss: float
+    loss_scaled: float
+    keep: dict[str, dict[str, float]]
+    early_exit: list[float]
+    swaps: dict[str, float]
+    minutes: float
+    command: str
+    commit: str
+    machine: dict[str, Any]
+
+
+def summarise(run: Path, arm: str, digest: str, sequences: int) -> Summary:
+    """Evaluate the last checkpoint of a run, and gather what it has noted."""
+    model, config, step = read_run(run)
+    data = replace(config.data, microbatch_size=min(MICROBATCH, sequences))
+    stages = model.stages
+    counts = range(1, stages + 1)
+    questions = [kept(stages, count / stages, EVERY_SUBSET, 0) for count in counts]
+    first = tuple(Way(tuple(range(count))) for count in counts)
+    questions += [Question("early exit", first, stages), swapped(stages)]
+    found = evaluate(model, step, data, sequences, questions)
+    *keep, early_exit, swaps = found.answers
+
+    lines = run_folder.read_metrics(run)
+    schedule = run_folder.saved_schedule(run)
+    clock_s = list(accumulate(line["predicted_seconds"] for line in lines))
+    taken = Counter(line["plan"] for line in lines)
+    shares = sum(stage_shares(schedule.plans[name]) * n for name, n in taken.items()) / step
+    scaled = replace(model, scales=np.asarray(shares).tolist())
+    return Summary(
+        digest=digest,
+        steps=step,
+        tokens_per_iteration=lines[-1]["tokens"],
+        curve=[
+            [line["step"], round(clock_s[line["step"] - 1], 1), round(line["validation_loss"], 4)]
+            for line in lines
+            if line["validation_loss"] is not None
+        ],
+        simulated_s=round(clock_s[-1], 1),
+        loss=round(found.loss, 5),
+        loss_scaled=round(evaluate(scaled, step, data, sequences, ()).loss, 5),
+        keep={str(n): _spread(answer) for n, answer in zip(counts, keep, strict=True)},
+        early_exit=[round(loss, 5) for loss in early_exit.losses],
+        swaps=_spread(swaps),
+        minutes=round(sum(line["seconds_per_iteration"] for line in lines) / 60, 2),
+        **provenance.of(f"python -m experiments.paper.campaign --only {arm}"),
+    )
+
+
+def _spread(answer: Answer) -> dict[str, float]:
+    figures = {
+        "perplexity": answer.perplexity,
+        "deviation": answer.deviation,
+        "least": min(answer.perplexities),
+        "greatest": max(answer.perplexities),
+        "loss": answer.loss,
+    }
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+def main() -> int:
+    """Parse the command line and sum up; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.paper.summary", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--arm", required=True, help="the name of its configuration")
+    parser.add_argument("--digest", required=True, help="as `Campaign.digest` gives it")
+    parser.add_argument("--output", type=Path, required=True, help="the file to write")
+    parser.add_argument("--quick", action="store_true", help="evaluate on little text")
+    arguments = parser.parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    sequences = QUICK_SEQUENCES if arguments.quick else SEQUENCES
+    found = summarise(arguments.run, arguments.arm, arguments.digest, sequences)
+    partial = arguments.output.with_name(arguments.output.name + run_folder.PARTIAL)
+    partial.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
+    os.replace(partial, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Where skipping pays: held-out loss after equal time, against the share of stages skipped.
+
+An iteration that skips is shorter, so there are more of them in the same time; how many more
+depends on the network. For each share there is a run with as many iterations as the control and
+one with as many as take its time in 12 regions. The loss after another number of iterations, each
+with a learning rate that falls to its end, lies on the line through the two against the logarithm
+of that number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.paper import drawing, plans
+from experiments.paper.campaign import Campaign, runs_of
+from experiments.paper.drawing import BLACK, BLUE, GREEN, VERMILION
+from experiments.paper.summary import Summary
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "trade_off"
+
+SKIPPED = {"skip17": 1 / 6, "skip25": 1 / 4, "skip33": 1 / 3, "skip50": 1 / 2}
+COLORS = (BLUE, VERMILION, GREEN)
+BUDGET_S, QUICK_BUDGET_S = 30.0, 0.3
+
+
+def measure(quick: bool, folder: Path) -> dict[str, Any]:
+    """Seconds of an iteration for each share on each network, and the loss after equal time."""
+    arms = ["full", *SKIPPED, *(f"{name}_equal_time" for name in SKIPPED)]
+    found = Campaign(folder, quick).train(runs_of(arms, quick))
+    budget_s = QUICK_BUDGET_S if quick else BUDGET_S
+    seconds = {
+        network: {
+            name: plans.iteration_s(name, network, budget_s, folder / "plans")
+            for name in ("full", *SKIPPED)
+        }
+        for network in plans.NETWORKS
+    }
+    return figures_of(found, seconds)
+
+
+def figures_of(
+    found: dict[str, list[Summary]], seconds: dict[str, dict[str, float]]
+) -> dict[str, Any]:
+    """What is drawn, for the arms that are there."""
+    [control] = {seed.steps for seed in found["full"]}
+    there = [name for name in SKIPPED if name in found and f"{name}_equal_time" in found]
+    networks = {}
+    for network, of_plan in seconds.items():
+        points = []
+        for name in there:
+            iterations = control * of_plan["full"] / of_plan[name]
+            longer = found[f"{name}_equal_time"]
+            points.append(
+                {
+                    "skipped": SKIPPED[name],
+                    "iteration_s": of_plan[name],
+                    "iterations": iterations,
+                    "loss": _loss_after(iterations, found[name], longer),
+                    "beyond_what_was_trained": iterations > 1.02 * longer[0].steps,
+                }
+            )
+        networks[network] = {"full_iteration_s": of_plan["full"], "points": points}
+    return {
+        "control": {"iterations": control, "loss": [seed.loss for seed in found["full"]]},
+        "equal_data": {
+            name: {"skipped": SKIPPED[name], "loss": [seed.loss for seed in found[name]]}
+            for name in SKIPPED
+            if name in found
+        },
+        "equal_time": networks,
+    }
+
+
+def _loss_after(iterations: float, shorter: Sequence[Summary], longer: Sequence[Summary]) -> float:
+    """The mean loss after a run of so many iterations, on the line through two such means."""
+    seeds = min(len(shorter), len(longer))
+    first, second = (float(np.mean([own.loss for own in r[:seeds]])) for r in (shorter, longer))
+    reach = math.log(longer[0].steps / shorter[0].steps)
+    return first + (second - first) * math.log(iterations / shorter[0].steps) / reach
+
+
+def draw(figures: dict[str, Any]) -> Figure:
+    """Loss against the share skipped, at equal data and at equal time on each network."""
+    figure, [(losses, pace)] = drawing.panels(2, 4.2)
+    control = figures["control"]["loss"]
+    base = float(np.mean(control))
+    losses.axhspan(min(control), max(control), color=BLACK, alpha=0.1, lw=0)
+    losses.axhline(base, color=BLACK, linewidth=0.8)
+    alike = figures["equal_data"].values()
+    losses.plot(
+        [0, *(own["skipped"] for own in alike)],
+        [base, *(float(np.mean(own["loss"])) for own in alike)],
+        "s--", color="grey", markersize=4, linewidth=1.0, label="equal data",
+    )  # fmt: skip
+    for (network, own), color in zip(figures["equal_time"].items(), COLORS, strict=True):
+        points = own["points"]
+        shares = [0, *(point["skipped"] for point in points)]
+        values = [base, *(point["loss"] for point in points)]
+        losses.plot(shares, values, "-", color=color, label=f"equal time, {network}")
+        for point in points:
+            face = "white" if point["beyond_what_was_trained"] else color
+            losses.plot(point["skipped"], point["loss"], "o", color=color, mfc=face, ms=5)
+        speed = [1.0, *(own["full_iteration_s"] / point["iteration_s"] for point in points)]
+        pace.plot(shares, speed, "o-", color=color, markersize=4)
+    losses.set_title("Below the black line, skipping pays")
+    losses.set_ylabel("held-out loss of the full model, nats per byte")
+    pace.set_title("What skipping saves")
+    pace.set_ylabel("iterations in the time of one full iteration")
+    pace.set_ylim(bottom=0.9)
+    for one in (losses, pace):
+        one.set_xlabel("share of the stages skipped")
+        one.set_xticks([0, *SKIPPED.values()], ["0", "1/6", "1/4", "1/3", "1/2"])
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure

@@ -1,0 +1,329 @@
+"""The paper's claims measured again: what runs, what of a run is kept, what is drawn."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments.paper import convergence, drawing, plans, reproduce, robustness, trade_off
+from experiments.paper.campaign import CONFIGS, REPOSITORY, SEEDS, Campaign, Run, runs_of, shrunken
+from experiments.paper.summary import Summary
+from skippipe_jax import run_folder
+from skippipe_jax.config import load_config, to_tree
+
+PLAN, PATHS = {"plan.file"}, {"plan.file", "plan.method"}
+REDRAWN = {"recipe.redraw_every", "recipe.redraws", "recipe.longest_redraw"}
+# What an arm is about: all in which its configuration differs from the control's.
+ABOUT = {
+    "full": set(),
+    "full_higher_rate": {"optimizer.learning_rate"},
+    "skip17": PATHS,
+    "skip17_equal_time": PATHS | {"train.steps"},
+    "skip25": PATHS,
+    "skip25_equal_time": PATHS | {"train.steps"},
+    "skip25_random": PATHS | REDRAWN,
+    "skip33": PATHS,
+    "skip33_equal_time": PATHS | {"train.steps"},
+    "skip33_random": PATHS | REDRAWN,
+    "skip33_random_swaps": PATHS | REDRAWN,
+    "skip33_redrawn": PATHS | REDRAWN,
+    "skip33_skippipe": PATHS,
+    "skip33_swaps": PATHS,
+    "skip33_full_every_10": PATHS | {"recipe.full_every"},
+    "skip33_ends_full": PATHS | {"recipe.phases"},
+    "skip33_inverse": PATHS | {"recipe.skip_scaling"},
+    "skip33_inverse_ends_full": PATHS | {"recipe.skip_scaling", "recipe.phases"},
+    "skip33_best_equal_time": PATHS | {"recipe.skip_scaling", "recipe.phases", "train.steps"},
+    "skip33_higher_rate": PATHS | {"optimizer.learning_rate"},
+    "skip50": PATHS,
+    "skip50_equal_time": PATHS | {"train.steps"},
+    "skip50_random": PATHS | REDRAWN,
+    "small50": PLAN | {"model.layers"},
+    "small67": PLAN | {"model.layers"},
+}
+
+
+def leaves(tree: Any, name: str = "") -> dict[str, Any]:
+    """The values of a configuration by their keys, a list being one value."""
+    if not isinstance(tree, dict):
+        return {name: tree}
+    return {
+        key: value
+        for part, own in tree.items()
+        for key, value in leaves(own, f"{name}.{part}".lstrip(".")).items()
+    }
+
+
+def config_of(arm: str) -> dict[str, Any]:
+    return to_tree(load_config(CONFIGS / f"{arm}.yaml"))
+
+
+def test_every_arm_is_the_control_but_for_what_it_is_about():
+    assert ABOUT.keys() == SEEDS.keys()
+    control = leaves(config_of("full"))
+    for arm, about in ABOUT.items():
+        config = leaves(config_of(arm))
+        differing = {key for key in control if config[key] != control[key]} - {"run_dir"}
+        assert differing == about, arm
+
+
+@pytest.mark.parametrize("name", plans.KINDS)
+def test_a_committed_plan_is_one_of_its_case(name: str):
+    plan, kind = plans.plan_of(name), plans.KINDS[name]
+    case = plans.case_of(name)
+    assert plan.case.source == case.source
+    assert plan.method == kind.method
+    visited = len(case.stages) if "full" in kind.method else case.path_length
+    assert {len(path) for path in plan.microbatches} == {visited}
+    assert len(plan.microbatches) == 30
+    stages = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
+    swaps = [sum(a > b for a, b in itertools.pairwise(path)) for path in stages]
+    assert max(swaps) <= kind.max_swaps
+
+
+def test_equal_time_is_that_of_the_control():
+    steps = config_of("full")["train"]["steps"]
+    time_of_control = steps * plans.plan_of("full").predicted.iteration_s
+    for name in trade_off.SKIPPED:
+        config = config_of(f"{name}_equal_time")
+        time_taken = config["train"]["steps"] * plans.plan_of(name).predicted.iteration_s
+        assert time_taken == pytest.approx(time_of_control, rel=0.002)
+
+
+def test_recipes_that_end_full_do_so_for_a_fifth():
+    for arm, about in ABOUT.items():
+        if "recipe.phases" in about:
+            config = config_of(arm)
+            [phase] = config["recipe"]["phases"]
+            assert phase["from_step"] == round(0.8 * config["train"]["steps"])
+            assert (phase["path_length"], phase["max_swaps"]) == (6, 0)
+
+
+def test_first_seeds_are_trained_first():
+    runs = runs_of(["skip33_inverse", "full"], quick=False)
+    assert [run.name for run in runs] == ["full-0", "skip33_inverse-0", "full-1", "full-2"]
+    assert runs_of(["skip33_inverse", "full"], quick=True) == runs[:2]
+
+
+def test_a_quick_run_keeps_its_recipe():
+    tree = yaml.safe_load((CONFIGS / "skip33_ends_full.yaml").read_text())
+    small = shrunken(tree)
+    assert small["recipe"]["phases"][0]["from_step"] == round(0.8 * small["train"]["steps"])
+    assert small["plan"]["file"] == tree["plan"]["file"]
+    assert tree["recipe"]["phases"][0]["from_step"] == round(0.8 * tree["train"]["steps"])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    """A quick campaign in which one run has been trained."""
+    campaign = Campaign(tmp_path_factory.mktemp("campaign"), quick=True)
+    campaign.train([Run("skip33_ends_full", 0)])
+    return campaign
+
+
+def test_a_run_is_summed_up(trained: Campaign):
+    run = Run("skip33_ends_full", 0)
+    found = trained.summary(run)
+    assert found is not None
+    steps = trained.config(run)["train"]["steps"]
+    assert found.steps == steps == found.curve[-1][0]
+    assert found.tokens_per_iteration == 30 * 32
+    folder = trained.folder / "runs" / f"{run.name}-{found.digest}"
+    lines = run_folder.read_metrics(folder)
+    assert [line["plan"] for line in lines] == ["plan"] * 20 + ["from_20"] * 5
+    assert found.simulated_s == pytest.approx(
+        sum(line["predicted_seconds"] for line in lines), abs=0.1
+    )
+    assert found.curve[-1][1] == found.simulated_s
+    assert math.exp(found.loss) == pytest.approx(found.keep["6"]["perplexity"], rel=1e-3)
+    assert found.keep["6"]["deviation"] == 0
+    assert found.early_exit[-1] == pytest.approx(found.loss, abs=1e-4)
+    assert found.early_exit[0] == pytest.approx(found.keep["1"]["loss"], abs=1e-4)
+    assert len({spread["loss"] for spread in found.keep.values()}) == 6
+    assert found.loss_scaled != found.loss
+    assert found.machine["jax"]
+
+
+def test_what_is_trained_is_not_trained_again(
+    trained: Campaign, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = Run("skip33_ends_full", 0)
+    monkeypatch.setenv("PATH", "")  # nothing can be started
+    assert trained.train([run]).keys() == {"skip33_ends_full"}
+    assert capsys.readouterr().out == ""
+    assert trained.summary(Run("skip33_ends_full", 1)) is None
+    with monkeypatch.context() as changed:
+        changed.setattr(trained, "quick", False)
+        assert trained.summary(run) is None
+
+
+def test_random_paths_are_others_for_another_seed(trained: Campaign):
+    seeds = [trained.config(Run("skip33_random", seed))["plan"]["seed"] for seed in range(3)]
+    draws = trained.config(Run("skip33_random", 0))["recipe"]["redraws"]
+    assert all(b - a >= draws for a, b in itertools.pairwise(seeds))
+
+
+def made_up(loss: float, steps: int, stages: int = 6) -> Summary:
+    """What a run might have found, with that loss at the end."""
+    spread = {"perplexity": 5.0, "deviation": 0.2, "least": 4.7, "greatest": 5.4, "loss": 1.6}
+    return Summary(
+        digest="",
+        steps=steps,
+        tokens_per_iteration=3840,
+        curve=[[step, 50.0 * step, loss + 50 / step] for step in range(20, steps + 1, 20)],
+        simulated_s=50.0 * steps,
+        loss=loss,
+        loss_scaled=loss + 0.1,
+        keep={str(n): spread for n in range(1, stages + 1)},
+        early_exit=[loss + 0.1 * (stages - n) for n in range(1, stages + 1)],
+        swaps=spread,
+        minutes=5.0,
+        command="",
+        commit="",
+        machine={},
+    )
+
+
+def everything() -> dict[str, list[Summary]]:
+    found = {}
+    for number, (arm, seeds) in enumerate(SEEDS.items()):
+        steps = config_of(arm)["train"]["steps"]
+        stages = len(plans.case_of(arm).stages) if arm in plans.KINDS else 6
+        found[arm] = [made_up(1.5 + 0.01 * number + 0.02 * s, steps, stages) for s in range(seeds)]
+    return found
+
+
+SECONDS = {
+    network: {"full": 80.0, "skip17": 60.0, "skip25": 55.0, "skip33": 44.0, "skip50": 35.0 - n}
+    for n, network in enumerate(plans.NETWORKS)
+}
+
+
+def assert_no_text_overlaps(figure: Any) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    FigureCanvasAgg(figure).draw()
+    # Labels of ticks that lie beyond an axis are there, but are not drawn.
+    beyond = {
+        label
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for place, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+        if not min(axis.get_view_interval()) <= place <= max(axis.get_view_interval())
+    }
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    boxes = {text: text.get_window_extent() for text in texts if text not in beyond}
+    frame = figure.bbox
+    for text, box in boxes.items():
+        assert frame.x0 <= box.x0 <= box.x1 <= frame.x1, text.get_text()
+        assert frame.y0 <= box.y0 <= box.y1 <= frame.y1, text.get_text()
+    for (a, own), (b, other) in itertools.combinations(boxes.items(), 2):
+        assert not own.overlaps(other), (a.get_text(), b.get_text())
+
+
+def test_figures_of_a_whole_campaign_can_be_read(tmp_path: Path):
+    found = everything()
+    drawn = (
+        (convergence, convergence.figures_of(found)),
+        (robustness, robustness.figures_of(found)),
+        (trade_off, trade_off.figures_of(found, SECONDS)),
+    )
+    for module, figures in drawn:
+        reproduce.write(module, figures, tmp_path)
+        assert json.loads((tmp_path / f"{module.NAME}.json").read_text())
+        assert (tmp_path / f"{module.NAME}.png").read_bytes().startswith(b"\x89PNG")
+        assert_no_text_overlaps(module.draw(figures))
+
+
+def test_figures_of_one_arm_are_drawn_too(tmp_path: Path):
+    found = {"full": everything()["full"]}
+    reproduce.write(convergence, convergence.figures_of(found), tmp_path)
+    reproduce.write(robustness, robustness.figures_of(found), tmp_path)
+    reproduce.write(trade_off, trade_off.figures_of(found, SECONDS), tmp_path)
+
+
+def test_loss_at_equal_time_lies_between_the_runs_or_beyond_them():
+    found = {
+        "full": [made_up(1.5, 400)],
+        "skip33": [made_up(1.7, 400)],
+        "skip33_equal_time": [made_up(1.6, 800)],
+    }
+    seconds = {
+        "as trained": {"full": 80.0, "skip33": 40.0},
+        "as long as full": {"full": 80.0, "skip33": 80.0},
+        "between": {"full": 80.0, "skip33": 80.0 / math.sqrt(2)},
+        "beyond": {"full": 80.0, "skip33": 20.0},
+    }
+    networks = trade_off.figures_of(found, seconds)["equal_time"]
+    losses = {name: own["points"][0]["loss"] for name, own in networks.items()}
+    assert losses == pytest.approx(
+        {"as trained": 1.6, "as long as full": 1.7, "between": 1.65, "beyond": 1.5}
+    )
+    beyond = [own["points"][0]["beyond_what_was_trained"] for own in networks.values()]
+    assert beyond == [False, False, False, True]
+
+
+def test_robustness_compares_with_all_stages():
+    seeds = [replace(made_up(math.log(p), 400)) for p in (4.0, 6.0)]
+    own = robustness.figures_of({"full": seeds})["arms"]["full"]
+    assert own["worse_than_all_stages"]["0.50"] == pytest.approx(0.0)
+    assert own["keep"]["3"] == {
+        "perplexity": 5.0, "deviation": pytest.approx(0.2), "least": 4.7, "greatest": 5.4,
+    }  # fmt: skip
+    assert asdict(seeds[0])["keep"].keys() == {"1", "2", "3", "4", "5", "6"}
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", f"experiments.paper.{words[0]}", *words[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_figure_is_made_quickly(tmp_path: Path):
+    begun_s = time.monotonic()
+    subprocess.run(
+        command("reproduce", "--quick", "--folder", str(tmp_path)), cwd=REPOSITORY, check=True
+    )
+    assert time.monotonic() - begun_s < 15 * 60
+    for name in reproduce.MODULES:
+        assert json.loads((tmp_path / f"{name}.json").read_text())["commit"]
+        assert (tmp_path / f"{name}.svg").stat().st_size > 1000
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_campaign_that_is_stopped_goes_on(tmp_path: Path):
+    arguments = ("reproduce", "--quick", "--folder", str(tmp_path), "--only", "robustness")
+    process = subprocess.Popen(command(*arguments), cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    runs = tmp_path / "work" / "runs"
+    deadline_s = time.monotonic() + 300
+    while not any(path.stat().st_size for path in runs.glob("*/metrics.jsonl")):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(120) == 130
+    assert any(runs.glob("*/checkpoints/*"))
+    done = subprocess.run(command(*arguments), cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "robustness.json").exists()
+    logs = [path.read_text() for path in (tmp_path / "work" / "logs").iterdir()]
+    assert any("stopped by SIGINT after step" in log for log in logs)
+
+
+def test_drawing_needs_no_display():
+    figure, rows = drawing.panels(2, 3.0, 1.0)
+    assert [len(row) for row in rows] == [2, 2]
+    assert figure.get_size_inches().tolist() == [drawing.WIDTH, 4.0]
