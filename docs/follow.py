@@ -37,7 +37,7 @@ NAMED = re.compile(r"# (\S+\.py)\n")
 PICTURE = re.compile(r"\]\(pictures/([^)]+)\)")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 EXAMPLE = "for example"
-PATIENCE_S = 200
+PATIENCE_S = 300
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ def follow(page: str, folder: Path) -> list[Answer]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     sources = os.pathsep.join(map(str, (ROOT, ROOT / "sched")))
     environment = os.environ | {"PATH": path, "PYTHONPATH": sources, "HF_HUB_OFFLINE": "1"}
+    environment.pop("XLA_FLAGS", None)  # the reader's machine has one device
     answers: list[Answer] = []
     for block in blocks(page):
         name = block.title or next(iter(NAMED.findall(block.text)), None)
@@ -130,8 +131,7 @@ def pictures(page: str) -> list[str]:
 
 def made(picture: str, folder: Path) -> Path:
     """What the commands of a page have written under the name of a picture."""
-    (found,) = folder.rglob(Path(picture).name)
-    return found
+    return min(folder.rglob(Path(picture).name), key=lambda path: len(path.parts))
 
 
 def _is_run(block: Block) -> bool:

@@ -114,7 +114,7 @@ def test_every_metric_is_told_of(followed: Callable[[str], Followed]):
 def test_a_run_moves_as_the_page_says(followed: Callable[[str], Followed]):
     found = followed("resume.md")
     lines = run_folder.read_metrics(found.folder / "runs" / "first")
-    assert [line["step"] for line in lines] == list(range(1, 171))
+    assert [line["step"] for line in lines] == list(range(1, 116))
 
 
 def test_fine_tuning_learns_the_answers(followed: Callable[[str], Followed]):
