@@ -143,5 +143,5 @@ def parsers(module: str) -> Iterator[argparse.ArgumentParser]:
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
-    parser.formatter_class = functools.partial(parser.formatter_class, width=HELP_WIDTH)
+    parser.formatter_class = functools.partial(parser.formatter_class, width=HELP_WIDTH)  # pyright: ignore[reportCallIssue]
     return parser.format_help()
