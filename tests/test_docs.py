@@ -12,12 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
 from skippipe_sched.auto import candidates
 from skippipe_sched.case import OPTIONAL, REQUIRED
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 
 from docs import reference
 from docs.follow import (
@@ -34,6 +36,7 @@ from docs.follow import (
     read,
 )
 from skippipe_jax import run_folder
+from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, load_config, parse_config
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -227,10 +230,17 @@ def test_every_command_is_told_of():
     assert "--coordinator HOST:PORT" in page
 
 
-def test_every_key_of_a_case_is_told_of():
+def test_every_field_of_cases_and_plans_is_told_of(followed: Callable[[str], Followed]):
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", read("formats.md"), re.M)
     told = {name for row in rows for name in re.findall(r"`(\w+)", " ".join(row))}
-    assert told >= CASE_KEYS
+    plan = json.loads((followed("formats.md").folder / "plan.json").read_text())
+    assert told >= CASE_KEYS | plan.keys() | plan["predicted"].keys()
+
+
+def test_every_exit_code_is_told_of():
+    told = re.findall(r"^\| (\d[\d, ]*)", read("trouble.md"), re.M)
+    codes = {0, INPUT_ERROR_EXIT_CODE, LOST_HOST_EXIT_CODE, 128 + SIGINT, 128 + SIGTERM, 1}
+    assert codes == {int(code) for codes in told for code in codes.split(",") if code.strip()}
 
 
 # What is shown.
