@@ -32,13 +32,18 @@ from skippipe_jax.tokenizer import has_tokenizer
 class PlanConfig:
     """Where the plan comes from: a plan file, or a case that is planned for when the run starts.
 
-    `file` is a plan (JSON). `case` is a case: the path of a YAML file, or the case itself, whose
-    link table then lies beside the config file. `method`, `seed` and `budget_s`, the seconds that
-    the search may take, are the planner's.
+    `plan: auto` is short for `plan: {measure: true}`.
 
-    With `measure`, links, seconds, bytes and memory are measured when the run starts, and `case`
-    says only what cannot be: stages, path lengths, microbatches and rules, as far as the defaults
-    of `skippipe_jax.profile` do not suit. `plan: auto` measures and leaves all to these defaults.
+    Attributes:
+        file: a plan (JSON).
+        case: a case: the path of a YAML file, or the case itself, whose link table then lies beside
+            the config file.
+        measure: links, seconds, bytes and memory are measured when the run starts, and `case` says
+            only what cannot be: stages, path lengths, microbatches and rules, as far as the
+            defaults of `skippipe_jax.profile` do not suit.
+        method: the planner's method.
+        seed: of the search.
+        budget_s: seconds that the search for one plan may take.
     """
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"measure": True}}
@@ -79,10 +84,12 @@ class PlanConfig:
 class NetworkConfig:
     """How nodes exchange arrays, or how a network between them is emulated.
 
+    `network: emulate` is short for `network: {mode: emulate}`.
+
     Attributes:
         mode: `real`, or `emulate`: every hop is delayed by the case's latency, bandwidth and
             overhead, hops on one directed link one after another, and averaging takes the seconds
-            that the case predicts. `network: emulate` is short for this.
+            that the case predicts.
         emulate_compute: with `emulate`, every operation takes at least the case's seconds.
         jitter: with `emulate`, everything takes (1 + x) times as long, x exponential with this
             mean, drawn anew for each iteration from the seed.
@@ -136,7 +143,11 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train: `steps` iterations."""
+    """How long to train.
+
+    Attributes:
+        steps: iterations, all together: those before a run was resumed count.
+    """
 
     steps: int = 100
 
@@ -149,9 +160,11 @@ class TrainConfig:
 class LogConfig:
     """What a run tells besides metrics.jsonl, whose lines every tracker gets.
 
-    `tensorboard` writes event files to RUN/tensorboard. `wandb` names the project on Weights &
-    Biases that the run belongs to. Of `profile_steps`, counted from 1, JAX's profiler writes traces
-    to RUN/profile, in which operations bear the names of their stages and microbatches.
+    Attributes:
+        tensorboard: write event files to RUN/tensorboard.
+        wandb: the project on Weights & Biases that the run belongs to.
+        profile_steps: steps, counted from 1, of which JAX's profiler writes traces to RUN/profile,
+            in which operations bear the names of their stages and microbatches.
     """
 
     tensorboard: bool = False
@@ -170,11 +183,15 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Held-out loss of the full model, every stage in order, after each `every` iterations.
+    """Held-out loss of the full model, every stage in order, while it trains.
 
-    It is taken over `sequences` held-out sequences, rounded up to whole microbatches, or over as
-    many as there are. The checkpoint with the lowest is kept whatever `checkpoint.keep` says; only
-    steps that are saved can be it, so let `every` and `checkpoint.every` meet. null: never.
+    The checkpoint with the lowest is kept whatever `checkpoint.keep` says; only steps that are
+    saved can be it, so let `every` and `checkpoint.every` meet.
+
+    Attributes:
+        every: compute it after every so many iterations. null: never.
+        sequences: over so many held-out sequences, rounded up to whole microbatches, or over as
+            many as there are.
     """
 
     every: int | None = None
@@ -195,15 +212,30 @@ class ValidationConfig:
 class Config:
     """Everything that decides a run. Relative paths start at the current directory.
 
-    `run_dir` is the folder that the run writes; `seed` draws the first parameters, or `init_from`
-    names them: `hf:DIR`, the folder of a Hugging Face model, which gives the shapes in `model` too.
-    Programs compiled by XLA are kept in `compilation_cache` and found there by later runs.
-
-    `execution`: with `strict` every node keeps to the plan's order, and a run gives the same bits
-    each time. With `ready-first` a node takes, among the operations whose inputs have arrived, the
-    earliest in the plan's order, so that it does not stand still when a transfer is late; sums are
-    then rounded in the order of arrival. `trace`: `never`, or `every N` iterations the timeline of
-    one is recorded in the run folder and drawn beside the predicted one.
+    Attributes:
+        run_dir: the folder that the run writes.
+        seed: draws the first parameters.
+        init_from: where the first parameters come from instead: `hf:DIR`, the folder of a Hugging
+            Face model, which gives the shapes in `model` too.
+        execution: with `strict` every node keeps to the plan's order, and a run gives the same bits
+            each time. With `ready-first` a node takes, among the operations whose inputs have
+            arrived, the earliest in the plan's order, so that it does not stand still when a
+            transfer is late; sums are then rounded in the order of arrival.
+        trace: `never`, or `every N`: after every N iterations the timeline of one is recorded in
+            the run folder and drawn beside the predicted one.
+        compilation_cache: the folder in which programs compiled by XLA are kept, and found by later
+            runs. null: nowhere.
+        model: what is trained.
+        plan: which node serves which stage, and which way every microbatch goes.
+        recipe: several plans in one run.
+        data: the text.
+        optimizer: how parameters are updated.
+        train: how long.
+        checkpoint: when to save.
+        cluster: which host serves which node.
+        network: how nodes exchange arrays.
+        log: who is told besides metrics.jsonl.
+        validation: held-out loss while training.
     """
 
     run_dir: str = "runs/default"

@@ -47,9 +47,13 @@ _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """One source of a mixture: `weight` is its share of all sequences, relative to the others.
+    """One source of a mixture.
 
-    `source`, `path` and `text_field` are as in `data`.
+    Attributes:
+        source: as `data.source`.
+        path: as `data.path`.
+        text_field: as `data.text_field`.
+        weight: its share of all sequences, relative to the others.
     """
 
     source: str = "text"

@@ -31,6 +31,11 @@ PORTS = range(61440, 65536)
 
 def main() -> int:
     """Parse the command line, run all hosts; returns 0, or the code of the first that failed."""
+    arguments = _parser().parse_args()
+    return run_command(lambda: launch(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skippipe_jax.launch",
         description="Start N processes of python -m skippipe_jax.train on this machine, one for "
@@ -45,8 +50,7 @@ def main() -> int:
         metavar="SECONDS",
         help="how long hosts may take to stop before they are killed (default: %(default)s)",
     )
-    arguments = parser.parse_args()
-    return run_command(lambda: launch(arguments))
+    return parser
 
 
 def launch(arguments: argparse.Namespace) -> int:

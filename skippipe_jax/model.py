@@ -36,7 +36,15 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary wavelengths beyond the context that it was trained with."""
+    """Llama 3's stretching of rotary wavelengths beyond the context that it was trained with.
+
+    Attributes:
+        factor: how many times longer wavelengths become that are long.
+        low_frequency_factor: long are those above `original_context` over this.
+        high_frequency_factor: short, and left as they are, those below `original_context` over
+            this; between the two it goes over smoothly.
+        original_context: positions that the model was first trained with.
+    """
 
     factor: float = 8.0
     low_frequency_factor: float = 1.0
@@ -59,9 +67,25 @@ class RopeScaling:
 class ModelConfig:
     """Shape and numerics of the model.
 
-    `preset` fills in every shape that is not given. `layers` are spread over the stages evenly,
-    or as `stage_layers` says. `recompute` is what the backward pass computes again: nothing, each
-    block from its input, or the whole stage from its input.
+    Attributes:
+        preset: fills in every shape that is not given.
+        vocabulary_size: tokens that there are; at least those of the tokenizer.
+        width: of the residual stream.
+        layers: blocks of attention and feed-forward.
+        heads: of attention; they share the width.
+        kv_heads: of keys and values, each shared by `heads / kv_heads` heads.
+        ffn_width: the inner width of the feed-forward.
+        context: the longest sequence.
+        rope_theta: base of the rotary wavelengths.
+        rope_scaling: Llama 3's stretching of the wavelengths. null: none.
+        tied_head: the head is the embedding.
+        norm_epsilon: added to mean squares before their root is taken.
+        stage_layers: blocks of each stage. null: spread over the stages evenly.
+        parameter_dtype: `float32` or `bfloat16`.
+        compute_dtype: the same choice, for activations and their gradients.
+        recompute: what the backward pass computes again: `none`, each `block` from its input, or
+            the whole `stage` from its input.
+        attention: `xla`, or `cudnn`: the fused kernel of NVIDIA GPUs.
     """
 
     preset: str | None = None

@@ -22,14 +22,21 @@ class OptimizerConfig:
     """AdamW, its schedule, and what it takes for a good gradient.
 
     Attributes:
-        learning_rate: the highest. It is reached after `warmup_steps` steps, and has fallen to
-            `final_ratio` of it after `decay_steps` steps (null: the steps of the run).
+        learning_rate: the highest.
         schedule: `cosine` falls from the end of the warmup on. `warmup-stable-decay` stays at the
-            highest rate, and falls over the last `decay_fraction` of the `decay_steps`, by
-            `decay_shape`: `linear`, or `1-sqrt` (one minus the root of the share gone by).
-        weight_decay: of matrices. Scales of norms and biases never decay; the embedding and the
-            head do unless `decay_embeddings` or `decay_head` is false. A head that is tied to the
-            embedding is the embedding.
+            highest rate, and falls over the last part only.
+        warmup_steps: the highest rate is reached after so many steps.
+        decay_steps: the lowest is reached after so many steps. null: those of the run.
+        decay_fraction: the part of the `decay_steps` over which `warmup-stable-decay` falls.
+        decay_shape: how it falls there: `linear`, or `1-sqrt` (one minus the root of the share gone
+            by).
+        final_ratio: the lowest rate, as a share of the highest.
+        beta1: decay of the mean of gradients.
+        beta2: decay of the mean of squared gradients.
+        epsilon: added to the root of that.
+        weight_decay: of matrices. Scales of norms and biases never decay.
+        decay_embeddings: whether the embedding decays, which is also a head that is tied to it.
+        decay_head: whether the head decays.
         clip_norm: gradients are scaled so that their norm over all stages is at most this.
         skip_above_norm: an update whose gradient norm, before clipping, is greater or no finite
             number is left out: parameters, moments and the schedule stay as they are. null: none

@@ -33,6 +33,11 @@ exit codes: 0 the case is written; 2 the input is wrong; 75 another host was los
 
 def main() -> int:
     """Parse the command line and measure; returns the exit code."""
+    arguments = _parser().parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skippipe_jax.profile",
         description="Measure the links between hosts, the seconds of each stage on each node and "
@@ -50,8 +55,7 @@ def main() -> int:
         "case.measured.json (default: %(default)s)",
     )
     add_cluster_arguments(parser)
-    arguments = parser.parse_args()
-    return run_command(lambda: _run(arguments))
+    return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:

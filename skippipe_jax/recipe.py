@@ -30,10 +30,12 @@ OWN, FULL = "plan", "full"
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of training, which begins after `from_step` iterations and lasts until the next.
+    """A part of training, which lasts until the next begins.
 
-    Its paths visit `path_length` stages and have at most `max_swaps` swaps. null: as the plan's
-    case says.
+    Attributes:
+        from_step: it begins after so many iterations.
+        path_length: stages that its paths visit. null: as the plan's case says.
+        max_swaps: swaps that its paths have at most. null: as the plan's case says.
     """
 
     from_step: int = 0

@@ -45,13 +45,7 @@ MOST_OPERATIONS = 2_000
 
 def main() -> int:
     """Parse the command line and write the page; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m skippipe_jax.report",
-        description="One HTML page of a run: curves, timelines, links, idle nodes.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("-o", "--output", type=Path, help="default: report.html in that folder")
-    arguments = parser.parse_args()
+    arguments = _parser().parse_args()
     # A page needs no accelerator, and the run may be using this machine's.
     jax.config.update("jax_platforms", "cpu")
 
@@ -68,6 +62,16 @@ def main() -> int:
         return 0
 
     return run_command(command)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m skippipe_jax.report",
+        description="One HTML page of a run: curves, timelines, links, idle nodes.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("-o", "--output", type=Path, help="default: report.html in that folder")
+    return parser
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,71 +1,299 @@
-"""What the pages of the documentation tell a reader to run, run."""
+"""The pages of the documentation: what they tell a reader to do is done, what they say holds."""
 
+from __future__ import annotations
+
+import dataclasses
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from signal import SIGINT, SIGTERM
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
+from skippipe_sched.auto import candidates
+from skippipe_sched.case import OPTIONAL, REQUIRED
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 
+from docs import reference
+from docs.follow import (
+    DOCS,
+    ROOT,
+    Answer,
+    Followed,
+    before,
+    blocks,
+    follow,
+    is_followed,
+    made,
+    pictures,
+    read,
+)
 from skippipe_jax import run_folder
+from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
+from skippipe_jax.config import Config, load_config, parse_config
 
-DOCS = Path(__file__).parents[1] / "docs"
-BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.M | re.S)
-FILE = re.compile(r"# (\S+\.py)\n")
-PATIENCE_S = 200
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    """Language and text of each block of a page."""
-    return BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "experiments/launch/README.md")
+CASE_KEYS = {*REQUIRED, *OPTIONAL, "stage_count", "skip_ratio"}
+CONFIG_KEYS = {field.name for field in dataclasses.fields(Config)}
+# Drawn of what happened, so never twice the same.
+MEASURED_PICTURES = {"methods.svg", "shares.svg", "00000004.svg"}
+COMMENT = re.compile(r"<!--.*?-->", re.S)
+FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FIELD = re.compile(r"`(\w+)`")
 
 
 @pytest.fixture(scope="module")
-def finetuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The folder in which docs/finetune.md was followed, and what each command printed."""
-    folder = tmp_path_factory.mktemp("finetune")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    sources = os.pathsep.join(map(str, (DOCS.parent, DOCS.parent / "sched")))
-    environment = os.environ | {"PATH": path, "PYTHONPATH": sources, "HF_HUB_OFFLINE": "1"}
-    said = []
-    for language, text in blocks("finetune.md"):
-        if language == "python":
-            named = FILE.match(text)
-            assert named, text
-            (folder / named[1]).write_text(text)
-        elif not text.startswith("pip install"):  # as whoever runs the tests has done
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", text],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE_S,
-            )
-            assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-            said.append(done.stdout)
-    return folder, said
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Followed]:
+    """Follows a page, once, in a folder of its own."""
+    known: dict[str, Followed] = {}
+
+    def at_most_once(page: str) -> Followed:
+        if page not in known:
+            folder = tmp_path_factory.mktemp(Path(page).stem)
+            earlier = before(page)
+            if earlier is not None:
+                shutil.copytree(at_most_once(earlier).folder, folder, dirs_exist_ok=True)
+            known[page] = Followed(folder, follow(page, folder))
+        return known[page]
+
+    return at_most_once
 
 
-def test_fine_tuning_learns_the_answers(finetuned: tuple[Path, list[str]]):
-    folder, _ = finetuned
+# What is run.
+
+
+@pytest.mark.parametrize("page", [*filter(is_followed, PAGES)])
+def test_what_a_page_tells_to_do_can_be_done(page: str, followed: Callable[[str], Followed]):
+    found = followed(page)
+    assert found.answers
+    for picture in pictures(page):
+        new, shown = made(picture, found.folder), DOCS / "pictures" / picture
+        assert shown.exists()
+        if new.name not in MEASURED_PICTURES:
+            assert new.read_text() == shown.read_text(), f"python -m docs.follow {page}"
+
+
+def test_every_picture_is_shown_by_the_page_that_makes_it():
+    shown = {picture for page in PAGES for picture in pictures(page)}
+    kept = {path.relative_to(DOCS / "pictures").as_posix() for path in DOCS.glob("pictures/*/*")}
+    assert shown == kept
+
+
+def answer_to(command: str, found: Followed) -> Answer:
+    (answer,) = (answer for answer in found.answers if command in answer.commands)
+    return answer
+
+
+def test_the_tutorial_trains_a_model(followed: Callable[[str], Followed]):
+    lines = run_folder.read_metrics(followed("tutorial.md").folder / "runs" / "first")
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    assert lines[-1]["validation_loss"] < 0.7 * lines[0]["loss"]
+
+
+def test_the_number_of_hosts_does_not_change_the_losses(followed: Callable[[str], Followed]):
+    runs = followed("tutorial.md").folder / "runs"
+    one, two = run_folder.read_metrics(runs / "first"), run_folder.read_metrics(runs / "two")
+    assert [line["loss"] for line in two] == pytest.approx(
+        [line["loss"] for line in one[: len(two)]], rel=1e-4
+    )
+
+
+def test_every_metric_is_told_of(followed: Callable[[str], Followed]):
+    rows = re.findall(r"^\| (`.*?) \|", read("metrics.md"), re.M)
+    told = {name for row in rows for name in FIELD.findall(row)}
+    line = run_folder.read_metrics(followed("tutorial.md").folder / "runs" / "first")[0]
+    assert told == line.keys()
+
+
+def test_a_run_moves_as_the_page_says(followed: Callable[[str], Followed]):
+    found = followed("resume.md")
+    lines = run_folder.read_metrics(found.folder / "runs" / "first")
+    assert [line["step"] for line in lines] == list(range(1, 116))
+
+
+def test_fine_tuning_learns_the_answers(followed: Callable[[str], Followed]):
+    folder = followed("finetune.md").folder
     losses = [line["loss"] for line in run_folder.read_metrics(folder / "runs" / "finetune")]
     assert len(losses) == 40
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_the_tuned_model_answers_in_the_form_that_it_was_taught(
-    finetuned: tuple[Path, list[str]],
+    followed: Callable[[str], Followed],
 ):
-    folder, said = finetuned
-    assert re.fullmatch(r"\d+\.", said[-1].strip())
-    config = json.loads((folder / "tuned" / "config.json").read_text())
+    found = followed("finetune.md")
+    assert re.fullmatch(r"\d+\.", answer_to("python ask.py", found).stdout.strip())
+    config = json.loads((found.folder / "tuned" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_the_evaluation_names_every_stage(finetuned: tuple[Path, list[str]]):
-    evaluation = finetuned[1][3]
+def test_the_evaluation_names_every_stage(followed: Callable[[str], Followed]):
+    evaluation = answer_to("evaluate", followed("finetune.md")).stdout
     assert "all stages in order" in evaluation
     assert [f"without {stage} " in evaluation for stage in range(4)] == [False, True, True, True]
+
+
+# What is not run here.
+
+
+def commands_of_others(page: str) -> Iterator[list[str]]:
+    """The simple commands of the blocks that are not run, as words."""
+    for block in blocks(page):
+        if block.language == "bash" and not block.runs:
+            for line in block.text.replace("\\\n", " ").splitlines():
+                for command in line.split("&&"):
+                    yield shlex.split(command, comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_for_other_machines_are_right(page: str):
+    for words in commands_of_others(page):
+        if words[:2] == ["python", "-m"]:
+            check_command(words[2], words[3:])
+        elif words[0] == "pip":
+            check_installation(words[2:])
+        else:
+            named = [word for word in words if word.startswith("experiments/")]
+            assert named
+            assert all((ROOT / word).is_file() for word in named), words
+
+
+def check_command(module: str, arguments: list[str]) -> None:
+    if module == "pytest":
+        assert not arguments
+        return
+    inside = "skippipe_sched.__main__" if module == "skippipe_sched" else module
+    parsers = {parser.prog: parser for parser in reference.parsers(inside)}
+    name = f"python -m {module}"
+    if name not in parsers:
+        name, arguments = f"{name} {arguments[0]}", arguments[1:]
+    given = parsers[name].parse_args(arguments)  # which ends the test if it does not understand
+    config = getattr(given, "config", None)
+    if config is not None and config.parts[0] == "experiments":
+        load_config(ROOT / config)
+
+
+def check_installation(arguments: list[str]) -> None:
+    words = " ".join(arguments)
+    for name in re.findall(r"-r (\S+)", words):
+        assert (ROOT / name).is_file()
+    text = (ROOT / "pyproject.toml").read_text()
+    for extras in re.findall(r"\.\[([\w,]+)\]", words):
+        assert all(f"\n{extra} = [" in text for extra in extras.split(","))
+
+
+def test_every_command_of_a_page_is_one_that_the_reference_tells_of():
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"python -m (skippipe_\w+(?:\.\w+)?)", read(page))
+    }
+    assert named <= {module.removesuffix(".__main__") for module in reference.MODULES}
+
+
+# What is written from the code.
+
+
+def test_every_key_of_the_configuration_is_told_of():
+    for name, kind in reference.sections(Config):
+        _, told = reference.described(kind)
+        assert list(told) == [field.name for field in dataclasses.fields(kind)], name or "Config"
+    page = reference.on_page_markdown(read("configuration.md"))
+    for name, kind in reference.sections(Config):
+        assert not name or f"## `{name}`" in page
+        for field in dataclasses.fields(kind):
+            assert f"| `{field.name}` |" in page
+
+
+def test_every_command_is_told_of():
+    ending = '\nif __name__ == "__main__":\n'
+    modules = {
+        f"{path.parent.name}.{path.stem}"
+        for package in ("skippipe_jax", "sched/skippipe_sched")
+        for path in (ROOT / package).glob("*.py")
+        if ending in path.read_text()
+    }
+    assert modules == set(reference.MODULES)
+    page = reference.on_page_markdown(read("commands.md"))
+    parsers = [parser for module in reference.MODULES for parser in reference.parsers(module)]
+    assert all(f"usage: {parser.prog} " in page for parser in parsers)
+    assert "--robust" in page
+    assert "--coordinator HOST:PORT" in page
+
+
+def test_every_field_of_cases_and_plans_is_told_of(followed: Callable[[str], Followed]):
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", read("formats.md"), re.M)
+    told = {name for row in rows for name in re.findall(r"`(\w+)", " ".join(row))}
+    plan = json.loads((followed("formats.md").folder / "plan.json").read_text())
+    assert told >= CASE_KEYS | plan.keys() | plan["predicted"].keys()
+
+
+def test_every_exit_code_is_told_of():
+    told = re.findall(r"^\| (\d[\d, ]*)", read("trouble.md"), re.M)
+    codes = {0, INPUT_ERROR_EXIT_CODE, LOST_HOST_EXIT_CODE, 128 + SIGINT, 128 + SIGTERM, 1}
+    assert codes == {int(code) for codes in told for code in codes.split(",") if code.strip()}
+
+
+# What is shown.
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_yaml_is_a_configuration_or_a_case(page: str, tmp_path: Path):
+    earlier = before(page)
+    for block in [*(blocks(earlier) if earlier else []), *blocks(page)]:
+        if block.title and block.title.endswith(".csv"):
+            (tmp_path / block.title).write_text(block.text)
+    for block in blocks(page):
+        if block.language == "yaml":
+            tree = yaml.safe_load(block.text)
+            if tree.keys() <= CASE_KEYS:
+                candidates(tree, tmp_path)
+            else:
+                parse_config(tree)
+
+
+def links(page: Path) -> Iterator[str]:
+    """Where the links on a page lead, but not in its blocks and comments."""
+    yield from LINK.findall(FENCED.sub("", COMMENT.sub("", page.read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize("page", [*(f"docs/{page}" for page in PAGES), *OTHER_PAGES])
+def test_links_lead_somewhere(page: str):
+    for link in links(ROOT / page):
+        parts = urlsplit(link)
+        if parts.scheme:
+            assert parts.scheme == "https", link
+            assert re.fullmatch(r"(\w[\w-]*\.)+[a-z]{2,}", parts.netloc), link
+            assert not re.search(r"example|localhost|placeholder|your", parts.netloc), link
+        elif parts.path:
+            assert (ROOT / page).parent.joinpath(parts.path).is_file(), link
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "sched")])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "site" / "configuration" / "index.html").read_text()
+    assert "skip_above_norm" in page
+    assert (tmp_path / "site" / "experiments" / "launch" / "slurm.sbatch").is_file()
+    for html in (tmp_path / "site").rglob("*.html"):
+        # Nothing is fetched from elsewhere by who reads it.
+        fetched = re.findall(
+            r'<(?:script|link|img)[^>]*(?:src|href)="(https?://[^"]+)"', html.read_text()
+        )
+        assert not fetched, html

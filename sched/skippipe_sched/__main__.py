@@ -22,6 +22,7 @@ from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.flows import flows_map
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS, plan_best
+from skippipe_sched.paths import paths_picture
 from skippipe_sched.plan import Plan, load_plan
 from skippipe_sched.robustness import replay
 from skippipe_sched.rules import violations
@@ -111,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument("-o", "--output", type=Path, metavar="SVG", help="a Gantt chart")
     draw.add_argument(
         "--flows", type=Path, metavar="SVG", help="a map of which links carry how much"
+    )
+    draw.add_argument(
+        "--paths", type=Path, metavar="SVG", help="the way of every microbatch through the stages"
     )
     draw.add_argument(
         "--trace", type=Path, metavar="JSON", help="a trace for ui.perfetto.dev, chrome://tracing"
@@ -252,12 +256,16 @@ def _draw(arguments: argparse.Namespace) -> int:
     pictures: dict[str, Callable[[], str]] = {
         "output": lambda: gantt(plan, timeline),
         "flows": lambda: flows_map(plan, timeline),
+        "paths": lambda: paths_picture(plan),
         "trace": lambda: json.dumps(chrome_trace(plan, timeline)) + "\n",
     }
     asked = [name for name in pictures if getattr(arguments, name) is not None]
     if not asked:
         raise InputError(
-            "--output", None, "there is nothing to draw", "Give -o, --flows or --trace, and a file"
+            "--output",
+            None,
+            "there is nothing to draw",
+            "Give -o, --flows, --paths or --trace, and a file",
         )
     for name in asked:
         text = pictures[name]()

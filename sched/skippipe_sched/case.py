@@ -59,7 +59,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Rules:
-    """CC2: how far a path may leave the usual order (DESIGN, "Rules a path keeps").
+    """CC2: how far a path may leave the usual order (see `skippipe_sched.rules`).
 
     At most `max_swaps` visits to a stage below the highest one visited so far, each at most
     `max_swap_distance` stages back; a step forward passes over at most `max_jump` stages.

@@ -159,7 +159,7 @@ def _layout(plan: Plan, end_s: float) -> _Layout:
         for node in nodes:
             row_tops[node] = y
             y += ROW
-    longest = max(len(_node_label(plan, node)) for node in row_tops)
+    longest = max(len(node_label(plan, node)) for node in row_tops)
     return _Layout(
         left=MARGIN + longest * CHARACTER + 12,
         bottom=y,
@@ -170,7 +170,8 @@ def _layout(plan: Plan, end_s: float) -> _Layout:
     )
 
 
-def _node_label(plan: Plan, node: int) -> str:
+def node_label(plan: Plan, node: int) -> str:
+    """A node's number and place, shortened to what fits beside a plot."""
     label = f"node {node} · {plan.case.nodes[node].location}"
     return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
 
@@ -250,7 +251,7 @@ def _draw_stages(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) 
         add_text(svg, "stage", MARGIN, top + 15, label)
         for node in nodes:
             y = layout.row_tops[node] + BAR_TOP + 12
-            text = add_text(svg, "", MARGIN, y, _node_label(plan, node))
+            text = add_text(svg, "", MARGIN, y, node_label(plan, node))
             busy = layout.seconds(timeline.busy_s[node])
             add_tip(text, f"Node {node} in {plan.case.nodes[node].location}: busy {busy}")
 
@@ -406,19 +407,24 @@ def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
 
 
 def _microbatch_style(microbatch: int) -> str:
-    """Light with dark numbers for forward, dark with white numbers for backward.
-
-    Neighbours differ in lightness too, for readers who see few hues.
-    """
-    hue = 250 + GOLDEN_ANGLE * microbatch
-    shade = 0.04 * (microbatch % 3 - 1)
-    light, dark = oklch(0.82 + shade, 0.095, hue), oklch(0.49 + shade, 0.12, hue)
+    """Light with dark numbers for forward, dark with white numbers for backward."""
+    light, dark = microbatch_colours(microbatch)
     return (
         f".gantt .F.m{microbatch}{{fill:{light}}}"
         f".gantt .B.m{microbatch}{{fill:{dark}}}"
         f".gantt .L.m{microbatch}{{fill:#fff;stroke:{dark}}}"
         f".gantt .T{microbatch}{{stroke:{dark}}}\n"
     )
+
+
+def microbatch_colours(microbatch: int) -> tuple[str, str]:
+    """A light and a dark colour, as #rrggbb, by which a microbatch is known in every picture.
+
+    Neighbours differ in lightness too, for readers who see few hues.
+    """
+    hue = 250 + GOLDEN_ANGLE * microbatch
+    shade = 0.04 * (microbatch % 3 - 1)
+    return oklch(0.82 + shade, 0.095, hue), oklch(0.49 + shade, 0.12, hue)
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> str:

@@ -87,7 +87,7 @@ class Plan:
         return stage_of_nodes(self.stages)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as DESIGN's JSON object."""
+        """The plan as a JSON object (docs/formats.md)."""
         return {
             "format": FORMAT,
             "version": VERSION,

@@ -1,6 +1,6 @@
 """The timing model: an exact discrete-event simulation of one iteration of a plan.
 
-The model is DESIGN's: a node runs one operation at a time; a transfer takes the hop time of its
+As docs/timing.md has it, a node runs one operation at a time; a transfer takes the hop time of its
 link, and with contention `link` transfers on one directed link follow one another, whole hop after
 whole hop, in the order in which their data became ready; a microbatch is in flight on a node from
 the start of its forward to the end of its backward there.

@@ -1,4 +1,4 @@
-"""The rules of paths against examples of each and definitions written again from DESIGN."""
+"""The rules of paths against examples of each and definitions written again from the text."""
 
 from fractions import Fraction
 from itertools import pairwise

@@ -152,7 +152,7 @@ def test_the_ring_is_the_quickest_of_all(data, replicas):
     case = parse_case({**case, "locations": names, "links": links, "stage_bytes": 2**28})
 
     def published(ring):
-        """DESIGN's formula, link by link."""
+        """The ring's formula, link by link."""
         pairs = list(zip(ring, ring[1:] + ring[:1], strict=True))
         slowest = min(case.link_table.link(names[a], names[b]).bandwidth for a, b in pairs)
         latency = max(case.link_table.link(names[a], names[b]).latency_s for a, b in pairs)

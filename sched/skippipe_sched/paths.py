@@ -1,0 +1,162 @@
+"""The way of every microbatch through the stages, as a picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from xml.etree.ElementTree import Element, SubElement
+
+from skippipe_sched.draw import (
+    HALF_DIGIT_HEIGHT,
+    MARGIN,
+    WIDTH,
+    add_rect,
+    add_text,
+    add_tip,
+    add_title,
+    microbatch_colours,
+    node_label,
+    rounded,
+    start_picture,
+    svg_text,
+)
+from skippipe_sched.plan import Plan
+
+# Pixels.
+LEGEND_Y = 54.0
+TOP = 96.0
+BOX = 150.0
+LABEL = 22.0
+VISIT = 17.0
+BAR = 12.0
+GAP = 16.0
+ARROW = 6.0
+LANE = 6.0
+
+STYLE = """
+.paths .node{fill:#f4f6f9;stroke:#c3c9d3}
+.paths .way{fill:none;stroke-width:1.6}
+.paths .number{font-size:9px;text-anchor:middle;fill:#10141a}
+"""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the boxes of the nodes and the bars of the visits are [pixels].
+
+    `visits[node, microbatch]` is the middle height of a bar, `lanes[microbatch]` that of a line
+    below the boxes, for those that skip a stage.
+    """
+
+    left: tuple[float, ...]
+    boxes: Mapping[int, tuple[float, float]]
+    visits: Mapping[tuple[int, int], float]
+    lanes: Mapping[int, float]
+    bottom: float
+
+
+def paths_picture(plan: Plan) -> str:
+    """The paths of a plan as the text of an SVG, forward from each microbatch's data node.
+
+    A column for each stage with a box for each node, in it a bar for each microbatch that visits
+    it. Where a line goes below a column the microbatch skips the stage; where it goes back to the
+    left, the path has a swap.
+    """
+    layout = _layout(plan)
+    about = f"The paths of {len(plan.microbatches)} microbatches through {len(plan.stages)} stages"
+    styles = STYLE + "".join(map(_microbatch_style, range(len(plan.microbatches))))
+    svg = start_picture("paths", (WIDTH, layout.bottom + MARGIN), about, styles)
+    add_title(
+        svg,
+        plan.method,
+        f"{len(plan.microbatches)} microbatches, {len(plan.case.nodes)} nodes, "
+        f"{len(plan.stages)} stages",
+    )
+    legend = "below a column: the stage is skipped; to the left: a swap"
+    add_text(svg, "", MARGIN, LEGEND_Y, f"a line is the way of a microbatch; {legend}")
+    for microbatch in range(len(plan.microbatches)):
+        _draw_way(svg, layout, plan, microbatch)
+    for stage, nodes in enumerate(plan.stages):
+        x = layout.left[stage]
+        label = f"Stage {stage} · data" if stage == 0 else f"Stage {stage}"
+        add_text(svg, "stage", x, TOP - 10, label)
+        for node in nodes:
+            add_rect(svg, "node", (x, x + BOX), layout.boxes[node], radius=5)
+            add_text(svg, "", x + 8, layout.boxes[node][0] + 15, node_label(plan, node))
+    for (node, microbatch), y in layout.visits.items():
+        x = layout.left[plan.stage_of[node]]
+        add_rect(svg, f"m{microbatch}", (x, x + BOX), (y - BAR / 2, y + BAR / 2), radius=3)
+        add_text(svg, "number", x + BOX / 2, y + HALF_DIGIT_HEIGHT, str(microbatch))
+    return svg_text(svg)
+
+
+def _layout(plan: Plan) -> _Layout:
+    visitors: dict[int, list[int]] = defaultdict(list)
+    for microbatch, path in enumerate(plan.microbatches):
+        for node in path:
+            visitors[node].append(microbatch)
+    step = (WIDTH - 2 * MARGIN - BOX) / max(1, len(plan.stages) - 1)
+    boxes: dict[int, tuple[float, float]] = {}
+    visits: dict[tuple[int, int], float] = {}
+    for nodes in plan.stages:
+        y = TOP
+        for node in nodes:
+            for place, microbatch in enumerate(visitors[node]):
+                visits[node, microbatch] = y + LABEL + VISIT * (place + 0.5)
+            height = LABEL + VISIT * len(visitors[node]) + 5
+            boxes[node] = (y, y + height)
+            y += height + GAP
+    bottom = max(bottom for _, bottom in boxes.values())
+    skipping = [
+        microbatch
+        for microbatch, path in enumerate(plan.microbatches)
+        if any(abs(plan.stage_of[a] - plan.stage_of[b]) > 1 for a, b in pairwise(path))
+    ]
+    lanes = {m: bottom + LANE * (place + 2) for place, m in enumerate(skipping)}
+    return _Layout(
+        left=tuple(MARGIN + step * stage for stage in range(len(plan.stages))),
+        boxes=boxes,
+        visits=visits,
+        lanes=lanes,
+        bottom=max(lanes.values(), default=bottom),
+    )
+
+
+def _draw_way(svg: Element, layout: _Layout, plan: Plan, microbatch: int) -> None:
+    path = plan.microbatches[microbatch]
+    group = SubElement(svg, "g", {"class": f"way m{microbatch}"})
+    add_tip(group, f"Microbatch {microbatch}: nodes {', '.join(map(str, path))}")
+    for source, target in pairwise(path):
+        a, b = plan.stage_of[source], plan.stage_of[target]
+        # A line leaves a box on the side where the next one is, and enters that on the other.
+        onward = 1 if b > a else -1
+
+        def side(stage: int, ahead: bool, onward: int = onward) -> float:
+            return layout.left[stage] + BOX * ((onward == 1) == ahead)
+
+        x, y = side(a, True), layout.visits[source, microbatch]
+        end_x, end_y = side(b, False), layout.visits[target, microbatch]
+        line = f"M{rounded(x)} {rounded(y)}"
+        if abs(b - a) > 1:
+            lane = layout.lanes[microbatch]
+            line += _curve((x, y), (side(a + onward, False), lane))
+            x, y = side(b - onward, True), lane
+            line += f"L{rounded(x)} {rounded(y)}"
+        line += _curve((x, y), (end_x, end_y))
+        back = rounded(-onward * ARROW)
+        line += f"l{back} -3M{rounded(end_x)} {rounded(end_y)}l{back} 3"
+        SubElement(group, "path", {"d": line})
+
+
+def _curve(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """On from `start` to `end`, level at both."""
+    middle = rounded((start[0] + end[0]) / 2)
+    y, end_x, end_y = map(rounded, (start[1], *end))
+    return f"C{middle} {y} {middle} {end_y} {end_x} {end_y}"
+
+
+def _microbatch_style(microbatch: int) -> str:
+    light, dark = microbatch_colours(microbatch)
+    return f".paths rect.m{microbatch}{{fill:{light}}}.paths .way.m{microbatch}{{stroke:{dark}}}\n"
