@@ -229,7 +229,7 @@ def report(folder: Path) -> str:
     newest = measured[max(measured)] if measured else None
     body = [_summary(folder, config, plan, metrics)]
     if len(whole.step):
-        body.append(_curves(whole))
+        body.append(_section("Curves", _tag_of("div", curves(whole), "curves")))
     body.append(_timelines(plan, predicted, measured, notes))
     body.append(_links(plan, predicted, newest, metrics))
     body.append(_idle_shares(plan, predicted, newest, metrics))
@@ -331,7 +331,11 @@ def _facts(folder: Path, config: Config, plan: Plan, network: str | None) -> str
     return f'<dl class="facts">{rows}{held_out}</dl>'
 
 
-def _curves(metrics: Metrics) -> str:
+def curves(metrics: Metrics) -> list[str]:
+    """Loss, held-out loss where there is any, and seconds per iteration, each as an SVG.
+
+    There must be one iteration at least.
+    """
     seconds, predicted = metrics.seconds, metrics.predicted_seconds
     # The first iterations compile, and would leave the others no room.
     top = float(np.quantile(seconds[metrics.settled], 0.99)) * 1.25
@@ -346,7 +350,7 @@ def _curves(metrics: Metrics) -> str:
         if (known := np.isfinite(values)).any()
     ]
     pictures.append(curve("Seconds per iteration", "", metrics.step, seconds, (0.0, top), mark))
-    return _section("Curves", _tag_of("div", pictures, "curves"))
+    return pictures
 
 
 def _loss_curve(title: str, steps: Int[np.ndarray, " n"], values: Float[np.ndarray, " n"]) -> str:
