@@ -296,7 +296,7 @@ class Executor:
                 state.optimizer_state,
                 state.gradients,
                 jax.device_put(totals, self.devices[node]),
-                *self._factor(self.stage_of[node]),
+                self._factor(self.stage_of[node]),
             )
         gauges = {node: state.gauge for node, state in self.nodes.items()}
         return Outcome(totals, gauges, busy_s if watched else None)
@@ -451,9 +451,9 @@ class Executor:
         # The mean of n terms that are n^2 times as large is n times their sum.
         return [norm * len(counted) for norm in norms] if self.updates_locally else norms
 
-    def _factor(self, stage: int) -> tuple[np.float32, ...]:
+    def _factor(self, stage: int) -> np.float32 | None:
         """By what local gradients are multiplied, so that their mean is the stage's gradient."""
-        return (np.float32(len(self.replicas[stage])),) if self.updates_locally else ()
+        return np.float32(len(self.replicas[stage])) if self.updates_locally else None
 
     def add_up(
         self, parts: Sequence[Totals], stop: bool, busy_s: Mapping[int, float]

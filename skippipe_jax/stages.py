@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, ScalarLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from skippipe_jax.data import DataConfig
 from skippipe_jax.model import DataStage, ModelConfig, Stage
@@ -92,8 +92,8 @@ class StageFunctions:
     squared_norm: Callable[[Gradients], Totals]
     """gradients -> totals that hold their squared norm alone"""
     update: Callable[..., tuple[Parameters, PyTree, Gradients]]
-    """(parameters, optimizer state, gradients, totals, factor or nothing) -> updated ones and zero
-    gradients; by so many times the gradients, of which the norm in the totals is already"""
+    """(parameters, optimizer state, gradients, totals, factor or None) -> updated ones and zero
+    gradients; with a factor, by so many times the gradients, as the norm in the totals has them"""
     predict: Callable[[Parameters, Array], Array]
     """(parameters, inputs) -> outputs, and nothing for a backward"""
     held_out: Callable[[Parameters, Array, Array], Float[Array, 2]]
@@ -186,11 +186,13 @@ def stage_functions(
         optimizer_state: PyTree,
         gradients: Gradients,
         totals: Totals,
-        factor: ScalarLike = 1.0,
+        factor: Float[Array, ""] | None = None,
     ):
         scale = microbatch_tokens / totals[TOKENS]
         norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
-        scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm) * factor
+        scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm)
+        if factor is not None:
+            scale = scale * factor
         mean = jax.tree.map(lambda leaf: leaf * scale, gradients)
         updates, new_state = transformation.update(mean, optimizer_state, parameters)
         updated = optax.apply_updates(parameters, updates), new_state

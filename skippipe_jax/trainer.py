@@ -193,7 +193,10 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
             was_stopping = stopping
             stopping = progress.report(leave=0 if saves else ITERATIONS_AHEAD)
             if stopping and not (was_stopping or recipe.replicas_agree(step)) and host.index == 0:
-                _say("asked to stop: the run goes on until its replicas are averaged, then ends")
+                _say(
+                    f"asked to stop: ends when replicas have averaged, after "
+                    f"{recipe.average_parameters_every} iterations at most; Ctrl-C: at once"
+                )
             if saves:
                 _save(writer, step, executor, data, read)
                 best.consider(step, held_out)

@@ -18,8 +18,9 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.plan import Plan
 from skippipe_sched.search import Search
 
-from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import latest_step, saved_steps
+from skippipe_jax import run_folder, trainer
+from skippipe_jax.checkpoint import saved_steps
+from skippipe_jax.cluster import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data import Batch, TrainingBatches
 from skippipe_jax.executor import Executor, Outcome
@@ -119,7 +120,7 @@ def test_local_updates_equal_the_oracle(data: st.DataObject):
     )
 
 
-@pytest.mark.parametrize(("devices", "way"), [(2, 0), (1, 1), (6, 2), (2, 3)])
+@pytest.mark.parametrize(("devices", "way"), [(2, 0), (1, 1), (4, 2), (2, 3)])
 def test_replicas_differ_until_they_average(devices: int, way: int):
     batches = random_batches(PLAN, seed=3)
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING)
@@ -175,7 +176,7 @@ def test_the_mean_of_local_gradients_is_the_gradient():
 
 # Runs.
 
-STEPS, EVERY, LONG = 6, 3, 60
+STEPS, EVERY, LONG = 6, 3, 12
 STAGES = ((0, 1), (2,), (3, 4, 5))
 MICROBATCHES = ((0, 2, 4), (1, 3, 2), (0, 3), (1, 2, 5))
 
@@ -300,29 +301,37 @@ def assert_same_run(run_dir: Path, whole: Path) -> None:
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]
 
 
-def test_a_run_that_is_told_to_stop_averages_first(tmp_path: Path, whole: Path):
-    config = config_in(tmp_path, train={"steps": LONG})
-    run_dir = tmp_path / "run"
-    with started_processes(tmp_path / "stopped") as processes:
-        processes.start("-m", "skippipe_jax.train", "--config", config, **virtual_devices(4))
-        processes.wait_until(lambda: steps_done(run_dir) >= EVERY + 1, PATIENCE_S)
-        processes.processes[0].send_signal(signal.SIGTERM)
-        code, output = processes.exit_code(0, PATIENCE_S), processes.output(0)
-    assert code == 128 + signal.SIGTERM, output
-    step = latest_step(run_dir)
-    assert step is not None
-    assert EVERY < step < LONG
-    assert step % EVERY == 0
-    assert step == steps_done(run_dir)
-    assert f"stopped by SIGTERM after step {step}. " in output
-    train_here(config, resume=True)
-    assert_same_run(run_dir, whole)
+def test_a_run_that_is_told_to_stop_averages_first(
+    tmp_path: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    run_iteration = trainer.Iterations.run
+
+    def run_and_be_told(self: trainer.Iterations, iteration: int, *arguments: Any) -> Outcome:
+        if iteration == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return run_iteration(self, iteration, *arguments)
+
+    config = load_config(config_in(tmp_path, train={"steps": LONG}))
+    host = Membership(config.cluster, 0, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.Iterations, "run", run_and_be_told)
+        ending = trainer.train(config, host, resume=False, config_folder=tmp_path)
+    # It is seen after step 7, when the next iterations have begun.
+    assert (ending.step, ending.cut_short_by) == (9, signal.SIGTERM)
+    assert "asked to stop: ends when replicas have averaged" in capsys.readouterr().out
+    assert steps_done(tmp_path / "run") == 9
+    assert saved_steps(tmp_path / "run") == [6, 9]
+    train_here(tmp_path / "config.yaml", resume=True)
+    assert_same_run(tmp_path / "run", whole)
 
 
 def test_a_run_in_two_parts_is_one_run(tmp_path: Path, whole: Path):
     config = config_in(tmp_path)
-    train_here(config, f"train.steps={5 * EVERY}", "network.averaging=collective")
-    assert saved_steps(tmp_path / "run")[-1] == 5 * EVERY
+    train_here(config, f"train.steps={3 * EVERY}")
+    assert saved_steps(tmp_path / "run")[-1] == 3 * EVERY
     train_here(config, f"train.steps={LONG}", resume=True)
     assert_same_run(tmp_path / "run", whole)
 
