@@ -23,7 +23,7 @@ from skippipe_sched.plan import Operation, Plan
 from skippipe_jax.config import NetworkConfig
 from skippipe_jax.data import Batch
 from skippipe_jax.links import Link
-from skippipe_jax.local_updates import numbers, with_mean
+from skippipe_jax.local_updates import AVERAGED, numbers, with_mean
 from skippipe_jax.marks import marked_tokens
 from skippipe_jax.model import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.optimizer import OptimizerConfig
@@ -167,7 +167,9 @@ class Executor:
         self.nodes = {
             node: NodeState(gauge=self.put(np.zeros(2, np.int32), node)) for node in program.nodes
         }
-        self.rings = self._rings([parameter_count(s) for s in stage_shapes(model, len(layers))])
+        averaged = AVERAGED if self.updates_locally else 1
+        shapes = stage_shapes(model, len(layers))
+        self.rings = self._rings([averaged * parameter_count(own) for own in shapes])
         # One device of each host sums what all hosts need to know.
         first_node_of_host = {host: node for node, host in reversed(list(enumerate(host_of)))}
         self.first_nodes = [node for _, node in sorted(first_node_of_host.items())]

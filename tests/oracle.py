@@ -116,7 +116,7 @@ def train_apart(
     nodes = range(len(stage_of))
     structures = [nnx.graphdef(module) for module in modules]
     gradient = jax.grad(_loss(structures, stage_of, optimizer, scaled=False), has_aux=True)
-    parameters = [nnx.to_pure_dict(nnx.state(modules[stage_of[node]])) for node in nodes]
+    parameters: list[Any] = [nnx.to_pure_dict(nnx.state(modules[stage_of[n]])) for n in nodes]
     transformation = adamw(optimizer, steps)
     update = jax.jit(transformation.update)
     states = [transformation.init(own) for own in parameters]
