@@ -317,21 +317,21 @@ def test_a_run_that_is_told_to_stop_averages_first(
 ):
     run_iteration = trainer.Iterations.run
 
-    def run_and_be_told(self: trainer.Iterations, iteration: int, *arguments: Any) -> Outcome:
-        if iteration == 4:
+    def run_and_be_told(self: trainer.Iterations, iteration: int, *given: Any, **named: Any):
+        if iteration == 2:
             signal.raise_signal(signal.SIGTERM)
-        return run_iteration(self, iteration, *arguments)
+        return run_iteration(self, iteration, *given, **named)
 
     config = load_config(config_in(tmp_path, train={"steps": LONG}))
     host = Membership(config.cluster, 0, 1)
     with monkeypatch.context() as patched:
         patched.setattr(trainer.Iterations, "run", run_and_be_told)
         ending = trainer.train(config, host, resume=False, config_folder=tmp_path)
-    # It is seen after step 7, when the next iterations have begun.
-    assert (ending.step, ending.cut_short_by) == (9, signal.SIGTERM)
+    # It is told to all with the iteration after that, and known when the next one has begun.
+    assert (ending.step, ending.cut_short_by) == (6, signal.SIGTERM)
     assert "asked to stop: ends when replicas have averaged" in capsys.readouterr().out
-    assert steps_done(tmp_path / "run") == 9
-    assert saved_steps(tmp_path / "run") == [6, 9]
+    assert steps_done(tmp_path / "run") == 6
+    assert saved_steps(tmp_path / "run") == [6]
     train_here(tmp_path / "config.yaml", resume=True)
     assert_same_run(tmp_path / "run", whole)
 
