@@ -65,6 +65,7 @@ PLAN = plan_of([[0, 1], [2], [3, 4, 5]], [[0, 2, 4], [1, 3, 2], [0, 3]])
 MODEL = ModelConfig(
     vocabulary_size=11, width=8, layers=3, heads=2, kv_heads=1, ffn_width=12, context=TIME
 )
+FREE = dataclasses.replace(OPTIMIZER, clip_norm=NOT_CLIPPING)
 
 
 def assert_equals_the_oracle(
@@ -97,7 +98,7 @@ def replicas(executor: Executor, stage: int) -> list[Arrays]:
 
 @pytest.mark.timeout(900)  # Most of it is compiling: every example is another model.
 @settings(
-    max_examples=3,
+    max_examples=2,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -122,10 +123,9 @@ def test_local_updates_equal_the_oracle(data: st.DataObject):
 @pytest.mark.parametrize(("devices", "way"), [(1, 1), (2, 0), (3, 2)])
 def test_replicas_differ_until_they_average(devices: int, way: int):
     batches = random_batches(PLAN, seed=3)
-    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING)
     for every, agree in ((ITERATIONS, True), (2, False)):
         executor, _ = assert_equals_the_oracle(
-            PLAN, MODEL, optimizer, batches, devices, WAYS[way], every
+            PLAN, MODEL, FREE, batches, devices, WAYS[way], every
         )
         for stage in (0, 2):
             first, *others = replicas(executor, stage)
@@ -138,28 +138,21 @@ def test_replicas_differ_until_they_average(devices: int, way: int):
 
 def test_a_skipped_update_is_skipped_by_all_and_replicas_average_after_it():
     first, second, third = random_batches(PLAN, seed=1)
-    _, [outcome, *_] = run(PLAN, MODEL, OPTIMIZER, [second], 2, WAYS[0], average_parameters_every=2)
+    _, [outcome] = run(PLAN, MODEL, FREE, [second], 1, WAYS[1], average_parameters_every=2)
     norm = float(np.sqrt(outcome.totals[SQUARED_NORM]) * BATCH * TIME / outcome.totals[TOKENS])
-    guarded = dataclasses.replace(OPTIMIZER, skip_above_norm=0.999 * norm)
+    guarded = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING, skip_above_norm=0.999 * norm)
     batches = [first, second, third]
-    skipped = set()
-    for way in (WAYS[0], WAYS[2]):
-        _, outcomes = assert_equals_the_oracle(PLAN, MODEL, guarded, batches, 2, way, 2)
-        skipped.add(tuple(bool(skips_update(guarded, o.totals, BATCH * TIME)) for o in outcomes))
-    [which] = skipped
-    assert True in which
-    assert False in which
+    _, outcomes = assert_equals_the_oracle(PLAN, MODEL, guarded, batches, 1, WAYS[2], 2)
+    skipped = {bool(skips_update(guarded, each.totals, BATCH * TIME)) for each in outcomes}
+    assert skipped == {True, False}
 
 
 def test_the_mean_of_local_gradients_is_the_gradient():
     """After one iteration the first moments are as if gradients were averaged, the second more."""
     batches = random_batches(PLAN, seed=2)[:1]
-    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=NOT_CLIPPING)
     moments = []
     for every in (None, 1):
-        executor, _ = run(
-            PLAN, MODEL, optimizer, batches, 1, WAYS[0], average_parameters_every=every
-        )
+        executor, _ = run(PLAN, MODEL, FREE, batches, 1, WAYS[1], average_parameters_every=every)
         moments.append([by_name(state.to_save()) for state in executor.owned_stages().values()])
     for averaged, local in zip(*moments, strict=True):
         for name, array in averaged.items():
@@ -220,10 +213,10 @@ def config_in(folder: Path, **sections: Any) -> Path:
     ("host_of_node", "network", "execution"),
     [
         ([0, 0, 1, 1, 1, 0], {"averaging": "ring"}, "ready-first"),
+        # Here the sum over all hosts, and over two stages, is between the same two devices.
         ([0, 1, 0, 0, 0, 1], {"averaging": "collective"}, "strict"),
-        ([0, 1, 2, 0, 1, 2], {"averaging": "auto"}, "strict"),
     ],
-    ids=["2 hosts, ring", "2 hosts, collective", "3 hosts"],
+    ids=["ring", "collective"],
 )
 def test_hosts_average_parameters_together(
     tmp_path: Path, host_of_node: list[int], network: dict[str, Any], execution: str
