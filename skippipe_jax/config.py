@@ -266,6 +266,7 @@ class Config:
             raise InputError(
                 "trace", self.trace, "says no interval", "Write never, or every 10, or the like"
             )
+        self._require_that_replicas_agree()
         beyond = [step for step in self.log.profile_steps or () if step > self.train.steps]
         if beyond:
             raise InputError(
@@ -288,6 +289,33 @@ class Config:
                 self.model.attention,
                 "does not keep the documents of data.packing = 'documents' apart",
                 "Write model.attention: xla, or data.packing: windows",
+            )
+
+    def _require_that_replicas_agree(self) -> None:
+        """Refuse what needs equal replicas at a step at which they differ."""
+        every = self.recipe.average_parameters_every
+        if every is None:
+            return
+        for name, steps in (
+            ("train.steps", self.train.steps),
+            ("checkpoint.every", self.checkpoint.every),
+            ("validation.every", self.validation.every),
+        ):
+            if steps is not None and steps % every:
+                raise InputError(
+                    name,
+                    steps,
+                    "replicas are equal only when they have averaged, and that is after every "
+                    f"recipe.average_parameters_every = {every} iterations",
+                    f"Write {-(-steps // every) * every}, or another multiple",
+                )
+        if self.network.averaging_dtype is not None:
+            raise InputError(
+                "network.averaging_dtype",
+                self.network.averaging_dtype,
+                "would round parameters and moments, not gradients, which are not averaged with "
+                f"recipe.average_parameters_every = {every}",
+                "Remove one of the two",
             )
 
     def traces(self, iteration: int) -> bool:

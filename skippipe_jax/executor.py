@@ -23,6 +23,7 @@ from skippipe_sched.plan import Operation, Plan
 from skippipe_jax.config import NetworkConfig
 from skippipe_jax.data import Batch
 from skippipe_jax.links import Link
+from skippipe_jax.local_updates import AVERAGED, numbers, with_mean
 from skippipe_jax.marks import marked_tokens
 from skippipe_jax.model import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.optimizer import OptimizerConfig
@@ -47,7 +48,7 @@ FAST_LINK = GIBIBYTE
 
 @dataclass
 class StageState:
-    """What the nodes of one stage on one device share: they hold the same replica."""
+    """One replica of a stage. Nodes of a stage that share a device may share it."""
 
     functions: StageFunctions
     parameters: Parameters
@@ -126,12 +127,15 @@ class Executor:
         network: NetworkConfig | None = None,
         *,
         scales_skipped: bool = False,
+        average_parameters_every: int | None = None,
     ):
         """Create the parameters of the stages served here, drawn from `seed`.
 
         `devices[n]` and `host_of[n]` are the device and the host of node n, `functions[s]` those
         of stage s, `links[h]` the way to host h, `activation` what stages give to each other. With
         `scales_skipped`, inner stages make up for the microbatches that skip them (see `scaled`).
+        With `average_parameters_every`, replicas average parameters and not gradients (see
+        `local_updates`).
         """
         self.scales_skipped = scales_skipped
         self.follow(plan, program)
@@ -145,27 +149,53 @@ class Executor:
         self.activation = activation
         travelling = self.network.activation_dtype or activation.dtype
         self.travelling = jax.ShapeDtypeStruct(activation.shape, travelling)
+        self.average_parameters_every = average_parameters_every
+        # A replica is named after the first of its nodes.
+        self.replica_of = self._replicas_of_nodes()
         self.replicas = [
-            tuple(dict.fromkeys(devices[node] for node in nodes)) for nodes in plan.stages
+            tuple(dict.fromkeys(self.replica_of[node] for node in nodes)) for nodes in plan.stages
         ]
         layers = model.layers_of_stages(len(plan.stages))
-        self.states: dict[tuple[int, jax.Device], StageState] = {}
+        self.states: dict[int, StageState] = {}
         for node in program.nodes:
             stage = self.stage_of[node]
-            if (stage, devices[node]) not in self.states:
+            if self.replica_of[node] not in self.states:
                 with jax.default_device(devices[node]):
                     created = functions[stage].create(jax.random.key(seed), sum(layers[:stage]))
                 created = jax.device_put(created, devices[node])
-                self.states[stage, devices[node]] = StageState(functions[stage], *created)
+                self.states[self.replica_of[node]] = StageState(functions[stage], *created)
         self.nodes = {
             node: NodeState(gauge=self.put(np.zeros(2, np.int32), node)) for node in program.nodes
         }
-        self.rings = self._rings([parameter_count(s) for s in stage_shapes(model, len(layers))])
+        averaged = AVERAGED if self.updates_locally else 1
+        shapes = stage_shapes(model, len(layers))
+        self.rings = self._rings([averaged * parameter_count(own) for own in shapes])
         # One device of each host sums what all hosts need to know.
         first_node_of_host = {host: node for node, host in reversed(list(enumerate(host_of)))}
         self.first_nodes = [node for _, node in sorted(first_node_of_host.items())]
         self.host_devices = [devices[node] for node in self.first_nodes]
         self.host_device = self.host_devices[program.host]
+
+    @property
+    def updates_locally(self) -> bool:
+        """Whether replicas average parameters, every so many iterations, and not gradients."""
+        return self.average_parameters_every is not None
+
+    def averages_parameters(self, iteration: int) -> bool:
+        """Whether replicas average parameters after the update of an iteration, from 0 on."""
+        every = self.average_parameters_every
+        return every is not None and (iteration + 1) % every == 0
+
+    def _replicas_of_nodes(self) -> dict[int, int]:
+        """The replica that each node holds: its own, or with others of the stage on its device."""
+        if self.updates_locally:
+            return {node: node for node in range(len(self.devices))}
+        first: dict[tuple[int, jax.Device], int] = {}
+        return {
+            node: first.setdefault((stage, self.devices[node]), node)
+            for stage, nodes in enumerate(self.plan.stages)
+            for node in nodes
+        }
 
     def follow(self, plan: Plan, program: Program) -> None:
         """Run the next iterations by this plan of the run; all have one placement.
@@ -183,9 +213,8 @@ class Executor:
         """The ring of each stage that is averaged by one, of so many numbers."""
         rings: dict[int, Ring] = {}
         first_hop = self.program.first_free_hop
-        for stage, nodes in enumerate(self.plan.stages):
-            node_of_device = {self.devices[node]: node for node in reversed(nodes)}
-            members = best_ring(self.plan.case, stage, sorted(node_of_device.values()))
+        for stage, replicas in enumerate(self.replicas):
+            members = best_ring(self.plan.case, stage, sorted(replicas))
             if self._averages_by_ring(members):
                 rings[stage] = Ring.of(stage, members, first_hop, lengths[stage])
                 first_hop += rings[stage].hops
@@ -222,7 +251,8 @@ class Executor:
         not let one change), and compiling the stages can keep one of them longer. Call this on all
         hosts at about the same time.
         """
-        groups = [own for stage, own in enumerate(self.replicas) if stage not in self.rings]
+        stages = range(len(self.replicas))
+        groups = [self._devices_of(stage) for stage in stages if stage not in self.rings]
         if not self.sums_totals_by_links:
             groups.append(tuple(self.host_devices))
         for devices in groups:
@@ -248,21 +278,27 @@ class Executor:
             if isinstance(instruction, Compute):
                 self._compute(instruction, iteration, inputs, carried, totals)
             else:
-                self.sum_replicas(instruction.stage)
+                if not self.updates_locally:
+                    self.sum_replicas(instruction.stage)
                 owners += self.squared_norms(instruction.stage)
         local = self.add_up([*totals.values(), *owners], stop, {})
         summed = sum_over_devices(self.host_devices, {self.host_device: local})[self.host_device]
-        return self.update(summed, watched=False)
+        outcome = self.update(summed, watched=False)
+        if self.averages_parameters(iteration):
+            for stage in self.stages_served():
+                self.sum_replicas(stage)
+        return outcome
 
     def update(self, summed: Float[Array, " totals_and_nodes"], *, watched: bool) -> Outcome:
         """Update all stages served here; `summed` is what `add_up` gave, over all hosts."""
         totals, busy_s = _apart(summed)
-        for (_, device), state in self.states.items():
+        for node, state in self.states.items():
             state.parameters, state.optimizer_state, state.gradients = state.functions.update(
                 state.parameters,
                 state.optimizer_state,
                 state.gradients,
-                jax.device_put(totals, device),
+                jax.device_put(totals, self.devices[node]),
+                self._factor(self.stage_of[node]),
             )
         gauges = {node: state.gauge for node, state in self.nodes.items()}
         return Outcome(totals, gauges, busy_s if watched else None)
@@ -270,17 +306,21 @@ class Executor:
     def owned_stages(self) -> dict[int, StageState]:
         """The stages whose first replica is served here: this host saves them."""
         return {
-            stage: self.states[stage, replicas[0]]
+            stage: self.states[replicas[0]]
             for stage, replicas in enumerate(self.replicas)
-            if (stage, replicas[0]) in self.states
+            if replicas[0] in self.states
         }
+
+    def stages_served(self) -> list[int]:
+        """The stages that have a replica here, in order."""
+        return sorted({self.stage_of[node] for node in self.states})
 
     def new_totals(self) -> dict[jax.Device, Totals]:
         """Zeros to add to, on each device that computes losses."""
         return {
-            device: jax.device_put(np.zeros(TOTALS, np.float32), device)
-            for stage, device in self.states
-            if stage == 0
+            self.devices[node]: self.put(np.zeros(TOTALS, np.float32), node)
+            for node in self.states
+            if self.stage_of[node] == 0
         }
 
     def batches_of_microbatches(self, batches: Mapping[int, Sequence[Batch]]) -> dict[int, Batch]:
@@ -334,7 +374,7 @@ class Executor:
     ) -> Any:
         kind, microbatch, node = operation
         device = self.devices[node]
-        own, stage = self.nodes[node], self.states[self.stage_of[node], device]
+        own, stage = self.nodes[node], self.states[self.replica_of[node]]
         functions = stage.functions
         if kind == "F":
             result, own.saved[microbatch], own.gauge = functions.forward(
@@ -364,19 +404,58 @@ class Executor:
         return array.astype(self.activation.dtype)
 
     def sum_replicas(self, stage: int) -> None:
-        """Sum a stage's gradients over its replicas by a collective."""
-        own = {device: state for (of, device), state in self.states.items() if of == stage}
-        summed = sum_over_devices(
-            self.replicas[stage], {device: state.gradients for device, state in own.items()}
-        )
-        for device, state in own.items():
-            state.gradients = summed[device]
+        """Sum by a collective what the replicas of a stage average."""
+        if len(self.replicas[stage]) == 1:
+            return
+        own = [node for node in self.replicas[stage] if node in self.states]
+        given: dict[jax.Device, list[PyTree]] = {}
+        for node in own:
+            given.setdefault(self.devices[node], []).append(self.to_sum(node))
+        local = {device: _add_trees(trees) for device, trees in given.items()}
+        summed = sum_over_devices(self._devices_of(stage), local)
+        for node in own:
+            self.take_sum(node, summed[self.devices[node]])
+
+    def _devices_of(self, stage: int) -> tuple[jax.Device, ...]:
+        return tuple(dict.fromkeys(self.devices[node] for node in self.replicas[stage]))
+
+    def to_sum(self, node: int) -> PyTree:
+        """What a replica adds to a sum over its stage, and gives up until `take_sum`."""
+        state = self.states[node]
+        if self.updates_locally:
+            return numbers(state.to_save())
+        gradients, state.gradients = state.gradients, {}
+        return gradients
+
+    def take_sum(self, node: int, summed: PyTree) -> None:
+        """Go on with the sum over a replica's stage."""
+        state = self.states[node]
+        if self.updates_locally:
+            replicas = len(self.replicas[self.stage_of[node]])
+            state.restore(with_mean(state.to_save(), summed, replicas))
+        else:
+            state.gradients = summed
+
+    def summed_array(self, node: int) -> jax.Array:
+        """An array of a replica that is there when the sum over its stage is."""
+        state = self.states[node]
+        return jax.tree.leaves(state.parameters if self.updates_locally else state.gradients)[0]
 
     def squared_norms(self, stage: int) -> list[Totals]:
-        """The squared norm of a stage's summed gradients, where its first replica is served."""
-        first = (stage, self.replicas[stage][0])
-        owned = [self.states[first]] if first in self.states else []
-        return [state.functions.squared_norm(state.gradients) for state in owned]
+        """What the gradients of a stage add here to the squared norm over all stages.
+
+        Summed gradients count where the first replica is served. Of local ones, each of which is
+        `_factor` times what the replica has added up, the mean over the replicas counts.
+        """
+        counted = self.replicas[stage] if self.updates_locally else self.replicas[stage][:1]
+        own = [self.states[node] for node in counted if node in self.states]
+        norms = [state.functions.squared_norm(state.gradients) for state in own]
+        # The mean of n terms that are n^2 times as large is n times their sum.
+        return [norm * len(counted) for norm in norms] if self.updates_locally else norms
+
+    def _factor(self, stage: int) -> np.float32 | None:
+        """By what local gradients are multiplied, so that their mean is the stage's gradient."""
+        return np.float32(len(self.replicas[stage])) if self.updates_locally else None
 
     def add_up(
         self, parts: Sequence[Totals], stop: bool, busy_s: Mapping[int, float]
@@ -392,6 +471,15 @@ class Executor:
     def put(self, array: np.ndarray, node: int) -> jax.Array:
         """A copy on the device of a node."""
         return jax.device_put(array, self.devices[node])
+
+
+def _add_trees(trees: Sequence[PyTree]) -> PyTree:
+    return trees[0] if len(trees) == 1 else _sum_of_trees(trees)
+
+
+@jax.jit
+def _sum_of_trees(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda first, *others: sum(others, start=first), *trees)
 
 
 @jax.jit

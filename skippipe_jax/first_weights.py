@@ -39,13 +39,14 @@ def begin_with(weights: Weights, executor: Executor, config: Config, host: Membe
     """
     digests: dict[int, str] = {}
     layers = config.model.layers_of_stages(len(executor.plan.stages))
-    served = sorted({stage for stage, _ in executor.states})
+    served = sorted({executor.stage_of[node] for node in executor.states})
     for stage in tqdm(served, desc="weights", unit="stage", disable=None, leave=False):
-        replicas = {device: s for (own, device), s in executor.states.items() if own == stage}
+        replicas = {n: s for n, s in executor.states.items() if executor.stage_of[n] == stage}
         shapes = next(iter(replicas.values())).parameters
         parameters = weights.read_stage(shapes, sum(layers[:stage]))
-        for device, state in replicas.items():
+        for node, state in replicas.items():
             # A copy each, since updates write over parameters.
+            device = executor.devices[node]
             state.parameters = jax.device_put(parameters, device, may_alias=False)
         if host.count > 1:
             digests[stage] = _digest(parameters)

@@ -42,9 +42,6 @@ CHUNKS_ASKED_AHEAD = 32
 # Of what a host waits for when the deadline has passed, so much is named, the oldest first.
 WAITS_NAMED = 5
 
-Part = tuple[int, jax.Device]
-"""A stage and a device that holds a replica of it: what averages."""
-
 
 @dataclass(frozen=True)
 class Clock:
@@ -107,11 +104,13 @@ class LiveIteration:
         self.totals = executor.new_totals()
         self.runs: list[Run] = []
         self.averagings: list[Averaging] = []
-        self.ring_parts: dict[Part, RingPart] = {}
-        self.not_averaged: set[Part] = set(executor.states)
+        # Of replicas, by their nodes.
+        self.ring_parts: dict[int, RingPart] = {}
+        self.not_averaged = set() if executor.updates_locally else set(executor.states)
         self.ended: set[Operation] = set()
         self.instructions = deque(executor.program.instructions)
         self.totals_of_hosts: dict[int, jax.Array] = {}
+        self.updated: Outcome | None = None
         self.outcome: Outcome | None = None
 
     def _progress(self, computes: Sequence[Compute], ready_first: bool) -> _NodeProgress:
@@ -126,7 +125,8 @@ class LiveIteration:
     def run(self, batches: Mapping[int, Sequence[Batch]], stop: bool = False) -> Outcome:
         """Run the iteration; `batches` and `stop` are as for `Executor.run`.
 
-        Returns when the totals of all hosts are known and the updates have been dispatched.
+        Returns when the totals of all hosts are known, the updates have been dispatched, and
+        parameters, if it is their turn, are averaged.
 
         Raises:
             DeadlinePassed: if nothing came from other hosts for `network.deadline_s`.
@@ -144,6 +144,7 @@ class LiveIteration:
             if progress.is_done:
                 self._begin_ring_of(node)
         self._begin_collectives()
+        self._end_computing()
         while self.outcome is None:
             for node, progress in self.nodes.items():
                 if progress.idle_since_s is not None:
@@ -309,19 +310,24 @@ class LiveIteration:
         if progress.is_done:
             self._begin_ring_of(node)
         self._begin_collectives()
+        self._end_computing()
+
+    def _end_computing(self) -> None:
+        """Local updates wait for nothing but the totals, and those for all nodes."""
+        if self.executor.updates_locally and self._all_nodes_are_done():
+            self._sum_totals()
 
     # Averaging.
 
     def _begin_ring_of(self, node: int) -> None:
         """A node is done: begin its stage's ring, unless others share the replica and are not."""
-        part = stage, _ = self.executor.stage_of[node], self.executor.devices[node]
-        sharing = [
-            progress
-            for other, progress in self.nodes.items()
-            if (self.executor.stage_of[other], self.executor.devices[other]) == part
-        ]
-        if stage in self.executor.rings and all(progress.is_done for progress in sharing):
-            self._begin_ring(part)
+        if self.executor.updates_locally:
+            return
+        replica_of = self.executor.replica_of
+        replica = replica_of[node]
+        sharing = [own for other, own in self.nodes.items() if replica_of[other] == replica]
+        if all(progress.is_done for progress in sharing):
+            self._begin_ring(replica)
 
     def _begin_collectives(self) -> None:
         """Begin the collectives before which nothing is left in this host's program.
@@ -334,40 +340,51 @@ class LiveIteration:
             if isinstance(step, Compute):
                 if step.operation not in self.ended:
                     return
-            elif step.stage not in self.executor.rings:
+            elif not self.executor.updates_locally:
                 self._begin_collective(step.stage)
             self.instructions.popleft()
 
+    def _begin_averaging(self) -> None:
+        """Average parameters: all hosts have the totals, and begin with the same stages."""
+        self.not_averaged = set(self.executor.states)
+        for node in self.executor.states:
+            self._begin_ring(node)
+        for stage in self.executor.stages_served():
+            self._begin_collective(stage)
+
     def _begin_collective(self, stage: int) -> None:
+        """Begin the sum over a stage, unless a ring makes it."""
+        if stage in self.executor.rings:
+            return
         start_s = time.perf_counter()
         self.executor.sum_replicas(stage)
-        for part in [part for part in self.executor.states if part[0] == stage]:
+        for node in [n for n in self.executor.states if self.executor.stage_of[n] == stage]:
             # All arrays of a sum come at once.
-            leaf = jax.tree.leaves(self.executor.states[part].gradients)[0]
-            self._when_ready(leaf, lambda at_s, part=part: self._averaged(part, start_s, at_s))
+            array = self.executor.summed_array(node)
+            self._when_ready(array, lambda at_s, node=node: self._averaged(node, start_s, at_s))
 
-    def _begin_ring(self, part: Part) -> None:
-        stage, device = part
-        ring = self.executor.rings[stage]
-        [node] = [n for n in ring.nodes if n in self.nodes and self.executor.devices[n] == device]
-        state = self.executor.states[part]
+    def _begin_ring(self, node: int) -> None:
+        """Begin with a replica's part in the ring of its stage, if there is one."""
+        ring = self.executor.rings.get(self.executor.stage_of[node])
+        if ring is None:
+            return
         dtype = jnp.dtype(self.executor.network.averaging_dtype or np.float32)
-        ring_part = self.ring_parts[part] = RingPart(ring, node, state.gradients, dtype)
-        state.gradients = {}
+        ring_part = RingPart(ring, node, self.executor.to_sum(node), dtype)
+        self.ring_parts[node] = ring_part
         start_s = time.perf_counter()
         for hop, array in ring_part.begin():
             self._give(hop, array)
         for _ in range(CHUNKS_ASKED_AHEAD):
-            self._ask_for_chunk(part, ring_part, start_s)
+            self._ask_for_chunk(node, ring_part, start_s)
 
-    def _ask_for_chunk(self, part: Part, ring_part: RingPart, start_s: float) -> None:
+    def _ask_for_chunk(self, node: int, ring_part: RingPart, start_s: float) -> None:
         for step, chunk, hop in itertools.islice(ring_part.unasked, 1):
-            then = partial(self._chunk, part, ring_part, start_s, step, chunk)
+            then = partial(self._chunk, node, ring_part, start_s, step, chunk)
             self._ask(hop, ring_part.travelling, then)
 
     def _chunk(
         self,
-        part: Part,
+        node: int,
         ring_part: RingPart,
         start_s: float,
         step: int,
@@ -379,22 +396,26 @@ class LiveIteration:
         going_on = ring_part.arrive(step, chunk, array)
         if going_on is not None:
             self._give(*going_on)
-        self._ask_for_chunk(part, ring_part, start_s)
+        self._ask_for_chunk(node, ring_part, start_s)
         if ring_part.left == 0:
-            del self.ring_parts[part]
-            gradients = self.executor.states[part].gradients = ring_part.result()
-            leaf = jax.tree.leaves(gradients)[0]
-            self._when_ready(leaf, lambda at_s: self._averaged(part, start_s, at_s))
+            del self.ring_parts[node]
+            self.executor.take_sum(node, ring_part.result())
+            array = self.executor.summed_array(node)
+            self._when_ready(array, lambda at_s: self._averaged(node, start_s, at_s))
 
-    def _averaged(self, part: Part, start_s: float, at_s: float) -> None:
+    def _averaged(self, node: int, start_s: float, at_s: float) -> None:
         if self.emulation is not None:
-            at_s = self.emulation.averaging_end_s(part[0], at_s)
-        self._at(at_s, lambda _: self._end_averaging(part, start_s, at_s))
+            at_s = self.emulation.averaging_end_s(self.executor.stage_of[node], at_s)
+        self._at(at_s, lambda _: self._end_averaging(node, start_s, at_s))
 
-    def _end_averaging(self, part: Part, start_s: float, end_s: float) -> None:
-        self.averagings.append(Averaging(part[0], start_s, end_s))
-        self.not_averaged.remove(part)
-        if not self.not_averaged:
+    def _end_averaging(self, node: int, start_s: float, end_s: float) -> None:
+        self.averagings.append(Averaging(self.executor.stage_of[node], start_s, end_s))
+        self.not_averaged.remove(node)
+        if self.not_averaged:
+            return
+        if self.executor.updates_locally:
+            self.outcome = self.updated
+        else:
             self._sum_totals()
 
     # Totals.
@@ -402,7 +423,7 @@ class LiveIteration:
     def _sum_totals(self) -> None:
         """Sum over all hosts what every update needs to know."""
         executor = self.executor
-        stages = dict.fromkeys(stage for stage, _ in executor.states)
+        stages = dict.fromkeys(executor.stage_of[node] for node in executor.states)
         norms = [norm for stage in stages for norm in executor.squared_norms(stage)]
         busy_s = {node: progress.busy_s for node, progress in self.nodes.items()}
         local = executor.add_up([*self.totals.values(), *norms], self.stop, busy_s)
@@ -439,7 +460,11 @@ class LiveIteration:
             self._finish(summed)
 
     def _finish(self, summed: jax.Array) -> None:
-        self.outcome = self.executor.update(summed, watched=True)
+        self.updated = self.executor.update(summed, watched=True)
+        if self.executor.averages_parameters(self.iteration):
+            self._begin_averaging()
+        else:
+            self.outcome = self.updated
 
     # The deadline.
 
@@ -464,16 +489,16 @@ class LiveIteration:
                 arrives = self.computes[operation].arrives
                 whence = f" from {self._place(arrives.source)}" if arrives else ""
                 yield f"the input of the {operation}{whence}", progress.idle_since_s
-        for (stage, _), part in self.ring_parts.items():
+        for part in self.ring_parts.values():
             source = part.ring.nodes[part.position - 1]
-            what = f"a part of the average of stage {stage} from {self._place(source)}"
+            what = f"a part of the average of stage {part.ring.stage} from {self._place(source)}"
             yield what, self.last_event_s
-        if not self.not_averaged:
+        if not self.not_averaged and self._all_nodes_are_done():
             hosts = range(len(self.executor.host_devices)) if self.host == 0 else [0]
             missing = [str(host) for host in hosts if host not in self.totals_of_hosts]
             yield f"the totals from host {', '.join(missing)}", self.last_event_s
         elif not self.ring_parts and self._all_nodes_are_done():
-            stages = sorted({stage for stage, _ in self.not_averaged})
+            stages = sorted({self.executor.stage_of[node] for node in self.not_averaged})
             yield f"the average of stage {stages[0]}", self.last_event_s
 
     def _all_nodes_are_done(self) -> bool:

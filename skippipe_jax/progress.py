@@ -32,7 +32,7 @@ from skippipe_jax.executor import Executor, Outcome
 from skippipe_jax.flops import iteration_flops
 from skippipe_jax.model import parameter_count, stage_shapes
 from skippipe_jax.optimizer import learning_rate_schedule, updates_made
-from skippipe_jax.recipe import Schedule
+from skippipe_jax.recipe import Schedule, predicted_s
 from skippipe_jax.stages import (
     LOSS,
     SQUARED_NORM,
@@ -100,6 +100,19 @@ class Finished:
     at_s: float
 
 
+@dataclass(frozen=True)
+class Expected:
+    """Of an iteration, by its plan: how long it takes, and bytes from one node to another."""
+
+    seconds: float
+    sent: dict[tuple[int, int], int]
+
+    @classmethod
+    def of(cls, plan: Plan, config: Config, averaged: int) -> Expected:
+        """Of one that averages so many numbers for each parameter."""
+        return cls(predicted_s(plan, averaged), bytes_per_link(plan, config, averaged))
+
+
 class Progress:
     """Reads the outcome of each iteration, checks it, and shows and writes it on host 0."""
 
@@ -115,7 +128,12 @@ class Progress:
         self.config = config
         self.schedule = schedule
         self.folder = folder
-        self.sent = {name: bytes_per_link(plan, config) for name, plan in schedule.plans.items()}
+        # By the name of an iteration's plan, and how many numbers for each parameter it averages.
+        self.expected = {
+            (name, averaged): Expected.of(plan, config, averaged)
+            for name, plan in schedule.plans.items()
+            for averaged in {config.recipe.averaged(step) for step in (0, 1)}
+        }
         self.devices = list(dict.fromkeys(executor.devices))
         data = config.data
         self.flops = {
@@ -200,8 +218,8 @@ class Progress:
     def _line(self, finished: Finished) -> dict[str, Any]:
         """The metrics of an iteration, and what follows from them for the next."""
         step, totals, optimizer = finished.step, finished.totals, self.config.optimizer
-        name, plan = self.schedule.name(step - 1), self.schedule.plan(step - 1)
-        sent = self.sent[name]
+        name = self.schedule.name(step - 1)
+        expected = self.expected[name, self.config.recipe.averaged(step)]
         seconds = finished.at_s - self.last_s
         # Validation is no part of the next iteration.
         held_out, self.last_s = self.validations.pop(step, (None, finished.at_s))
@@ -229,10 +247,10 @@ class Progress:
             "flops_utilisation": self._flops_utilisation(self.flops[name], seconds),
             "seconds_per_iteration": seconds,
             "plan": name,
-            "predicted_seconds": plan.predicted.iteration_s,
+            "predicted_seconds": expected.seconds,
             "network": self.config.network.mode,
-            "bytes_sent": sum(sent.values()),
-            "bytes_per_link": {f"{a}-{b}": size for (a, b), size in sent.items()},
+            "bytes_sent": sum(expected.sent.values()),
+            "bytes_per_link": {f"{a}-{b}": size for (a, b), size in expected.sent.items()},
             "idle_share": _idle_share(finished.busy_s, seconds),
             "gradient_norm": _finite(norm),
             "skipped_updates": self.skipped_updates,
@@ -298,11 +316,12 @@ def _idle_share(busy_s: np.ndarray | None, seconds: float) -> list[float] | None
     return [round(max(0.0, 1.0 - busy / seconds), 4) for busy in busy_s.tolist()]
 
 
-def bytes_per_link(plan: Plan, config: Config) -> dict[tuple[int, int], int]:
+def bytes_per_link(plan: Plan, config: Config, averaged: int = 1) -> dict[tuple[int, int], int]:
     """Bytes that go from one node to another in an iteration: activations, gradients, averaging.
 
     Nodes count as if each had its own device. A stage with n replicas averages round the planner's
-    ring, each node sending 2(n-1)/n of the gradients to the next.
+    ring, each node sending 2(n-1)/n of what is averaged to the next: `averaged` numbers for each
+    parameter.
     """
     network = config.network
     travelling = jnp.dtype(network.activation_dtype or config.model.compute_dtype)
@@ -315,7 +334,8 @@ def bytes_per_link(plan: Plan, config: Config) -> dict[tuple[int, int], int]:
     element = jnp.dtype(network.averaging_dtype or jnp.float32).itemsize
     for stage, shapes in enumerate(stage_shapes(config.model, len(plan.stages))):
         ring = best_ring(plan.case, stage, plan.stages[stage])
-        passed = 2 * (len(ring) - 1) * parameter_count(shapes) * element // len(ring)
+        size = averaged * parameter_count(shapes) * element
+        passed = 2 * (len(ring) - 1) * size // len(ring)
         for position, node in enumerate(ring):
             if passed:
                 sent[ring[position - 1], node] += passed

@@ -11,18 +11,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched import fields
+from skippipe_sched.averaging import quickest_averaging_s
 from skippipe_sched.case import Case, parse_case
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import make_plan
+from skippipe_sched.methods import plan_best, with_prediction
+from skippipe_sched.methods.routes import Routes
 from skippipe_sched.plan import Plan
 from skippipe_sched.search import Search
+from skippipe_sched.simulate import Averaging, Timeline, simulate_plan
+
+from skippipe_jax.local_updates import AVERAGED
 
 OWN, FULL = "plan", "full"
 """The names of the run's own plan, and of the one with full paths."""
@@ -50,7 +55,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """How paths change while a run trains, and whether stages make up for being skipped.
+    """How paths change while a run trains, and what stages and their replicas make up for.
 
     Attributes:
         full_every: every so many iterations, all microbatches visit all stages in order.
@@ -63,6 +68,11 @@ class RecipeConfig:
         skip_scaling: with `inverse`, what a stage adds to its input is divided, in training, by the
             share of the iteration's microbatches that visit it (stochastic depth). With `none` it
             is not. Evaluation always uses stages as they are.
+        average_parameters_every: the replicas of a stage exchange no gradients. Each is updated by
+            its own, and after every so many iterations they average their parameters and moments
+            (`skippipe_jax.local_updates` says what that means exactly). A run is saved, validated
+            and stopped only then, as replicas differ in between. null: gradients are averaged in
+            every iteration, and replicas never differ.
     """
 
     full_every: int | None = None
@@ -71,6 +81,7 @@ class RecipeConfig:
     redraws: int = 1
     longest_redraw: float | None = 1.03
     skip_scaling: str = "none"
+    average_parameters_every: int | None = None
 
     def __post_init__(self):
         """Refuse phases that are out of order, and what has no effect."""
@@ -78,7 +89,7 @@ class RecipeConfig:
         fields.integer(self.redraws, "recipe.redraws", 1)
         if self.longest_redraw is not None:
             fields.number(self.longest_redraw, "recipe.longest_redraw", 1.0)
-        for name in ("full_every", "redraw_every"):
+        for name in ("full_every", "redraw_every", "average_parameters_every"):
             if getattr(self, name) is not None:
                 fields.integer(getattr(self, name), f"recipe.{name}", 1)
         for number, phase in enumerate(self.phases or ()):
@@ -106,6 +117,24 @@ class RecipeConfig:
                     f"Write recipe.{other} too, or remove it",
                 )
 
+    def replicas_agree(self, step: int) -> bool:
+        """Whether all replicas of a stage are the same after so many iterations."""
+        return self.averaged(step) > 0
+
+    def averaged(self, step: int) -> int:
+        """How many numbers for each parameter are averaged in the iteration that leads to `step`.
+
+        1 is the gradient.
+        """
+        if self.average_parameters_every is None:
+            return 1
+        return AVERAGED if step % self.average_parameters_every == 0 else 0
+
+    @property
+    def averaged_at_most(self) -> int:
+        """How many numbers for each parameter are averaged in an iteration that averages."""
+        return 1 if self.average_parameters_every is None else AVERAGED
+
     @property
     def begins_with_own(self) -> bool:
         """Whether the run's own plan is taken before the first phase begins."""
@@ -116,6 +145,10 @@ class RecipeConfig:
         """How many plans are sought beside the run's own, at most."""
         of_phases = (self.begins_with_own + len(self.phases or ())) * self.redraws
         return of_phases - self.begins_with_own + (self.full_every is not None)
+
+
+NO_RECIPE = RecipeConfig()
+"""Every iteration takes the run's own plan and averages gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +173,57 @@ class Schedule:
     def plan(self, iteration: int) -> Plan:
         """The plan that an iteration takes; iterations count from 0."""
         return self.plans[self.name(iteration)]
+
+    @property
+    def longest_s(self) -> float:
+        """The seconds that no iteration takes longer than, by its plan."""
+        averaged = self.recipe.averaged_at_most
+        return max(predicted_s(plan, averaged) for plan in self.plans.values())
+
+
+def predicted_s(plan: Plan, averaged: int) -> float:
+    """The seconds of an iteration in which so many numbers for each parameter are averaged."""
+    return plan.predicted.iteration_s if averaged == 1 else timeline_of(plan, averaged).iteration_s
+
+
+def timeline_of(plan: Plan, averaged: int) -> Timeline:
+    """What the timing model says of such an iteration.
+
+    A stage averages gradients as soon as it has them, and parameters when all stages are updated.
+    """
+    timeline = simulate_plan(plan)
+    if averaged == 1:
+        return timeline
+    case, start_s = with_stage_bytes(plan.case, averaged), timeline.pipeline_s
+    seconds = [
+        quickest_averaging_s(case, stage, nodes) if averaged else 0.0
+        for stage, nodes in enumerate(plan.stages)
+    ]
+    averagings = (Averaging(stage, start_s, start_s + s) for stage, s in enumerate(seconds))
+    return replace(timeline, averagings=tuple(averagings))
+
+
+def best_plan(cases: Sequence[Case], method: str, search: Search, recipe: RecipeConfig) -> Plan:
+    """A plan of one of the cases, as `plan_best` makes it, for averaging as the recipe says.
+
+    Parameters that are averaged every N iterations count for the mean of what an iteration moves,
+    `AVERAGED` / N of the case's `stage_bytes`. The plan is of the case as it is given.
+
+    Raises:
+        InputError: if no case has a plan under its rules.
+    """
+    every = recipe.average_parameters_every
+    if every is None:
+        return plan_best(cases, method, search)
+    weighed = [with_stage_bytes(case, AVERAGED / every) for case in cases]
+    plan = plan_best(weighed, method, search)
+    routes = Routes(plan.stages, plan.microbatches, plan.order)
+    return with_prediction(cases[weighed.index(plan.case)], method, routes)
+
+
+def with_stage_bytes(case: Case, factor: float) -> Case:
+    """The case with replicas that average so many times as much."""
+    return replace(case, stage_bytes=tuple(factor * size for size in case.stage_bytes))
 
 
 def stage_shares(plan: Plan) -> Float[np.ndarray, " stages"]:
@@ -167,11 +251,17 @@ def make_schedule(
     if recipe.most_searches:
         say(f"planning for the recipe: {recipe.most_searches} plans, {budget_s:g} s each at most")
     plans = {OWN: own}
+    if recipe.average_parameters_every is not None:
+        say(
+            f"parameters are averaged every {recipe.average_parameters_every} iterations; by the "
+            f"plan such an iteration takes {predicted_s(own, AVERAGED):.3g} s, and any other "
+            f"{predicted_s(own, 0):.3g} s"
+        )
     for part in _parts(recipe, own.case):
         drawn = [own] if not part.changes else []
         while len(drawn) < part.redraws:
             search = Search(seed + len(drawn), budget_s, own.stages)
-            drawn.append(_planned(part, own.case, method, search))
+            drawn.append(_planned(part, own.case, method, search, recipe))
         if recipe.redraw_every is None or part.name == FULL:
             [plans[part.name]] = drawn
         else:
@@ -205,14 +295,14 @@ def _parts(recipe: RecipeConfig, case: Case) -> Iterator[_Part]:
         yield _Part(FULL, "recipe.full_every", recipe.full_every, 1, in_order)
 
 
-def _planned(part: _Part, case: Case, method: str, search: Search) -> Plan:
+def _planned(part: _Part, case: Case, method: str, search: Search, recipe: RecipeConfig) -> Plan:
     rules = {key: value for key, value in part.changes.items() if key != "path_length"}
     changed = {
         "path_length": part.changes.get("path_length", case.path_length),
         "rules": {**case.source.get("rules", {}), **rules},
     }
     try:
-        plan = make_plan(parse_case({**case.source, **changed}), method, search)
+        plan = best_plan([parse_case({**case.source, **changed})], method, search, recipe)
     except InputError as error:
         problem = f"cannot be planned, as {error.field} = {error.value!r}: {error.problem}"
         raise InputError(part.field, part.value, problem, error.remedy) from error

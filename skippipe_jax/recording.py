@@ -23,9 +23,10 @@ from skippipe_sched import fields
 from skippipe_sched.draw import gantt_series
 from skippipe_sched.errors import InputError
 from skippipe_sched.plan import KINDS, Operation, Plan, microbatch_chain
-from skippipe_sched.simulate import Averaging, Run, Timeline, Transfer, simulate_plan
+from skippipe_sched.simulate import Averaging, Run, Timeline, Transfer
 from skippipe_sched.trace import chrome_trace
 
+from skippipe_jax.recipe import timeline_of
 from skippipe_jax.run_folder import saved_schedule
 
 TIMELINES = "timelines"
@@ -123,7 +124,7 @@ def draw_recorded(run_dir: Path) -> list[Path]:
     written = []
     for step in recorded_steps(run_dir):
         plan = schedule.plan(step - 1)
-        predicted = simulate_plan(plan)
+        predicted = timeline_of(plan, schedule.recipe.averaged(step))
         try:
             measured = measured_timeline(run_dir, plan, step)
         except IncompleteRecordingError as error:

@@ -22,12 +22,12 @@ from skippipe_sched.draw import gantt_series
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.flows import Flow, flows_map, link_name, link_traffic, seconds_text, size_text
 from skippipe_sched.plan import Plan
-from skippipe_sched.simulate import Timeline, simulate_plan
+from skippipe_sched.simulate import Timeline
 
 from skippipe_jax.config import Config
 from skippipe_jax.curves import curve
 from skippipe_jax.model import parameter_count, stage_shapes
-from skippipe_jax.recipe import OWN
+from skippipe_jax.recipe import OWN, timeline_of
 from skippipe_jax.recording import (
     IncompleteRecordingError,
     measured_timeline,
@@ -117,10 +117,11 @@ class Metrics:
 
     @property
     def predicted_seconds(self) -> float | None:
-        """What the plan says of an iteration, if the run has noted it."""
-        noted = self.recent[-1].get("predicted_seconds")
+        """What the plan says of an iteration, in the median, if the run has noted it."""
         field = f"{METRICS}, predicted_seconds"
-        return None if noted is None else fields.number(noted, field, 0.0, above=True)
+        noted = [line.get("predicted_seconds") for line in self.recent]
+        seconds = [fields.number(n, field, 0.0, above=True) for n in noted if n is not None]
+        return float(np.median(seconds)) if seconds else None
 
     @property
     def bytes_per_link(self) -> Mapping[str, Any] | None:
@@ -217,10 +218,11 @@ def report(folder: Path) -> str:
     """
     config, schedule = saved_config(folder, "RUN"), saved_schedule(folder)
     whole = load_metrics(folder)
-    plans = [schedule.name(step - 1) for step in whole.step.tolist()]
+    steps = whole.step.tolist()
+    plans = [schedule.name(step - 1) for step in steps]
     name = plans[-1] if plans else OWN
     plan, metrics = schedule.plans[name], whole.of([other == name for other in plans])
-    predicted = simulate_plan(plan)
+    predicted = timeline_of(plan, config.recipe.averaged(steps[-1] if steps else 0))
     recorded = recorded_steps(folder)
     shown = [step for step in recorded if schedule.name(step - 1) == name]
     measured, notes = load_timelines(folder, plan, shown)

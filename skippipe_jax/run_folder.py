@@ -14,11 +14,10 @@ from skippipe_sched import fields
 from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan, load_plan
-from skippipe_sched.simulate import simulate_plan
 
 from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.config import Config, parse_config, to_yaml
-from skippipe_jax.recipe import OWN, RecipeConfig, Schedule
+from skippipe_jax.recipe import NO_RECIPE, OWN, Schedule, timeline_of
 
 CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"
 PLANS = "plans"
@@ -64,7 +63,7 @@ def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
             path = folder / PLAN if name == OWN else folder / PLANS / f"{name}.json"
             path.parent.mkdir(exist_ok=True)
             plan.save(path)
-            picture = gantt(plan, simulate_plan(plan))
+            picture = gantt(plan, timeline_of(plan, config.recipe.averaged_at_most))
             path.with_suffix(".svg").write_text(picture, encoding="utf-8")
         (folder / METRICS).touch()
         # Last: the config marks a folder as a run, whose own the plan then is.
@@ -100,8 +99,7 @@ def saved_schedule(folder: Path) -> Schedule:
     """All plans of a run, and which iteration takes which."""
     others = sorted((folder / PLANS).glob("*.json"))
     plans = {OWN: saved_plan(folder)} | {path.stem: load_plan(path) for path in others}
-    # What a recipe says beside its plans decides nothing here.
-    recipe = saved_config(folder, "run_dir").recipe if others else RecipeConfig()
+    recipe = saved_config(folder, "run_dir").recipe if is_run(folder) else NO_RECIPE
     return Schedule(recipe, plans)
 
 

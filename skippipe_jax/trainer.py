@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ import jax
 from skippipe_sched.auto import candidates, load_cases
 from skippipe_sched.case import Case
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import plan_best
 from skippipe_sched.plan import Plan, load_plan
 from skippipe_sched.rules import require
 from skippipe_sched.search import Search
@@ -54,7 +53,14 @@ from skippipe_jax.profiled_steps import profiled
 from skippipe_jax.program import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
 from skippipe_jax.read_ahead import ReadAhead
-from skippipe_jax.recipe import OWN, Schedule, make_schedule
+from skippipe_jax.recipe import (
+    NO_RECIPE,
+    OWN,
+    RecipeConfig,
+    Schedule,
+    best_plan,
+    make_schedule,
+)
 from skippipe_jax.recording import draw_recorded, remove_recordings
 from skippipe_jax.stages import activation
 from skippipe_jax.tokenizer import BYTES, TOKENIZER_FOLDER, load_tokenizer
@@ -101,7 +107,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     else:
         schedule = _schedule_of_host_0(config, host)
     plan = schedule.plans[OWN]
-    _require_patience(config, schedule.plans.values())
+    _require_patience(config, schedule.longest_s)
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
@@ -163,6 +169,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     best = BestCheckpoint(writer, folder if host.index == 0 else None)
     reader = None if data is None else ReadAhead(data.__getitem__, config.data.prefetch)
 
+    recipe = config.recipe
     saved_step, stopping, held_out = step, False, None
     with (
         _stop_signals() as received,
@@ -172,7 +179,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         closing(writer),
         CompilationCounter() as compilations,
     ):
-        while step < config.train.steps and not stopping:
+        while step < config.train.steps and not (stopping and recipe.replicas_agree(step)):
             batches = _batches(program, schedule.plan(step), reader, read)
             outcome = iterations.run(step, batches, stop=bool(received))
             step, read = step + 1, read + len(plan.microbatches)
@@ -183,7 +190,13 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
                 progress.validated(step, held_out)
             saves = step % config.checkpoint.every == 0
             # Saving waits for the parameters anyway, and nothing is saved after a loss that is NaN.
+            was_stopping = stopping
             stopping = progress.report(leave=0 if saves else ITERATIONS_AHEAD)
+            if stopping and not (was_stopping or recipe.replicas_agree(step)) and host.index == 0:
+                _say(
+                    f"asked to stop: ends when replicas have averaged, after "
+                    f"{recipe.average_parameters_every} iterations at most; Ctrl-C: at once"
+                )
             if saves:
                 _save(writer, step, executor, data, read)
                 best.consider(step, held_out)
@@ -262,9 +275,9 @@ def _schedule_of_run(
         return run_folder.saved_schedule(Path(config.run_dir))
     if profile is not None:
         _say(f"planning for what was measured, {config.plan.budget_s:g} s at most")
-        own = _planned(config.plan, candidates(profile.case))
+        own = _planned(config.plan, candidates(profile.case), config.recipe)
     else:
-        own = plan_of(config.plan, config_folder)
+        own = plan_of(config.plan, config_folder, config.recipe)
     search = config.plan.method, config.plan.seed, config.plan.budget_s
     return make_schedule(config.recipe, own, *search, _say)
 
@@ -318,7 +331,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def plan_of(config: PlanConfig, config_folder: Path) -> Plan:
+def plan_of(config: PlanConfig, config_folder: Path, recipe: RecipeConfig = NO_RECIPE) -> Plan:
     """The plan that a configuration names, or one made for the case that it names.
 
     Raises:
@@ -334,16 +347,15 @@ def plan_of(config: PlanConfig, config_folder: Path) -> Plan:
         cases = load_cases(Path(config.case))
     else:
         cases = candidates(config.case, config_folder)
-    return _planned(config, cases)
+    return _planned(config, cases, recipe)
 
 
-def _planned(config: PlanConfig, cases: Sequence[Case]) -> Plan:
-    return plan_best(cases, config.method, Search(config.seed, config.budget_s))
+def _planned(config: PlanConfig, cases: Sequence[Case], recipe: RecipeConfig) -> Plan:
+    return best_plan(cases, config.method, Search(config.seed, config.budget_s), recipe)
 
 
-def _require_patience(config: Config, plans: Iterable[Plan]) -> None:
+def _require_patience(config: Config, longest_s: float) -> None:
     """Refuse a deadline that passes while everything goes as planned."""
-    longest_s = max(plan.predicted.iteration_s for plan in plans)
     if config.network.deadline_s <= longest_s:
         raise InputError(
             "network.deadline_s",
@@ -440,6 +452,7 @@ def make_executor(
         activation(config.model, config.data),
         config.network,
         scales_skipped=config.recipe.skip_scaling == "inverse",
+        average_parameters_every=config.recipe.average_parameters_every,
     )
     host.barrier("executors", config.cluster.connect_timeout_s)
     executor.open_sums()
@@ -468,7 +481,7 @@ class Iterations:
         self.programs = programs
         network = config.network
         self.emulations = {
-            name: Emulation(plan, network, config.seed)
+            name: Emulation(plan, network, config.seed, config.recipe.averaged_at_most)
             for name, plan in schedule.plans.items()
             if network.mode == "emulate"
         }
@@ -546,15 +559,15 @@ def _save(
 
 
 def _restore(found: Checkpoint, executor: Executor, stage_layers: Sequence[int]) -> None:
-    for (stage, device), state in executor.states.items():
-        sharding = jax.sharding.SingleDeviceSharding(device)
+    for node, state in executor.states.items():
+        sharding = jax.sharding.SingleDeviceSharding(executor.devices[node])
         abstract = jax.tree.map(
             lambda leaf, sharding=sharding: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=sharding
             ),
             state.to_save(),
         )
-        state.restore(read_stage(found, stage_layers, stage, abstract))
+        state.restore(read_stage(found, stage_layers, executor.stage_of[node], abstract))
 
 
 @contextmanager

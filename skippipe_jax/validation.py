@@ -145,7 +145,7 @@ class Validation:
 
     def _compute(self, visit: Visit, value: jax.Array) -> jax.Array:
         executor = self.executor
-        state = executor.states[executor.stage_of[visit.node], executor.devices[visit.node]]
+        state = executor.states[executor.replica_of[visit.node]]
         if visit.leaves is not None:
             return state.functions.predict(state.parameters, value)
         targets = executor.put(self.batches[visit.microbatch]["targets"], visit.node)

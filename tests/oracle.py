@@ -8,7 +8,7 @@ does it know of packing: documents that share a sequence are run one by one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +83,73 @@ def train_by(
         layers = tuple(phase.layers)
         if layers not in step_of_cut:
             structures = [nnx.graphdef(module) for module in modules(layers)]
-            step_of_cut[layers] = _step(structures, transformation, optimizer, scaled)
+            loss = _loss(structures, range(len(layers)), optimizer, scaled)
+            step_of_cut[layers] = _step(loss, transformation, optimizer)
         parameters, state = cut((parameters, state), layers)
         for batches in phase.iterations:
             unpacked = [one_by_one(batch) for batch in batches]
-            parameters, state, loss = step_of_cut[layers](
+            parameters, state, value = step_of_cut[layers](
                 parameters, state, unpacked, phase.stage_paths
             )
-            losses.append(float(loss))
+            losses.append(float(value))
     return parameters, losses
+
+
+def train_apart(
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    stages: Sequence[Sequence[int]],
+    microbatches: Sequence[Sequence[int]],
+    iterations: Sequence[Sequence[Batch]],
+    seed: int,
+    steps: int,
+    every: int,
+) -> tuple[list[Any], list[float]]:
+    """Local updates: parameters of every node after the iterations, and the losses.
+
+    `stages[s]` are the nodes of stage s, each of which has parameters of its own, `microbatches[m]`
+    is the path of microbatch m over nodes. Every so many iterations the nodes of a stage average.
+    """
+    layers, key = model.layers_of_stages(len(stages)), jax.random.key(seed)
+    modules = [create_stage(model, stage, layers, key) for stage in range(len(stages))]
+    stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
+    nodes = range(len(stage_of))
+    structures = [nnx.graphdef(module) for module in modules]
+    gradient = jax.grad(_loss(structures, stage_of, optimizer, scaled=False), has_aux=True)
+    parameters: list[Any] = [nnx.to_pure_dict(nnx.state(modules[stage_of[n]])) for n in nodes]
+    transformation = adamw(optimizer, steps)
+    update = jax.jit(transformation.update)
+    states = [transformation.init(own) for own in parameters]
+    losses = []
+    for iteration, batches in enumerate(iterations, start=1):
+        gradients, value = gradient(parameters, batches, microbatches)
+        losses.append(float(value))
+        replicas = [len(stages[stage_of[node]]) for node in nodes]
+        local = [
+            jax.tree.map(lambda leaf, n=n: n * leaf, own)
+            for own, n in zip(gradients, replicas, strict=True)
+        ]
+        squares = [float(optax.tree.norm(own)) ** 2 for own in local]
+        norm = sum(np.mean([squares[node] for node in of_stage]) for of_stage in stages) ** 0.5
+        if optimizer.skip_above_norm is None or norm <= optimizer.skip_above_norm:
+            scale = min(1.0, optimizer.clip_norm / norm)
+            for node in nodes:
+                clipped = jax.tree.map(lambda leaf: scale * leaf, local[node])  # noqa: B023
+                updates, states[node] = update(clipped, states[node], parameters[node])
+                parameters[node] = optax.apply_updates(parameters[node], updates)
+        if iteration % every == 0:
+            for of_stage in stages:
+                own = [(parameters[node], states[node]) for node in of_stage]
+                mean = jax.tree.map(_mean, *own)
+                for node in of_stage:
+                    parameters[node], states[node] = mean
+    return parameters, losses
+
+
+def _mean(*leaves: jax.Array) -> jax.Array:
+    """The mean of parameters or moments; counters are the same everywhere."""
+    is_counter = jnp.issubdtype(leaves[0].dtype, jnp.integer)
+    return leaves[0] if is_counter else sum(leaves[1:], start=leaves[0]) / len(leaves)
 
 
 def cut(tree: Any, layers: Sequence[int]) -> Any:
@@ -113,7 +171,17 @@ def _cut(stages: list[Any], layers: Sequence[int]) -> list[Any]:
     return [stages[0] | parts[0], *parts[1:]]
 
 
-def _step(structures: Sequence[Any], transformation: Any, optimizer: OptimizerConfig, scaled: bool):
+def _loss(
+    structures: Sequence[Any],
+    stage_of: Mapping[int, int] | Sequence[int],
+    optimizer: OptimizerConfig,
+    scaled: bool,
+):
+    """Parameters, batches and paths of an iteration -> what is minimised, and what is reported.
+
+    There are parameters at every place that a path visits, and place p holds stage `stage_of[p]`.
+    """
+
     @functools.partial(jax.jit, static_argnums=0)
     def apply(structure: Any, parameters: Any, x: jax.Array) -> jax.Array:
         return nnx.merge(structure, parameters)(x)
@@ -128,23 +196,28 @@ def _step(structures: Sequence[Any], transformation: Any, optimizer: OptimizerCo
         return jnp.sum(jnp.log(z) ** 2 * (targets >= 0))
 
     def loss(
-        parameters: list[Any], batches: Sequence[Batch], stage_paths: Sequence[Sequence[int]]
+        parameters: list[Any], batches: Sequence[Batch], paths: Sequence[Sequence[int]]
     ) -> tuple[jax.Array, jax.Array]:
-        """What is minimised, and the part of it that is reported as the loss."""
         nats = tokens = squares = jnp.zeros(())
-        for stages, batch in zip(stage_paths, batches, strict=True):
+        for path, batch in zip(paths, batches, strict=True):
             x = batch["tokens"]
-            for stage in stages:
-                before, x = x, apply(structures[stage], parameters[stage], x)
+            for place in path:
+                stage = stage_of[place]
+                before, x = x, apply(structures[stage], parameters[place], x)
                 if scaled and stage > 0:
-                    visits = sum(stage in path for path in stage_paths)
-                    x = before + (x - before) / (visits / len(stage_paths))
-            own = loss_of(structures[0], parameters[0], x, batch["targets"])
+                    visits = sum(stage_of[other] == stage for path in paths for other in path)
+                    x = before + (x - before) / (visits / len(paths))
+            first = parameters[path[0]]
+            own = loss_of(structures[0], first, x, batch["targets"])
             nats, tokens = nats + own[0], tokens + own[1]
             if optimizer.z_loss:
-                squares += squared_log_z(structures[0], parameters[0], x, batch["targets"])
+                squares += squared_log_z(structures[0], first, x, batch["targets"])
         return (nats + optimizer.z_loss * squares) / tokens, nats / tokens
 
+    return loss
+
+
+def _step(loss: Callable[..., Any], transformation: Any, optimizer: OptimizerConfig):
     @jax.jit
     def update(parameters: list[Any], state: Any, gradients: list[Any]):
         updates, state = transformation.update(gradients, state, parameters)

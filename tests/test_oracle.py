@@ -132,6 +132,8 @@ def run(
     batches: list[list[Batch]],
     devices: int,
     way: Way,
+    *,
+    average_parameters_every: int | None = None,
 ) -> tuple[Executor, list[Outcome]]:
     """Train in this process, with the nodes spread over some of its devices."""
     nodes = len(plan.case.nodes)
@@ -151,6 +153,7 @@ def run(
         seed=0,
         activation=jax.ShapeDtypeStruct((BATCH, TIME, channels), model.compute_dtype),
         network=way.network,
+        average_parameters_every=average_parameters_every,
     )
     emulation = Emulation(plan, way.network, 0) if way.network.mode == "emulate" else None
     outcomes = []
@@ -203,9 +206,9 @@ def assert_training_equals_the_oracle(
     expected, losses = oracle.train(
         model, optimizer, stage_paths, len(plan.stages), batches, seed=0
     )
-    for (stage, device), state in executor.states.items():
-        error = oracle.relative_error(state.parameters, expected[stage])
-        assert error < TOLERANCE, f"stage {stage} on {device}: {error}"
+    for node, state in executor.states.items():
+        error = oracle.relative_error(state.parameters, expected[executor.stage_of[node]])
+        assert error < TOLERANCE, f"node {node}: {error}"
     for outcome, loss in zip(outcomes, losses, strict=True):
         assert abs(float(outcome.totals[LOSS] / outcome.totals[TOKENS]) - loss) < 1e-5
     for node, gauge in outcomes[-1].gauges.items():

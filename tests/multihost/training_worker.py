@@ -26,9 +26,9 @@ def main() -> int:
     trainer.make_executor = make_and_keep
     code = train.main()
     folder.mkdir(exist_ok=True)
-    for (stage, device), state in made[0].states.items():
+    for node, state in made[0].states.items():
         arrays: dict[str, Any] = by_name(state.to_save())
-        np.savez(folder / f"stage{stage}_device{device.id}.npz", **arrays)
+        np.savez(folder / f"stage{made[0].stage_of[node]}_node{node:03}.npz", **arrays)
     return code
 
 

@@ -58,7 +58,15 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
     Raises:
         InputError: if the case's rules leave the method no plan.
     """
-    routes = METHODS[method](case, search or Search())
+    return with_prediction(case, method, METHODS[method](case, search or Search()))
+
+
+def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
+    """The plan that these routes of a method are, simulated and checked.
+
+    Raises:
+        InputError: if it breaks a rule of the case.
+    """
     timeline = simulate(case, routes.stages, routes.paths, routes.order)
     predicted = Predicted(
         iteration_s=timeline.iteration_s,
