@@ -568,26 +568,21 @@ def _cause(row: Mapping[str, Any], cause: str) -> float:
 
 
 def _draw_in_flight(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    for marker, case in zip(MARKERS, dict.fromkeys(row["case"] for row in rows), strict=False):
-        own = [row for row in rows if row["case"] == case]
-        places = range(len(own))
-        axes.plot(places, [row["of_full"] for row in own], marker=marker, label=case)
-        for place, row in zip(places, own, strict=True):
-            axes.annotate(
-                f"{row['of_full']:.2f}",
-                (place, row["of_full"]),
-                textcoords="offset points",
-                xytext=(0, 7),
-                ha="center",
-            )
     limits = list(dict.fromkeys(row["memory"] for row in rows))
+    of_cases = list(dict.fromkeys(row["case"] for row in rows))
+    width = 0.8 / len(of_cases)
+    for place, (case, colour) in enumerate(zip(of_cases, (GOOD, OTHER, "#7fb7a6"), strict=False)):
+        own = [row["of_full"] for row in rows if row["case"] == case]
+        middles = [n + (place - (len(of_cases) - 1) / 2) * width for n in range(len(limits))]
+        axes.bar(middles, own, width, color=colour, label=case)
+        for x, share in zip(middles, own, strict=True):
+            axes.text(x, share + 0.01, f"{share:.2f}", ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(limits)), [str(limit) for limit in limits])
-    axes.set_ylim(0, 1.05)
-    axes.set_xlim(-0.3, len(limits) - 0.7)
+    axes.set_ylim(0, 1)
     axes.set_xlabel("microbatches that a node may hold")
     axes.set_ylabel("joint, share of the best full pipeline")
     axes.set_title("With room for more microbatches,\nfull pipelines catch up")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(ncols=3, loc="upper left", frameon=False)
 
 
 def _draw_search(axes: Axes, search: Mapping[str, Any]) -> None:
@@ -621,6 +616,6 @@ def _draw_search(axes: Axes, search: Mapping[str, Any]) -> None:
     axes.set_xlabel("processor seconds of search (two threads)")
     axes.set_ylabel("seconds of an iteration")
     axes.set_title(
-        f"{search['method']} on {search['case']}: a longer search\n"
-        "(figures: iterations that repay what it takes longer)"
+        f"{search['method']} on {search['case']} searching longer\n"
+        "(figures: iterations that repay the longer)"
     )
