@@ -24,7 +24,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.corpus import Corpus, read_corpus
-from skippipe_jax.documents import DocumentSource, local_path
+from skippipe_jax.documents import DocumentSource, local_path, require_apart
 from skippipe_jax.new_folder import new_folder
 from skippipe_jax.rows import NOT_COUNTED, ROWS, Interleaving, Rows, TokenizedDocuments
 from skippipe_jax.tokenizer import (
@@ -357,6 +357,8 @@ def held_out_batches(
 def _read_corpora(
     sources: tuple[DocumentSource, ...], tokenizer: str, held_out: float, seed: int
 ) -> tuple[Corpus, ...]:
+    if len(sources) > 1:
+        require_apart(sources)
     loaded = load_tokenizer(tokenizer)
     return tuple(read_corpus(source, loaded, held_out, seed) for source in sources)
 

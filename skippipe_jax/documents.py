@@ -9,7 +9,7 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -94,6 +94,25 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
             raise InputError(
                 *source.origin, problem, "Name a file or folder that exists"
             ) from error
+
+
+def require_apart(sources: Sequence[DocumentSource]) -> None:
+    """Refuse a file that is a document of two sources, unless these are alike.
+
+    Each tells by the file's name in its own folder whether it is held out, so one might train on
+    what the other holds out. Rows are told by their text, whichever sources they come from.
+
+    Raises:
+        InputError: naming the second source and the file.
+    """
+    path_of: dict[str, str | None] = {}
+    for source in sources:
+        if source.kind not in ("python", "text"):
+            continue
+        for _, file in _files(source)[1]:
+            if path_of.setdefault(file, source.path) != source.path:
+                problem = f"{file} is of another source too, and might be held out of one only"
+                raise InputError(*source.origin, problem, "Name paths that do not overlap")
 
 
 def local_path(path: str) -> str:

@@ -97,7 +97,11 @@ class HarnessModel(LM):
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """The text that goes on from each context, up to the first of its stops."""
-        return [self._generate(*request.args) for request in tqdm(requests, disable=None)]
+        # A request that comes again asks for another draw.
+        return [
+            self._generate(*request.args, seed=seed)
+            for seed, request in enumerate(tqdm(requests, disable=None))
+        ]
 
     def _encode(self, text: str) -> list[int]:
         return list(map(int, self.tokenizer.encode(text)))
@@ -150,7 +154,7 @@ class HarnessModel(LM):
             targets[row, len(both) - 1 - len(asked) : len(both) - 1] = asked
         return tokens, targets
 
-    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+    def _generate(self, context: str, settings: dict[str, Any], *, seed: int) -> str:
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         limit = self.model.config.context - 1
@@ -159,6 +163,7 @@ class HarnessModel(LM):
         sampling = Sampling(
             temperature=0.0 if greedy else float(settings.get("temperature", 1.0)),
             top_p=float(settings.get("top_p", 1.0)),
+            seed=seed,
         )
         prompt = [self.tokenizer.begin, *self._encode(context)][count - limit - 1 :]
         tokens = generate_tokens(

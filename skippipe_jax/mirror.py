@@ -15,6 +15,7 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 from skippipe_sched.errors import InputError
 
 from skippipe_jax import run_folder
@@ -54,6 +55,11 @@ class Mirror:
             InputError: if a run cannot be fetched, or the copy cannot be used for a new one, or
                 holds later checkpoints than the run.
         """
+        if isinstance(self._files, LocalFileSystem) and Path(self._root).is_relative_to(
+            run_dir.absolute()
+        ):
+            problem = f"lies in {run_dir}, of which it is to be a copy"
+            raise InputError("checkpoint.copy_to", self.url, problem, "Name another folder")
         is_here = resume and run_folder.is_run(run_dir)
         try:
             steps = self.steps()

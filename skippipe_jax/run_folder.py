@@ -55,6 +55,11 @@ def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
     Raises:
         InputError: if the folder cannot be written.
     """
+    # What takes time comes first: whoever interrupts it finds the run with the plans that it had.
+    averaged = config.recipe.averaged_at_most
+    pictures = {
+        name: gantt(plan, timeline_of(plan, averaged)) for name, plan in schedule.plans.items()
+    }
     with _accessible(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / PLANS).exists():  # Of a start that was cut short, or what the run leaves.
@@ -63,8 +68,7 @@ def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
             path = folder / PLAN if name == OWN else folder / PLANS / f"{name}.json"
             path.parent.mkdir(exist_ok=True)
             plan.save(path)
-            picture = gantt(plan, timeline_of(plan, config.recipe.averaged_at_most))
-            path.with_suffix(".svg").write_text(picture, encoding="utf-8")
+            path.with_suffix(".svg").write_text(pictures[name], encoding="utf-8")
         (folder / METRICS).touch()
         # Last: the config marks a folder as a run, whose own the plan then is.
         _replace(folder / CONFIG, to_yaml(config))

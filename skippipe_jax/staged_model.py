@@ -23,7 +23,13 @@ from skippipe_sched.errors import InputError
 from skippipe_jax import huggingface, run_folder
 from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.config import Config, parse_config, to_tree
-from skippipe_jax.data import Batch, check_vocabulary, tokenizer_of, with_tokenizer_of_run
+from skippipe_jax.data import (
+    Batch,
+    DataConfig,
+    check_vocabulary,
+    tokenizer_of,
+    with_tokenizer_of_run,
+)
 from skippipe_jax.marks import marked_tokens
 from skippipe_jax.model import ModelConfig, create_stage, stage_shapes
 from skippipe_jax.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -173,9 +179,11 @@ def read_run(
     """The model in a checkpoint of a run, by default the latest, its configuration, and the step.
 
     Raises:
-        InputError: if the folder holds no run or no such checkpoint, or it cannot be read.
+        InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
+            overrides hold out text that the run has trained on.
     """
     config = run_folder.saved_config(folder, "--run", overrides)
+    _require_same_held_out(config.data, run_folder.saved_config(folder, "--run").data)
     checkpoint = open_checkpoint(folder, step)
     # The run may have cut its model otherwise since.
     cut = checkpoint.stage_layers
@@ -189,6 +197,20 @@ def read_run(
         for stage, shapes in enumerate(stage_shapes(config.model, len(cut)))
     ]
     return StagedModel(config.model, parameters), config, checkpoint.step
+
+
+def _require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
+    """Refuse to divide the text of a run otherwise than it did."""
+    if data.sources() != of_run.sources():
+        return
+    for key in ("held_out", "shuffle_seed"):
+        if getattr(data, key) != getattr(of_run, key):
+            raise InputError(
+                f"data.{key}",
+                getattr(data, key),
+                "text would be held out here that the run has trained on",
+                f"Leave it at {getattr(of_run, key)}, or name other text",
+            )
 
 
 def tokenizer_for(config: Config) -> Tokenizer:

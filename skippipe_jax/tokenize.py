@@ -27,7 +27,7 @@ from skippipe_sched.errors import InputError, run_command
 from tqdm import tqdm
 
 from skippipe_jax.corpus import cut_in_two, groups, place_of, texts_of
-from skippipe_jax.documents import Document, DocumentSource, read_documents
+from skippipe_jax.documents import Document, DocumentSource, read_documents, require_apart
 from skippipe_jax.extras import require
 from skippipe_jax.new_folder import new_folder
 from skippipe_jax.token_shards import PARTS, PartWriter, TokenIndex, write_index
@@ -99,7 +99,7 @@ def write_tokens(
     The same text gives the same files, however many processes there are.
 
     Raises:
-        InputError: if a document cannot be read, or no document would be held out, or all.
+        InputError: if a document cannot be read, or is of two sources, or one part would have none.
     """
     tokenizer = load_tokenizer(tokenizer_name, "--tokenizer")
     inputs, is_held_out = _inputs(sources, held_out, seed)
@@ -135,6 +135,8 @@ def _inputs(
     sources: Sequence[DocumentSource], held_out: float, seed: int
 ) -> tuple[Inputs, Callable[[Document], bool]]:
     """The documents of each source, and what tells whether one of them is held out."""
+    if len(sources) > 1:
+        require_apart(sources)
     every = ((source, one) for source in sources for one in read_documents(source))
     first = list(itertools.islice(every, 2))
     if len(first) == 1:

@@ -398,6 +398,24 @@ def test_a_mixture_keeps_its_proportions_and_each_source_its_own_epochs(tmp_path
         TrainingBatches(config).position(TrainingBatches(other).state(1))
 
 
+@pytest.mark.parametrize("part", ["inner", "inner/03", "inner/*"])
+def test_what_one_source_holds_out_no_other_trains_on(tmp_path, part):
+    (tmp_path / "inner").mkdir()
+    for number in range(20):
+        (tmp_path / "inner" / f"{number:02}").write_bytes(counters(9))
+
+    def config(*paths: str) -> DataConfig:
+        sources = tuple(MixtureConfig("text", str(tmp_path / path)) for path in paths)
+        return DataConfig(source="mixture", mixture=sources, sequence_length=LENGTH, held_out=0.3)
+
+    with pytest.raises(InputError, match="might be held out of one only") as caught:
+        load_corpora(config("", part))
+    assert caught.value.field == "data.mixture[1].path"
+    # To be read twice as often as others, a source may be named twice.
+    first, second = load_corpora(config("inner", "inner"))
+    np.testing.assert_array_equal(first.held_out.tokens[:], second.held_out.tokens[:])
+
+
 @pytest.mark.parametrize("packing", ["windows", "documents"])
 def test_tokens_on_disk_are_read_as_text_is(tmp_path, packing):
     config = chapters(tmp_path / "text", [300, 4000, 14, 1500, 1, 7, 30, 9000, 5, 5, 2, 16])

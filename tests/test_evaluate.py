@@ -388,6 +388,8 @@ def loss_of_transformers(model: transformers.LlamaForCausalLM, windows: np.ndarr
         ),
         (["--stages", "3"], ["--cut = 3", "cut by its plan"]),
         (["--set", "data.path=nowhere"], ["data.path"]),
+        (["--set", "data.held_out=0.5"], ["data.held_out = 0.5", "has trained on"]),
+        (["--set", "data.shuffle_seed=1"], ["data.shuffle_seed = 1", "has trained on"]),
         (["--set", "model.width=32"], ["the configured model has"]),
     ],
 )

@@ -164,6 +164,15 @@ def test_texts_are_generated_up_to_a_stop(run: Path):
     assert model.generate_until([stopped]) == [whole[: whole.index(stop)]]
 
 
+def test_a_request_that_is_repeated_is_drawn_anew(run: Path):
+    model = HarnessModel(run)
+    settings = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
+    requests = [request("generate_until", "begin", settings)] * 4
+    texts = model.generate_until(requests)
+    assert len(set(texts)) == 4
+    assert model.generate_until(requests) == texts
+
+
 def test_a_continuation_beyond_the_context_is_refused(run: Path):
     with pytest.raises(InputError, match="chances of 40 tokens"):
         HarnessModel(run).loglikelihood([request("loglikelihood", "a", "b" * 40)])

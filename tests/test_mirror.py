@@ -236,6 +236,14 @@ def test_the_copy_of_another_run(tmp_path: Path, url: str):
     assert "has not reached" in refused(url, run_dir, resume=True).problem
 
 
+@pytest.mark.parametrize("where", ["", "/copy", "/checkpoints/../copy/"])
+def test_a_copy_in_the_run_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+    monkeypatch.chdir(tmp_path)
+    for resume in (False, True):
+        assert "lies in run" in refused(f"run{where}", Path("run"), resume=resume).problem
+    assert Mirror("run2").prepare(Path("run"), resume=False) is None
+
+
 def test_nothing_to_fetch(tmp_path: Path, url: str):
     assert "holds no checkpoint" in refused(url, tmp_path / "run", resume=True).problem
 

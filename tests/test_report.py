@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,6 +11,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 import pytest
 from skippipe_sched.case import parse_case
+from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan, Predicted
 from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.simulate import Averaging, Timeline, simulate, simulate_plan
@@ -53,6 +55,18 @@ def start_run(folder: Path) -> Path:
     config = {"run_dir": str(folder), "model": {"layers": 3}, "train": {"steps": 500}}
     run_folder.start_run(folder, parse_config(config), Schedule(RecipeConfig(), {OWN: PLAN}))
     return folder
+
+
+def test_a_run_keeps_its_plans_until_others_are_ready(tmp_path: Path):
+    folder = start_run(tmp_path)
+    config = run_folder.saved_config(folder, "run_dir")
+    run_folder.start_run(folder, config, Schedule(RecipeConfig(), {OWN: PLAN, "full": PLAN}))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert folder / "plans" / "full.json" in before
+    locked = replace(PLAN, order=tuple(operations[::-1] for operations in PLAN.order))
+    with pytest.raises(InputError):
+        run_folder.start_run(folder, config, Schedule(RecipeConfig(), {OWN: PLAN, "x": locked}))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def metrics_line(step: int, **changes: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from skippipe_jax.data import DataConfig, TrainingBatches
 from skippipe_jax.documents import DocumentSource
 from skippipe_jax.new_folder import new_folder
 from skippipe_jax.token_shards import BLOCK, PartWriter, open_part, read_index
-from skippipe_jax.tokenize import main
+from skippipe_jax.tokenize import main, write_tokens
 from skippipe_jax.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 
 REPOSITORY = Path(__file__).parent.parent
@@ -241,6 +241,9 @@ def test_files_named_one_by_one_are_held_out_one_by_one(tmp_path, monkeypatch):
     assert 5 <= parts["held_out"].documents <= 20
     # Which these are, the names of the files say, however they were given.
     assert tokenize(tmp_path / "again", monkeypatch, tmp_path / "*.txt", *words) == parts
+    sources = [DocumentSource("text", str(path)) for path in (tmp_path, files[3])]
+    with pytest.raises(InputError, match=r"03\.txt is of another source too"):
+        write_tokens(tmp_path / "twice", sources, "bytes", 0.3, 0, processes=1)
 
 
 def test_the_tail_of_a_single_file_is_held_out(tmp_path, monkeypatch):
