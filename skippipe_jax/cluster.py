@@ -193,6 +193,8 @@ def _abandon(membership: Membership, error: BaseException) -> NoReturn:
     membership.explain(error)
     if isinstance(error, InputError):
         say(f"error: {error}")
+    elif isinstance(error, KeyboardInterrupt):
+        say("interrupted at once")
     else:
         traceback.print_exception(error)
     membership.fail(f"{type(error).__name__}: {error}")

@@ -139,11 +139,7 @@ class Evaluation:
 def main() -> int:
     """Parse the command line and evaluate; returns the exit code."""
     arguments = _parser().parse_args()
-    try:
-        return run_command(lambda: _run(arguments))
-    except KeyboardInterrupt:
-        print("interrupted; nothing is kept", file=sys.stderr)
-        return 130
+    return run_command(lambda: _run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:

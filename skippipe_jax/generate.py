@@ -20,11 +20,7 @@ from skippipe_jax.staged_model import add_model_arguments, named_model, tokenize
 def main() -> int:
     """Parse the command line and generate; returns the exit code."""
     arguments = _parser().parse_args()
-    try:
-        return run_command(lambda: _run(arguments))
-    except KeyboardInterrupt:
-        print()
-        return 130
+    return run_command(lambda: _run(arguments), "\ninterrupted")
 
 
 def _parser() -> argparse.ArgumentParser:

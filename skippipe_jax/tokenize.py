@@ -60,11 +60,7 @@ a file's name, or of a row's text. Train on it with
 def main() -> int:
     """Parse the command line and tokenize; returns the exit code."""
     arguments = _parser().parse_args()
-    try:
-        return run_command(lambda: _run(arguments))
-    except KeyboardInterrupt:
-        print("interrupted; nothing is kept", file=sys.stderr)
-        return 130
+    return run_command(lambda: _run(arguments))
 
 
 def train_bpe(
@@ -182,7 +178,7 @@ def _tokenizer_of_worker(name: str) -> Tokenizer:
 
 def _run(arguments: argparse.Namespace) -> int:
     processes = fields.integer(arguments.processes, "--processes", 1)
-    seed = fields.integer(arguments.seed, "--seed", 0, 2**32 - 1)
+    seed = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED)
     held_out = fields.number(arguments.held_out, "--held-out", 0.0, above=True)
     if held_out >= 1:
         raise InputError("--held-out", held_out, "must be below 1", "Write a share such as 0.05")
