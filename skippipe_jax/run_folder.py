@@ -88,7 +88,18 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
         raise InputError(
             field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
         )
-    return parse_config(fields.load_yaml(folder / CONFIG, f"{folder / CONFIG}"), overrides)
+    path = folder / CONFIG
+    tree = fields.load_yaml(path, str(path))
+    try:
+        parse_config(tree)
+    except InputError as error:
+        raise InputError(
+            f"{path}: {error.field}",
+            error.value,
+            error.problem,
+            "The run's own file is damaged: bring it back, or start another run",
+        ) from error
+    return parse_config(tree, overrides)
 
 
 def saved_plan(folder: Path) -> Plan:
@@ -124,9 +135,29 @@ def append_metrics(folder: Path, line: dict[str, Any]) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of all iterations; a line that a crash cut short is left out."""
-    lines = fields.read_text(folder / METRICS, METRICS).splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The metrics of all iterations; a line that a crash cut short is left out.
+
+    Raises:
+        InputError: if another line is none of this program's.
+    """
+    path = folder / METRICS
+    lines = fields.read_text(path, METRICS).splitlines(keepends=True)
+    return [
+        _read_line(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.endswith("\n")
+    ]
+
+
+def _read_line(text: str, field: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+        fields.integer(line["step"], field)
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            field, text, "is no object with the figures of a step", "Remove this line"
+        ) from error
+    return line
 
 
 def write_best(folder: Path, step: int, loss: float) -> None:
