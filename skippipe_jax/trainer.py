@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from skippipe_sched.methods import plan_best
 from skippipe_sched.plan import Plan, load_plan
 from skippipe_sched.rules import require
 from skippipe_sched.search import Search
+from tqdm import tqdm
 
 from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import (
@@ -170,7 +173,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         closing(progress),
         # Whatever happens in an iteration, the checkpoint before it is written to its end.
         closing(writer),
-        CompilationCounter() as compilations,
+        CompilationCounter(_say_meanwhile if host.index == 0 else _say_nothing) as compilations,
     ):
         while step < config.train.steps and not stopping:
             batches = _batches(program, schedule.plan(step), reader, read)
@@ -261,12 +264,12 @@ def _schedule_of_run(
     if not anew:
         return run_folder.saved_schedule(Path(config.run_dir))
     if profile is not None:
-        _say(f"planning for what was measured, {config.plan.budget_s:g} s at most")
-        own = _planned(config.plan, candidates(profile.case))
+        own = _planned(config.plan, candidates(profile.case), "what was measured")
     else:
         own = plan_of(config.plan, config_folder)
     search = config.plan.method, config.plan.seed, config.plan.budget_s
-    return make_schedule(config.recipe, own, *search, _say)
+    with _interrupts_that_end():
+        return make_schedule(config.recipe, own, *search, _say)
 
 
 def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
@@ -298,6 +301,11 @@ def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+def _say_meanwhile(text: str) -> None:
+    """Say what takes so long, above the bar if there is one."""
+    tqdm.write(text, file=sys.stderr)
 
 
 def _say_nothing(_: str) -> None:
@@ -334,11 +342,31 @@ def plan_of(config: PlanConfig, config_folder: Path) -> Plan:
         cases = load_cases(Path(config.case))
     else:
         cases = candidates(config.case, config_folder)
-    return _planned(config, cases)
+    return _planned(config, cases, "plan.case")
 
 
-def _planned(config: PlanConfig, cases: Sequence[Case]) -> Plan:
-    return plan_best(cases, config.method, Search(config.seed, config.budget_s))
+def _planned(config: PlanConfig, cases: Sequence[Case], what: str) -> Plan:
+    if config.method != "balanced":  # Which is instant.
+        _say_meanwhile(f"planning for {what} by {config.method}, {config.budget_s:g} s at most")
+    with _interrupts_that_end():
+        return plan_best(cases, config.method, Search(config.seed, config.budget_s))
+
+
+@contextmanager
+def _interrupts_that_end() -> Iterator[None]:
+    """Let Ctrl-C end the program at once, without the exception that is its usual way.
+
+    numba compiles the search by callbacks from C, in which exceptions get lost.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _require_patience(config: Config, plans: Iterable[Plan]) -> None:
