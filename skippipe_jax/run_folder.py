@@ -130,7 +130,7 @@ def own_files(folder: Path) -> list[Path]:
 
 def append_metrics(folder: Path, line: dict[str, Any]) -> None:
     """Add one iteration to the metrics; a crash loses at most this line."""
-    with (folder / METRICS).open("a", encoding="utf-8") as file:
+    with _accessible(folder), (folder / METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
@@ -172,7 +172,10 @@ def _accessible(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            "run_dir", str(folder), f"cannot be used: {error.strerror}", "Give another folder"
+            "run_dir",
+            str(folder),
+            f"cannot be used: {error.strerror}",
+            "Mend that, or give another folder",
         ) from error
 
 
