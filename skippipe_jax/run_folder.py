@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -48,6 +50,50 @@ def require_new(folder: Path) -> None:
             "holds a run already",
             "Go on with it by --resume, or give another folder: --set run_dir=...",
         )
+
+
+class Hold:
+    """Keeps a run folder for one training at a time, on whatever machines that share it.
+
+    The hold is a lock on the folder itself, which the system lets go when the process ends; file
+    systems that know no locks on folders, such as NFS, give none.
+    """
+
+    def __init__(self, folder: Path):
+        """Hold nothing yet; `take` does."""
+        self.folder = folder
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Hold:
+        """Whatever is taken is let go on leaving."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the folder go."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def take(self) -> None:
+        """Hold the folder, which is made if there is none.
+
+        Raises:
+            InputError: if another training holds it.
+        """
+        with _accessible(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                "run_dir",
+                str(self.folder),
+                "another training is writing it",
+                "Wait for its end or stop it, or give another folder: --set run_dir=...",
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
 
 
 def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
@@ -175,7 +221,7 @@ def _accessible(folder: Path) -> Iterator[None]:
             "run_dir",
             str(folder),
             f"cannot be used: {error.strerror}",
-            "Mend that, or give another folder",
+            "Give another folder, or mend that",
         ) from error
 
 

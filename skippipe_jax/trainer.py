@@ -81,6 +81,14 @@ class Ending:
 
 
 def train(config: Config, host: Membership, *, resume: bool, config_folder: Path) -> Ending:
+    """Train as one host of the run while no other training writes its folder; see `_train`."""
+    with run_folder.Hold(Path(config.run_dir)) as hold:
+        return _train(config, host, resume, config_folder, hold)
+
+
+def _train(
+    config: Config, host: Membership, resume: bool, config_folder: Path, hold: run_folder.Hold
+) -> Ending:
     """Train as `config` says, as one host of the run; returns when the last checkpoint is written.
 
     `config_folder` is where the link table of a case inside the config lies.
@@ -91,6 +99,8 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     """
     folder = Path(config.run_dir)
     mirror = _prepare_folder(config, resume) if host.index == 0 else None
+    if host.index == 0 and run_folder.is_run(folder):
+        hold.take()
     plans_anew = _plans_anew(config, host, resume)
     transfers, profile = None, None
     if config.plan.measure and plans_anew:
@@ -117,6 +127,9 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     weights = None if resume else first_weights(config)
     # Nothing is written before all that was given has been found good.
     if host.index == 0:
+        if not resume:
+            hold.take()
+            run_folder.require_new(folder)  # Another may have been quicker.
         if resume and plans_anew:
             _leave_plan(folder, plan)
         if plans_anew:
@@ -146,6 +159,8 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         if weights is not None:
             begin_with(weights, executor, config, host)
     if host.index == 0 and resume:
+        if step >= config.train.steps:
+            _say(f"nothing is left to do: the run is at step {step} of {config.train.steps}")
         run_folder.continue_run(folder, config, step)
         remove_recordings(folder, after=step)
     writer = CheckpointWriter(

@@ -420,6 +420,7 @@ def test_resuming_a_run_that_is_over_changes_nothing(run: Path, command: Command
         )
         assert (result.code, result.err) == (0, "")
         assert "trained to step 3" in result.out
+        assert f"the run is at step 3 of {steps}" in result.out
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert saved_steps(run) == [2, 3]
 
@@ -502,6 +503,19 @@ def test_a_damaged_run_is_refused(name: str, module: Any, run: Path, command: Co
     assert [line["step"] for line in run_folder.read_metrics(run)] == [1, 2, 3]
 
 
+def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
+    words = "another training is writing it", "give another folder"
+    resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=4"
+    new = "--config", "config.yaml", "--set", "run_dir=new"
+    with run_folder.Hold(run) as hold, run_folder.Hold(Path("new")) as other:
+        hold.take()
+        other.take()
+        expect_one_error(command(train, *resumed), "run_dir = 'run'", *words)
+        expect_one_error(command(train, *new), "run_dir = 'new'", *words)
+    assert command(train, *resumed).code == 0
+    assert command(train, *new).code == 0
+
+
 @pytest.mark.parametrize("line", ["garbage", "[1]", "{}", '{"step": "two"}'])
 def test_a_damaged_line_of_the_metrics_is_named(line: str, run: Path):
     lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -534,11 +548,14 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
         (["--run", "run", "--step", "1"], ["checkpoints = 1", "one of the steps [2, 3]"]),
         (["--run", "run", "--step", "-1"], ["checkpoints = -1"]),
         (["--run", "run", "--sequences", "0"], ["--sequences = 0", "at least 1"]),
+        (["--run", "run", "--keep", "1", "--plot", "folder.svg"], ["--plot = ", "is a folder"]),
+        (["--run", "run", "--keep", "1", "--plot", "a.pdf"], ["--plot = 'a.pdf'", "no name of"]),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(
     arguments: list[str], words: list[str], run: Path, command: Command
 ):
+    Path("folder.svg").mkdir()
     expect_one_error(command(evaluate, *arguments), *words)
 
 
