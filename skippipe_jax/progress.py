@@ -289,7 +289,7 @@ class Progress:
             self.last_line_s = time.perf_counter()
             left_s = (self.config.train.steps - line["step"]) * line["seconds_per_iteration"]
             # How long the others take is not known while programs are compiled.
-            left = "compiled in it" if line["compilations"] else f"{left_s:.0f} s left"
+            left = "programs compiled" if line["compilations"] else f"{left_s:.0f} s left"
             print(
                 f"step {line['step']}/{self.config.train.steps}  loss {loss}  {speed}  {left}",
                 file=sys.stderr,
