@@ -14,6 +14,7 @@ A folder without COMMITTED is not a checkpoint. COMMITTED says how many blocks e
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -39,10 +40,17 @@ if TYPE_CHECKING:
 
 PyTree = Any
 
-# Orbax narrates each save at level INFO, through a logger that it shares with other libraries.
+# Orbax narrates each save, and prints the traceback of any error that it raises too, through a
+# logger that it shares with other libraries.
 logging.getLogger("absl").addFilter(
-    lambda record: record.levelno >= logging.WARNING or "/orbax/" not in record.pathname
+    lambda record: record.levelno == logging.WARNING or "/orbax/" not in record.pathname
 )
+
+# Why a file cannot be written that is no fault of this program's.
+OF_THE_DISK = [
+    os.strerror(number)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
+]
 
 
 # Of the files of a checkpoint, the mark that it is whole, and how far the data had been read.
@@ -350,10 +358,28 @@ class CheckpointWriter:
         self._protected = step
 
     def wait(self) -> None:
-        """Wait until the last save is committed. Raises RuntimeError when it was not."""
+        """Wait until the last save is committed.
+
+        Raises:
+            InputError: it was not, since the run folder cannot be written any more.
+            RuntimeError: it was not, for another reason.
+        """
         last_save, self._last_save = self._last_save, None
-        if last_save is not None:
+        if last_save is None:
+            return
+        try:
             last_save.result()
+        except RuntimeError as error:
+            # Of this host or another; some come through Orbax, which knows no OSError.
+            reason = next((text for text in OF_THE_DISK if text in str(error)), None)
+            if reason is None:
+                raise
+            raise InputError(
+                "run_dir",
+                str(self._run_dir),
+                f"a checkpoint cannot be written there: {reason}",
+                "Mend that, and --resume goes on from the checkpoint before",
+            ) from error
 
     def close(self) -> None:
         """Wait for the last save and its copy, and end the background threads.
@@ -548,7 +574,7 @@ def _go_back(folder: Path) -> str:
     earlier = [step for step in saved_steps(folder.parent.parent) if step < int(folder.name)]
     if earlier:
         before = f"Resume from the checkpoint before: {earlier[-1]:08d}"
-        return f"{before}, by removing {folder} first"
+        return f"{before}, by moving {folder} away first"
     return "There is no checkpoint before it: start a new run"
 
 

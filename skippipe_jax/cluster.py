@@ -1,8 +1,9 @@
 """How this process joins the other hosts of a run, and how it learns that one of them is lost.
 
 The hosts are connected through a hub on host 0 (see `skippipe_jax.hub`), which judges who is lost.
-A verdict makes every other host print one message and end with `LOST_HOST_EXIT_CODE`. When the hub
-itself goes, each host reaches that verdict alone.
+A verdict makes every other host print one message and end with `LOST_HOST_EXIT_CODE`, or with the
+code of an `InputError` if that is what ended the host. When the hub itself goes, each host reaches
+that verdict alone.
 
 All of this runs on an event loop in a thread of its own, since the main thread may be blocked for
 ever in a collective whose peer is gone.
@@ -33,7 +34,7 @@ from jax._src import xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, InputError
 
 from skippipe_jax.addresses import (
     BIND_VARIABLE,
@@ -193,11 +194,13 @@ def _abandon(membership: Membership, error: BaseException) -> NoReturn:
     membership.explain(error)
     if isinstance(error, InputError):
         say(f"error: {error}")
+    elif isinstance(error, KeyboardInterrupt):
+        say("interrupted at once")
     else:
         traceback.print_exception(error)
-    membership.fail(f"{type(error).__name__}: {error}")
+    membership.fail(f"{type(error).__name__}: {error}".removesuffix(": "))
     # Not by raising: at exit JAX waits for collectives and hosts that will never come.
-    codes = {InputError: 2, KeyboardInterrupt: 130}
+    codes = {InputError: INPUT_ERROR_EXIT_CODE, KeyboardInterrupt: INTERRUPTED_EXIT_CODE}
     _exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
 
 
@@ -503,13 +506,17 @@ class Membership:
             words = await asyncio.wait_for(asyncio.to_thread(self.last_words), _LINGER_S)
         except Exception as error:  # the reason matters more than a fault in the last words
             words = f"What to resume from could not be told: {error!r}"
-        ending = f"{self._name} stops, exit code {LOST_HOST_EXIT_CODE}."
+        code = LOST_HOST_EXIT_CODE
+        if f"failed: {InputError.__name__}: " in reason:
+            # Started again, all would end in the same way.
+            code, words = INPUT_ERROR_EXIT_CODE, ""
+        ending = f"{self._name} stops, exit code {code}."
         try:
-            say("\n".join([f"{reason}.", f"{ending} {words}".strip()]))
+            say("\n".join([f"{reason.removesuffix('.')}.", f"{ending} {words}".strip()]))
             if self._hub is not None:
                 await self._hub.disperse(_LINGER_S)
         finally:
-            _exit(LOST_HOST_EXIT_CODE)
+            _exit(code)
 
     async def _depart(self) -> None:
         self._leaving = True

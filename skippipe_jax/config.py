@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import types
@@ -58,7 +59,7 @@ class PlanConfig:
     def __post_init__(self):
         """Refuse a plan from two places, or from none."""
         fields.text(self.method, "plan.method", METHODS)
-        fields.integer(self.seed, "plan.seed", 0)
+        fields.integer(self.seed, "plan.seed", 0, fields.LARGEST_SEED)
         fields.number(self.budget_s, "plan.budget_s", 0.0, above=True)
         if self.file is not None and self.case is not None:
             raise InputError(
@@ -258,7 +259,7 @@ class Config:
 
     def __post_init__(self):
         """Refuse what the sections say against each other, and values out of range."""
-        fields.integer(self.seed, "seed", 0, 2**32 - 1)
+        fields.integer(self.seed, "seed", 0, fields.LARGEST_SEED)
         if self.init_from is not None:
             folder_of(self.init_from)
         fields.text(self.execution, "execution", ("strict", "ready-first"))
@@ -462,7 +463,9 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, bool):
             raise InputError(name, value, "must be true or false", "Write true or false")
         return value
-    readers = {int: fields.integer, float: fields.number, str: fields.text}
+    # Sizes and counts have bounds of their own.
+    whole = functools.partial(fields.integer, maximum=fields.LARGEST_SEED)
+    readers = {int: whole, float: fields.number, str: fields.text}
     return readers[kind](value, name)
 
 

@@ -125,7 +125,7 @@ class DataConfig:
         if not 0 < self.held_out < 1:
             problem = "must lie between 0 and 1, or one of the two parts is empty"
             raise InputError("data.held_out", self.held_out, problem, "Write a share such as 0.05")
-        fields.integer(self.shuffle_seed, "data.shuffle_seed", 0, 2**32 - 1)
+        fields.integer(self.shuffle_seed, "data.shuffle_seed", 0, fields.LARGEST_SEED)
         self.shares()
 
     def _check_source(self, source: DocumentSource) -> None:

@@ -50,7 +50,7 @@ class Sampling:
     def __post_init__(self):
         """Refuse what draws nothing."""
         fields.number(self.temperature, "--temperature", 0.0)
-        fields.integer(self.seed, "--seed", 0, 2**32 - 1)
+        fields.integer(self.seed, "--seed", 0, fields.LARGEST_SEED)
         if not 0 < self.top_p <= 1:
             raise InputError(
                 "--top-p", self.top_p, "is no share of the probability", "Write one such as 0.95"

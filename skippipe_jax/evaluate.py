@@ -139,11 +139,7 @@ class Evaluation:
 def main() -> int:
     """Parse the command line and evaluate; returns the exit code."""
     arguments = _parser().parse_args()
-    try:
-        return run_command(lambda: _run(arguments))
-    except KeyboardInterrupt:
-        print("interrupted; nothing is kept", file=sys.stderr)
-        return 130
+    return run_command(lambda: _run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -206,6 +202,12 @@ def _shares(arguments: argparse.Namespace) -> list[float]:
             )
         if not arguments.plot.parent.is_dir():
             raise InputError("--plot", str(arguments.plot), "there is no such folder", "Create it")
+        if arguments.plot.suffix != ".svg":
+            raise InputError(
+                "--plot", str(arguments.plot), "is no name of an SVG file", "Write shares.svg, say"
+            )
+        if arguments.plot.is_dir():
+            raise InputError("--plot", str(arguments.plot), "is a folder", "Give another name")
     if arguments.keep is None:
         return []
     return [fields.number(share, "--keep") for share in arguments.keep.split(",")]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from skippipe_sched import fields
-from skippipe_sched.errors import run_command
+from skippipe_sched.errors import InputError, run_command
 
 from skippipe_jax.decoding import Sampling, generate_tokens
 from skippipe_jax.partial import chosen_order
@@ -20,11 +20,7 @@ from skippipe_jax.staged_model import add_model_arguments, named_model, tokenize
 def main() -> int:
     """Parse the command line and generate; returns the exit code."""
     arguments = _parser().parse_args()
-    try:
-        return run_command(lambda: _run(arguments))
-    except KeyboardInterrupt:
-        print()
-        return 130
+    return run_command(lambda: _run(arguments), "\ninterrupted")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
     model, config, _ = named_model(arguments)
     order = chosen_order(arguments.stages, arguments.keep, model.stages, arguments.seed)
     tokenizer = tokenizer_for(config)
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    text = _prompt(arguments.prompt)
     prompt = [tokenizer.begin, *map(int, tokenizer.encode(text))]
     tokens = generate_tokens(model, order, prompt, count, sampling, tokenizer.end)
     if len(order) < model.stages or arguments.stages is not None:
@@ -86,6 +82,16 @@ def _run(arguments: argparse.Namespace) -> int:
         shown = ""
     print(shown)
     return 0
+
+
+def _prompt(argument: str) -> str:
+    """The prompt that is given, or standard input."""
+    try:
+        text = sys.stdin.read() if argument == "-" else argument
+        text.encode()  # Bytes of an argument that are no text come as lone surrogates.
+    except UnicodeError as error:
+        raise InputError("--prompt", argument, "is not UTF-8 text", "Give text") from error
+    return text
 
 
 def text_pieces(

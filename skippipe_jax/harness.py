@@ -20,11 +20,7 @@ from skippipe_jax.staged_model import add_model_arguments
 def main() -> int:
     """Parse the command line and run the tasks; returns the exit code."""
     arguments = _parser().parse_args()
-    try:
-        return run_command(lambda: _run(arguments))
-    except KeyboardInterrupt:
-        print("interrupted; nothing is kept", file=sys.stderr)
-        return 130
+    return run_command(lambda: _run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -65,6 +65,8 @@ class OptimizerConfig:
     def __post_init__(self):
         """Refuse values outside their ranges."""
         fields.integer(self.warmup_steps, "optimizer.warmup_steps", 0)
+        if self.decay_steps is not None:
+            fields.integer(self.decay_steps, "optimizer.decay_steps", 1)
         fields.text(self.schedule, "optimizer.schedule", SCHEDULES)
         fields.text(self.decay_shape, "optimizer.decay_shape", DECAY_SHAPES)
         for name in ("learning_rate", "final_ratio", "beta1", "beta2", "weight_decay", "z_loss"):

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +58,18 @@ class Compilations:
 
 
 class CompilationCounter:
-    """Counts the programs that XLA compiles, or loads from its cache, in this process."""
+    """Counts the programs that XLA compiles, or loads from its cache, in this process.
+
+    Where that takes long, `say` is told now and then how far it is.
+    """
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 
-    def __init__(self):
+    def __init__(self, say: Callable[[str], None] = print):
         """Start at zero; counting begins on entering."""
         self.compilations = Compilations()
+        self.say = say
+        self.said_s = time.perf_counter()
 
     def take(self) -> Compilations:
         """Those since the last call."""
@@ -82,7 +88,11 @@ class CompilationCounter:
     def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == self.EVENT:
             before = self.compilations
-            self.compilations = Compilations(before.count + 1, before.seconds + duration_secs)
+            now = Compilations(before.count + 1, before.seconds + duration_secs)
+            self.compilations = now
+            if time.perf_counter() - self.said_s > SECONDS_BETWEEN_LINES:
+                self.said_s = time.perf_counter()
+                self.say(f"compiling: {now.count} programs so far, {now.seconds:.0f} s")
 
 
 @dataclass(frozen=True)
@@ -296,9 +306,10 @@ class Progress:
         ):
             self.last_line_s = time.perf_counter()
             left_s = (self.config.train.steps - line["step"]) * line["seconds_per_iteration"]
+            # How long the others take is not known while programs are compiled.
+            left = "programs compiled" if line["compilations"] else f"{left_s:.0f} s left"
             print(
-                f"step {line['step']}/{self.config.train.steps}  loss {loss}  {speed}  "
-                f"{left_s:.0f} s left",
+                f"step {line['step']}/{self.config.train.steps}  loss {loss}  {speed}  {left}",
                 file=sys.stderr,
                 flush=True,
             )

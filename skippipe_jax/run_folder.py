@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -49,6 +51,50 @@ def require_new(folder: Path) -> None:
         )
 
 
+class Hold:
+    """Keeps a run folder for one training at a time, on whatever machines that share it.
+
+    The hold is a lock on the folder itself, which the system lets go when the process ends; file
+    systems that know no locks on folders, such as NFS, give none.
+    """
+
+    def __init__(self, folder: Path):
+        """Hold nothing yet; `take` does."""
+        self.folder = folder
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Hold:
+        """Whatever is taken is let go on leaving."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the folder go."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def take(self) -> None:
+        """Hold the folder, which is made if there is none.
+
+        Raises:
+            InputError: if another training holds it.
+        """
+        with _accessible(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                "run_dir",
+                str(self.folder),
+                "another training is writing it",
+                "Wait for its end or stop it, or give another folder: --set run_dir=...",
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+
+
 def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
     """Create the folder of a new run, or give the run in it other plans to go on under.
 
@@ -91,7 +137,18 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
         raise InputError(
             field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
         )
-    return parse_config(fields.load_yaml(folder / CONFIG, f"{folder / CONFIG}"), overrides)
+    path = folder / CONFIG
+    tree = fields.load_yaml(path, str(path))
+    try:
+        parse_config(tree)
+    except InputError as error:
+        raise InputError(
+            f"{path}: {error.field}",
+            error.value,
+            error.problem,
+            "The run's own file is damaged: bring it back, or start another run",
+        ) from error
+    return parse_config(tree, overrides)
 
 
 def saved_plan(folder: Path) -> Plan:
@@ -121,14 +178,34 @@ def own_files(folder: Path) -> list[Path]:
 
 def append_metrics(folder: Path, line: dict[str, Any]) -> None:
     """Add one iteration to the metrics; a crash loses at most this line."""
-    with (folder / METRICS).open("a", encoding="utf-8") as file:
+    with _accessible(folder), (folder / METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of all iterations; a line that a crash cut short is left out."""
-    lines = fields.read_text(folder / METRICS, METRICS).splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The metrics of all iterations; a line that a crash cut short is left out.
+
+    Raises:
+        InputError: if another line is none of this program's.
+    """
+    path = folder / METRICS
+    lines = fields.read_text(path, METRICS).splitlines(keepends=True)
+    return [
+        _read_line(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.endswith("\n")
+    ]
+
+
+def _read_line(text: str, field: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+        fields.integer(line["step"], field)
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            field, text, "is no object with the figures of a step", "Remove this line"
+        ) from error
+    return line
 
 
 def write_best(folder: Path, step: int, loss: float) -> None:
@@ -143,7 +220,10 @@ def _accessible(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            "run_dir", str(folder), f"cannot be used: {error.strerror}", "Give another folder"
+            "run_dir",
+            str(folder),
+            f"cannot be used: {error.strerror}",
+            "Give another folder, or mend that",
         ) from error
 
 

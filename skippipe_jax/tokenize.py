@@ -54,11 +54,7 @@ a file's name, or of a row's text; of a single document, the end is. Train on it
 def main() -> int:
     """Parse the command line and tokenize; returns the exit code."""
     arguments = _parser().parse_args()
-    try:
-        return run_command(lambda: _run(arguments))
-    except KeyboardInterrupt:
-        print("interrupted; nothing is kept", file=sys.stderr)
-        return 130
+    return run_command(lambda: _run(arguments))
 
 
 def train_bpe(
@@ -202,10 +198,14 @@ def _tokenizer_of_worker(name: str) -> Tokenizer:
 
 def _run(arguments: argparse.Namespace) -> int:
     processes = fields.integer(arguments.processes, "--processes", 1)
-    seed = fields.integer(arguments.seed, "--seed", 0, 2**32 - 1)
+    seed = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED)
     held_out = fields.number(arguments.held_out, "--held-out", 0.0, above=True)
     if held_out >= 1:
         raise InputError("--held-out", held_out, "must be below 1", "Write a share such as 0.05")
+    if arguments.tokenizer_only and arguments.train_bpe is None and arguments.tokenizer == BYTES:
+        raise InputError(
+            "--tokenizer-only", True, "bytes need no tokenizer", "Give --train-bpe or --tokenizer"
+        )
     sources = [
         DocumentSource(arguments.source or _kind(path), path, arguments.text_field, "input")
         for path in arguments.input
@@ -224,6 +224,14 @@ def _run(arguments: argparse.Namespace) -> int:
         written = f"a tokenizer of {vocabulary_size:,} tokens"
         if not arguments.tokenizer_only:
             index = write_tokens(folder, sources, name, held_out, seed, processes)
+            if not index.parts["training"].tokens:
+                documents = sum(part.documents for part in index.parts.values())
+                raise InputError(
+                    "INPUT",
+                    " ".join(arguments.input),
+                    f"holds {documents} documents, and none with text to train on",
+                    "Name other files, or say by --source what they hold",
+                )
             written = ", ".join(
                 f"{part.tokens:,} tokens of {part.documents:,} documents ({kind.replace('_', ' ')})"
                 for kind, part in index.parts.items()

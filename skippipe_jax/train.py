@@ -28,15 +28,13 @@ waited for too long: start it again with --resume; 130 and 143 stopped by SIGINT
 last checkpoint.
 """
 
+INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept"
+
 
 def main() -> int:
     """Parse the command line and train; returns the exit code."""
     arguments = _parser().parse_args()
-    try:
-        return run_command(lambda: _run(arguments))
-    except KeyboardInterrupt:
-        print("interrupted at once; what the last checkpoint holds is kept", file=sys.stderr)
-        return 130
+    return run_command(lambda: _run(arguments), INTERRUPTED)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = True) -> None:

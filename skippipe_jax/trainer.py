@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan, load_plan
 from skippipe_sched.rules import require
 from skippipe_sched.search import Search
+from tqdm import tqdm
 
 from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import (
@@ -84,6 +87,14 @@ class Ending:
 
 
 def train(config: Config, host: Membership, *, resume: bool, config_folder: Path) -> Ending:
+    """Train as one host of the run while no other training writes its folder; see `_train`."""
+    with run_folder.Hold(Path(config.run_dir)) as hold:
+        return _train(config, host, resume, config_folder, hold)
+
+
+def _train(
+    config: Config, host: Membership, resume: bool, config_folder: Path, hold: run_folder.Hold
+) -> Ending:
     """Train as `config` says, as one host of the run; returns when the last checkpoint is written.
 
     `config_folder` is where the link table of a case inside the config lies.
@@ -94,6 +105,8 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     """
     folder = Path(config.run_dir)
     mirror = _prepare_folder(config, resume) if host.index == 0 else None
+    if host.index == 0 and run_folder.is_run(folder):
+        hold.take()
     plans_anew = _plans_anew(config, host, resume)
     transfers, profile = None, None
     if config.plan.measure and plans_anew:
@@ -120,6 +133,9 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
     weights = None if resume else first_weights(config)
     # Nothing is written before all that was given has been found good.
     if host.index == 0:
+        if not resume:
+            hold.take()
+            run_folder.require_new(folder)  # Another may have been quicker.
         if resume and plans_anew:
             _leave_plan(folder, plan)
         if plans_anew:
@@ -149,6 +165,8 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         if weights is not None:
             begin_with(weights, executor, config, host)
     if host.index == 0 and resume:
+        if step >= config.train.steps:
+            _say(f"nothing is left to do: the run is at step {step} of {config.train.steps}")
         run_folder.continue_run(folder, config, step)
         remove_recordings(folder, after=step)
     writer = CheckpointWriter(
@@ -177,7 +195,7 @@ def train(config: Config, host: Membership, *, resume: bool, config_folder: Path
         closing(progress),
         # Whatever happens in an iteration, the checkpoint before it is written to its end.
         closing(writer),
-        CompilationCounter() as compilations,
+        CompilationCounter(_say_meanwhile if host.index == 0 else _say_nothing) as compilations,
     ):
         while step < config.train.steps and not (stopping and recipe.replicas_agree(step)):
             batches = _batches(program, schedule.plan(step), reader, read)
@@ -274,12 +292,12 @@ def _schedule_of_run(
     if not anew:
         return run_folder.saved_schedule(Path(config.run_dir))
     if profile is not None:
-        _say(f"planning for what was measured, {config.plan.budget_s:g} s at most")
-        own = _planned(config.plan, candidates(profile.case), config.recipe)
+        own = _planned(config.plan, candidates(profile.case), config.recipe, "what was measured")
     else:
         own = plan_of(config.plan, config_folder, config.recipe)
     search = config.plan.method, config.plan.seed, config.plan.budget_s
-    return make_schedule(config.recipe, own, *search, _say)
+    with _interrupts_that_end():
+        return make_schedule(config.recipe, own, *search, _say)
 
 
 def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
@@ -311,6 +329,11 @@ def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+def _say_meanwhile(text: str) -> None:
+    """Say what takes so long, above the bar if there is one."""
+    tqdm.write(text, file=sys.stderr)
 
 
 def _say_nothing(_: str) -> None:
@@ -347,11 +370,31 @@ def plan_of(config: PlanConfig, config_folder: Path, recipe: RecipeConfig = NO_R
         cases = load_cases(Path(config.case))
     else:
         cases = candidates(config.case, config_folder)
-    return _planned(config, cases, recipe)
+    return _planned(config, cases, recipe, "plan.case")
 
 
-def _planned(config: PlanConfig, cases: Sequence[Case], recipe: RecipeConfig) -> Plan:
-    return best_plan(cases, config.method, Search(config.seed, config.budget_s), recipe)
+def _planned(config: PlanConfig, cases: Sequence[Case], recipe: RecipeConfig, what: str) -> Plan:
+    if config.method != "balanced":  # Which is instant.
+        _say_meanwhile(f"planning for {what} by {config.method}, {config.budget_s:g} s at most")
+    with _interrupts_that_end():
+        return best_plan(cases, config.method, Search(config.seed, config.budget_s), recipe)
+
+
+@contextmanager
+def _interrupts_that_end() -> Iterator[None]:
+    """Let Ctrl-C end the program at once, without the exception that is its usual way.
+
+    numba compiles the search by callbacks from C, in which exceptions get lost.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _require_patience(config: Config, longest_s: float) -> None:

@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -329,6 +330,26 @@ def test_a_failed_save_surfaces_in_the_next_one(tmp_path):
     with pytest.raises(RuntimeError, match=r"expected \['data.json', 'stage_0', 'stage_1'\]"):
         writer.save(2, {0: stage_state(0)}, {})
     writer.close()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_folder_that_cannot_be_written_any_more_is_named(tmp_path, capfd, host):
+    """A limit on the size of files stands for a disk that is full."""
+    writers = two_writers(tmp_path)
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+    try:
+        for stage, writer in enumerate(writers):
+            writer.save(3, {stage: stage_state(stage)}, None if stage else {})
+        with pytest.raises(InputError, match=r"run_dir = .*written there: File too large"):
+            writers[host].wait()
+        with pytest.raises(InputError):
+            writers[1 - host].close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writers[host].close()
+    assert latest_step(tmp_path) is None
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_host_that_never_comes(tmp_path):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import yaml
 from skippipe_sched.case import parse_case
+from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan
 
-from skippipe_jax import evaluate, launch, run_folder, train, trainer
+from skippipe_jax import evaluate, launch, progress, run_folder, train, trainer
 from skippipe_jax.checkpoint import saved_steps
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import load_config
@@ -355,6 +361,44 @@ def test_a_corrected_start_needs_no_resume(folder: Path, command: Command):
     assert files == {p: p.read_bytes() for p in (folder / "run").rglob("*") if p.is_file()}
 
 
+def test_an_interrupt_while_a_command_is_imported_leaves_no_traceback():
+    command = [sys.executable, "-X", "importtime", "-m", "skippipe_jax.report", "--help"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = list(
+            itertools.takewhile(lambda line: "skippipe_sched.errors" not in line, process.stderr)
+        )
+        process.send_signal(signal.SIGINT)
+        said += process.stderr
+        assert process.wait() == -signal.SIGINT
+    assert not any("Traceback" in line for line in said)
+
+
+def test_an_interrupt_while_the_search_is_compiled_ends_training(folder: Path):
+    """numba calls back from C, where a KeyboardInterrupt would be lost."""
+    command = [sys.executable, "-m", "skippipe_jax.train", "--config", "config.yaml"]
+    command += ["--set", "plan.method=joint", "--set", "plan.budget_s=1000"]
+    uncompiled = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+    with subprocess.Popen(
+        command, env=uncompiled, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stderr is not None
+        said = list(itertools.takewhile(lambda line: "compiling" not in line, process.stderr))
+        process.send_signal(signal.SIGINT)
+        said += process.stderr
+        assert process.wait() == -signal.SIGINT
+    assert [line.split()[0] for line in said] == ["planning"]
+    assert not (folder / "run").exists()
+
+
+def test_training_tells_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch):
+    said = []
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    with progress.CompilationCounter(said.append):
+        jax.jit(lambda x: x - 17)(1.5)
+    assert said[-1].startswith(f"compiling: {len(said)} programs so far")
+
+
 def test_training_tells_how_to_go_on(folder: Path, command: Command):
     result = command(train, "--config", "config.yaml")
     assert result.code == 0
@@ -376,6 +420,7 @@ def test_resuming_a_run_that_is_over_changes_nothing(run: Path, command: Command
         )
         assert (result.code, result.err) == (0, "")
         assert "trained to step 3" in result.out
+        assert f"the run is at step 3 of {steps}" in result.out
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert saved_steps(run) == [2, 3]
 
@@ -454,15 +499,36 @@ def test_a_damaged_run_is_refused(name: str, module: Any, run: Path, command: Co
         evaluate: ["--run", "run"],
     }
     result = command(module, *arguments[module])
-    expect_one_error(result)
+    expect_one_error(result, *["run/config.yaml"] * ("config" in name))
     assert [line["step"] for line in run_folder.read_metrics(run)] == [1, 2, 3]
+
+
+def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
+    words = "another training is writing it", "give another folder"
+    resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=4"
+    new = "--config", "config.yaml", "--set", "run_dir=new"
+    with run_folder.Hold(run) as hold, run_folder.Hold(Path("new")) as other:
+        hold.take()
+        other.take()
+        expect_one_error(command(train, *resumed), "run_dir = 'run'", *words)
+        expect_one_error(command(train, *new), "run_dir = 'new'", *words)
+    assert command(train, *resumed).code == 0
+    assert command(train, *new).code == 0
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1]", "{}", '{"step": "two"}'])
+def test_a_damaged_line_of_the_metrics_is_named(line: str, run: Path):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[2]]))
+    with pytest.raises(InputError, match=r"run/metrics.jsonl, line 2 = .*Remove this line"):
+        run_folder.read_metrics(run)
 
 
 def test_a_damaged_position_in_the_text_is_refused(run: Path, command: Command):
     truncate(run / "checkpoints" / "00000003" / "data.json")
     result = command(train, "--config", "config.yaml", "--resume", "--set", "train.steps=5")
     expect_one_error(
-        result, "data.json", "was committed as", "Resume from the checkpoint before: 00000002"
+        result, "data.json", "was committed as", "to go on from the checkpoint before: 00000002"
     )
 
 
@@ -482,11 +548,14 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
         (["--run", "run", "--step", "1"], ["checkpoints = 1", "one of the steps [2, 3]"]),
         (["--run", "run", "--step", "-1"], ["checkpoints = -1"]),
         (["--run", "run", "--sequences", "0"], ["--sequences = 0", "at least 1"]),
+        (["--run", "run", "--keep", "1", "--plot", "folder.svg"], ["--plot = ", "is a folder"]),
+        (["--run", "run", "--keep", "1", "--plot", "a.pdf"], ["--plot = 'a.pdf'", "no name of"]),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(
     arguments: list[str], words: list[str], run: Path, command: Command
 ):
+    Path("folder.svg").mkdir()
     expect_one_error(command(evaluate, *arguments), *words)
 
 

@@ -205,6 +205,8 @@ def test_the_command_prints_prompt_and_text(
     [
         (["--tokens", "64"], ["--tokens = 64", "context is 64", "Ask for 60 or fewer"]),
         (["--tokens", "0"], ["--tokens = 0"]),
+        (["--prompt", "caf\udce9"], ["--prompt = 'caf", "not UTF-8"]),
+        (["--prompt", "-"], ["--prompt = '-'", "not UTF-8"]),
         (["--temperature", "-1"], ["--temperature = -1.0"]),
         (["--top-p", "0"], ["--top-p = 0.0", "no share"]),
         (["--stages", "1,2"], ["--stages = '1,2'", "Begin with 0"]),
@@ -223,6 +225,7 @@ def test_what_cannot_be_generated_is_refused(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr(sys, "argv", ["generate", "--run", str(run), "--prompt", "abc", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
     assert generate.main() == 2
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)

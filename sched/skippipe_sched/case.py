@@ -41,6 +41,8 @@ OPTIONAL = (
     "contention",
     "rules",
 )
+# What is greater is a mistake, and would only fill the memory.
+MOST_NODES, MOST_MICROBATCHES = 10_000, 100_000
 DEFAULT_SAME_LOCATION = {"latency_ms": 1.0, "bandwidth_GiB_per_s": 2.0}
 
 
@@ -185,7 +187,11 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
 
 def node_count(nodes: Any) -> int:
     """How many nodes `case.nodes` gives, which is their number or a list of them."""
-    return len(nodes) if isinstance(nodes, list) else fields.integer(nodes, "case.nodes", 1)
+    return (
+        len(nodes)
+        if isinstance(nodes, list)
+        else fields.integer(nodes, "case.nodes", 1, MOST_NODES)
+    )
 
 
 def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
@@ -304,17 +310,20 @@ def _microbatches(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
     field = "case.microbatches_per_data_node"
     value = given["microbatches_per_data_node"]
     if not isinstance(value, list):
-        return (fields.integer(value, field, 1),) * data_nodes
+        return (fields.integer(value, field, 1, MOST_MICROBATCHES),) * data_nodes
     if len(value) != data_nodes:
         raise InputError(
             field, value, f"has {len(value)} entries for {data_nodes} data nodes",
             "Write one number, or one number for each node of the first stage",
         )  # fmt: skip
-    return tuple(fields.integer(count, f"{field}[{i}]", 1) for i, count in enumerate(value))
+    return tuple(
+        fields.integer(count, f"{field}[{i}]", 1, MOST_MICROBATCHES)
+        for i, count in enumerate(value)
+    )
 
 
 def _spread(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
-    total = fields.integer(given["microbatches"], "case.microbatches", 1)
+    total = fields.integer(given["microbatches"], "case.microbatches", 1, MOST_MICROBATCHES)
     if "microbatches_per_data_node" in given:
         raise InputError(
             "case.microbatches",

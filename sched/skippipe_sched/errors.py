@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 INPUT_ERROR_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
 
 
 class InputError(ValueError):
@@ -29,10 +31,30 @@ class InputError(ValueError):
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
 
-def run_command(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; an `InputError` becomes one line and code 2."""
+def run_command(
+    command: Callable[[], int], interrupted: str = "interrupted; nothing is kept"
+) -> int:
+    """Run a command and return its exit code; an `InputError` becomes one line and code 2.
+
+    A Ctrl-C that the command does not take itself becomes the line `interrupted`, and code 130.
+    """
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # By `end_quietly_on_interrupt`.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return command()
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return INPUT_ERROR_EXIT_CODE
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+
+
+def end_quietly_on_interrupt() -> None:
+    """Where a package is imported for `python -m`, let Ctrl-C end it without a traceback.
+
+    Imports take seconds. They are over when `run_command` begins.
+    """
+    is_command = sys.argv[:1] == ["-m"]
+    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

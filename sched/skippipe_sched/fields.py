@@ -15,6 +15,8 @@ from skippipe_sched.errors import InputError
 
 # Greater numbers mean nothing here, and times computed from them would not stay finite.
 LARGEST = 1e100
+# Sizes and counts go into arrays of 32-bit integers, seeds into ones without a sign.
+LARGEST_WHOLE, LARGEST_SEED = 2**31 - 1, 2**32 - 1
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -120,7 +122,9 @@ def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = 
     return float(value)
 
 
-def integer(value: Any, field: str, minimum: int | None = None, maximum: int | None = None) -> int:
+def integer(
+    value: Any, field: str, minimum: int | None = None, maximum: int = LARGEST_WHOLE
+) -> int:
     """A whole number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(field, value, "must be a whole number", "Write a number without fraction")
@@ -128,7 +132,7 @@ def integer(value: Any, field: str, minimum: int | None = None, maximum: int | N
         raise InputError(
             field, value, f"must be at least {minimum}", f"Write {minimum} or a greater number"
         )
-    if maximum is not None and value > maximum:
+    if value > maximum:
         raise InputError(
             field, value, f"must be at most {maximum}", f"Write {maximum} or a smaller number"
         )

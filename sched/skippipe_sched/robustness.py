@@ -34,7 +34,7 @@ def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.nda
     """
     jitter = fields.number(jitter, "--jitter", 0.0)
     fields.integer(draws, "--draws", 1)
-    fields.integer(seed, "--seed", 0)
+    fields.integer(seed, "--seed", 0, fields.LARGEST_SEED)
     size = len(plan.microbatches), len(plan.stages)
     iterations = (
         simulate_plan(plan, draw_stretch(*size, jitter, seed, draw)).iteration_s

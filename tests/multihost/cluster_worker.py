@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import transfer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster import ClusterConfig, DeadlinePassed, Membership, joined
 
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="how long host 0 goes on")
     parser.add_argument("--linger-s", type=float, default=0.0, help="sleep before the end")
     parser.add_argument("--fail-at", type=int, help="the step after which this host raises")
+    parser.add_argument("--by-input", action="store_true", help="raise InputError then")
     parser.add_argument("--late-at", type=int, help="the step after which a deadline has passed")
     parser.add_argument("--transfer-port", type=int)
     parser.add_argument("--clock-ahead-s", type=float, help="how wrong this host's clock is")
@@ -44,7 +46,10 @@ def main() -> None:
         print(f"transfer server on {server.address()}")
         began = time.monotonic()
         print(f"clock offset {membership.clock_offset_s()}, {time.monotonic() - began} s")
-        sum_repeatedly(membership, args.seconds, args.fail_at, args.late_at)
+        failure = ValueError("the data ran out")
+        if args.by_input:
+            failure = InputError("data.path", "text", "ran out", "Give more")
+        sum_repeatedly(membership, args.seconds, args.fail_at, args.late_at, failure)
         time.sleep(args.linger_s)
     print("ended well", flush=True)
 
@@ -59,7 +64,11 @@ def exchange(membership: Membership) -> None:
 
 
 def sum_repeatedly(
-    membership: Membership, seconds: float, fail_at: int | None, late_at: int | None
+    membership: Membership,
+    seconds: float,
+    fail_at: int | None,
+    late_at: int | None,
+    failure: Exception,
 ) -> None:
     """Add up what every device contributes, until host 0's contribution says that time is up."""
     mesh = jax.make_mesh((jax.device_count(),), ("device",))
@@ -80,7 +89,7 @@ def sum_repeatedly(
         if step == 3:
             print("summing", flush=True)
         if step == fail_at:
-            raise ValueError("the data ran out")
+            raise failure
         if step == late_at:
             raise DeadlinePassed("nothing came from node 7 for 300 s")
 

@@ -94,6 +94,15 @@ def test_others_stop_at_once_for_a_host_that_fails_and_say_why(run: Run):
         assert_stopped_by(run, host, f"{run.name(2)} failed: ValueError: the data ran out", 5.0)
 
 
+def test_others_end_like_a_host_whose_input_is_wrong(run: Run):
+    """By its exit code, since to be started again would not help."""
+    run.start_workers(2, "--heartbeat-timeout-s", "300", last=("--fail-at", "5", "--by-input"))
+    for host in range(2):
+        assert run.exit_code(host, START_S) == 2, run.output(host)
+    assert f"{run.name(1)} failed: InputError: data.path = 'text': ran out." in run.output(0)
+    assert "Resume" not in run.output(0)
+
+
 def test_slurm_tasks_find_each_other(run: Run):
     # JAX derives the port from the job's number: these 4096, in their order.
     job = free_port() - PORTS[0]

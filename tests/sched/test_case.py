@@ -141,6 +141,21 @@ def test_a_link_table_lies_beside_the_case_and_then_in_the_plan(
     assert again.source == case.source
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"nodes": 10**22},
+        {"microbatches_per_data_node": 10**22},
+        {"microbatches_per_data_node": [10**22]},
+        {"memory": 10**22},
+    ],
+)
+def test_numbers_that_would_fill_the_memory_are_refused(given):
+    [key] = given
+    with pytest.raises(InputError, match=rf"case\.{key}.* = {10**22}: must be at most"):
+        case_with(**given)
+
+
 def test_links_of_locations_without_nodes_may_be_missing():
     case_with(locations=["here", "there", "nowhere"])
     with pytest.raises(InputError, match="here to nowhere"):
