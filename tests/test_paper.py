@@ -320,7 +320,7 @@ def test_a_campaign_that_is_stopped_goes_on(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "robustness.json").exists()
     logs = [path.read_text() for path in (tmp_path / "work" / "logs").iterdir()]
-    assert any("stopped by SIGINT after step" in log for log in logs)
+    assert any("stopped by SIGTERM after step" in log for log in logs)
 
 
 def test_drawing_needs_no_display():
