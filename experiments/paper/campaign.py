@@ -232,7 +232,7 @@ class _Job:
     def stop(self) -> None:
         """Let it save a checkpoint and end."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.terminate()
         self.process.wait()
         self.log.close()
 
@@ -296,7 +296,9 @@ def _work(campaign: Campaign, run: Run) -> int:
 
 def stoppable(command: Callable[[], int]) -> int:
     """Run a command that trains runs, which Ctrl-C and SIGTERM stop; returns the exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell that starts a command in the background lets it ignore SIGINT.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         return run_command(command)
     except KeyboardInterrupt:

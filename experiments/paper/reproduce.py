@@ -25,7 +25,8 @@ from experiments.paper.campaign import stoppable
 
 RESULTS = Path(__file__).parent / "results"
 MODULES = ("iteration_time", "convergence", "robustness", "trade_off", "shapes")
-# On two cores of an AMD EPYC, from nothing; the runs that are committed need not be trained again.
+# On two cores of an AMD EPYC, by the CPU seconds of an iteration, from nothing; runs whose results
+# are committed need not be trained again.
 HOURS = 3
 
 
@@ -44,13 +45,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def reproduce(names: Sequence[str], *, quick: bool, folder: Path, results: Path) -> None:
     """Measure and draw the figures of these names, working in `folder`, into `results`."""
+    folder.mkdir(parents=True, exist_ok=True)
     for number, name in enumerate(names, start=1):
         print(f"[{number}/{len(names)}] {name}", flush=True)
         begun_s = time.monotonic()
         module = importlib.import_module(f"experiments.paper.{name}")
-        work = folder / "work"
-        work.mkdir(parents=True, exist_ok=True)
-        figures = module.measure(quick, work)
+        figures = module.measure(quick, folder)
         command = f"python -m experiments.paper.reproduce --{'quick' if quick else 'full'}"
         write(module, provenance.of(f"{command} --only {name}") | figures, results)
         minutes = (time.monotonic() - begun_s) / 60

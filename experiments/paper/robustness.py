@@ -120,6 +120,7 @@ def draw(figures: dict[str, Any]) -> Figure:
     swaps.set_ylabel("perplexity, times that in order")
     swaps.set_xlim(-0.6, len(arms) - 0.4)
     swaps.set_xticks([])
+    swaps.ticklabel_format(axis="y", useOffset=False)
     figure.legend(*sets.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
