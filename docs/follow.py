@@ -103,7 +103,8 @@ def follow(page: str, folder: Path) -> list[Answer]:
     environment.pop("XLA_FLAGS", None)  # the reader's machine has one device
     answers: list[Answer] = []
     for block in blocks(page):
-        name = block.title or next(iter(NAMED.findall(block.text)), None)
+        named = NAMED.match(block.text)
+        name = block.title or (named and named[1])
         if block.language == "text":
             lacking = list(_not_printed(block, answers[-1]))
             assert not lacking, f"{page} shows {lacking}, but this was printed:\n{answers[-1]}"

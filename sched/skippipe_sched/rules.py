@@ -1,7 +1,7 @@
 """The rules that paths keep (CC1-CC3 and TC1), as one checker that everything uses.
 
-SkipPipe (arXiv 2502.19913, section 4) names them; DESIGN fixes the wording. TC2, that microbatches
-do not meet, is a goal of the search and no rule.
+SkipPipe (arXiv 2502.19913, section 4) names them; docs/concepts.md says what each means. TC2, that
+microbatches do not meet, is a goal of the search and no rule.
 """
 
 from __future__ import annotations
