@@ -10,6 +10,7 @@ import pytest
 from nbformat import NotebookNode
 from skippipe_sched.plan import load_plan
 
+from experiments.notebooks import execute as executing
 from experiments.notebooks.execute import (
     EXECUTED,
     NAMES,
@@ -122,3 +123,9 @@ def test_the_pod_on_processes_of_this_machine(tmp_path: Path):
 def test_a_parameter_that_a_notebook_does_not_have(tmp_path: Path):
     with pytest.raises(ValueError, match="no parameter STEP,"):
         execute(load("quickstart"), tmp_path, {"STEP": 1})
+
+
+def test_a_name_that_no_notebook_has(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["execute", "quikstart"])
+    assert executing.main() == 2
+    assert "planner, quickstart, tpu_pod" in capsys.readouterr().err

@@ -28,7 +28,7 @@ FORMAT = 4
 # The tag of the cell whose values may be others, and the key of what `code_digest` says.
 PARAMETERS = "parameters"
 EXECUTED = "executed_code"
-CELL_TIMEOUT_S = 600
+CELL_TIMEOUT_S, KERNEL_TIMEOUT_S = 1800, 180
 
 
 def main() -> int:
@@ -84,6 +84,7 @@ def execute(
     client = NotebookClient(
         executed,
         timeout=CELL_TIMEOUT_S,
+        startup_timeout=KERNEL_TIMEOUT_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
