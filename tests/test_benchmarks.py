@@ -21,7 +21,7 @@ def last_line_of(module: str, *arguments: str) -> dict[str, Any]:
         env=os.environ | virtual_devices(1),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
