@@ -55,7 +55,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """How paths change while a run trains, and what stages and their replicas make up for.
+    """How paths change while a run trains, how stages make up for it, and what replicas average.
 
     Attributes:
         full_every: every so many iterations, all microbatches visit all stages in order.
