@@ -263,6 +263,13 @@ class Config:
         fields.integer(self.seed, "seed", 0, fields.LARGEST_SEED)
         if self.init_from is not None:
             folder_of(self.init_from)
+        if "://" in self.run_dir:
+            raise InputError(
+                "run_dir",
+                self.run_dir,
+                "is no local folder",
+                "Name one that all hosts share, and let checkpoint.copy_to name the URL of a copy",
+            )
         fields.text(self.execution, "execution", ("strict", "ready-first"))
         if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
             raise InputError(

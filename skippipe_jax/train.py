@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -72,10 +73,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextManager[Membership]:
     """Keep compiled programs as `config` says, and be one of the hosts that `arguments` name."""
     if config.compilation_cache is not None:
-        cache = os.path.expanduser(config.compilation_cache)
-        jax.config.update("jax_compilation_cache_dir", cache)
-        # All of them: a run has many that compile quickly.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        _keep_programs(os.path.expanduser(config.compilation_cache))
     return joined(
         config.cluster,
         arguments.coordinator,
@@ -83,6 +81,22 @@ def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextM
         arguments.host_id,
         arguments.distributed,
     )
+
+
+def _keep_programs(cache: str) -> None:
+    """Let JAX keep compiled programs in a folder; one that cannot be used costs time only."""
+    try:
+        os.makedirs(cache, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            jax.config.update("jax_compilation_cache_dir", cache)
+            # All of them: a run has many that compile quickly.
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    except OSError as error:
+        print(
+            f"warning: compilation_cache = {cache!r}: cannot be used: {error.strerror}. Programs "
+            "are compiled anew in every run",
+            file=sys.stderr,
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -503,6 +503,15 @@ def test_a_damaged_run_is_refused(name: str, module: Any, run: Path, command: Co
     assert [line["step"] for line in run_folder.read_metrics(run)] == [1, 2, 3]
 
 
+def test_a_cache_that_cannot_be_used_costs_time_only(run: Path, command: Command):
+    result = command(
+        *(train, "--config", "config.yaml", "--resume", "--set", "compilation_cache=text")
+    )
+    assert result.code == 0
+    assert result.err.startswith("warning: compilation_cache = 'text': cannot be used: File exists")
+    assert result.err.count("\n") == 1
+
+
 def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
     words = "another training is writing it", "give another folder"
     resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=4"

@@ -184,6 +184,7 @@ def test_what_is_no_mapping_is_no_configuration(tree: Any):
         ("optimizer.decay_steps", {"optimizer": {"decay_steps": 2**31}}),
         ("model.width", {"model": {"width": 10**22}}),
         ("seed", {"seed": 2**32}),
+        ("run_dir", {"run_dir": "s3://bucket/run"}),
         ("log.profile_steps", {"log": {"profile_steps": [0]}}),
         ("log.profile_steps", {"train": {"steps": 5}, "log": {"profile_steps": [2, 6]}}),
     ],

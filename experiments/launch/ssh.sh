@@ -25,9 +25,23 @@ grace=${GRACE:-120}
 # So long do hosts have to tell by themselves which of them failed.
 telling=5
 
-hosts_file=${1:?is the file of the hosts}
+hosts_file=${1:-}
+if [[ ! -r $hosts_file || -d $hosts_file ]]; then
+    echo "error: HOSTS = '$hosts_file': no file to read. Write ssh.sh HOSTS --config FILE" >&2
+    exit 2
+fi
 shift
 mapfile -t hosts < <(grep -Ev '^[[:space:]]*(#|$)' "$hosts_file")
+if ((${#hosts[@]} == 0)); then
+    echo "error: HOSTS = '$hosts_file': holds no host. Write a line for each: NAME ADDRESS" >&2
+    exit 2
+fi
+for line in "${hosts[@]}"; do
+    if [[ ! $line =~ ^[[:space:]]*[^[:space:]-][^[:space:]]*[[:space:]]+[0-9a-fA-F.:]+[[:space:]]*$ ]]; then
+        echo "error: HOSTS = '$hosts_file': '$line' is not NAME ADDRESS. Write such a line" >&2
+        exit 2
+    fi
+done
 read -r _ address_of_host_0 <<< "${hosts[0]}"
 # IPv6 addresses are written in brackets before a port.
 if [[ $address_of_host_0 == *:* ]]; then

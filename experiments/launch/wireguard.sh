@@ -11,7 +11,11 @@
 set -euo pipefail
 umask 077
 
-folder=$1
+folder=${1:-}
+if [[ -z $folder ]]; then
+    echo "error: FOLDER = '': is missing. Write wireguard.sh FOLDER HOST:PORT HOST:PORT..." >&2
+    exit 2
+fi
 shift
 endpoints=("$@")
 network=${NETWORK:-10.88.0}

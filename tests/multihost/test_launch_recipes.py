@@ -213,6 +213,29 @@ def test_ssh_stops_all_when_one_host_is_not_reached(tmp_path: Path, config: Path
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.parametrize(
+    ("script", "text", "words"),
+    [
+        ("ssh.sh", None, "no file to read"),
+        ("ssh.sh", "# none yet\n", "holds no host"),
+        ("ssh.sh", "alice@belgium 10.88.0.1\nbob@tokyo\n", "'bob@tokyo' is not NAME ADDRESS"),
+        ("ssh.sh", "-v 10.88.0.1\n", "'-v 10.88.0.1' is not NAME ADDRESS"),
+        ("wireguard.sh", None, "FOLDER = '': is missing"),
+    ],
+)
+def test_scripts_say_in_one_line_what_is_wrong(
+    script: str, text: str | None, words: str, tmp_path: Path
+):
+    hosts = tmp_path / "hosts"
+    if text is not None:
+        hosts.write_text(text)
+    ended = run("bash", LAUNCH / script, *([hosts] if script == "ssh.sh" else []))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.count("\n") == 1
+    assert words in ended.stderr
+
+
 # Kubernetes.
 
 
