@@ -40,7 +40,12 @@ from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, load_config, parse_config
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
-OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "experiments/launch/README.md")
+OTHER_PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "experiments/launch/README.md",
+    "experiments/paper/README.md",
+)
 CASE_KEYS = {*REQUIRED, *OPTIONAL, "stage_count", "skip_ratio"}
 CONFIG_KEYS = {field.name for field in dataclasses.fields(Config)}
 # Drawn of what happened, so never twice the same.
