@@ -299,11 +299,7 @@ def stoppable(command: Callable[[], int]) -> int:
     # A shell that starts a command in the background lets it ignore SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    try:
-        return run_command(command)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        return 130
+    return run_command(command, "stopped; the same command goes on")
 
 
 def main() -> int:

@@ -32,9 +32,11 @@ def compiled(function: Callable[..., Any]) -> Any:
         settings.CACHE_DIR = others_folder
 
 
-def is_compiled() -> bool:
-    """Whether this machine has compiled the search before, which takes half a minute."""
-    return any(Path(_cache_folder()).rglob("annealing.polish-*.nbi"))
+def is_compiled(function: Any) -> bool:
+    """Whether a `compiled` function was compiled before on this machine, for this installation."""
+    # numba has a folder for each place in which a module lies: another installation compiles anew.
+    folder = Path(function._cache.cache_path)
+    return any(folder.glob(f"*.{function.py_func.__name__}-*.nbi"))
 
 
 @cache

@@ -263,7 +263,7 @@ class _Joint:
 
     def compile(self, chain: _Chain) -> None:
         """Run everything once with no steps, so that compiling does not count as searching."""
-        if not is_compiled():
+        if not is_compiled(annealing.polish):
             print("compiling the search, once on this machine: half a minute", file=sys.stderr)
         self.settle(chain, 0.0)
         self.anneal(chain, ROUNDS[0], 0, 1.0)
