@@ -52,7 +52,9 @@ def test_wrong_input_of_one_host_ends_all(tmp_path: Path):
     with started_processes(tmp_path / "hosts") as processes:
         wrong = settings(plan="{measure: true, case: {links: gcp12}}")
         processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, last=wrong)
-        assert processes.exit_codes(PATIENCE_S) == [INPUT_ERROR_EXIT_CODE, INPUT_ERROR_EXIT_CODE], processes.outputs()
+        assert processes.exit_codes(PATIENCE_S) == [INPUT_ERROR_EXIT_CODE, INPUT_ERROR_EXIT_CODE], (
+            processes.outputs()
+        )
         assert "plan.case.links" in processes.output(1)
         assert "host 1" in processes.output(0)
     assert not output.exists()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.case import load_case
 from skippipe_sched.errors import InputError
+from skippipe_sched.fields import LARGEST_SEED
 from skippipe_sched.plan import Plan, Predicted
 from skippipe_sched.robustness import draw_stretch, replay
 from skippipe_sched.simulate import Stretch, simulate, simulate_plan
@@ -72,7 +73,7 @@ def test_without_jitter_every_draw_is_the_plan(example):
     assert replay(plan, 0.0, 3).tolist() == [planned_s] * 3
 
 
-@given(routed_cases(), st.integers(0, 2**40))
+@given(routed_cases(), st.integers(0, LARGEST_SEED))
 @settings(max_examples=25, deadline=None)
 def test_where_links_do_not_contend_every_draw_takes_longer_and_more_jitter_longer_yet(
     example, seed
