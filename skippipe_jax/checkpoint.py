@@ -573,8 +573,7 @@ def _go_back(folder: Path) -> str:
     """Say what to do about a damaged checkpoint."""
     earlier = [step for step in saved_steps(folder.parent.parent) if step < int(folder.name)]
     if earlier:
-        before = f"Resume from the checkpoint before: {earlier[-1]:08d}"
-        return f"{before}, by moving {folder} away first"
+        return f"Move {folder} away to go on from the checkpoint before: {earlier[-1]:08d}"
     return "There is no checkpoint before it: start a new run"
 
 
