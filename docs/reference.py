@@ -25,6 +25,7 @@ MODULES = (
     "skippipe_jax.train",
     "skippipe_jax.launch",
     "skippipe_jax.profile",
+    "skippipe_jax.memory",
     "skippipe_jax.evaluate",
     "skippipe_jax.generate",
     "skippipe_jax.harness",

@@ -35,6 +35,11 @@ exit codes: 0 printed; 2 the input is wrong.
 
 def main() -> int:
     """Parse the command line and print; returns the exit code."""
+    arguments = _parser().parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skippipe_jax.memory",
         description="Say how much memory a node of each stage needs to train by a configuration, "
@@ -44,8 +49,7 @@ def main() -> int:
     )
     add_config_arguments(parser, resumes=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args()
-    return run_command(lambda: _run(arguments))
+    return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:

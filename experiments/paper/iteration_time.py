@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from scipy import stats
 from skippipe_sched.case import Case, parse_case
 from skippipe_sched.flows import link_traffic, wide_area_bytes
-from skippipe_sched.methods import METHODS, make_plan
+from skippipe_sched.methods import make_plan
 from skippipe_sched.plan import Plan, parse_plan
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import Timeline, simulate_plan
@@ -164,7 +164,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
 
 def _comparison(scope: Scope) -> Iterator[Job]:
     for case in scope.cases:
-        for method in METHODS:
+        for method in COLOURS:
             for seed in range(scope.seeds):
                 yield Job(case, method, seed, scope.budget_s)
 
@@ -397,6 +397,7 @@ def _repaid_after(longer: Mapping[str, float], shorter: Mapping[str, float]) -> 
     return round(max(0.0, longer["processor_s"] - shorter["processor_s"]) / saved_s, 2)
 
 
+# The methods that are compared.
 COLOURS = {
     "full": "#5f6b7a",
     "full-joint": "#9aa5b1",
