@@ -95,7 +95,7 @@ def write_tokens(
     The same text gives the same files, however many processes there are.
 
     Raises:
-        InputError: if a document cannot be read, or is of two sources, or one part would have none.
+        InputError: if a document cannot be read, or is of two sources, or one part would have all.
     """
     tokenizer = load_tokenizer(tokenizer_name, "--tokenizer")
     inputs, is_held_out = _inputs(sources, held_out, seed)
@@ -109,8 +109,9 @@ def write_tokens(
                 writer.add(tokens[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
             progress.update(sum(len(document.text) for document in documents))
     parts = {part: writer.close() for part, writer in zip(PARTS, writers, strict=True)}
+    total = sum(part.documents for part in parts.values())
     for name, part in parts.items():
-        if not part.documents:
+        if total and not part.documents:
             raise InputError(
                 "--held-out",
                 held_out,
