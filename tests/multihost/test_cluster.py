@@ -23,6 +23,8 @@ WORKER = Path(__file__).with_name("cluster_worker.py")
 HEARTBEAT_TIMEOUT_S = 3.0
 START_S = 60.0
 
+pytestmark = pytest.mark.alone
+
 
 class Run(Processes):
     """The hosts of one run."""

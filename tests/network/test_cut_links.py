@@ -21,7 +21,7 @@ from tests.network.test_shaped_network import needs_root
 from tests.test_program import plan_of
 from tests.training_runs import settings, steps_done, virtual_devices, write_config
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.alone]
 
 HOSTS = 3
 HOST_OF_NODE = [0, 1, 2, 1, 2]

@@ -17,6 +17,8 @@ from tests.test_program import plan_of
 
 REPOSITORY = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.alone
+
 
 def result_of(module: str, folder: Path, *words: str) -> dict[str, Any]:
     file = folder / "result.json"

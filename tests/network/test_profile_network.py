@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from experiments.benchmarks.shaped_network import ShapedNetwork
 from tests.multihost.processes import started_processes
@@ -18,6 +19,8 @@ HOSTS = 4
 MEGABYTES_PER_S = [[0, 0.3, 1, 4], [8, 0, 0.3, 1], [4, 8, 0, 0.3], [0.3, 4, 8, 0]]
 PORT = 61441
 PATIENCE_S = 150.0
+
+pytestmark = pytest.mark.alone
 
 
 @needs_root

@@ -20,6 +20,8 @@ needs_root = pytest.mark.skipif(
     os.geteuid() != 0 and "CI" not in os.environ, reason="only root may make a shaped network"
 )
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def network() -> Iterator[ShapedNetwork]:
