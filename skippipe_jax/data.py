@@ -86,7 +86,7 @@ class DataConfig:
         sequence_length: tokens of a sequence, each of which predicts the one after it.
         microbatch_size: sequences of a microbatch.
         held_out: share of the documents, between 0 and 1, that is kept for evaluation; of a single
-            document it is the share at the end. For ``tokens`` it was decided with them.
+            document it is the share at the end. Of ``tokens`` it was decided when they were made.
         shuffle_seed: decides the order of training and which documents are held out.
         prefetch: make the batches of the next iteration while the current one runs.
 
@@ -125,6 +125,11 @@ class DataConfig:
         if not 0 < self.held_out < 1:
             problem = "must lie between 0 and 1, or one of the two parts is empty"
             raise InputError("data.held_out", self.held_out, problem, "Write a share such as 0.05")
+        all_tokens = all(source.kind == "tokens" for source in self.sources())
+        if self.held_out != DataConfig.held_out and all_tokens:
+            problem = "does not go with tokens: what is held out was decided when they were made"
+            remedy = "Remove it, or tokenize the text again with --held-out"
+            raise InputError("data.held_out", self.held_out, problem, remedy)
         fields.integer(self.shuffle_seed, "data.shuffle_seed", 0, fields.LARGEST_SEED)
         self.shares()
 

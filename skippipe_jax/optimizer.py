@@ -89,6 +89,15 @@ class OptimizerConfig:
                     f"must be {bound}",
                     f"Write a number from 0 on that is {bound}",
                 )
+        for name in ("decay_fraction", "decay_shape"):
+            given = getattr(self, name)
+            if self.schedule == "cosine" and given != getattr(OptimizerConfig, name):
+                raise InputError(
+                    f"optimizer.{name}",
+                    given,
+                    "is of the schedule warmup-stable-decay, and this one is cosine",
+                    "Remove it, or write schedule: warmup-stable-decay",
+                )
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise InputError(
                 "optimizer.decay_steps",

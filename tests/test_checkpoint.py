@@ -517,6 +517,23 @@ def test_another_model(two_checkpoints, change, message):
 # Sudden death.
 
 
+def test_all_is_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch):
+    synchronized = []
+
+    def fsync(descriptor):
+        committed = any(tmp_path.glob("checkpoints/*/COMMITTED"))
+        synchronized.append((os.fstat(descriptor).st_ino, committed))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(tmp_path, [1])
+    [folder] = (tmp_path / "checkpoints").iterdir()
+    before = {number for number, committed in synchronized if not committed}
+    below = {path.stat().st_ino: path for path in [folder, *folder.rglob("*")]}
+    assert {below[number].name for number in below.keys() - before} == set()
+    after = {number for number, committed in synchronized if committed}
+    assert after == {path.stat().st_ino for path in (folder, folder.parent)}
+
+
 def save_forever(run_dir):
     writer = CheckpointWriter(run_dir, ThreadHost(), stage_layers=LAYERS, keep=2)
     for step in itertools.count(1):

@@ -287,6 +287,7 @@ def test_held_out_order_is_fixed_and_a_limit_takes_its_beginning(file_config):
         ("held_out", {"held_out": 0.0}),
         ("held_out", {"held_out": 1.0}),
         ("held_out", {"held_out": float("nan")}),
+        ("held_out", {"held_out": 0.1, "source": "tokens", "path": "tokens"}),
         ("shuffle_seed", {"shuffle_seed": -1}),
         ("shuffle_seed", {"shuffle_seed": 2**32}),
     ],
@@ -425,7 +426,8 @@ def test_tokens_on_disk_are_read_as_text_is(tmp_path, packing):
     with new_folder(tmp_path / "tokens", "--output") as folder:
         [source] = config.sources()
         write_tokens(folder, [source], "bytes", 0.5, config.shuffle_seed, processes=1)
-    tokens = replace(config, source="tokens", path=str(tmp_path / "tokens"))
+    held_out = DataConfig.held_out
+    tokens = replace(config, source="tokens", path=str(tmp_path / "tokens"), held_out=held_out)
     assert TrainingBatches(tokens).fingerprint == TrainingBatches(config).fingerprint
     numbers = [0, 1, 70, 3, 900]
     ours, theirs = TrainingBatches(tokens), TrainingBatches(config)

@@ -188,3 +188,12 @@ def test_values_out_of_range_are_refused(field: str, value: Any):
         OptimizerConfig(**{field: value})
     assert caught.value.field == f"optimizer.{field}"
     assert caught.value.value is value
+
+
+@pytest.mark.parametrize(("field", "value"), [("decay_fraction", 0.4), ("decay_shape", "1-sqrt")])
+def test_what_another_schedule_takes_is_refused(field: str, value: Any):
+    with pytest.raises(InputError) as caught:
+        OptimizerConfig(**{field: value})
+    assert caught.value.field == f"optimizer.{field}"
+    assert caught.value.remedy == "Remove it, or write schedule: warmup-stable-decay"
+    OptimizerConfig(schedule="warmup-stable-decay", **{field: value})
