@@ -45,13 +45,14 @@ ABOUT = {
     "skip33_ends_full": PATHS | {"recipe.phases"},
     "skip33_inverse": PATHS | {"recipe.skip_scaling"},
     "skip33_inverse_ends_full": PATHS | {"recipe.skip_scaling", "recipe.phases"},
-    "skip33_best_equal_time": PATHS | {"recipe.skip_scaling", "recipe.phases", "train.steps"},
+    "skip33_ends_full_equal_time": PATHS | {"recipe.phases", "train.steps"},
     "skip33_higher_rate": PATHS | {"optimizer.learning_rate"},
     "skip50": PATHS,
     "skip50_equal_time": PATHS | {"train.steps"},
     "skip50_random": PATHS | REDRAWN,
     "small50": PLAN | {"model.layers"},
     "small67": PLAN | {"model.layers"},
+    "small67_equal_time": PLAN | {"model.layers", "train.steps"},
 }
 
 
@@ -96,7 +97,7 @@ def test_a_committed_plan_is_one_of_its_case(name: str):
 def test_equal_time_is_that_of_the_control():
     steps = config_of("full")["train"]["steps"]
     time_of_control = steps * plans.plan_of("full").predicted.iteration_s
-    for name in trade_off.SKIPPED:
+    for name in (*trade_off.SKIPPED, trade_off.SMALLER):
         config = config_of(f"{name}_equal_time")
         time_taken = config["train"]["steps"] * plans.plan_of(name).predicted.iteration_s
         assert time_taken == pytest.approx(time_of_control, rel=0.002)
@@ -206,9 +207,12 @@ def everything() -> dict[str, list[Summary]]:
 
 
 SECONDS = {
-    network: {"full": 80.0, "skip17": 60.0, "skip25": 55.0, "skip33": 44.0, "skip50": 35.0 - n}
+    network: {
+        "full": 80.0, "skip17": 60.0, "skip25": 55.0, "skip33": 44.0, "skip50": 35.0 - n,
+        "small67": 50.0,
+    }
     for n, network in enumerate(plans.NETWORKS)
-}
+}  # fmt: skip
 
 
 def assert_no_text_overlaps(figure: Any) -> None:

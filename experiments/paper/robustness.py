@@ -27,7 +27,7 @@ WHOLE = {
     "full": ("trained in full", BLACK),
     "skip33": ("33% skipped", BLUE),
     "skip33_swaps": ("33% skipped, swaps", ORANGE),
-    "skip33_best_equal_time": ("33%, scaled, ends full,\nas long as full", GREEN),
+    "skip33_ends_full_equal_time": ("33%, ends full,\nas long as full", GREEN),
     "skip50": ("50% skipped", VERMILION),
 }
 # Smaller models, and how many of the 6 stages of the whole model they are worth.

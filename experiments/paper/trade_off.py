@@ -4,7 +4,8 @@ An iteration that skips is shorter, so there are more of them in the same time; 
 depends on the network. For each share there is a run with as many iterations as the control and
 one with as many as take its time in 12 regions. The loss after another number of iterations, each
 with a learning rate that falls to its end, lies on the line through the two against the logarithm
-of that number.
+of that number. So it does for a smaller model that is trained in full: whoever skips to save time
+could as well train that.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ if TYPE_CHECKING:
 NAME = "trade_off"
 
 SKIPPED = {"skip17": 1 / 6, "skip25": 1 / 4, "skip33": 1 / 3, "skip50": 1 / 2}
+# Has as many blocks as a path visits with a third skipped.
+SMALLER, WORTH_SKIPPING = "small67", SKIPPED["skip33"]
 COLORS = (BLUE, VERMILION, GREEN)
 BUDGET_S, QUICK_BUDGET_S = 30.0, 0.3
 
 
 def measure(quick: bool, folder: Path) -> dict[str, Any]:
     """Seconds of an iteration for each share on each network, and the loss after equal time."""
-    arms = ["full", *SKIPPED, *(f"{name}_equal_time" for name in SKIPPED)]
+    others = [*SKIPPED, SMALLER]
+    arms = ["full", *others, *(f"{name}_equal_time" for name in others)]
     found = Campaign(folder, quick).train(runs_of(arms, quick))
     budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     seconds = {
         network: {
             name: plans.iteration_s(name, network, budget_s, folder / "plans")
-            for name in ("full", *SKIPPED)
+            for name in ("full", *others)
         }
         for network in plans.NETWORKS
     }
@@ -51,23 +55,30 @@ def figures_of(
 ) -> dict[str, Any]:
     """What is drawn, for the arms that are there."""
     [control] = {seed.steps for seed in found["full"]}
-    there = [name for name in SKIPPED if name in found and f"{name}_equal_time" in found]
-    networks = {}
-    for network, of_plan in seconds.items():
-        points = []
-        for name in there:
-            iterations = control * of_plan["full"] / of_plan[name]
-            longer = found[f"{name}_equal_time"]
-            points.append(
-                {
-                    "skipped": SKIPPED[name],
-                    "iteration_s": of_plan[name],
-                    "iterations": iterations,
-                    "loss": _loss_after(iterations, found[name], longer),
-                    "beyond_what_was_trained": iterations > 1.02 * longer[0].steps,
-                }
-            )
-        networks[network] = {"full_iteration_s": of_plan["full"], "points": points}
+
+    def point(name: str, of_plan: dict[str, float]) -> dict[str, float | bool]:
+        iterations = control * of_plan["full"] / of_plan[name]
+        longer = found[f"{name}_equal_time"]
+        return {
+            "iteration_s": of_plan[name],
+            "iterations": iterations,
+            "loss": _loss_after(iterations, found[name], longer),
+            "beyond_what_was_trained": iterations > 1.02 * longer[0].steps,
+        }
+
+    there = [name for name in (*SKIPPED, SMALLER) if {name, f"{name}_equal_time"} <= found.keys()]
+    networks = {
+        network: {
+            "full_iteration_s": of_plan["full"],
+            "points": [
+                {"skipped": SKIPPED[name]} | point(name, of_plan)
+                for name in there
+                if name in SKIPPED
+            ],
+            "smaller_model": point(SMALLER, of_plan) if SMALLER in there else None,
+        }
+        for network, of_plan in seconds.items()
+    }
     return {
         "control": {"iterations": control, "loss": [seed.loss for seed in found["full"]]},
         "equal_data": {
@@ -75,6 +86,7 @@ def figures_of(
             for name in SKIPPED
             if name in found
         },
+        "smaller_model": {"loss": [seed.loss for seed in found.get(SMALLER, [])]},
         "equal_time": networks,
     }
 
@@ -100,14 +112,21 @@ def draw(figures: dict[str, Any]) -> Figure:
         [base, *(float(np.mean(own["loss"])) for own in alike)],
         "s--", color="grey", markersize=4, linewidth=1.0, label="equal data",
     )  # fmt: skip
+    smaller = figures["smaller_model"]["loss"]
+    if smaller:
+        name = "8 blocks, trained in full"
+        losses.plot(WORTH_SKIPPING, np.mean(smaller), "*", color="grey", markersize=9, label=name)
     for (network, own), color in zip(figures["equal_time"].items(), COLORS, strict=True):
         points = own["points"]
         shares = [0, *(point["skipped"] for point in points)]
         values = [base, *(point["loss"] for point in points)]
         losses.plot(shares, values, "-", color=color, label=f"equal time, {network}")
-        for point in points:
+        marks = [("o", 5, point) for point in points]
+        if own["smaller_model"]:
+            marks.append(("*", 9, {"skipped": WORTH_SKIPPING} | own["smaller_model"]))
+        for mark, size, point in marks:
             face = "white" if point["beyond_what_was_trained"] else color
-            losses.plot(point["skipped"], point["loss"], "o", color=color, mfc=face, ms=5)
+            losses.plot(point["skipped"], point["loss"], mark, color=color, mfc=face, ms=size)
         speed = [1.0, *(own["full_iteration_s"] / point["iteration_s"] for point in points)]
         pace.plot(shares, speed, "o-", color=color, markersize=4)
     losses.set_title("Below the black line, skipping pays")
