@@ -1,9 +1,9 @@
 """How well a model learns when microbatches skip stages, against bytes and against time.
 
 All runs learn the same number of bytes in an iteration, in the same order, at the same learning
-rate unless an arm is about that. What is compared is always the held-out loss of the full model; beside
-it stands the loss when what a stage adds is multiplied, at evaluation, by the share of microbatches
-that visited it.
+rate unless an arm is about that. What is compared is always the held-out loss of the full model.
+Beside it stands the loss when what a stage adds is multiplied, at evaluation, by the share of
+microbatches that visited it.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def draw(figures: dict[str, Any]) -> Figure:
     _curves(time, arms, IN_TIME, in_time=True)
     time.set_title("Against time, on 20 nodes in 12 regions")
     _ends(paths, arms, PATHS)
-    paths.set_title("By paths, at the end (hollow: stages scaled)")
+    paths.set_title("By paths (hollow: stages scaled)")
     _ends(recipes, arms, RECIPES)
-    recipes.set_title("By recipe, at the end (hollow: stages scaled)")
+    recipes.set_title("By recipe (hollow: stages scaled)")
     return figure
 
 
