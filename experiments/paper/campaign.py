@@ -50,10 +50,10 @@ SECONDS_BETWEEN_LOOKS = 0.5
 SEEDS: dict[str, int] = {
     "full": 3,
     "skip33": 3,
-    "skip33_random": 3,
-    "skip50": 3,
+    "skip33_random": 2,
+    "skip50": 2,
     "skip33_equal_time": 3,
-    "skip33_swaps": 3,
+    "skip33_swaps": 2,
     "skip33_ends_full_equal_time": 3,
     "small67": 3,
     "small67_equal_time": 3,
