@@ -54,7 +54,7 @@ SEEDS: dict[str, int] = {
     "skip50": 2,
     "skip33_equal_time": 3,
     "skip33_swaps": 2,
-    "skip33_ends_full_equal_time": 3,
+    "skip33_ends_full_equal_time": 2,
     "small67": 3,
     "small67_equal_time": 3,
     "skip33_inverse": 1,
@@ -70,10 +70,7 @@ SEEDS: dict[str, int] = {
     "skip25_equal_time": 1,
     "skip50_random": 1,
     "skip25_random": 1,
-    "skip33_redrawn": 1,
     "skip33_skippipe": 1,
-    "skip17": 1,
-    "skip17_equal_time": 1,
 }
 # A quick run has so many times fewer iterations, and a model that learns little.
 QUICK = 20

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.paper import drawing
 from experiments.paper.campaign import Campaign, runs_of
-from experiments.paper.drawing import BLACK, BLUE, GREEN, ORANGE, SKY, VERMILION
+from experiments.paper.drawing import BLACK, BLUE, GREEN, ORANGE, VERMILION
 from experiments.paper.summary import Summary
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ NAME = "convergence"
 
 RATIOS = {
     "full": ("full pipeline", BLACK),
-    "skip17": ("17% skipped", SKY),
     "skip25": ("25% skipped", GREEN),
     "skip33": ("33% skipped", BLUE),
     "skip50": ("50% skipped", VERMILION),
@@ -42,7 +41,6 @@ PATHS = {
     "full": "full pipeline",
     "skip33": "33% planned, in order",
     "skip33_swaps": "33% planned, swaps",
-    "skip33_redrawn": "33% planned, 8 plans by turns",
     "skip33_skippipe": "33% by the paper's search, swaps",
     "skip33_random": "33% random, in order",
     "skip33_random_swaps": "33% random, swaps",

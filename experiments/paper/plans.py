@@ -46,7 +46,6 @@ class Kind:
 KINDS = {
     # The whole model of 12 blocks, in 6 stages of 2. Skipping a third is the yardstick itself.
     "full": Kind("full-joint"),
-    "skip17": Kind("joint", {"path_length": 5}),
     "skip33": Kind("joint"),
     "skip33_swaps": Kind("joint", max_swaps=2),
     "skip33_skippipe": Kind("skippipe", max_swaps=2),
