@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ class Evaluation:
     """Mean cross-entropy in nats per token, its exponential, and over how many target tokens.
 
     They are those of the full model; `answers` compare other ways through it, over the same tokens.
-    `step` is None for a model that is not of a run.
+    `step` is None for a model that is not of a run. `scales` are those of the model, if it has any.
     """
 
     step: int | None
@@ -119,6 +119,7 @@ class Evaluation:
     perplexity: float
     tokens: int
     answers: tuple[Answer, ...] = ()
+    scales: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """One object: a list under `keep`, an object under each other question that was asked."""
@@ -128,6 +129,8 @@ class Evaluation:
             "perplexity": self.perplexity,
             "tokens": self.tokens,
         }
+        if self.scales is not None:
+            result["scales"] = self.scales
         for answer in self.answers:
             if answer.question.share is None:
                 result[answer.question.name] = answer.to_json()
@@ -172,6 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     partial.add_argument("--paths", action="store_true", help="the paths of the run's own plan")
     partial.add_argument("--swaps", action="store_true", help="two neighbouring stages swapped")
     partial.add_argument("--importance", action="store_true", help="each stage left out in turn")
+    partial.add_argument(
+        "--scale",
+        action="store_true",
+        help="multiply what a stage adds by the share of the run's microbatches that visited it, "
+        "which is what others have come to expect of it",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument(
@@ -184,6 +193,8 @@ def _run(arguments: argparse.Namespace) -> int:
     sequences = fields.integer(arguments.sequences, "--sequences", 1)
     shares = _shares(arguments)
     model, config, step = named_model(arguments)
+    if arguments.scale:
+        model = replace(model, scales=_visited_shares(arguments.run, step, model.stages))
     tokenizer_for(config)
     questions = _questions(arguments, shares, model.stages)
     found = evaluate(model, step, config.data, sequences, questions)
@@ -227,6 +238,21 @@ def _questions(
     if arguments.importance:
         questions.append(without_each(stages))
     return questions
+
+
+def _visited_shares(run: Path | None, step: int | None, stages: int) -> tuple[float, ...]:
+    """The share of a run's microbatches that visited each stage, by the plans that it has now."""
+    if run is None or step is None:
+        raise InputError("--scale", True, "only a run has microbatches", "Leave it out")
+    shares = run_folder.saved_schedule(run).visited_shares(max(step, 1)).tolist()
+    if len(shares) != stages:
+        raise InputError(
+            "--scale",
+            f"{len(shares)} stages",
+            f"the checkpoint was saved by a plan of {stages}",
+            "Choose a step of the present plan, or leave it out",
+        )
+    return tuple(shares)
 
 
 def _of_subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
@@ -287,7 +313,8 @@ def evaluate(
         for question in questions
     )
     loss = losses[everything]
-    return Evaluation(step, loss, math.exp(loss), tokens, answers)
+    scales = None if model.scales is None else tuple(model.scales)
+    return Evaluation(step, loss, math.exp(loss), tokens, answers, scales)
 
 
 def held_out_loss(config: Config, parameters: Sequence[Any], sequences: int) -> tuple[float, int]:
@@ -341,6 +368,8 @@ def table(found: Evaluation, stages: int) -> str:
         f"{of_step}held-out loss {found.loss:.4f} nats per token, perplexity "
         f"{found.perplexity:.3f}, over {found.tokens:,} tokens, all stages in order"
     ]
+    if found.scales is not None:
+        lines[0] += f", times {', '.join(f'{scale:.3g}' for scale in found.scales)}"
     if not found.answers:
         return lines[0]
     rows = [("", "stages", "loss", "perplexity", "")]

@@ -174,6 +174,12 @@ class Schedule:
         """The plan that an iteration takes; iterations count from 0."""
         return self.plans[self.name(iteration)]
 
+    def visited_shares(self, steps: int) -> Float[np.ndarray, " stages"]:
+        """The share of the microbatches of the first `steps` iterations that visited each stage."""
+        taken = Counter(map(self.name, range(steps)))
+        shares = [stage_shares(self.plans[name]) for name in taken]
+        return np.average(shares, axis=0, weights=list(taken.values()))
+
     @property
     def longest_s(self) -> float:
         """The seconds that no iteration takes longer than, by its plan."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import math
@@ -25,6 +26,7 @@ import transformers
 import yaml
 from flax import nnx
 from skippipe_sched.errors import InputError
+from skippipe_sched.plan import load_plan
 
 from skippipe_jax import evaluate
 from skippipe_jax.checkpoint import open_checkpoint, read_stage
@@ -35,6 +37,8 @@ from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss, losse
 from skippipe_jax.model import DataStage, ModelConfig, stage_shapes
 from skippipe_jax.partial import Order, kept, swapped, without_each
 from skippipe_jax.progress import CompilationCounter
+from skippipe_jax.recipe import OWN, Phase, RecipeConfig, Schedule, stage_shares
+from skippipe_jax.staged_model import read_run
 from skippipe_jax.tokenizer import ByteTokenizer
 from skippipe_jax.trainer import train
 from tests.partial_models import random_model, save_checkpoint, save_run
@@ -323,6 +327,30 @@ def test_what_stages_add_can_be_scaled():
     assert abs(halved[0, 1, 2] - plain[0, 1, 2]) > 1e-3
 
 
+def test_a_run_is_scaled_by_the_shares_that_visited(monkeypatch: Any, capsys: Any):
+    plan = load_plan(Path("run/plan.json"))
+    visits = Counter(plan.stage_of[node] for path in plan.microbatches for node in path)
+    shares = [visits[stage] / len(plan.microbatches) for stage in range(STAGES)]
+    assert shares[0] == 1.0 > shares[1]
+    found = evaluated(["--scale"], monkeypatch, capsys)
+    assert found["scales"] == pytest.approx(shares)
+    model, config, _ = read_run(Path("run"))
+    by_hand, _ = losses_along(replace(model, scales=shares), {(0, 1, 2)}, config.data, 256)
+    assert found["loss"] == pytest.approx(by_hand[0, 1, 2], rel=1e-6)
+    assert abs(found["loss"] - evaluated([], monkeypatch, capsys)["loss"]) > 1e-4
+    assert ", times 1, 0." in run_main(["--run", "run", "--scale"], monkeypatch, capsys)
+
+
+def test_shares_of_a_run_are_those_of_all_its_plans():
+    full, half = load_plan(Path("run/plan.json")), load_plan(Path("run/plan.json"))
+    half = replace(half, microbatches=tuple(path[:1] for path in half.microbatches))
+    phase = Phase(from_step=3, path_length=1)
+    schedule = Schedule(RecipeConfig(phases=(phase,)), {OWN: full, phase.name: half})
+    assert schedule.visited_shares(3).tolist() == stage_shares(full).tolist()
+    mixed = (3 * stage_shares(full) + stage_shares(half)) / 4
+    assert schedule.visited_shares(4).tolist() == pytest.approx(mixed.tolist())
+
+
 def test_programs_are_compiled_once_for_all_ways():
     config = load_config(Path("config.yaml"), ["model.width=20", "model.layers=6"])
     model = random_model(config.model, 6)
@@ -418,11 +446,14 @@ def test_an_interrupted_evaluation_ends_at_once(monkeypatch: Any, capsys: Any, t
 
     monkeypatch.setattr(sys, "argv", ["evaluate", "--run", "run", "--keep", "1,0.67,0.3"])
     before = signal.signal(signal.SIGALRM, interrupt)
+    # What is raised while Python calls back from collecting garbage, as JAX asks it to, is lost.
+    gc.disable()
     # Before the checkpoint can have been read.
     signal.setitimer(signal.ITIMER_REAL, 0.01)
     try:
         assert evaluate.main() == 130
     finally:
+        gc.enable()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert capsys.readouterr().err == "interrupted; nothing is kept\n"

@@ -9,20 +9,17 @@ import argparse
 import json
 import os
 import sys
-from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from skippipe_sched.errors import run_command
 
 from experiments.paper import provenance
 from skippipe_jax import run_folder
 from skippipe_jax.evaluate import Answer, evaluate
 from skippipe_jax.partial import Question, Way, kept, swapped
-from skippipe_jax.recipe import stage_shares
 from skippipe_jax.staged_model import read_run
 
 SEQUENCES, QUICK_SEQUENCES = 512, 16
@@ -83,9 +80,7 @@ def summarise(run: Path, arm: str, digest: str, sequences: int) -> Summary:
     lines = run_folder.read_metrics(run)
     schedule = run_folder.saved_schedule(run)
     clock_s = list(accumulate(line["predicted_seconds"] for line in lines))
-    taken = Counter(line["plan"] for line in lines)
-    shares = sum(stage_shares(schedule.plans[name]) * n for name, n in taken.items()) / step
-    scaled = replace(model, scales=np.asarray(shares).tolist())
+    scaled = replace(model, scales=schedule.visited_shares(step).tolist())
     return Summary(
         digest=digest,
         steps=step,
