@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 MODULES = ("iteration_time", "convergence", "robustness", "trade_off", "shapes")
 # On two cores of an AMD EPYC, by the CPU seconds of an iteration, from nothing; runs whose results
 # are committed need not be trained again.
-HOURS = 3
+HOURS = 2.5
 
 
 def main() -> int:
