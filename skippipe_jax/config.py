@@ -21,12 +21,12 @@ from skippipe_sched.search import DEFAULT_BUDGET_S
 
 from skippipe_jax.checkpoint import CheckpointConfig
 from skippipe_jax.cluster import ClusterConfig
-from skippipe_jax.data import DataConfig
+from skippipe_jax.data.batches import DataConfig
+from skippipe_jax.data.tokenizer import has_tokenizer
 from skippipe_jax.huggingface import SHAPES, folder_of, read_model
 from skippipe_jax.model import PRESETS, ModelConfig
 from skippipe_jax.optimizer import OptimizerConfig
 from skippipe_jax.recipe import RecipeConfig
-from skippipe_jax.tokenizer import has_tokenizer
 
 
 @dataclass(frozen=True)

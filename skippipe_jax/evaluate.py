@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from skippipe_jax import run_folder
 from skippipe_jax.config import Config
-from skippipe_jax.data import DataConfig, held_out_batches
+from skippipe_jax.data.batches import DataConfig, held_out_batches
 from skippipe_jax.evaluation_plot import picture
 from skippipe_jax.partial import (
     Order,

@@ -21,7 +21,7 @@ from skippipe_sched.links import GIBIBYTE
 from skippipe_sched.plan import Operation, Plan
 
 from skippipe_jax.config import NetworkConfig
-from skippipe_jax.data import Batch
+from skippipe_jax.data.batches import Batch
 from skippipe_jax.links import Link
 from skippipe_jax.local_updates import AVERAGED, numbers, with_mean
 from skippipe_jax.marks import marked_tokens

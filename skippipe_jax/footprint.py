@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from skippipe_sched.case import Case
 
 from skippipe_jax.config import Config
-from skippipe_jax.data import DataConfig
+from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.model import ModelConfig
 
 GRADIENT_BYTES = 4

@@ -23,7 +23,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
-from skippipe_jax.data import NOT_COUNTED
+from skippipe_jax.data.batches import NOT_COUNTED
 from skippipe_jax.decoding import Sampling, generate_tokens, padded_length
 from skippipe_jax.generate import text_pieces
 from skippipe_jax.model import DataStage

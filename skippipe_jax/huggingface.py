@@ -25,9 +25,9 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.links import GIBIBYTE
 from tqdm import tqdm
 
+from skippipe_jax.data.tokenizer import BYTES, load_tokenizer
 from skippipe_jax.model import ModelConfig, RopeScaling, stage_shapes
 from skippipe_jax.stages import Parameters
-from skippipe_jax.tokenizer import BYTES, load_tokenizer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

@@ -26,7 +26,7 @@ from skippipe_sched.plan import Operation
 from skippipe_sched.simulate import Averaging, Run
 
 from skippipe_jax.cluster import DeadlinePassed
-from skippipe_jax.data import Batch
+from skippipe_jax.data.batches import Batch
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome
 from skippipe_jax.program import Compute, Hop

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from skippipe_jax.data import Batch
+from skippipe_jax.data.batches import Batch
 
 
 def marked_tokens(

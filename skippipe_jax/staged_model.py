@@ -23,16 +23,16 @@ from skippipe_sched.errors import InputError
 from skippipe_jax import huggingface, run_folder
 from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.config import Config, parse_config, to_tree
-from skippipe_jax.data import (
+from skippipe_jax.data.batches import (
     Batch,
     DataConfig,
     check_vocabulary,
     tokenizer_of,
     with_tokenizer_of_run,
 )
+from skippipe_jax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from skippipe_jax.marks import marked_tokens
 from skippipe_jax.model import ModelConfig, create_stage, stage_shapes
-from skippipe_jax.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 # Into at most so many stages a model is cut that comes without a plan, as far as layers allow.
 MOST_STAGES = 6

@@ -24,7 +24,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from skippipe_jax.data import DataConfig
+from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.model import DataStage, ModelConfig, Stage
 from skippipe_jax.optimizer import OptimizerConfig, adamw
 

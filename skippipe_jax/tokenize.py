@@ -26,12 +26,10 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 from tqdm import tqdm
 
-from skippipe_jax.corpus import cut_in_two, groups, place_of, texts_of
-from skippipe_jax.documents import Document, DocumentSource, read_documents, require_apart
-from skippipe_jax.extras import require
-from skippipe_jax.new_folder import new_folder
-from skippipe_jax.token_shards import PARTS, PartWriter, TokenIndex, write_index
-from skippipe_jax.tokenizer import (
+from skippipe_jax.data.corpus import cut_in_two, groups, place_of, texts_of
+from skippipe_jax.data.documents import Document, DocumentSource, read_documents, require_apart
+from skippipe_jax.data.token_shards import PARTS, PartWriter, TokenIndex, write_index
+from skippipe_jax.data.tokenizer import (
     BYTES,
     MARKS,
     TOKENIZER_FOLDER,
@@ -43,6 +41,8 @@ from skippipe_jax.tokenizer import (
     token_dtype,
     write_tokenizer,
 )
+from skippipe_jax.extras import require
+from skippipe_jax.new_folder import new_folder
 
 EPILOG = """\
 DIR is written anew, and appears when it is whole. Documents are held out by a hash of their own: of

@@ -34,7 +34,7 @@ from skippipe_jax.checkpoint import (
 )
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
-from skippipe_jax.data import (
+from skippipe_jax.data.batches import (
     Batch,
     DataConfig,
     TrainingBatches,
@@ -43,6 +43,8 @@ from skippipe_jax.data import (
     tokenizer_of,
     with_tokenizer_of_run,
 )
+from skippipe_jax.data.read_ahead import ReadAhead
+from skippipe_jax.data.tokenizer import BYTES, TOKENIZER_FOLDER, load_tokenizer
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
 from skippipe_jax.first_weights import begin_with, first_weights
@@ -55,7 +57,6 @@ from skippipe_jax.model import ModelConfig
 from skippipe_jax.profiled_steps import profiled
 from skippipe_jax.program import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.progress import CompilationCounter, Progress
-from skippipe_jax.read_ahead import ReadAhead
 from skippipe_jax.recipe import (
     NO_RECIPE,
     OWN,
@@ -66,7 +67,6 @@ from skippipe_jax.recipe import (
 )
 from skippipe_jax.recording import draw_recorded, remove_recordings
 from skippipe_jax.stages import activation
-from skippipe_jax.tokenizer import BYTES, TOKENIZER_FOLDER, load_tokenizer
 from skippipe_jax.trackers import require_trackers
 from skippipe_jax.validation import BestCheckpoint, Validation
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from skippipe_jax.data import NOT_COUNTED
+from skippipe_jax.data.batches import NOT_COUNTED
 
 BATCH, TIME, VOCABULARY = 2, 64, 260
 SMALL: dict[str, Any] = {

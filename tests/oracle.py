@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from skippipe_jax.data import NOT_COUNTED, Batch
+from skippipe_jax.data.batches import NOT_COUNTED, Batch
 from skippipe_jax.model import ModelConfig, create_stage
 from skippipe_jax.optimizer import OptimizerConfig, adamw
 

@@ -26,7 +26,7 @@ from skippipe_jax.config import (
     require_same_run,
     to_yaml,
 )
-from skippipe_jax.data import DataConfig, MixtureConfig
+from skippipe_jax.data.batches import DataConfig, MixtureConfig
 from skippipe_jax.model import PRESETS, ModelConfig, RopeScaling
 from skippipe_jax.optimizer import OptimizerConfig
 

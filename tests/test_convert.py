@@ -24,12 +24,12 @@ from skippipe_jax import convert, huggingface, run_folder
 from skippipe_jax.checkpoint import open_checkpoint, read_stage, write_checkpoint
 from skippipe_jax.config import Config, to_yaml
 from skippipe_jax.convert import from_huggingface, to_huggingface
-from skippipe_jax.data import DataConfig
-from skippipe_jax.documents import Document, DocumentSource
+from skippipe_jax.data.batches import DataConfig
+from skippipe_jax.data.documents import Document, DocumentSource
+from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.model import ModelConfig, RopeScaling, create_stage, stage_shapes
 from skippipe_jax.tokenize import train_bpe
-from skippipe_jax.tokenizer import ByteTokenizer, load_tokenizer
 from tests.llama_models import (
     LLAMAS,
     TIME,

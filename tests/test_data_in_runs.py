@@ -11,8 +11,8 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import Config, load_config
-from skippipe_jax.data import TrainingBatches
-from skippipe_jax.documents import Document, DocumentSource
+from skippipe_jax.data.batches import TrainingBatches
+from skippipe_jax.data.documents import Document, DocumentSource
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.tokenize import train_bpe
 from skippipe_jax.trainer import train

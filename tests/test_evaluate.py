@@ -33,13 +33,13 @@ from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import load_config, to_tree
 from skippipe_jax.convert import to_huggingface
+from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss, losses_along
 from skippipe_jax.model import DataStage, ModelConfig, stage_shapes
 from skippipe_jax.partial import Order, kept, swapped, without_each
 from skippipe_jax.progress import CompilationCounter
 from skippipe_jax.recipe import OWN, Phase, RecipeConfig, Schedule, stage_shares
 from skippipe_jax.staged_model import read_run
-from skippipe_jax.tokenizer import ByteTokenizer
 from skippipe_jax.trainer import train
 from tests.partial_models import random_model, save_checkpoint, save_run
 

@@ -18,7 +18,7 @@ from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.simulate import Timeline, simulate_plan
 
 from skippipe_jax.config import NetworkConfig
-from skippipe_jax.data import Batch
+from skippipe_jax.data.batches import Batch
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, functions_of_stages
 from skippipe_jax.links import WithinProcess

@@ -15,7 +15,7 @@ from skippipe_sched.plan import Plan, Predicted
 from skippipe_sched.simulate import simulate
 
 from skippipe_jax.config import NetworkConfig
-from skippipe_jax.data import Batch
+from skippipe_jax.data.batches import Batch
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, functions_of_stages
 from skippipe_jax.links import WithinProcess

@@ -18,7 +18,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan
 
 from skippipe_jax.config import Config, NetworkConfig, TrainConfig, parse_config
-from skippipe_jax.data import Batch, DataConfig
+from skippipe_jax.data.batches import Batch, DataConfig
 from skippipe_jax.marks import (
     mark,
     marked_tokens,

@@ -19,7 +19,7 @@ from skippipe_sched.search import Search
 from skippipe_jax import run_folder, trainer
 from skippipe_jax.cluster import Membership
 from skippipe_jax.config import load_config, parse_config
-from skippipe_jax.data import TrainingBatches
+from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.executor import Executor
 from skippipe_jax.program import Compute, compile_plans
 from skippipe_jax.recipe import OWN, Phase, RecipeConfig, Schedule, make_schedule, stage_shares

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax import token_shards
-from skippipe_jax.corpus import held_out_of, read_corpus
-from skippipe_jax.data import DataConfig, TrainingBatches
-from skippipe_jax.documents import DocumentSource
+from skippipe_jax.data.batches import DataConfig, TrainingBatches, token_shards
+from skippipe_jax.data.corpus import held_out_of, read_corpus
+from skippipe_jax.data.documents import DocumentSource
+from skippipe_jax.data.token_shards import BLOCK, PartWriter, open_part, read_index
+from skippipe_jax.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 from skippipe_jax.new_folder import new_folder
-from skippipe_jax.token_shards import BLOCK, PartWriter, open_part, read_index
 from skippipe_jax.tokenize import main, write_tokens
-from skippipe_jax.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -44,7 +44,7 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.search import Search
 
 from experiments.benchmarks import machine, reporting
-from skippipe_jax.data import Batch
+from skippipe_jax.data.batches import Batch
 from skippipe_jax.executor import Executor, functions_of_stages
 from skippipe_jax.links import WithinProcess
 from skippipe_jax.model import DTYPES, PRESETS, RECOMPUTE, ModelConfig, Stage, create_stage

@@ -20,7 +20,7 @@ from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
-from skippipe_jax.data import TrainingBatches
+from skippipe_jax.data.batches import TrainingBatches
 from tests import oracle
 from tests.multihost.processes import Processes, name_of_host, started_processes
 from tests.training_runs import (

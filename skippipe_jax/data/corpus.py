@@ -15,11 +15,11 @@ import numpy as np
 from jaxtyping import Bool
 from skippipe_sched.errors import InputError
 
-from skippipe_jax import token_shards
-from skippipe_jax.chat import encode_conversation
-from skippipe_jax.documents import Document, DocumentSource, local_path, read_documents
-from skippipe_jax.rows import TokenizedDocuments
-from skippipe_jax.tokenizer import (
+from skippipe_jax.data.batches import token_shards
+from skippipe_jax.data.chat import encode_conversation
+from skippipe_jax.data.documents import Document, DocumentSource, local_path, read_documents
+from skippipe_jax.data.rows import TokenizedDocuments
+from skippipe_jax.data.tokenizer import (
     TOKENIZER_FOLDER,
     ByteTokenizer,
     Tokenizer,

@@ -20,7 +20,7 @@ from jaxtyping import Int64, Integer
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.rows import TokenizedDocuments
+from skippipe_jax.data.rows import TokenizedDocuments
 
 INDEX = "index.json"
 PARTS = ("training", "held_out")

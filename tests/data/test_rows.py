@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe_jax.rows import (
+from skippipe_jax.data.rows import (
     NOT_COUNTED,
     Interleaving,
     PackedDocuments,

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.chat import encode_conversation
-from skippipe_jax.data import DataConfig, TrainingBatches, load_corpora
-from skippipe_jax.documents import Document, DocumentSource
-from skippipe_jax.rows import NOT_COUNTED
+from skippipe_jax.data.batches import DataConfig, TrainingBatches, load_corpora
+from skippipe_jax.data.chat import encode_conversation
+from skippipe_jax.data.documents import Document, DocumentSource
+from skippipe_jax.data.rows import NOT_COUNTED
+from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from skippipe_jax.tokenize import train_bpe
-from skippipe_jax.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 SOURCE = DocumentSource("chat", "chat.jsonl")
 MESSAGES = [

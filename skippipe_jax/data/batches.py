@@ -23,11 +23,10 @@ from jaxtyping import Bool, Int32
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.corpus import Corpus, read_corpus
-from skippipe_jax.documents import DocumentSource, local_path, require_apart
-from skippipe_jax.new_folder import new_folder
-from skippipe_jax.rows import NOT_COUNTED, ROWS, Interleaving, Rows, TokenizedDocuments
-from skippipe_jax.tokenizer import (
+from skippipe_jax.data.corpus import Corpus, read_corpus
+from skippipe_jax.data.documents import DocumentSource, local_path, require_apart
+from skippipe_jax.data.rows import NOT_COUNTED, ROWS, Interleaving, Rows, TokenizedDocuments
+from skippipe_jax.data.tokenizer import (
     BYTES,
     TOKENIZER_FOLDER,
     Tokenizer,
@@ -35,6 +34,7 @@ from skippipe_jax.tokenizer import (
     has_tokenizer,
     load_tokenizer,
 )
+from skippipe_jax.new_folder import new_folder
 
 SOURCES = ("python", "text", "jsonl", "parquet", "tokens", "chat")
 
@@ -69,7 +69,7 @@ class DataConfig:
     Attributes:
         source: what is a document: with ``text``, plain text, a file; with ``jsonl`` or
             ``parquet`` the `text_field` of a line or row; with ``chat`` a line of JSON with
-            messages (see `skippipe_jax.chat`), of which the assistant's are learnt. ``tokens`` is
+            messages (see `skippipe_jax.data.chat`), of which the assistant's are learnt. ``tokens`` is
             a folder that `skippipe_jax.tokenize` has written, read as it is needed; ``python`` is
             the standard library of the Python that runs; ``mixture`` is what `mixture` says.
         path: a file, a folder whose files (hidden ones aside) are read, or a glob; or, but for

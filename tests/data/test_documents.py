@@ -11,8 +11,8 @@ import pytest
 from pyarrow import parquet
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.data import DataConfig, TrainingBatches, held_out_batches, load_corpora
-from skippipe_jax.documents import DocumentSource, read_documents
+from skippipe_jax.data.batches import DataConfig, TrainingBatches, held_out_batches, load_corpora
+from skippipe_jax.data.documents import DocumentSource, read_documents
 
 TEXTS = [f"document {number} " + "x" * number for number in range(30)]
 

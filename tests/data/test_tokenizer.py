@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
-from skippipe_jax import tokenizer as tokenizer_module
-from skippipe_jax.documents import Document, DocumentSource
-from skippipe_jax.rows import NOT_COUNTED
-from skippipe_jax.tokenize import train_bpe
-from skippipe_jax.tokenizer import (
+from skippipe_jax.data.batches import tokenizer as tokenizer_module
+from skippipe_jax.data.documents import Document, DocumentSource
+from skippipe_jax.data.rows import NOT_COUNTED
+from skippipe_jax.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     copy_tokenizer,
@@ -24,6 +23,7 @@ from skippipe_jax.tokenizer import (
     load_tokenizer,
     token_dtype,
 )
+from skippipe_jax.tokenize import train_bpe
 
 TEXT = "Skipping pipeline stages brings skipped stages, and pipelines that skip.\n" * 20
 SOURCE = DocumentSource("text", "text")

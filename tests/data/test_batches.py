@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.corpus import Corpus, held_out_of
-from skippipe_jax.data import (
+from skippipe_jax.data.batches import (
     DataConfig,
     MixtureConfig,
     TrainingBatches,
@@ -23,10 +22,11 @@ from skippipe_jax.data import (
     held_out_batches,
     load_corpora,
 )
+from skippipe_jax.data.corpus import Corpus, held_out_of
+from skippipe_jax.data.rows import NOT_COUNTED
+from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.new_folder import new_folder
-from skippipe_jax.rows import NOT_COUNTED
 from skippipe_jax.tokenize import write_tokens
-from skippipe_jax.tokenizer import ByteTokenizer
 
 LENGTH = 7  # and with its last target, a window holds one of the 8-byte counters below
 
