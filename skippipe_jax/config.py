@@ -20,7 +20,7 @@ from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search import DEFAULT_BUDGET_S
 
 from skippipe_jax.checkpoint import CheckpointConfig
-from skippipe_jax.cluster import ClusterConfig
+from skippipe_jax.cluster.membership import ClusterConfig
 from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.data.tokenizer import has_tokenizer
 from skippipe_jax.huggingface import SHAPES, folder_of, read_model

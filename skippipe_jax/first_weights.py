@@ -10,7 +10,7 @@ import numpy as np
 from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.executor import Executor
 from skippipe_jax.huggingface import Weights, folder_of, open_weights

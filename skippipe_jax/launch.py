@@ -18,7 +18,7 @@ from typing import IO
 from skippipe_sched import fields
 from skippipe_sched.errors import run_command
 
-from skippipe_jax.addresses import chosen_address, join_address
+from skippipe_jax.cluster.addresses import chosen_address, join_address
 from skippipe_jax.config import load_config
 from skippipe_jax.train import add_config_arguments
 

@@ -25,7 +25,7 @@ import numpy as np
 from skippipe_sched.plan import Operation
 from skippipe_sched.simulate import Averaging, Run
 
-from skippipe_jax.cluster import DeadlinePassed
+from skippipe_jax.cluster.membership import DeadlinePassed
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.links import Link
 from skippipe_jax.measured_case import (

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from skippipe_jax.cluster import DeadlinePassed
+from skippipe_jax.cluster.membership import DeadlinePassed
 from skippipe_jax.links import Link
 from skippipe_jax.program import Hop
 

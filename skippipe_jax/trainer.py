@@ -32,7 +32,7 @@ from skippipe_jax.checkpoint import (
     read_data_state,
     read_stage,
 )
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
 from skippipe_jax.data.batches import (
     Batch,

@@ -22,7 +22,7 @@ import numpy as np
 
 from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import CheckpointWriter, saved_steps
-from skippipe_jax.cluster import DeadlinePassed, Membership
+from skippipe_jax.cluster.membership import DeadlinePassed, Membership
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch, DataConfig, held_out_batches
 from skippipe_jax.executor import Executor

@@ -24,7 +24,7 @@ from skippipe_sched.methods import make_plan
 
 from skippipe_jax import evaluate, launch, progress, run_folder, train, trainer
 from skippipe_jax.checkpoint import saved_steps
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config
 
 CASE: dict[str, Any] = {

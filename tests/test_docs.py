@@ -36,7 +36,7 @@ from docs.follow import (
     read,
 )
 from skippipe_jax import run_folder
-from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
+from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, load_config, parse_config
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))

@@ -30,7 +30,7 @@ from skippipe_sched.plan import load_plan
 
 from skippipe_jax import evaluate
 from skippipe_jax.checkpoint import open_checkpoint, read_stage
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, to_tree
 from skippipe_jax.convert import to_huggingface
 from skippipe_jax.data.tokenizer import ByteTokenizer

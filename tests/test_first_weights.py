@@ -14,7 +14,7 @@ import yaml
 from skippipe_sched.errors import InputError
 
 from skippipe_jax import run_folder
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config, parse_config, require_same_run, to_tree
 from skippipe_jax.convert import to_huggingface
 from skippipe_jax.huggingface import WEIGHTS, read_model

@@ -15,7 +15,7 @@ from skippipe_sched.plan import Plan
 
 from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import open_checkpoint, read_data_state
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.evaluate import evaluate_run

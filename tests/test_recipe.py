@@ -17,7 +17,7 @@ from skippipe_sched.rules import violations
 from skippipe_sched.search import Search
 
 from skippipe_jax import run_folder, trainer
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.executor import Executor

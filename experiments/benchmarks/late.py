@@ -28,7 +28,7 @@ from skippipe_sched.robustness import replay
 
 from experiments.benchmarks import reporting
 from skippipe_jax import run_folder
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.trainer import train
 

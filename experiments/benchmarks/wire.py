@@ -23,7 +23,7 @@ from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import reporting
 from skippipe_jax import run_folder
-from skippipe_jax.cluster import Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config
 from skippipe_jax.trainer import plan_of, train
 

@@ -18,7 +18,7 @@ from skippipe_sched.simulate import simulate
 
 from skippipe_jax import run_folder
 from skippipe_jax.checkpoint import latest_step
-from skippipe_jax.cluster import LOST_HOST_EXIT_CODE
+from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.data.batches import TrainingBatches
 from tests import oracle

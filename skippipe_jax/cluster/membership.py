@@ -1,6 +1,6 @@
 """How this process joins the other hosts of a run, and how it learns that one of them is lost.
 
-The hosts are connected through a hub on host 0 (see `skippipe_jax.hub`), which judges who is lost.
+The hosts are connected through a hub on host 0 (see `skippipe_jax.cluster.hub`), which judges who is lost.
 A verdict makes every other host print one message and end with `LOST_HOST_EXIT_CODE`, or with the
 code of an `InputError` if that is what ended the host. When the hub itself goes, each host reaches
 that verdict alone.
@@ -36,7 +36,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from skippipe_sched import fields
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, InputError
 
-from skippipe_jax.addresses import (
+from skippipe_jax.cluster.addresses import (
     BIND_VARIABLE,
     chosen_address,
     first_address,
@@ -46,7 +46,7 @@ from skippipe_jax.addresses import (
     require_free,
     require_one_interface,
 )
-from skippipe_jax.hub import (
+from skippipe_jax.cluster.hub import (
     BEATS,
     HELLO_S,
     MESSAGE_CHARACTERS,

@@ -23,7 +23,7 @@ from typing import Any
 
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.addresses import join_address, listening_socket
+from skippipe_jax.cluster.addresses import join_address, listening_socket
 
 BEATS = 10
 """Heartbeats sent per heartbeat timeout, and how many may stay away before a host is lost."""
