@@ -12,7 +12,7 @@ from skippipe_sched.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.robustness import draw_stretch
 
 from skippipe_jax.config import NetworkConfig
-from skippipe_jax.recipe import with_stage_bytes
+from skippipe_jax.program.schedule import with_stage_bytes
 
 
 class Emulation:

@@ -27,8 +27,8 @@ from skippipe_jax.local_updates import AVERAGED, numbers, with_mean
 from skippipe_jax.marks import marked_tokens
 from skippipe_jax.model import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.optimizer import OptimizerConfig
-from skippipe_jax.program import Compute, Program
-from skippipe_jax.recipe import stage_shares
+from skippipe_jax.program.compiler import Compute, Program
+from skippipe_jax.program.schedule import stage_shares
 from skippipe_jax.ring import Ring
 from skippipe_jax.stages import (
     STOP,

@@ -16,7 +16,7 @@ import jax
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
-from skippipe_jax.program import Hop
+from skippipe_jax.program.compiler import Hop
 
 # What a server copies at a time, and how many copies it makes ahead of the network: with more of
 # either it holds several times what it sends, and is no quicker.

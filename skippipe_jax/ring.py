@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from skippipe_jax.program import Hop
+from skippipe_jax.program.compiler import Hop
 
 CHUNK_BYTES = 1 << 20
 # Enough chunks that adding hides behind sending, not so many that each costs more than it carries.

@@ -19,7 +19,7 @@ from skippipe_sched.plan import Plan, load_plan
 
 from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.config import Config, parse_config, to_yaml
-from skippipe_jax.recipe import NO_RECIPE, OWN, Schedule, timeline_of
+from skippipe_jax.program.schedule import NO_RECIPE, OWN, Schedule, timeline_of
 
 CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"
 PLANS = "plans"

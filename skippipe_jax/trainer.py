@@ -55,9 +55,8 @@ from skippipe_jax.measured_cluster import measure
 from skippipe_jax.mirror import Mirror
 from skippipe_jax.model import ModelConfig
 from skippipe_jax.profiled_steps import profiled
-from skippipe_jax.program import Program, compile_plans, hosts_of_nodes
-from skippipe_jax.progress import CompilationCounter, Progress
-from skippipe_jax.recipe import (
+from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
+from skippipe_jax.program.schedule import (
     NO_RECIPE,
     OWN,
     RecipeConfig,
@@ -65,6 +64,7 @@ from skippipe_jax.recipe import (
     best_plan,
     make_schedule,
 )
+from skippipe_jax.progress import CompilationCounter, Progress
 from skippipe_jax.recording import draw_recorded, remove_recordings
 from skippipe_jax.stages import activation
 from skippipe_jax.trackers import require_trackers

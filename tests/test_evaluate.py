@@ -37,8 +37,8 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss, losses_along
 from skippipe_jax.model import DataStage, ModelConfig, stage_shapes
 from skippipe_jax.partial import Order, kept, swapped, without_each
+from skippipe_jax.program.schedule import OWN, Phase, RecipeConfig, Schedule, stage_shares
 from skippipe_jax.progress import CompilationCounter
-from skippipe_jax.recipe import OWN, Phase, RecipeConfig, Schedule, stage_shares
 from skippipe_jax.staged_model import read_run
 from skippipe_jax.trainer import train
 from tests.partial_models import random_model, save_checkpoint, save_run

@@ -8,7 +8,7 @@ import pytest
 from skippipe_jax.device_figures import peak_flops_per_second, peak_process_bytes
 from skippipe_jax.flops import iteration_flops
 from skippipe_jax.model import ModelConfig
-from tests.test_program import plan_of
+from tests.program.test_compiler import plan_of
 
 BATCH, TIME = 3, 10
 

@@ -24,12 +24,12 @@ from skippipe_jax.executor import Executor, functions_of_stages
 from skippipe_jax.links import WithinProcess
 from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.model import ModelConfig
-from skippipe_jax.program import compile_plan
+from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.recording import Recording, measured_timeline
 from skippipe_jax.stages import LOSS, TOKENS
 from tests import oracle
+from tests.program.test_compiler import plan_of
 from tests.test_oracle import BATCH, OPTIMIZER, TIME, plans, random_batches
-from tests.test_program import plan_of
 
 MODEL = ModelConfig(
     vocabulary_size=11, width=8, layers=4, heads=2, kv_heads=1, ffn_width=12, context=TIME

@@ -26,11 +26,13 @@ from skippipe_jax.executor import Executor, Outcome
 from skippipe_jax.local_updates import AVERAGED
 from skippipe_jax.model import ModelConfig
 from skippipe_jax.optimizer import OptimizerConfig
-from skippipe_jax.recipe import RecipeConfig, best_plan, timeline_of
+from skippipe_jax.program.schedule import RecipeConfig, best_plan, timeline_of
 from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, skips_update
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER
+from tests.program.test_compiler import plan_of
+from tests.program.test_schedule import train_here
 from tests.test_oracle import (
     BATCH,
     CLIPPING,
@@ -46,8 +48,6 @@ from tests.test_oracle import (
     random_batches,
     run,
 )
-from tests.test_program import plan_of
-from tests.test_recipe import train_here
 from tests.training_runs import (
     Arrays,
     arrays_of_checkpoint,

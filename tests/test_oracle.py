@@ -22,10 +22,10 @@ from skippipe_jax.links import WithinProcess
 from skippipe_jax.live import LiveIteration
 from skippipe_jax.model import RECOMPUTE, ModelConfig, RopeScaling
 from skippipe_jax.optimizer import OptimizerConfig
-from skippipe_jax.program import compile_plan
+from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, Z_LOSS, skips_update
 from tests import oracle
-from tests.test_program import plan_of
+from tests.program.test_compiler import plan_of
 
 ITERATIONS = 3
 BATCH, TIME = 2, 6

@@ -33,6 +33,7 @@ from skippipe_jax.progress import bytes_per_link
 from skippipe_jax.staged_model import StagedModel
 from skippipe_jax.stages import activation, stage_functions
 from tests import oracle
+from tests.program.test_compiler import plan_of
 from tests.test_model import random_module
 from tests.test_oracle import (
     BATCH,
@@ -44,7 +45,6 @@ from tests.test_oracle import (
     random_batches,
     run,
 )
-from tests.test_program import plan_of
 
 MODEL = ModelConfig(
     vocabulary_size=11, width=8, layers=3, heads=2, kv_heads=1, ffn_width=12, context=TIME

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skippipe_sched.plan import Operation, Plan, microbatch_chain
 
 from skippipe_jax.turns import Turns
-from tests.test_program import placements
+from tests.program.test_compiler import placements
 
 PROPERTIES = settings(max_examples=200, deadline=None, derandomize=True)
 

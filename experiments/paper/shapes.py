@@ -34,7 +34,7 @@ from skippipe_jax.extras import require
 from skippipe_jax.footprint import memory_of_node, memory_of_stages, traffic
 from skippipe_jax.memory import what_is_planned
 from skippipe_jax.model import ATTENTION, RECOMPUTE, DataStage, parameter_count, stage_shapes
-from skippipe_jax.program import compile_plan
+from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.ring import Ring
 from skippipe_jax.stages import StageFunctions, activation, stage_functions
 

@@ -18,7 +18,7 @@ from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from tests.multihost.processes import Processes, started_processes
 from tests.multihost.test_training_hosts import CRASHES
 from tests.network.test_shaped_network import needs_root
-from tests.test_program import plan_of
+from tests.program.test_compiler import plan_of
 from tests.training_runs import settings, steps_done, virtual_devices, write_config
 
 pytestmark = [needs_root, pytest.mark.alone]

@@ -13,7 +13,7 @@ from skippipe_sched.simulate import Run, Timeline, simulate_plan
 
 from experiments.benchmarks import loopback
 from tests.network.test_shaped_network import needs_root
-from tests.test_program import plan_of
+from tests.program.test_compiler import plan_of
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from skippipe_sched.rules import violations
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate_plan
 
-from skippipe_jax.program import compile_plan
+from skippipe_jax.program.compiler import compile_plan
 from tests.sched.examples import PAPER, same_place
 from tests.sched.optimum import optimum_s, random_small_case
 

@@ -15,7 +15,7 @@ from skippipe_sched.rules import sequence_problem, violations
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate_plan
 
-from skippipe_jax.program import compile_plan
+from skippipe_jax.program.compiler import compile_plan
 from tests.sched.examples import cases, same_place
 
 ROUNDING = 1 - 1e-12

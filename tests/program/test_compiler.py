@@ -15,7 +15,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Operation, Plan, Predicted, microbatch_chain
 from skippipe_sched.simulate import simulate
 
-from skippipe_jax.program import (
+from skippipe_jax.program.compiler import (
     Compute,
     Hop,
     Instruction,

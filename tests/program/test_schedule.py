@@ -21,13 +21,20 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.executor import Executor
-from skippipe_jax.program import Compute, compile_plans
-from skippipe_jax.recipe import OWN, Phase, RecipeConfig, Schedule, make_schedule, stage_shares
+from skippipe_jax.program.compiler import Compute, compile_plans
+from skippipe_jax.program.schedule import (
+    OWN,
+    Phase,
+    RecipeConfig,
+    Schedule,
+    make_schedule,
+    stage_shares,
+)
 from skippipe_jax.report import report
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER, read_replicas
-from tests.test_program import plan_of
+from tests.program.test_compiler import plan_of
 from tests.training_runs import (
     arrays_of_checkpoint,
     assert_same_bits,
