@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.model import DataStage, ModelConfig, Stage
-from skippipe_jax.optimizer import OptimizerConfig, adamw
+from skippipe_jax.optim.adamw import OptimizerConfig, adamw
 
 Parameters = dict[str, Any]
 Gradients = dict[str, Any]

@@ -20,7 +20,7 @@ from flax import nnx
 
 from skippipe_jax.data.batches import NOT_COUNTED, Batch
 from skippipe_jax.model import ModelConfig, create_stage
-from skippipe_jax.optimizer import OptimizerConfig, adamw
+from skippipe_jax.optim.adamw import OptimizerConfig, adamw
 
 
 @dataclass(frozen=True)

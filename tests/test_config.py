@@ -28,7 +28,7 @@ from skippipe_jax.config import (
 )
 from skippipe_jax.data.batches import DataConfig, MixtureConfig
 from skippipe_jax.model import PRESETS, ModelConfig, RopeScaling
-from skippipe_jax.optimizer import OptimizerConfig
+from skippipe_jax.optim.adamw import OptimizerConfig
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Config:

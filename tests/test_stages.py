@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from skippipe_jax.model import RECOMPUTE, DataStage, ModelConfig
-from skippipe_jax.optimizer import OptimizerConfig, adamw
+from skippipe_jax.optim.adamw import OptimizerConfig, adamw
 from skippipe_jax.stages import (
     LOSS,
     SQUARED_NORM,

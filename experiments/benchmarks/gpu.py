@@ -36,7 +36,7 @@ from skippipe_jax.model import (
     ModelConfig,
     parameter_count,
 )
-from skippipe_jax.optimizer import OptimizerConfig
+from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.stages import TOKENS, TOTALS, stage_functions
 
 STEPS = 1000

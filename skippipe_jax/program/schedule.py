@@ -27,7 +27,7 @@ from skippipe_sched.plan import Plan
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import Averaging, Timeline, simulate_plan
 
-from skippipe_jax.local_updates import AVERAGED
+from skippipe_jax.optim.local_updates import AVERAGED
 
 OWN, FULL = "plan", "full"
 """The names of the run's own plan, and of the one with full paths."""
@@ -70,7 +70,7 @@ class RecipeConfig:
             is not. Evaluation always uses stages as they are.
         average_parameters_every: the replicas of a stage exchange no gradients. Each is updated by
             its own, and after every so many iterations they average their parameters and moments
-            (`skippipe_jax.local_updates` says what that means exactly). A run is saved, validated
+            (`skippipe_jax.optim.local_updates` says what that means exactly). A run is saved, validated
             and stopped only then, as replicas differ in between. null: gradients are averaged in
             every iteration, and replicas never differ.
     """

@@ -14,7 +14,7 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.model import ModelConfig, stage_shapes
-from skippipe_jax.optimizer import (
+from skippipe_jax.optim.adamw import (
     OptimizerConfig,
     adamw,
     decays,

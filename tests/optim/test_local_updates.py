@@ -23,9 +23,9 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.executor import Executor, Outcome
-from skippipe_jax.local_updates import AVERAGED
 from skippipe_jax.model import ModelConfig
-from skippipe_jax.optimizer import OptimizerConfig
+from skippipe_jax.optim.adamw import OptimizerConfig
+from skippipe_jax.optim.local_updates import AVERAGED
 from skippipe_jax.program.schedule import RecipeConfig, best_plan, timeline_of
 from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, skips_update
 from tests import oracle
