@@ -24,7 +24,7 @@ from skippipe_jax.cluster.membership import ClusterConfig
 from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.data.tokenizer import has_tokenizer
 from skippipe_jax.huggingface import SHAPES, folder_of, read_model
-from skippipe_jax.model import PRESETS, ModelConfig
+from skippipe_jax.models.llama import PRESETS, ModelConfig
 from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.program.schedule import RecipeConfig
 

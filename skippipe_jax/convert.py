@@ -22,7 +22,7 @@ from skippipe_jax.checkpoint import open_checkpoint, read_stage, write_checkpoin
 from skippipe_jax.config import Config, to_yaml
 from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.data.tokenizer import TOKENIZER_FOLDER, write_byte_tokenizer
-from skippipe_jax.model import DTYPES, ModelConfig, parameter_count, stage_shapes
+from skippipe_jax.models.llama import DTYPES, ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.new_folder import new_folder
 from skippipe_jax.stages import Parameters
 

@@ -19,7 +19,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.model import Block, DataStage, ModelConfig, Stage, rotary_frequencies, rotate
+from skippipe_jax.models.llama import (
+    Block,
+    DataStage,
+    ModelConfig,
+    Stage,
+    rotary_frequencies,
+    rotate,
+)
 from skippipe_jax.partial import Order
 from skippipe_jax.staged_model import StagedModel
 

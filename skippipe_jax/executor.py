@@ -23,8 +23,8 @@ from skippipe_sched.plan import Operation, Plan
 from skippipe_jax.config import NetworkConfig
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.links import Link
-from skippipe_jax.marks import marked_tokens
-from skippipe_jax.model import ModelConfig, parameter_count, stage_shapes
+from skippipe_jax.models.document_mask import marked_tokens
+from skippipe_jax.models.llama import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.optim.local_updates import AVERAGED, numbers, with_mean
 from skippipe_jax.program.compiler import Compute, Program

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from skippipe_jax.data.batches import NOT_COUNTED
 from skippipe_jax.decoding import Sampling, generate_tokens, padded_length
 from skippipe_jax.generate import text_pieces
-from skippipe_jax.model import DataStage
+from skippipe_jax.models.llama import DataStage
 from skippipe_jax.partial import chosen_order
 from skippipe_jax.staged_model import read_model, tokenizer_for
 

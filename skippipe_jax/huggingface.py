@@ -26,7 +26,7 @@ from skippipe_sched.links import GIBIBYTE
 from tqdm import tqdm
 
 from skippipe_jax.data.tokenizer import BYTES, load_tokenizer
-from skippipe_jax.model import ModelConfig, RopeScaling, stage_shapes
+from skippipe_jax.models.llama import ModelConfig, RopeScaling, stage_shapes
 from skippipe_jax.stages import Parameters
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -42,7 +42,7 @@ from skippipe_jax.measured_stages import (
     fit_costs,
     shapes_of_stages,
 )
-from skippipe_jax.model import parameter_count, stage_shapes
+from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import hosts_of_nodes
 from skippipe_jax.stages import activation
 

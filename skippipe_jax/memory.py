@@ -20,7 +20,13 @@ from skippipe_sched.flows import size_text
 from skippipe_sched.plan import load_plan
 
 from skippipe_jax.config import Config, load_config
-from skippipe_jax.footprint import NodeMemory, Traffic, memory_of_stages, stage_parameters, traffic
+from skippipe_jax.models.footprint import (
+    NodeMemory,
+    Traffic,
+    memory_of_stages,
+    stage_parameters,
+    traffic,
+)
 from skippipe_jax.train import add_config_arguments
 
 # Methods whose paths visit every stage, whatever the case says.

@@ -26,7 +26,7 @@ from skippipe_sched.simulate import Timeline
 
 from skippipe_jax.config import Config
 from skippipe_jax.curves import curve
-from skippipe_jax.model import parameter_count, stage_shapes
+from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.schedule import OWN, timeline_of
 from skippipe_jax.recording import (
     IncompleteRecordingError,

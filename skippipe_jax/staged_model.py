@@ -31,8 +31,8 @@ from skippipe_jax.data.batches import (
     with_tokenizer_of_run,
 )
 from skippipe_jax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from skippipe_jax.marks import marked_tokens
-from skippipe_jax.model import ModelConfig, create_stage, stage_shapes
+from skippipe_jax.models.document_mask import marked_tokens
+from skippipe_jax.models.llama import ModelConfig, create_stage, stage_shapes
 
 # Into at most so many stages a model is cut that comes without a plan, as far as layers allow.
 MOST_STAGES = 6

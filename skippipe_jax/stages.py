@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from skippipe_jax.data.batches import DataConfig
-from skippipe_jax.model import DataStage, ModelConfig, Stage
+from skippipe_jax.models.llama import DataStage, ModelConfig, Stage
 from skippipe_jax.optim.adamw import OptimizerConfig, adamw
 
 Parameters = dict[str, Any]

@@ -53,7 +53,7 @@ from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.measured_case import Profile, check_template
 from skippipe_jax.measured_cluster import measure
 from skippipe_jax.mirror import Mirror
-from skippipe_jax.model import ModelConfig
+from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.profiled_steps import profiled
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import (

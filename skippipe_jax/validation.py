@@ -26,7 +26,7 @@ from skippipe_jax.cluster.membership import DeadlinePassed, Membership
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch, DataConfig, held_out_batches
 from skippipe_jax.executor import Executor
-from skippipe_jax.marks import marked_tokens
+from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.program.compiler import Hop
 
 # So many inputs of a host are asked for ahead, so that slow links carry one while it computes.

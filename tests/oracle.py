@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 from skippipe_jax.data.batches import NOT_COUNTED, Batch
-from skippipe_jax.model import ModelConfig, create_stage
+from skippipe_jax.models.llama import ModelConfig, create_stage
 from skippipe_jax.optim.adamw import OptimizerConfig, adamw
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from skippipe_jax.checkpoint import CheckpointWriter
 from skippipe_jax.cluster.membership import ClusterConfig, Membership
 from skippipe_jax.config import parse_config
-from skippipe_jax.model import ModelConfig, stage_shapes
+from skippipe_jax.models.llama import ModelConfig, stage_shapes
 from skippipe_jax.staged_model import StagedModel
 
 

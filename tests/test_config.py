@@ -27,7 +27,7 @@ from skippipe_jax.config import (
     to_yaml,
 )
 from skippipe_jax.data.batches import DataConfig, MixtureConfig
-from skippipe_jax.model import PRESETS, ModelConfig, RopeScaling
+from skippipe_jax.models.llama import PRESETS, ModelConfig, RopeScaling
 from skippipe_jax.optim.adamw import OptimizerConfig
 
 

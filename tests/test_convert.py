@@ -28,7 +28,7 @@ from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.data.documents import Document, DocumentSource
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from skippipe_jax.evaluate import evaluate_run
-from skippipe_jax.model import ModelConfig, RopeScaling, create_stage, stage_shapes
+from skippipe_jax.models.llama import ModelConfig, RopeScaling, create_stage, stage_shapes
 from skippipe_jax.tokenize import train_bpe
 from tests.llama_models import (
     LLAMAS,

@@ -23,7 +23,7 @@ from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, functions_of_stages
 from skippipe_jax.links import WithinProcess
 from skippipe_jax.live import Clock, LiveIteration
-from skippipe_jax.model import ModelConfig
+from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.recording import Recording, measured_timeline
 from skippipe_jax.stages import LOSS, TOKENS

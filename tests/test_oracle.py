@@ -20,7 +20,7 @@ from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome, functions_of_stages
 from skippipe_jax.links import WithinProcess
 from skippipe_jax.live import LiveIteration
-from skippipe_jax.model import RECOMPUTE, ModelConfig, RopeScaling
+from skippipe_jax.models.llama import RECOMPUTE, ModelConfig, RopeScaling
 from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, Z_LOSS, skips_update

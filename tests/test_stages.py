@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from skippipe_jax.model import RECOMPUTE, DataStage, ModelConfig
+from skippipe_jax.models.llama import RECOMPUTE, DataStage, ModelConfig
 from skippipe_jax.optim.adamw import OptimizerConfig, adamw
 from skippipe_jax.stages import (
     LOSS,

@@ -7,7 +7,7 @@ iteration's microbatches in the order of 1F1B, with `--in-flight` of them held a
 update. Inputs are random; the gradient of a microbatch's outputs is the outputs themselves, which
 is that of half their squared sum.
 
-FLOPs of the model are counted once, whatever is computed again, as `skippipe_jax.flops` says. The
+FLOPs of the model are counted once, whatever is computed again, as `skippipe_jax.models.flops` says. The
 utilisation is these FLOPs per second over those of the product of two large random matrices in
 bfloat16, measured in the same run.
 """
@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import machine, reporting
-from skippipe_jax.flops import flops_per_token
-from skippipe_jax.model import (
+from skippipe_jax.models.flops import flops_per_token
+from skippipe_jax.models.llama import (
     ATTENTION,
     DTYPES,
     PRESETS,

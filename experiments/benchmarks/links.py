@@ -46,7 +46,7 @@ from experiments.benchmarks.shaped_network import ShapedNetwork
 from experiments.benchmarks.wan import ENVIRONMENT, Hosts
 from skippipe_jax import run_folder
 from skippipe_jax.links import open_links
-from skippipe_jax.model import ModelConfig, parameter_count, stage_shapes
+from skippipe_jax.models.llama import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.recording import measured_timeline
 

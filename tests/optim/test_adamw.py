@@ -13,7 +13,7 @@ import optax
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.model import ModelConfig, stage_shapes
+from skippipe_jax.models.llama import ModelConfig, stage_shapes
 from skippipe_jax.optim.adamw import (
     OptimizerConfig,
     adamw,

@@ -23,7 +23,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.executor import Executor, Outcome
-from skippipe_jax.model import ModelConfig
+from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.optim.local_updates import AVERAGED
 from skippipe_jax.program.schedule import RecipeConfig, best_plan, timeline_of

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.model import (
+from skippipe_jax.models.llama import (
     PRESETS,
     RECOMPUTE,
     Block,

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Real
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.marks import (
+from skippipe_jax.models.document_mask import (
     mark,
     positions_in_documents,
     unmark,
@@ -339,7 +339,7 @@ class Stage(nnx.Module):
 
     A block's parameters are drawn from the seed and its place in the whole model, so they do not
     depend on how the model is cut into stages. Activations have one channel more than the width
-    where documents are packed (see `skippipe_jax.marks`).
+    where documents are packed (see `skippipe_jax.models.document_mask`).
     """
 
     def __init__(

@@ -19,22 +19,22 @@ from skippipe_sched.plan import Plan
 
 from skippipe_jax.config import Config, NetworkConfig, TrainConfig, parse_config
 from skippipe_jax.data.batches import Batch, DataConfig
-from skippipe_jax.marks import (
+from skippipe_jax.measured_case import activation_bytes
+from skippipe_jax.measured_stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
+from skippipe_jax.models.document_mask import (
     mark,
     marked_tokens,
     positions_in_documents,
     unmark,
     within_documents,
 )
-from skippipe_jax.measured_case import activation_bytes
-from skippipe_jax.measured_stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
-from skippipe_jax.model import RECOMPUTE, DataStage, ModelConfig, Stage, create_stage
+from skippipe_jax.models.llama import RECOMPUTE, DataStage, ModelConfig, Stage, create_stage
 from skippipe_jax.progress import bytes_per_link
 from skippipe_jax.staged_model import StagedModel
 from skippipe_jax.stages import activation, stage_functions
 from tests import oracle
+from tests.models.test_llama import random_module
 from tests.program.test_compiler import plan_of
-from tests.test_model import random_module
 from tests.test_oracle import (
     BATCH,
     ITERATIONS,

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from skippipe_sched.plan import Plan
 
-from skippipe_jax.model import ModelConfig, stage_shapes
+from skippipe_jax.models.llama import ModelConfig, stage_shapes
 
 
 def flops_per_token(parameters: Any, *, layers: int, width: int, sequence_length: int) -> int:

@@ -1,0 +1,1 @@
+"""LLaMA cut into stages, what it computes and what room it takes."""
