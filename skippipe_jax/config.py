@@ -19,7 +19,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search import DEFAULT_BUDGET_S
 
-from skippipe_jax.checkpoint import CheckpointConfig
 from skippipe_jax.cluster.membership import ClusterConfig
 from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.data.tokenizer import has_tokenizer
@@ -27,6 +26,7 @@ from skippipe_jax.huggingface import SHAPES, folder_of, read_model
 from skippipe_jax.models.llama import PRESETS, ModelConfig
 from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.program.schedule import RecipeConfig
+from skippipe_jax.storage.checkpoint import CheckpointConfig
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,15 @@ from skippipe_sched import fields
 from skippipe_sched.errors import run_command
 from tqdm import tqdm
 
-from skippipe_jax import huggingface, run_folder
-from skippipe_jax.checkpoint import open_checkpoint, read_stage, write_checkpoint
+from skippipe_jax import huggingface
 from skippipe_jax.config import Config, to_yaml
 from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.data.tokenizer import TOKENIZER_FOLDER, write_byte_tokenizer
 from skippipe_jax.models.llama import DTYPES, ModelConfig, parameter_count, stage_shapes
-from skippipe_jax.new_folder import new_folder
 from skippipe_jax.stages import Parameters
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage, write_checkpoint
+from skippipe_jax.storage.new_folder import new_folder
 
 LAYERS_OF_STAGE = 4
 """Of a stage that nobody asked for; the model is converted stage by stage."""

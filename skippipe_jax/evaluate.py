@@ -23,7 +23,6 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 from tqdm import tqdm
 
-from skippipe_jax import run_folder
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import DataConfig, held_out_batches
 from skippipe_jax.evaluation_plot import picture
@@ -44,6 +43,7 @@ from skippipe_jax.staged_model import (
     read_run,
     tokenizer_for,
 )
+from skippipe_jax.storage import run_folder
 
 # The exponential of a greater loss is no float any more.
 MOST_NATS = 700.0

@@ -30,8 +30,8 @@ from skippipe_jax.data.batches import Batch
 from skippipe_jax.emulation import Emulation
 from skippipe_jax.executor import Executor, Outcome
 from skippipe_jax.program.compiler import Compute, Hop
-from skippipe_jax.recording import Recording
 from skippipe_jax.ring import RingPart
+from skippipe_jax.storage.recording import Recording
 from skippipe_jax.summing import sum_over_devices
 from skippipe_jax.turns import Turns
 

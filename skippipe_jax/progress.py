@@ -22,7 +22,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan, microbatch_chain
 from tqdm import tqdm
 
-from skippipe_jax import run_folder
 from skippipe_jax.config import Config
 from skippipe_jax.device_figures import (
     peak_flops_per_second,
@@ -43,6 +42,7 @@ from skippipe_jax.stages import (
     activation,
     skips_update,
 )
+from skippipe_jax.storage import run_folder
 from skippipe_jax.trackers import open_trackers
 
 # Where there is no terminal to draw a bar on, a line is written this often.

@@ -28,13 +28,13 @@ from skippipe_jax.config import Config
 from skippipe_jax.curves import curve
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.schedule import OWN, timeline_of
-from skippipe_jax.recording import (
+from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
     measured_timeline,
     measured_title,
     recorded_steps,
 )
-from skippipe_jax.run_folder import CONFIG, METRICS, saved_config, saved_schedule
+from skippipe_jax.storage.run_folder import CONFIG, METRICS, saved_config, saved_schedule
 
 # Of the links and of the idle shares, the page shows the median over so many last iterations.
 RECENT = 100

@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax import huggingface, run_folder
-from skippipe_jax.checkpoint import open_checkpoint, read_stage
+from skippipe_jax import huggingface
 from skippipe_jax.config import Config, parse_config, to_tree
 from skippipe_jax.data.batches import (
     Batch,
@@ -33,6 +32,8 @@ from skippipe_jax.data.batches import (
 from skippipe_jax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import ModelConfig, create_stage, stage_shapes
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
 
 # Into at most so many stages a model is cut that comes without a plan, as far as layers allow.
 MOST_STAGES = 6

@@ -42,7 +42,7 @@ from skippipe_jax.data.tokenizer import (
     write_tokenizer,
 )
 from skippipe_jax.extras import require
-from skippipe_jax.new_folder import new_folder
+from skippipe_jax.storage.new_folder import new_folder
 
 EPILOG = """\
 DIR is written anew, and appears when it is whole. Documents are held out by a hash of their own: of

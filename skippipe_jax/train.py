@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 from skippipe_sched.errors import run_command
 
-from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.cluster.membership import Membership, joined
 from skippipe_jax.config import Config, load_config, to_yaml
+from skippipe_jax.storage.checkpoint import latest_step
 from skippipe_jax.trainer import Ending, train
 
 EPILOG = """\

@@ -23,15 +23,6 @@ from skippipe_sched.rules import require
 from skippipe_sched.search import Search
 from tqdm import tqdm
 
-from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    latest_step,
-    prepare_run,
-    read_data_state,
-    read_stage,
-)
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
 from skippipe_jax.data.batches import (
@@ -52,7 +43,6 @@ from skippipe_jax.links import Transfers
 from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.measured_case import Profile, check_template
 from skippipe_jax.measured_cluster import measure
-from skippipe_jax.mirror import Mirror
 from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.profiled_steps import profiled
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
@@ -65,8 +55,18 @@ from skippipe_jax.program.schedule import (
     make_schedule,
 )
 from skippipe_jax.progress import CompilationCounter, Progress
-from skippipe_jax.recording import draw_recorded, remove_recordings
 from skippipe_jax.stages import activation
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    latest_step,
+    prepare_run,
+    read_data_state,
+    read_stage,
+)
+from skippipe_jax.storage.mirror import Mirror
+from skippipe_jax.storage.recording import draw_recorded, remove_recordings
 from skippipe_jax.trackers import require_trackers
 from skippipe_jax.validation import BestCheckpoint, Validation
 

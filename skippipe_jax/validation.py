@@ -20,14 +20,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import CheckpointWriter, saved_steps
 from skippipe_jax.cluster.membership import DeadlinePassed, Membership
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch, DataConfig, held_out_batches
 from skippipe_jax.executor import Executor
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.program.compiler import Hop
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
 
 # So many inputs of a host are asked for ahead, so that slow links carry one while it computes.
 INPUTS_ASKED_AHEAD = 8

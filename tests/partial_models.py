@@ -13,11 +13,11 @@ import numpy as np
 import yaml
 from flax import nnx
 
-from skippipe_jax.checkpoint import CheckpointWriter
 from skippipe_jax.cluster.membership import ClusterConfig, Membership
 from skippipe_jax.config import parse_config
 from skippipe_jax.models.llama import ModelConfig, stage_shapes
 from skippipe_jax.staged_model import StagedModel
+from skippipe_jax.storage.checkpoint import CheckpointWriter
 
 
 def random_model(config: ModelConfig, stages: int, seed: int = 0) -> StagedModel:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
 import skippipe_jax
-from skippipe_jax.checkpoint import CheckpointConfig
 from skippipe_jax.config import (
     Config,
     PlanConfig,
@@ -29,6 +28,7 @@ from skippipe_jax.config import (
 from skippipe_jax.data.batches import DataConfig, MixtureConfig
 from skippipe_jax.models.llama import PRESETS, ModelConfig, RopeScaling
 from skippipe_jax.optim.adamw import OptimizerConfig
+from skippipe_jax.storage.checkpoint import CheckpointConfig
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Config:

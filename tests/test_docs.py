@@ -35,9 +35,9 @@ from docs.follow import (
     pictures,
     read,
 )
-from skippipe_jax import run_folder
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, load_config, parse_config
+from skippipe_jax.storage import run_folder
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 OTHER_PAGES = (

@@ -29,7 +29,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.plan import load_plan
 
 from skippipe_jax import evaluate
-from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, to_tree
 from skippipe_jax.convert import to_huggingface
@@ -40,6 +39,7 @@ from skippipe_jax.partial import Order, kept, swapped, without_each
 from skippipe_jax.program.schedule import OWN, Phase, RecipeConfig, Schedule, stage_shares
 from skippipe_jax.progress import CompilationCounter
 from skippipe_jax.staged_model import read_run
+from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.trainer import train
 from tests.partial_models import random_model, save_checkpoint, save_run
 

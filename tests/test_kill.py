@@ -11,8 +11,9 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from skippipe_jax import run_folder, train
-from skippipe_jax.checkpoint import latest_step
+from skippipe_jax import train
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import latest_step
 from tests.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,

@@ -25,8 +25,8 @@ from skippipe_jax.links import WithinProcess
 from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.recording import Recording, measured_timeline
 from skippipe_jax.stages import LOSS, TOKENS
+from skippipe_jax.storage.recording import Recording, measured_timeline
 from tests import oracle
 from tests.program.test_compiler import plan_of
 from tests.test_oracle import BATCH, OPTIMIZER, TIME, plans, random_batches

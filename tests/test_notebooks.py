@@ -20,7 +20,7 @@ from experiments.notebooks.execute import (
     load,
     notebook_path,
 )
-from skippipe_jax.run_folder import read_metrics
+from skippipe_jax.storage.run_folder import read_metrics
 
 LARGEST_BYTES = 300_000
 # Of the machine that made the outputs: a path from the root, or a home.

@@ -20,8 +20,8 @@ import yaml
 from experiments.paper import convergence, drawing, plans, reproduce, robustness, trade_off
 from experiments.paper.campaign import CONFIGS, REPOSITORY, SEEDS, Campaign, Run, runs_of, shrunken
 from experiments.paper.summary import Summary
-from skippipe_jax import run_folder
 from skippipe_jax.config import load_config, to_tree
+from skippipe_jax.storage import run_folder
 
 PLAN, PATHS = {"plan.file"}, {"plan.file", "plan.method"}
 REDRAWN = {"recipe.redraw_every", "recipe.redraws", "recipe.longest_redraw"}

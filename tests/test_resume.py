@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import latest_step
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import latest_step
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import (
     arrays_of_checkpoint,

@@ -17,11 +17,12 @@ import wandb
 from skippipe_sched.errors import InputError
 from tensorboardX.proto import event_pb2
 
-from skippipe_jax import report, run_folder
-from skippipe_jax.checkpoint import CheckpointWriter, saved_steps
+from skippipe_jax import report
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import LogConfig, load_config, parse_config
 from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
 from skippipe_jax.trackers import numbers, open_trackers, require_trackers
 from skippipe_jax.trainer import train
 from skippipe_jax.validation import BestCheckpoint

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import yaml
 
-from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import open_checkpoint, read_stage
 from skippipe_jax.executor import functions_of_stages
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
 
 Arrays = dict[str, np.ndarray]
 

@@ -27,9 +27,9 @@ from skippipe_sched.errors import run_command
 from skippipe_sched.robustness import replay
 
 from experiments.benchmarks import reporting
-from skippipe_jax import run_folder
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config, parse_config
+from skippipe_jax.storage import run_folder
 from skippipe_jax.trainer import train
 
 QUICKSTART = Path("experiments/quickstart.yaml")

@@ -44,11 +44,11 @@ from skippipe_sched.links import GIBIBYTE
 from experiments.benchmarks import machine
 from experiments.benchmarks.shaped_network import ShapedNetwork
 from experiments.benchmarks.wan import ENVIRONMENT, Hosts
-from skippipe_jax import run_folder
 from skippipe_jax.links import open_links
 from skippipe_jax.models.llama import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.recording import measured_timeline
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.recording import measured_timeline
 
 MB = 1e6
 # A transfer is repeated while all of its kind take no longer than this.

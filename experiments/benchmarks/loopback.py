@@ -46,8 +46,8 @@ from skippipe_sched.simulate import Run, Stretch, Timeline, simulate_plan
 
 from experiments.benchmarks import machine
 from experiments.benchmarks.wan import Hosts
-from skippipe_jax import run_folder
-from skippipe_jax.recording import measured_timeline, recorded_steps
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.recording import measured_timeline, recorded_steps
 
 # The first iteration compiles, and the second may still load what others compiled.
 WARMUP_ITERATIONS = 2

@@ -56,8 +56,8 @@ from skippipe_sched.search import Placement, Search
 
 from experiments.benchmarks import machine
 from experiments.benchmarks.shaped_network import ShapedNetwork
-from skippipe_jax import run_folder
 from skippipe_jax.launch import free_port
+from skippipe_jax.storage import run_folder
 
 METHODS = ("full", "dtfm-skip", "skippipe-no-tc2", "skippipe", "joint", "full-joint")
 SEED = 0

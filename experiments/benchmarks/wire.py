@@ -22,9 +22,9 @@ import jax
 from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import reporting
-from skippipe_jax import run_folder
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config
+from skippipe_jax.storage import run_folder
 from skippipe_jax.trainer import plan_of, train
 
 QUICKSTART = Path("experiments/quickstart.yaml")

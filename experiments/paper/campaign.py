@@ -31,7 +31,7 @@ from skippipe_sched.plan import Plan, load_plan
 from tqdm import tqdm
 
 from experiments.paper.summary import Summary
-from skippipe_jax import run_folder
+from skippipe_jax.storage import run_folder
 
 PAPER = Path(__file__).parent
 REPOSITORY = PAPER.parents[1]

@@ -34,7 +34,7 @@ from skippipe_jax.data.tokenizer import (
     has_tokenizer,
     load_tokenizer,
 )
-from skippipe_jax.new_folder import new_folder
+from skippipe_jax.storage.new_folder import new_folder
 
 SOURCES = ("python", "text", "jsonl", "parquet", "tokens", "chat")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 
-from skippipe_jax.checkpoint import (
+from skippipe_jax.storage.checkpoint import (
     CheckpointWriter,
     latest_step,
     open_checkpoint,

@@ -19,9 +19,9 @@ import psutil
 import pytest
 import yaml
 
-from skippipe_jax import run_folder
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.launch import PORTS, free_port
+from skippipe_jax.storage import run_folder
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import settings, steps_done, write_config
 

@@ -16,11 +16,11 @@ from skippipe_sched.case import parse_case
 from skippipe_sched.plan import Plan, Predicted
 from skippipe_sched.simulate import simulate
 
-from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.data.batches import TrainingBatches
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import latest_step
 from tests import oracle
 from tests.multihost.processes import Processes, name_of_host, started_processes
 from tests.training_runs import (

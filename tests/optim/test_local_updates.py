@@ -17,8 +17,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan
 from skippipe_sched.search import Search
 
-from skippipe_jax import run_folder, trainer
-from skippipe_jax.checkpoint import saved_steps
+from skippipe_jax import trainer
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
@@ -28,6 +27,8 @@ from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.optim.local_updates import AVERAGED
 from skippipe_jax.program.schedule import RecipeConfig, best_plan, timeline_of
 from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, skips_update
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import saved_steps
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER

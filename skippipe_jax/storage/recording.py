@@ -27,7 +27,7 @@ from skippipe_sched.simulate import Averaging, Run, Timeline, Transfer
 from skippipe_sched.trace import chrome_trace
 
 from skippipe_jax.program.schedule import timeline_of
-from skippipe_jax.run_folder import saved_schedule
+from skippipe_jax.storage.run_folder import saved_schedule
 
 TIMELINES = "timelines"
 

@@ -17,9 +17,9 @@ from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan, load_plan
 
-from skippipe_jax.checkpoint import latest_step
 from skippipe_jax.config import Config, parse_config, to_yaml
 from skippipe_jax.program.schedule import NO_RECIPE, OWN, Schedule, timeline_of
+from skippipe_jax.storage.checkpoint import latest_step
 
 CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"
 PLANS = "plans"

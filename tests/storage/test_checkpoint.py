@@ -19,7 +19,7 @@ import optax
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.checkpoint import (
+from skippipe_jax.storage.checkpoint import (
     CheckpointWriter,
     latest_step,
     open_checkpoint,

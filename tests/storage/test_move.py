@@ -13,13 +13,13 @@ import pytest
 from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan
 
-from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import open_checkpoint, read_data_state
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.evaluate import evaluate_run
-from skippipe_jax.recording import recorded_steps
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import open_checkpoint, read_data_state
+from skippipe_jax.storage.recording import recorded_steps
 from skippipe_jax.trainer import plan_of, train
 from tests import oracle
 from tests.multihost.processes import started_processes

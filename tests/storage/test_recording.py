@@ -15,7 +15,7 @@ from skippipe_sched.plan import Operation, Plan, Predicted
 from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 
-from skippipe_jax.recording import (
+from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
     Recording,
     draw_recorded,

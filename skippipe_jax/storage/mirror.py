@@ -18,8 +18,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from skippipe_sched.errors import InputError
 
-from skippipe_jax import run_folder
-from skippipe_jax.checkpoint import COMMITTED, latest_step, open_checkpoint, saved_steps
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.checkpoint import COMMITTED, latest_step, open_checkpoint, saved_steps
 
 
 class Mirror:

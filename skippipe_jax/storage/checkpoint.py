@@ -36,7 +36,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 if TYPE_CHECKING:
-    from skippipe_jax.mirror import Mirror
+    from skippipe_jax.storage.mirror import Mirror
 
 PyTree = Any
 
