@@ -22,7 +22,7 @@ from skippipe_jax.config import Config, to_yaml
 from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.data.tokenizer import TOKENIZER_FOLDER, write_byte_tokenizer
 from skippipe_jax.models.llama import DTYPES, ModelConfig, parameter_count, stage_shapes
-from skippipe_jax.stages import Parameters
+from skippipe_jax.runtime.stage_functions import Parameters
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage, write_checkpoint
 from skippipe_jax.storage.new_folder import new_folder

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from skippipe_jax.data.tokenizer import BYTES, load_tokenizer
 from skippipe_jax.models.llama import ModelConfig, RopeScaling, stage_shapes
-from skippipe_jax.stages import Parameters
+from skippipe_jax.runtime.stage_functions import Parameters
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

@@ -44,7 +44,7 @@ from skippipe_jax.measured_stages import (
 )
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import hosts_of_nodes
-from skippipe_jax.stages import activation
+from skippipe_jax.runtime.stage_functions import activation
 
 NOT_MEASURED = (
     "locations",

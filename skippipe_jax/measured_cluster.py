@@ -14,7 +14,6 @@ import jax
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
-from skippipe_jax.links import Link
 from skippipe_jax.measured_case import (
     HostReport,
     Profile,
@@ -32,6 +31,7 @@ from skippipe_jax.measured_stages import (
     microbatches_in_memory,
     shapes_of_stages,
 )
+from skippipe_jax.runtime.transport import Link
 
 # For one shape of stage on one processor, and for all that the hosts of one machine have to time.
 STAGE_S, ALL_STAGES_S = 2.0, 40.0

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from skippipe_jax.cluster.membership import DeadlinePassed
-from skippipe_jax.links import Link
 from skippipe_jax.program.compiler import Hop
+from skippipe_jax.runtime.transport import Link
 
 # Iterations of training count from 0; what is sent here must not be taken for theirs.
 FIRST_ITERATION = 2**37

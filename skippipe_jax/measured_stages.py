@@ -17,7 +17,13 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_jax.config import Config
-from skippipe_jax.stages import TOKENS, TOTALS, StageFunctions, activation, stage_functions
+from skippipe_jax.runtime.stage_functions import (
+    TOKENS,
+    TOTALS,
+    StageFunctions,
+    activation,
+    stage_functions,
+)
 
 FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 LEAST_REPETITIONS = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from skippipe_jax.executor import Executor
+from skippipe_jax.runtime.executor import Executor
 
 PROFILE = "profile"
 

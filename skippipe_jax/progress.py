@@ -28,12 +28,12 @@ from skippipe_jax.device_figures import (
     peak_memory_bytes,
     peak_process_bytes,
 )
-from skippipe_jax.executor import Executor, Outcome
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.optim.adamw import learning_rate_schedule, updates_made
 from skippipe_jax.program.schedule import Schedule, predicted_s
-from skippipe_jax.stages import (
+from skippipe_jax.runtime.executor import Executor, Outcome
+from skippipe_jax.runtime.stage_functions import (
     LOSS,
     SQUARED_NORM,
     STOP,

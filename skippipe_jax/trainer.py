@@ -36,11 +36,7 @@ from skippipe_jax.data.batches import (
 )
 from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.data.tokenizer import BYTES, TOKENIZER_FOLDER, load_tokenizer
-from skippipe_jax.emulation import Emulation
-from skippipe_jax.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
 from skippipe_jax.first_weights import begin_with, first_weights
-from skippipe_jax.links import Transfers
-from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.measured_case import Profile, check_template
 from skippipe_jax.measured_cluster import measure
 from skippipe_jax.models.llama import ModelConfig
@@ -55,7 +51,11 @@ from skippipe_jax.program.schedule import (
     make_schedule,
 )
 from skippipe_jax.progress import CompilationCounter, Progress
-from skippipe_jax.stages import activation
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
+from skippipe_jax.runtime.live import Clock, LiveIteration
+from skippipe_jax.runtime.stage_functions import activation
+from skippipe_jax.runtime.transport import Transfers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import (
     Checkpoint,

@@ -20,7 +20,7 @@ from skippipe_jax import memory
 from skippipe_jax.config import parse_config
 from skippipe_jax.models.footprint import kept_bytes, stage_parameters
 from skippipe_jax.models.llama import RECOMPUTE
-from skippipe_jax.stages import stage_functions
+from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.training_runs import SMALL_CASE
 
 MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}

@@ -31,7 +31,7 @@ from skippipe_jax.measured_stages import (
     measure_stage,
     microbatches_in_memory,
 )
-from skippipe_jax.stages import stage_functions
+from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.training_runs import write_config
 
 MODEL = {

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import yaml
 
-from skippipe_jax.executor import functions_of_stages
+from skippipe_jax.runtime.executor import functions_of_stages
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
 

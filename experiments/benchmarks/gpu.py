@@ -37,7 +37,7 @@ from skippipe_jax.models.llama import (
     parameter_count,
 )
 from skippipe_jax.optim.adamw import OptimizerConfig
-from skippipe_jax.stages import TOKENS, TOTALS, stage_functions
+from skippipe_jax.runtime.stage_functions import TOKENS, TOTALS, stage_functions
 
 STEPS = 1000
 PRODUCTS_AT_ONCE, PRODUCT_TIMINGS = 10, 20

@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.links --json links.json       (needs root and iproute2)
 
 Hosts are network namespaces of this machine, joined by links that `tc` shapes. First they pass
-arrays over `skippipe_jax.links`: one at a time, and several at once. An array is offered before it
+arrays over `skippipe_jax.runtime.transport`: one at a time, and several at once. An array is offered before it
 is asked for, and its seconds are those from asking for it until it is there. Then they train a
 model of one stage, of which every host has a replica, and its averaging is taken from recorded
 iterations: from when the last host begins until the last host has the sums.
@@ -44,9 +44,9 @@ from skippipe_sched.links import GIBIBYTE
 from experiments.benchmarks import machine
 from experiments.benchmarks.shaped_network import ShapedNetwork
 from experiments.benchmarks.wan import ENVIRONMENT, Hosts
-from skippipe_jax.links import open_links
 from skippipe_jax.models.llama import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.program.compiler import Hop
+from skippipe_jax.runtime.transport import open_links
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.recording import measured_timeline
 

@@ -45,12 +45,12 @@ from skippipe_sched.search import Search
 
 from experiments.benchmarks import machine, reporting
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.executor import Executor, functions_of_stages
-from skippipe_jax.links import WithinProcess
 from skippipe_jax.models.llama import DTYPES, PRESETS, RECOMPUTE, ModelConfig, Stage, create_stage
 from skippipe_jax.optim.adamw import OptimizerConfig, adamw
 from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.stages import LOSS, TOKENS
+from skippipe_jax.runtime.executor import Executor, functions_of_stages
+from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
+from skippipe_jax.runtime.transport import WithinProcess
 
 OPTIMIZER = OptimizerConfig()
 STEPS = 1000

@@ -35,8 +35,8 @@ from skippipe_jax.memory import what_is_planned
 from skippipe_jax.models.footprint import memory_of_node, memory_of_stages, traffic
 from skippipe_jax.models.llama import ATTENTION, RECOMPUTE, DataStage, parameter_count, stage_shapes
 from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.ring import Ring
-from skippipe_jax.stages import StageFunctions, activation, stage_functions
+from skippipe_jax.runtime.ring import Ring
+from skippipe_jax.runtime.stage_functions import StageFunctions, activation, stage_functions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,12 +30,12 @@ from skippipe_jax.models.document_mask import (
 )
 from skippipe_jax.models.llama import RECOMPUTE, DataStage, ModelConfig, Stage, create_stage
 from skippipe_jax.progress import bytes_per_link
+from skippipe_jax.runtime.stage_functions import activation, stage_functions
 from skippipe_jax.staged_model import StagedModel
-from skippipe_jax.stages import activation, stage_functions
 from tests import oracle
 from tests.models.test_llama import random_module
 from tests.program.test_compiler import plan_of
-from tests.test_oracle import (
+from tests.runtime.test_oracle import (
     BATCH,
     ITERATIONS,
     OPTIMIZER,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from skippipe_jax import train, trainer
-from skippipe_jax.executor import Executor
+from skippipe_jax.runtime.executor import Executor
 from tests.training_runs import by_name
 
 

@@ -21,12 +21,12 @@ from skippipe_jax import trainer
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
-from skippipe_jax.executor import Executor, Outcome
 from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.optim.local_updates import AVERAGED
 from skippipe_jax.program.schedule import RecipeConfig, best_plan, timeline_of
-from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, skips_update
+from skippipe_jax.runtime.executor import Executor, Outcome
+from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, skips_update
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import saved_steps
 from tests import oracle
@@ -34,7 +34,7 @@ from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER
 from tests.program.test_compiler import plan_of
 from tests.program.test_schedule import train_here
-from tests.test_oracle import (
+from tests.runtime.test_oracle import (
     BATCH,
     CLIPPING,
     ITERATIONS,

@@ -20,7 +20,6 @@ from skippipe_jax import trainer
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import TrainingBatches
-from skippipe_jax.executor import Executor
 from skippipe_jax.program.compiler import Compute, compile_plans
 from skippipe_jax.program.schedule import (
     OWN,
@@ -31,6 +30,7 @@ from skippipe_jax.program.schedule import (
     stage_shares,
 )
 from skippipe_jax.report import report
+from skippipe_jax.runtime.executor import Executor
 from skippipe_jax.storage import run_folder
 from tests import oracle
 from tests.multihost.processes import started_processes

@@ -19,17 +19,17 @@ from skippipe_sched.simulate import Timeline, simulate_plan
 
 from skippipe_jax.config import NetworkConfig
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.emulation import Emulation
-from skippipe_jax.executor import Executor, functions_of_stages
-from skippipe_jax.links import WithinProcess
-from skippipe_jax.live import Clock, LiveIteration
 from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.stages import LOSS, TOKENS
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.executor import Executor, functions_of_stages
+from skippipe_jax.runtime.live import Clock, LiveIteration
+from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
+from skippipe_jax.runtime.transport import WithinProcess
 from skippipe_jax.storage.recording import Recording, measured_timeline
 from tests import oracle
 from tests.program.test_compiler import plan_of
-from tests.test_oracle import BATCH, OPTIMIZER, TIME, plans, random_batches
+from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, plans, random_batches
 
 MODEL = ModelConfig(
     vocabulary_size=11, width=8, layers=4, heads=2, kv_heads=1, ffn_width=12, context=TIME

@@ -27,13 +27,13 @@ from skippipe_sched.simulate import Averaging, Run
 
 from skippipe_jax.cluster.membership import DeadlinePassed
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.emulation import Emulation
-from skippipe_jax.executor import Executor, Outcome
 from skippipe_jax.program.compiler import Compute, Hop
-from skippipe_jax.ring import RingPart
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.executor import Executor, Outcome
+from skippipe_jax.runtime.reduction import sum_over_devices
+from skippipe_jax.runtime.ring import RingPart
+from skippipe_jax.runtime.turns import Turns
 from skippipe_jax.storage.recording import Recording
-from skippipe_jax.summing import sum_over_devices
-from skippipe_jax.turns import Turns
 
 # So many inputs of a node, and chunks of a ring, are asked for ahead: enough that the other end
 # always has a request, and not so many that an iteration's arrays need room all at once.

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.ring import CHUNK_BYTES, FEWEST_CHUNKS, MOST_CHUNKS, Ring, RingPart
+from skippipe_jax.runtime.ring import CHUNK_BYTES, FEWEST_CHUNKS, MOST_CHUNKS, Ring, RingPart
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=3)
 

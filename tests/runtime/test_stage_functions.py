@@ -15,7 +15,7 @@ from flax import nnx
 
 from skippipe_jax.models.llama import RECOMPUTE, DataStage, ModelConfig
 from skippipe_jax.optim.adamw import OptimizerConfig, adamw
-from skippipe_jax.stages import (
+from skippipe_jax.runtime.stage_functions import (
     LOSS,
     SQUARED_NORM,
     TOKENS,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.plan import Operation, Plan, microbatch_chain
 
-from skippipe_jax.turns import Turns
+from skippipe_jax.runtime.turns import Turns
 from tests.program.test_compiler import placements
 
 PROPERTIES = settings(max_examples=200, deadline=None, derandomize=True)

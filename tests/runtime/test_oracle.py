@@ -16,14 +16,14 @@ from skippipe_sched.simulate import simulate
 
 from skippipe_jax.config import NetworkConfig
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.emulation import Emulation
-from skippipe_jax.executor import Executor, Outcome, functions_of_stages
-from skippipe_jax.links import WithinProcess
-from skippipe_jax.live import LiveIteration
 from skippipe_jax.models.llama import RECOMPUTE, ModelConfig, RopeScaling
 from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.stages import LOSS, SQUARED_NORM, TOKENS, Z_LOSS, skips_update
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.executor import Executor, Outcome, functions_of_stages
+from skippipe_jax.runtime.live import LiveIteration
+from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, Z_LOSS, skips_update
+from skippipe_jax.runtime.transport import WithinProcess
 from tests import oracle
 from tests.program.test_compiler import plan_of
 

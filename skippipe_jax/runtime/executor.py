@@ -2,7 +2,7 @@
 
 `Executor.run` takes one of two ways. Where nothing has to be waited for, in one process, everything
 is dispatched in the program's order at once: the device runs a node's operations in that order
-because each call takes the gauge that the call before it returned. Otherwise `skippipe_jax.live`
+because each call takes the gauge that the call before it returned. Otherwise `skippipe_jax.runtime.live`
 starts every operation when its input has arrived.
 """
 
@@ -22,15 +22,15 @@ from skippipe_sched.plan import Operation, Plan
 
 from skippipe_jax.config import NetworkConfig
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.links import Link
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import ModelConfig, parameter_count, stage_shapes
 from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.optim.local_updates import AVERAGED, numbers, with_mean
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.program.schedule import stage_shares
-from skippipe_jax.ring import Ring
-from skippipe_jax.stages import (
+from skippipe_jax.runtime.reduction import sum_over_devices
+from skippipe_jax.runtime.ring import Ring
+from skippipe_jax.runtime.stage_functions import (
     STOP,
     TOTALS,
     Gauge,
@@ -40,7 +40,7 @@ from skippipe_jax.stages import (
     Totals,
     stage_functions,
 )
-from skippipe_jax.summing import sum_over_devices
+from skippipe_jax.runtime.transport import Link
 
 # `network.averaging: auto` takes the collective where no link between replicas is slower.
 FAST_LINK = GIBIBYTE
