@@ -16,8 +16,8 @@ import jax
 from skippipe_sched.errors import InputError, run_command
 
 from skippipe_jax.config import load_config
-from skippipe_jax.measured_case import check_template
-from skippipe_jax.measured_cluster import measure
+from skippipe_jax.profiling.case import check_template
+from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
 from skippipe_jax.trainer import open_transfers
 

@@ -23,14 +23,14 @@ from skippipe_sched.plan import Plan, microbatch_chain
 from tqdm import tqdm
 
 from skippipe_jax.config import Config
-from skippipe_jax.device_figures import (
+from skippipe_jax.models.flops import iteration_flops
+from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.optim.adamw import learning_rate_schedule, updates_made
+from skippipe_jax.profiling.devices import (
     peak_flops_per_second,
     peak_memory_bytes,
     peak_process_bytes,
 )
-from skippipe_jax.models.flops import iteration_flops
-from skippipe_jax.models.llama import parameter_count, stage_shapes
-from skippipe_jax.optim.adamw import learning_rate_schedule, updates_made
 from skippipe_jax.program.schedule import Schedule, predicted_s
 from skippipe_jax.runtime.executor import Executor, Outcome
 from skippipe_jax.runtime.stage_functions import (

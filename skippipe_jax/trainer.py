@@ -37,10 +37,10 @@ from skippipe_jax.data.batches import (
 from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.data.tokenizer import BYTES, TOKENIZER_FOLDER, load_tokenizer
 from skippipe_jax.first_weights import begin_with, first_weights
-from skippipe_jax.measured_case import Profile, check_template
-from skippipe_jax.measured_cluster import measure
 from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.profiled_steps import profiled
+from skippipe_jax.profiling.case import Profile, check_template
+from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import (
     NO_RECIPE,

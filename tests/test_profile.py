@@ -18,9 +18,9 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.links import GIBIBYTE
 
 from skippipe_jax.config import Config, parse_config
-from skippipe_jax.measured_case import HostReport, case_of, check_template
-from skippipe_jax.measured_links import MeasuredLink, measure_copy, rounds
-from skippipe_jax.measured_stages import (
+from skippipe_jax.profiling.case import HostReport, case_of, check_template
+from skippipe_jax.profiling.links import MeasuredLink, measure_copy, rounds
+from skippipe_jax.profiling.stages import (
     BACKWARD,
     FORWARD,
     LOSS,

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from skippipe_jax import device_figures
+from skippipe_jax.profiling import devices as device_figures
 
 
 def describe() -> dict[str, Any]:

@@ -19,8 +19,6 @@ from skippipe_sched.plan import Plan
 
 from skippipe_jax.config import Config, NetworkConfig, TrainConfig, parse_config
 from skippipe_jax.data.batches import Batch, DataConfig
-from skippipe_jax.measured_case import activation_bytes
-from skippipe_jax.measured_stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
 from skippipe_jax.models.document_mask import (
     mark,
     marked_tokens,
@@ -29,6 +27,8 @@ from skippipe_jax.models.document_mask import (
     within_documents,
 )
 from skippipe_jax.models.llama import RECOMPUTE, DataStage, ModelConfig, Stage, create_stage
+from skippipe_jax.profiling.case import activation_bytes
+from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
 from skippipe_jax.progress import bytes_per_link
 from skippipe_jax.runtime.stage_functions import activation, stage_functions
 from skippipe_jax.staged_model import StagedModel

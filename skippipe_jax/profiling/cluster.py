@@ -14,7 +14,7 @@ import jax
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
-from skippipe_jax.measured_case import (
+from skippipe_jax.profiling.case import (
     HostReport,
     Profile,
     activation_bytes,
@@ -22,8 +22,8 @@ from skippipe_jax.measured_case import (
     profile_of,
     stage_count,
 )
-from skippipe_jax.measured_links import MeasuredLink, Transfer, measure_copy, measure_links
-from skippipe_jax.measured_stages import (
+from skippipe_jax.profiling.links import MeasuredLink, Transfer, measure_copy, measure_links
+from skippipe_jax.profiling.stages import (
     StageTimings,
     Timing,
     free_bytes,
@@ -52,7 +52,7 @@ def measure(
     """Measure links, seconds and memory. All hosts call this together, host 0 gets the profile.
 
     `links[h]` leads to host h, and hosts stand for nodes there. `say` is told how far it has come.
-    What `plan.case` may say is in `skippipe_jax.measured_case`.
+    What `plan.case` may say is in `skippipe_jax.profiling.case`.
 
     Hosts of one machine take turns at timing. Those that have the same cores of a CPU for their
     device have it timed once; nodes that share a device are timed as if each had it alone.

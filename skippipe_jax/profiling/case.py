@@ -31,8 +31,9 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.links import GIBIBYTE
 
 from skippipe_jax.config import Config, to_tree
-from skippipe_jax.measured_links import MeasuredLink
-from skippipe_jax.measured_stages import (
+from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.profiling.links import MeasuredLink
+from skippipe_jax.profiling.stages import (
     BACKWARD,
     FORWARD,
     LOSS,
@@ -42,7 +43,6 @@ from skippipe_jax.measured_stages import (
     fit_costs,
     shapes_of_stages,
 )
-from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import hosts_of_nodes
 from skippipe_jax.runtime.stage_functions import activation
 

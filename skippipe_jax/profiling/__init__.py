@@ -1,0 +1,1 @@
+"""Measuring a cluster: links, stages, devices, as a case to plan for."""
