@@ -22,7 +22,7 @@ from skippipe_sched.search import DEFAULT_BUDGET_S
 from skippipe_jax.cluster.membership import ClusterConfig
 from skippipe_jax.data.batches import DataConfig
 from skippipe_jax.data.tokenizer import has_tokenizer
-from skippipe_jax.huggingface import SHAPES, folder_of, read_model
+from skippipe_jax.interop.huggingface import SHAPES, folder_of, read_model
 from skippipe_jax.models.llama import PRESETS, ModelConfig
 from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.program.schedule import RecipeConfig

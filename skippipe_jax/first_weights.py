@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
-from skippipe_jax.huggingface import Weights, folder_of, open_weights
+from skippipe_jax.interop.huggingface import Weights, folder_of, open_weights
 from skippipe_jax.runtime.executor import Executor
 
 

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax import huggingface
 from skippipe_jax.config import Config, parse_config, to_tree
 from skippipe_jax.data.batches import (
     Batch,
@@ -30,6 +29,7 @@ from skippipe_jax.data.batches import (
     with_tokenizer_of_run,
 )
 from skippipe_jax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from skippipe_jax.interop import huggingface
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import ModelConfig, create_stage, stage_shapes
 from skippipe_jax.storage import run_folder

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from skippipe_jax.huggingface import INDEX, WEIGHTS, open_weights, read_model
+from skippipe_jax.interop.huggingface import INDEX, WEIGHTS, open_weights, read_model
 from skippipe_jax.models.llama import ModelConfig, RopeScaling, rotary_frequencies
 from tests.llama_models import SMALL, TIME, llama3_rope, llama_config, random_llama, save
 

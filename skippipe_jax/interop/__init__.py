@@ -1,0 +1,1 @@
+"""Hugging Face's form of a model, in and out."""
