@@ -19,7 +19,7 @@ from skippipe_jax.config import load_config
 from skippipe_jax.profiling.case import check_template
 from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
-from skippipe_jax.trainer import open_transfers
+from skippipe_jax.training.trainer import open_transfers
 
 EPILOG = """\
 Start it on all hosts like python -m skippipe_jax.train, with the same configuration. Of that it

@@ -18,7 +18,7 @@ from skippipe_sched.errors import run_command
 from skippipe_jax.cluster.membership import Membership, joined
 from skippipe_jax.config import Config, load_config, to_yaml
 from skippipe_jax.storage.checkpoint import latest_step
-from skippipe_jax.trainer import Ending, train
+from skippipe_jax.training.trainer import Ending, train
 
 EPILOG = """\
 Under SLURM and on TPU pods the hosts find each other; elsewhere start one process on each host with

@@ -22,11 +22,12 @@ from skippipe_sched.case import parse_case
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan
 
-from skippipe_jax import evaluate, launch, progress, train, trainer
+from skippipe_jax import evaluate, launch, train
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import saved_steps
+from skippipe_jax.training import progress, trainer
 
 CASE: dict[str, Any] = {
     "nodes": 3,

@@ -15,7 +15,7 @@ from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.documents import Document, DocumentSource
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.tokenize import train_bpe
-from skippipe_jax.trainer import train
+from skippipe_jax.training.trainer import train
 from tests.training_runs import arrays_of_checkpoint, assert_same_bits, write_config
 
 CASE = {

@@ -37,10 +37,10 @@ from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss, losse
 from skippipe_jax.models.llama import DataStage, ModelConfig, stage_shapes
 from skippipe_jax.partial import Order, kept, swapped, without_each
 from skippipe_jax.program.schedule import OWN, Phase, RecipeConfig, Schedule, stage_shares
-from skippipe_jax.progress import CompilationCounter
 from skippipe_jax.staged_model import read_run
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
-from skippipe_jax.trainer import train
+from skippipe_jax.training.progress import CompilationCounter
+from skippipe_jax.training.trainer import train
 from tests.partial_models import random_model, save_checkpoint, save_run
 
 STAGES, TIME, MICROBATCH = 3, 32, 2

@@ -20,7 +20,7 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.decoding import Sampling, advance, empty_caches, generate_tokens, sample
 from skippipe_jax.generate import text_pieces
 from skippipe_jax.partial import Order, chosen_order, kept
-from skippipe_jax.progress import CompilationCounter
+from skippipe_jax.training.progress import CompilationCounter
 from tests.partial_models import logits_of, random_model, save_run
 
 SECTIONS: dict[str, Any] = {

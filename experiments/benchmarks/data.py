@@ -39,7 +39,7 @@ from skippipe_jax.data.tokenizer import BYTES
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.new_folder import new_folder
 from skippipe_jax.tokenize import train_bpe, write_tokens
-from skippipe_jax.trainer import train
+from skippipe_jax.training.trainer import train
 
 QUICKSTART = Path("experiments/quickstart.yaml")
 PYTHON = DocumentSource("python")

@@ -30,7 +30,7 @@ from experiments.benchmarks import reporting
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.storage import run_folder
-from skippipe_jax.trainer import train
+from skippipe_jax.training.trainer import train
 
 QUICKSTART = Path("experiments/quickstart.yaml")
 # Less than in the quickstart's case, so that an iteration takes a second or two.

@@ -29,9 +29,9 @@ from skippipe_jax.models.document_mask import (
 from skippipe_jax.models.llama import RECOMPUTE, DataStage, ModelConfig, Stage, create_stage
 from skippipe_jax.profiling.case import activation_bytes
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
-from skippipe_jax.progress import bytes_per_link
 from skippipe_jax.runtime.stage_functions import activation, stage_functions
 from skippipe_jax.staged_model import StagedModel
+from skippipe_jax.training.progress import bytes_per_link
 from tests import oracle
 from tests.models.test_llama import random_module
 from tests.program.test_compiler import plan_of

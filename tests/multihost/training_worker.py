@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from skippipe_jax import train, trainer
+from skippipe_jax import train
 from skippipe_jax.runtime.executor import Executor
+from skippipe_jax.training import trainer
 from tests.training_runs import by_name
 
 

@@ -17,7 +17,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan
 from skippipe_sched.search import Search
 
-from skippipe_jax import trainer
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
@@ -29,6 +28,7 @@ from skippipe_jax.runtime.executor import Executor, Outcome
 from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, skips_update
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import saved_steps
+from skippipe_jax.training import trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER

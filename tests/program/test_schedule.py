@@ -16,7 +16,6 @@ from skippipe_sched.plan import Plan
 from skippipe_sched.rules import violations
 from skippipe_sched.search import Search
 
-from skippipe_jax import trainer
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import TrainingBatches
@@ -32,6 +31,7 @@ from skippipe_jax.program.schedule import (
 from skippipe_jax.report import report
 from skippipe_jax.runtime.executor import Executor
 from skippipe_jax.storage import run_folder
+from skippipe_jax.training import trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER, read_replicas

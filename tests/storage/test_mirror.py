@@ -19,8 +19,8 @@ from skippipe_jax.config import Config, load_config
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
 from skippipe_jax.storage.mirror import Mirror
-from skippipe_jax.trainer import train
-from skippipe_jax.validation import BestCheckpoint
+from skippipe_jax.training.trainer import train
+from skippipe_jax.training.validation import BestCheckpoint
 from tests.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,

@@ -20,7 +20,7 @@ from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_data_state
 from skippipe_jax.storage.recording import recorded_steps
-from skippipe_jax.trainer import plan_of, train
+from skippipe_jax.training.trainer import plan_of, train
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.training_runs import (

@@ -43,7 +43,7 @@ from skippipe_jax.runtime.stage_functions import (
     skips_update,
 )
 from skippipe_jax.storage import run_folder
-from skippipe_jax.trackers import open_trackers
+from skippipe_jax.training.trackers import open_trackers
 
 # Where there is no terminal to draw a bar on, a line is written this often.
 SECONDS_BETWEEN_LINES = 10.0

@@ -23,9 +23,9 @@ from skippipe_jax.config import LogConfig, load_config, parse_config
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
-from skippipe_jax.trackers import numbers, open_trackers, require_trackers
-from skippipe_jax.trainer import train
-from skippipe_jax.validation import BestCheckpoint
+from skippipe_jax.training.trackers import numbers, open_trackers, require_trackers
+from skippipe_jax.training.trainer import train
+from skippipe_jax.training.validation import BestCheckpoint
 from tests.multihost.processes import started_processes
 from tests.training_runs import (
     arrays_of_checkpoint,

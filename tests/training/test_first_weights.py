@@ -19,7 +19,7 @@ from skippipe_jax.convert import to_huggingface
 from skippipe_jax.interop.huggingface import WEIGHTS, read_model
 from skippipe_jax.launch import free_port
 from skippipe_jax.storage import run_folder
-from skippipe_jax.trainer import train
+from skippipe_jax.training.trainer import train
 from tests.llama_models import random_llama, save
 from tests.multihost.processes import started_processes
 

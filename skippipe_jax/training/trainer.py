@@ -36,9 +36,7 @@ from skippipe_jax.data.batches import (
 )
 from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.data.tokenizer import BYTES, TOKENIZER_FOLDER, load_tokenizer
-from skippipe_jax.first_weights import begin_with, first_weights
 from skippipe_jax.models.llama import ModelConfig
-from skippipe_jax.profiled_steps import profiled
 from skippipe_jax.profiling.case import Profile, check_template
 from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
@@ -50,7 +48,6 @@ from skippipe_jax.program.schedule import (
     best_plan,
     make_schedule,
 )
-from skippipe_jax.progress import CompilationCounter, Progress
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
 from skippipe_jax.runtime.live import Clock, LiveIteration
@@ -67,8 +64,11 @@ from skippipe_jax.storage.checkpoint import (
 )
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.recording import draw_recorded, remove_recordings
-from skippipe_jax.trackers import require_trackers
-from skippipe_jax.validation import BestCheckpoint, Validation
+from skippipe_jax.training.first_weights import begin_with, first_weights
+from skippipe_jax.training.profiled_steps import profiled
+from skippipe_jax.training.progress import CompilationCounter, Progress
+from skippipe_jax.training.trackers import require_trackers
+from skippipe_jax.training.validation import BestCheckpoint, Validation
 
 # The results of an iteration are read when this many later ones have been dispatched, so that
 # devices have work while the host reads.
