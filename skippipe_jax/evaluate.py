@@ -26,7 +26,7 @@ from tqdm import tqdm
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import DataConfig, held_out_batches
 from skippipe_jax.evaluation_plot import picture
-from skippipe_jax.partial import (
+from skippipe_jax.inference.partial import (
     Order,
     Question,
     Way,
@@ -36,7 +36,7 @@ from skippipe_jax.partial import (
     swapped,
     without_each,
 )
-from skippipe_jax.staged_model import (
+from skippipe_jax.inference.staged_model import (
     StagedModel,
     add_model_arguments,
     named_model,

@@ -18,7 +18,7 @@ from skippipe_sched.draw import (
     svg_text,
 )
 
-from skippipe_jax.partial import Order
+from skippipe_jax.inference.partial import Order
 
 # Pixels.
 WIDTH = 440

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 
-from skippipe_jax.decoding import Sampling, generate_tokens
-from skippipe_jax.partial import chosen_order
-from skippipe_jax.staged_model import add_model_arguments, named_model, tokenizer_for
+from skippipe_jax.inference.decoding import Sampling, generate_tokens
+from skippipe_jax.inference.partial import chosen_order
+from skippipe_jax.inference.staged_model import add_model_arguments, named_model, tokenizer_for
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from skippipe_sched.errors import InputError, run_command
 
 from skippipe_jax.generate import add_stages_arguments
-from skippipe_jax.staged_model import add_model_arguments
+from skippipe_jax.inference.staged_model import add_model_arguments
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
 
-    from skippipe_jax.harness_model import HarnessModel
+    from skippipe_jax.inference.harness_model import HarnessModel
 
     tasks = TaskManager(include_path=folder, include_defaults=folder is None)
     names = arguments.tasks.split(",")

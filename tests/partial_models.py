@@ -15,8 +15,8 @@ from flax import nnx
 
 from skippipe_jax.cluster.membership import ClusterConfig, Membership
 from skippipe_jax.config import parse_config
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import ModelConfig, stage_shapes
-from skippipe_jax.staged_model import StagedModel
 from skippipe_jax.storage.checkpoint import CheckpointWriter
 
 

@@ -18,10 +18,10 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax import harness
 from skippipe_jax.data.tokenizer import ByteTokenizer
-from skippipe_jax.decoding import Sampling, generate_tokens
-from skippipe_jax.harness_model import HarnessModel
-from skippipe_jax.partial import Order
-from skippipe_jax.staged_model import StagedModel
+from skippipe_jax.inference.decoding import Sampling, generate_tokens
+from skippipe_jax.inference.harness_model import HarnessModel
+from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.staged_model import StagedModel
 from tests.partial_models import logits_of, save_run
 
 SECTIONS: dict[str, Any] = {

@@ -18,8 +18,8 @@ from skippipe_sched.errors import run_command
 
 from experiments.paper import provenance
 from skippipe_jax.evaluate import Answer, evaluate
-from skippipe_jax.partial import Question, Way, kept, swapped
-from skippipe_jax.staged_model import read_run
+from skippipe_jax.inference.partial import Question, Way, kept, swapped
+from skippipe_jax.inference.staged_model import read_run
 from skippipe_jax.storage import run_folder
 
 SEQUENCES, QUICK_SEQUENCES = 512, 16

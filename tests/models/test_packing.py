@@ -19,6 +19,7 @@ from skippipe_sched.plan import Plan
 
 from skippipe_jax.config import Config, NetworkConfig, TrainConfig, parse_config
 from skippipe_jax.data.batches import Batch, DataConfig
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.document_mask import (
     mark,
     marked_tokens,
@@ -30,7 +31,6 @@ from skippipe_jax.models.llama import RECOMPUTE, DataStage, ModelConfig, Stage, 
 from skippipe_jax.profiling.case import activation_bytes
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
 from skippipe_jax.runtime.stage_functions import activation, stage_functions
-from skippipe_jax.staged_model import StagedModel
 from skippipe_jax.training.progress import bytes_per_link
 from tests import oracle
 from tests.models.test_llama import random_module

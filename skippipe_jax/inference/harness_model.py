@@ -24,11 +24,11 @@ from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
 from skippipe_jax.data.batches import NOT_COUNTED
-from skippipe_jax.decoding import Sampling, generate_tokens, padded_length
 from skippipe_jax.generate import text_pieces
+from skippipe_jax.inference.decoding import Sampling, generate_tokens, padded_length
+from skippipe_jax.inference.partial import chosen_order
+from skippipe_jax.inference.staged_model import read_model, tokenizer_for
 from skippipe_jax.models.llama import DataStage
-from skippipe_jax.partial import chosen_order
-from skippipe_jax.staged_model import read_model, tokenizer_for
 
 # What the harness itself takes where a task does not say how much is generated.
 DEFAULT_NEW_TOKENS = 256

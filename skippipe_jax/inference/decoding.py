@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import (
     Block,
     DataStage,
@@ -27,8 +29,6 @@ from skippipe_jax.models.llama import (
     rotary_frequencies,
     rotate,
 )
-from skippipe_jax.partial import Order
-from skippipe_jax.staged_model import StagedModel
 
 # Caches and prompts are padded to powers of two, so that few sizes are compiled.
 LEAST_LENGTH = 16

@@ -1,0 +1,1 @@
+"""A trained model in use: partial orders of stages, decoding, the harness."""
