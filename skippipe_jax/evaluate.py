@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import DataConfig, held_out_batches
-from skippipe_jax.evaluation_plot import picture
 from skippipe_jax.inference.partial import (
     Order,
     Question,
@@ -43,6 +42,7 @@ from skippipe_jax.inference.staged_model import (
     read_run,
     tokenizer_for,
 )
+from skippipe_jax.reporting.evaluation_plot import picture
 from skippipe_jax.storage import run_folder
 
 # The exponential of a greater loss is no float any more.

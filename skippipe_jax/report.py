@@ -25,9 +25,9 @@ from skippipe_sched.plan import Plan
 from skippipe_sched.simulate import Timeline
 
 from skippipe_jax.config import Config
-from skippipe_jax.curves import curve
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.schedule import OWN, timeline_of
+from skippipe_jax.reporting.curves import curve
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
     measured_timeline,

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from skippipe_jax.curves import BOTTOM, LEFT, RIGHT, TOP, curve
+from skippipe_jax.reporting.curves import BOTTOM, LEFT, RIGHT, TOP, curve
 
 SVG = "{http://www.w3.org/2000/svg}"
 
