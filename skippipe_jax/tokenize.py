@@ -26,6 +26,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 from tqdm import tqdm
 
+from skippipe_jax.config.extras import require
 from skippipe_jax.data.corpus import cut_in_two, groups, place_of, texts_of
 from skippipe_jax.data.documents import Document, DocumentSource, read_documents, require_apart
 from skippipe_jax.data.token_shards import PARTS, PartWriter, TokenIndex, write_index
@@ -41,7 +42,6 @@ from skippipe_jax.data.tokenizer import (
     token_dtype,
     write_tokenizer,
 )
-from skippipe_jax.extras import require
 from skippipe_jax.storage.new_folder import new_folder
 
 EPILOG = """\

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from skippipe_jax.extras import require
+from skippipe_jax.config.extras import require
 
 # Inches: 900 pixels in a README at 100 dots per inch.
 WIDTH = 9.0

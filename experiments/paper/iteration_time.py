@@ -39,7 +39,7 @@ from skippipe_sched.search import Search
 from skippipe_sched.simulate import Timeline, simulate_plan
 
 from experiments.paper import cases
-from skippipe_jax.extras import require
+from skippipe_jax.config.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,7 +30,7 @@ from skippipe_sched.plan import Plan
 from skippipe_sched.search import Search
 
 from skippipe_jax.config import Config, load_config
-from skippipe_jax.extras import require
+from skippipe_jax.config.extras import require
 from skippipe_jax.memory import what_is_planned
 from skippipe_jax.models.footprint import memory_of_node, memory_of_stages, traffic
 from skippipe_jax.models.llama import ATTENTION, RECOMPUTE, DataStage, parameter_count, stage_shapes

@@ -18,7 +18,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.extras import require
+from skippipe_jax.config.extras import require
 
 _SUFFIXES = {
     "python": (".py", ".txt", ".rst", ".md"),

@@ -15,7 +15,7 @@ from jaxtyping import Int64, Integer, UInt16
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.extras import require
+from skippipe_jax.config.extras import require
 
 BYTES = "bytes"
 """What stands for `ByteTokenizer` where a path is asked for."""

@@ -1,0 +1,1 @@
+"""What a run is told, and what may change on resume."""
