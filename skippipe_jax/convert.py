@@ -17,11 +17,12 @@ from skippipe_sched import fields
 from skippipe_sched.errors import run_command
 from tqdm import tqdm
 
-from skippipe_jax.config import Config, to_yaml
-from skippipe_jax.data.batches import DataConfig
-from skippipe_jax.data.tokenizer import TOKENIZER_FOLDER, write_byte_tokenizer
+from skippipe_jax.config import Config, DataConfig, ModelConfig, to_yaml
+from skippipe_jax.config.model import DTYPES
+from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
+from skippipe_jax.data.tokenizer import write_byte_tokenizer
 from skippipe_jax.interop import huggingface
-from skippipe_jax.models.llama import DTYPES, ModelConfig, parameter_count, stage_shapes
+from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage, write_checkpoint

@@ -23,8 +23,8 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 from tqdm import tqdm
 
-from skippipe_jax.config import Config
-from skippipe_jax.data.batches import DataConfig, held_out_batches
+from skippipe_jax.config import Config, DataConfig
+from skippipe_jax.data.batches import held_out_batches
 from skippipe_jax.inference.partial import (
     Order,
     Question,

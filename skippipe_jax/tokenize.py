@@ -26,14 +26,14 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 from tqdm import tqdm
 
+from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.extras import require
+from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.corpus import cut_in_two, groups, place_of, texts_of
-from skippipe_jax.data.documents import Document, DocumentSource, read_documents, require_apart
+from skippipe_jax.data.documents import Document, read_documents, require_apart
 from skippipe_jax.data.token_shards import PARTS, PartWriter, TokenIndex, write_index
 from skippipe_jax.data.tokenizer import (
-    BYTES,
     MARKS,
-    TOKENIZER_FOLDER,
     Tokenizer,
     copy_tokenizer,
     cut,

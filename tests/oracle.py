@@ -18,9 +18,10 @@ import numpy as np
 import optax
 from flax import nnx
 
+from skippipe_jax.config import ModelConfig, OptimizerConfig
 from skippipe_jax.data.batches import NOT_COUNTED, Batch
-from skippipe_jax.models.llama import ModelConfig, create_stage
-from skippipe_jax.optim.adamw import OptimizerConfig, adamw
+from skippipe_jax.models.llama import create_stage
+from skippipe_jax.optim.adamw import adamw
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import numpy as np
 import yaml
 from flax import nnx
 
-from skippipe_jax.cluster.membership import ClusterConfig, Membership
-from skippipe_jax.config import parse_config
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import ClusterConfig, ModelConfig, parse_config
 from skippipe_jax.inference.staged_model import StagedModel
-from skippipe_jax.models.llama import ModelConfig, stage_shapes
+from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.storage.checkpoint import CheckpointWriter
 
 

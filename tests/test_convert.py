@@ -21,14 +21,20 @@ from skippipe_sched.errors import InputError
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from skippipe_jax import convert
-from skippipe_jax.config import Config, to_yaml
+from skippipe_jax.config import (
+    Config,
+    DataConfig,
+    DocumentSource,
+    ModelConfig,
+    RopeScaling,
+    to_yaml,
+)
 from skippipe_jax.convert import from_huggingface, to_huggingface
-from skippipe_jax.data.batches import DataConfig
-from skippipe_jax.data.documents import Document, DocumentSource
+from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.interop import huggingface
-from skippipe_jax.models.llama import ModelConfig, RopeScaling, create_stage, stage_shapes
+from skippipe_jax.models.llama import create_stage, stage_shapes
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage, write_checkpoint
 from skippipe_jax.tokenize import train_bpe

@@ -10,9 +10,9 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import Config, load_config
+from skippipe_jax.config import Config, DocumentSource, load_config
 from skippipe_jax.data.batches import TrainingBatches
-from skippipe_jax.data.documents import Document, DocumentSource
+from skippipe_jax.data.documents import Document
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.tokenize import train_bpe
 from skippipe_jax.training.trainer import train

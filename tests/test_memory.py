@@ -18,8 +18,8 @@ from skippipe_sched.search import Search
 
 from skippipe_jax import memory
 from skippipe_jax.config import parse_config
+from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.footprint import kept_bytes, stage_parameters
-from skippipe_jax.models.llama import RECOMPUTE
 from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.training_runs import SMALL_CASE
 

@@ -17,8 +17,8 @@ from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.simulate import Averaging, Timeline, simulate, simulate_plan
 
 from skippipe_jax import report
-from skippipe_jax.config import parse_config
-from skippipe_jax.program.schedule import OWN, RecipeConfig, Schedule
+from skippipe_jax.config import RecipeConfig, parse_config
+from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.storage import recording, run_folder
 
 PATHS = ((0, 1, 3), (0, 2, 4), (0, 4, 1), (0, 3, 2))

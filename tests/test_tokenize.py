@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.data.batches import DataConfig, TrainingBatches, token_shards
+from skippipe_jax.config import DataConfig, DocumentSource
+from skippipe_jax.data import token_shards
+from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.corpus import held_out_of, read_corpus
-from skippipe_jax.data.documents import DocumentSource
 from skippipe_jax.data.token_shards import BLOCK, PartWriter, open_part, read_index
 from skippipe_jax.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 from skippipe_jax.storage.new_folder import new_folder

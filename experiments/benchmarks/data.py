@@ -31,11 +31,11 @@ from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import reporting
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import Config, load_config
-from skippipe_jax.data.batches import DataConfig, TrainingBatches
+from skippipe_jax.config import Config, DataConfig, DocumentSource, load_config
+from skippipe_jax.config.tokenizer import BYTES
+from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.corpus import groups
-from skippipe_jax.data.documents import DocumentSource, read_documents
-from skippipe_jax.data.tokenizer import BYTES
+from skippipe_jax.data.documents import read_documents
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.new_folder import new_folder
 from skippipe_jax.tokenize import train_bpe, write_tokens

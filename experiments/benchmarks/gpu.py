@@ -7,9 +7,9 @@ iteration's microbatches in the order of 1F1B, with `--in-flight` of them held a
 update. Inputs are random; the gradient of a microbatch's outputs is the outputs themselves, which
 is that of half their squared sum.
 
-FLOPs of the model are counted once, whatever is computed again, as `skippipe_jax.models.flops` says. The
-utilisation is these FLOPs per second over those of the product of two large random matrices in
-bfloat16, measured in the same run.
+FLOPs of the model are counted once, whatever is computed again, as `skippipe_jax.models.flops`
+says. The utilisation is these FLOPs per second over those of the product of two large random
+matrices in bfloat16, measured in the same run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,10 @@ import jax.numpy as jnp
 from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import machine, reporting
+from skippipe_jax.config import PRESETS, ModelConfig, OptimizerConfig
+from skippipe_jax.config.model import ATTENTION, DTYPES, RECOMPUTE
 from skippipe_jax.models.flops import flops_per_token
-from skippipe_jax.models.llama import (
-    ATTENTION,
-    DTYPES,
-    PRESETS,
-    RECOMPUTE,
-    ModelConfig,
-    parameter_count,
-)
-from skippipe_jax.optim.adamw import OptimizerConfig
+from skippipe_jax.models.llama import parameter_count
 from skippipe_jax.runtime.stage_functions import TOKENS, TOTALS, stage_functions
 
 STEPS = 1000

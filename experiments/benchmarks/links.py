@@ -3,10 +3,10 @@
     python -m experiments.benchmarks.links --json links.json       (needs root and iproute2)
 
 Hosts are network namespaces of this machine, joined by links that `tc` shapes. First they pass
-arrays over `skippipe_jax.runtime.transport`: one at a time, and several at once. An array is offered before it
-is asked for, and its seconds are those from asking for it until it is there. Then they train a
-model of one stage, of which every host has a replica, and its averaging is taken from recorded
-iterations: from when the last host begins until the last host has the sums.
+arrays over `skippipe_jax.runtime.transport`: one at a time, and several at once. An array is
+offered before it is asked for, and its seconds are those from asking for it until it is there. Then
+they train a model of one stage, of which every host has a replica, and its averaging is taken from
+recorded iterations: from when the last host begins until the last host has the sums.
 
 A share is that of the rate that `tc` was told, which is of Ethernet packets: 95.6% of it is all
 that TCP can carry. The rate of a ring is that of its slowest link, and the share that of the bound
@@ -44,7 +44,8 @@ from skippipe_sched.links import GIBIBYTE
 from experiments.benchmarks import machine
 from experiments.benchmarks.shaped_network import ShapedNetwork
 from experiments.benchmarks.wan import ENVIRONMENT, Hosts
-from skippipe_jax.models.llama import ModelConfig, parameter_count, stage_shapes
+from skippipe_jax.config import ModelConfig
+from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.transport import open_links
 from skippipe_jax.storage import run_folder

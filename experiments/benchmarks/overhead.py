@@ -44,9 +44,11 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.search import Search
 
 from experiments.benchmarks import machine, reporting
+from skippipe_jax.config import PRESETS, ModelConfig, OptimizerConfig
+from skippipe_jax.config.model import DTYPES, RECOMPUTE
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.models.llama import DTYPES, PRESETS, RECOMPUTE, ModelConfig, Stage, create_stage
-from skippipe_jax.optim.adamw import OptimizerConfig, adamw
+from skippipe_jax.models.llama import Stage, create_stage
+from skippipe_jax.optim.adamw import adamw
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.runtime.executor import Executor, functions_of_stages
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS

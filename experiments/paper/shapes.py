@@ -1,9 +1,9 @@
 """The 500M, 1.5B and 8B models: memory of a node and bytes of an iteration, counted and by formula.
 
 Nothing is allocated: the project's own model, stages, optimizer, programs and rings are traced
-with abstract shapes (`jax.eval_shape`), and what comes out is added up. `skippipe_jax.models.footprint`
-says the same by formulas, which docs/memory.md derives; `largest_difference` holds the two
-together.
+with abstract shapes (`jax.eval_shape`), and what comes out is added up.
+`skippipe_jax.models.footprint` says the same by formulas, which docs/memory.md derives;
+`largest_difference` holds the two together.
 
 models   for each of configs/{500m,1.5b,8b}.yaml: memory of a node of each stage, by part; what a
          microbatch in flight keeps under each recomputation; bytes of an iteration
@@ -31,9 +31,10 @@ from skippipe_sched.search import Search
 
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.config.extras import require
+from skippipe_jax.config.model import ATTENTION, RECOMPUTE
 from skippipe_jax.memory import what_is_planned
 from skippipe_jax.models.footprint import memory_of_node, memory_of_stages, traffic
-from skippipe_jax.models.llama import ATTENTION, RECOMPUTE, DataStage, parameter_count, stage_shapes
+from skippipe_jax.models.llama import DataStage, parameter_count, stage_shapes
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.runtime.ring import Ring
 from skippipe_jax.runtime.stage_functions import StageFunctions, activation, stage_functions

@@ -8,6 +8,8 @@ import socket
 
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config.cluster import require_one_interface
+
 BIND_VARIABLE = "SKIPPIPE_BIND_ADDRESS"
 """The environment variable with the address on which everything of this host listens."""
 
@@ -23,17 +25,6 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """Write ``HOST:PORT``, as URLs do for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def require_one_interface(address: str, field: str) -> None:
-    """Refuse what is no IP address, or stands for every interface."""
-    remedy = "give an IP address of this host, such as 10.0.0.1"
-    try:
-        stands_for_all = ipaddress.ip_address(address).is_unspecified
-    except ValueError as error:
-        raise InputError(field, address, "not an IP address", remedy) from error
-    if stands_for_all:
-        raise InputError(field, address, "no other host can reach such an address", remedy)
 
 
 def chosen_address(configured: str | None) -> str | None:

@@ -1,9 +1,9 @@
 """How this process joins the other hosts of a run, and how it learns that one of them is lost.
 
-The hosts are connected through a hub on host 0 (see `skippipe_jax.cluster.hub`), which judges who is lost.
-A verdict makes every other host print one message and end with `LOST_HOST_EXIT_CODE`, or with the
-code of an `InputError` if that is what ended the host. When the hub itself goes, each host reaches
-that verdict alone.
+The hosts are connected through a hub on host 0 (see `skippipe_jax.cluster.hub`), which judges who
+is lost. A verdict makes every other host print one message and end with `LOST_HOST_EXIT_CODE`, or
+with the code of an `InputError` if that is what ended the host. When the hub itself goes, each host
+reaches that verdict alone.
 
 All of this runs on an event loop in a thread of its own, since the main thread may be blocked for
 ever in a collective whose peer is gone.
@@ -33,7 +33,6 @@ from jax._src import distributed as jax_distributed
 from jax._src import xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
-from skippipe_sched import fields
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, InputError
 
 from skippipe_jax.cluster.addresses import (
@@ -44,7 +43,6 @@ from skippipe_jax.cluster.addresses import (
     parse_address,
     reachable_address,
     require_free,
-    require_one_interface,
 )
 from skippipe_jax.cluster.hub import (
     BEATS,
@@ -58,6 +56,8 @@ from skippipe_jax.cluster.hub import (
     say,
     silence,
 )
+from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config.cluster import LAST_PORT
 
 LOST_HOST_EXIT_CODE = 75
 """With this code a process ends because another host was lost, or it waited too long for something
@@ -66,9 +66,6 @@ LOST_HOST_EXIT_CODE = 75
 
 _OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 """JAX's errors that start with one of these do not come from another host."""
-
-
-_LAST_PORT = (1 << 16) - 1
 
 
 _LINGER_S = 2.0
@@ -82,46 +79,6 @@ _CLOCK_S = 0.5
 
 class DeadlinePassed(TimeoutError):
     """Something was waited for too long: `joined` ends the process as for a lost host."""
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """Which host serves which node, and when hosts give each other up.
-
-    Attributes:
-        host_of_node: the host that serves each node; by default the plan's nodes in order, evenly
-            over the hosts.
-        heartbeat_timeout_s: seconds of silence after which a host is lost.
-        connect_timeout_s: seconds in which all hosts must have found each other; also the longest
-            that a host which has finished waits for the others to finish.
-        bind_address: the IP address of this host on which everything of the run listens: the hub
-            (host 0 only), the transfer server and the CPU's collectives. As all hosts share the
-            configuration, each gets its own by the environment variable SKIPPIPE_BIND_ADDRESS,
-            which wins. By default, the address by which this host and host 0 reach each other.
-        transfer_port: with p, the transfer server of host i for host j, of N hosts, listens on the
-            ports p + 2(iN + j) (requests) and the next (arrays), so that several hosts may share a
-            machine, and a firewall that lets p to p + 2N² - 1 through serves all of them. By
-            default, on any free ports.
-    """
-
-    host_of_node: tuple[int, ...] | None = None
-    heartbeat_timeout_s: float = 30.0
-    connect_timeout_s: float = 300.0
-    bind_address: str | None = None
-    transfer_port: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse timeouts that no host could keep, and what is no address or port."""
-        for field in ("heartbeat_timeout_s", "connect_timeout_s"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0):
-                raise InputError(
-                    f"cluster.{field}", value, "not a positive time", "give seconds above 0"
-                )
-        if self.bind_address is not None:
-            require_one_interface(self.bind_address, "cluster.bind_address")
-        if self.transfer_port is not None:
-            fields.integer(self.transfer_port, "cluster.transfer_port", 1, _LAST_PORT - 1)
 
 
 @dataclass(frozen=True)
@@ -296,8 +253,8 @@ class Membership:
         if first is None:
             return join_address(self.address, 0), join_address(self.address, 0)
         needed = 2 * self.count**2
-        if first + needed - 1 > _LAST_PORT:
-            remedy = f"write at most {_LAST_PORT + 1 - needed}"
+        if first + needed - 1 > LAST_PORT:
+            remedy = f"write at most {LAST_PORT + 1 - needed}"
             problem = f"too high for {needed} ports, 2 for each pair of {self.count} hosts"
             raise InputError(field, first, problem, remedy)
         own = first + 2 * self.count * self.index

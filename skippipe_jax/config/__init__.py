@@ -1,1 +1,39 @@
-"""What a run is told, and what may change on resume."""
+"""What a run is told: frozen sections, how they are parsed, what may change on resume. No JAX."""
+
+from skippipe_jax.config.checkpoint import CheckpointConfig
+from skippipe_jax.config.cluster import ClusterConfig
+from skippipe_jax.config.data import DataConfig, DocumentSource, MixtureConfig
+from skippipe_jax.config.model import PRESETS, ModelConfig, RopeScaling
+from skippipe_jax.config.network import NetworkConfig
+from skippipe_jax.config.optimizer import OptimizerConfig
+from skippipe_jax.config.parsing import load_config, parse_config, to_tree, to_yaml
+from skippipe_jax.config.plan import PlanConfig
+from skippipe_jax.config.recipe import NO_RECIPE, Phase, RecipeConfig
+from skippipe_jax.config.resume import require_same_run
+from skippipe_jax.config.run import Config, LogConfig, TrainConfig, ValidationConfig
+
+__all__ = [
+    "NO_RECIPE",
+    "PRESETS",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "DocumentSource",
+    "LogConfig",
+    "MixtureConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "OptimizerConfig",
+    "Phase",
+    "PlanConfig",
+    "RecipeConfig",
+    "RopeScaling",
+    "TrainConfig",
+    "ValidationConfig",
+    "load_config",
+    "parse_config",
+    "require_same_run",
+    "to_tree",
+    "to_yaml",
+]

@@ -18,8 +18,9 @@ import numpy as np
 from jaxtyping import Bool, Integer
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.extras import require
-from skippipe_jax.data.documents import Document, DocumentSource
+from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import Tokenizer, token_dtype
 
 ASSISTANT = "assistant"

@@ -15,17 +15,13 @@ import numpy as np
 from jaxtyping import Bool
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.data.batches import token_shards
+from skippipe_jax.config import DocumentSource
+from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
+from skippipe_jax.data import token_shards
 from skippipe_jax.data.chat import encode_conversation
-from skippipe_jax.data.documents import Document, DocumentSource, local_path, read_documents
+from skippipe_jax.data.documents import Document, local_path, read_documents
 from skippipe_jax.data.rows import TokenizedDocuments
-from skippipe_jax.data.tokenizer import (
-    TOKENIZER_FOLDER,
-    ByteTokenizer,
-    Tokenizer,
-    encode_documents,
-    token_dtype,
-)
+from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, encode_documents, token_dtype
 
 GROUP_BYTES = 1 << 20
 """Bytes of text that are tokenized at once."""

@@ -18,6 +18,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.extras import require
 
 _SUFFIXES = {
@@ -27,32 +28,6 @@ _SUFFIXES = {
     "parquet": (".parquet",),
 }
 _PYTHON_SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
-
-
-@dataclass(frozen=True)
-class DocumentSource:
-    """Some files, and what is a document in them.
-
-    Attributes:
-        kind: `python` or `text`, where a document is a file; `jsonl` or `parquet`, where it is
-            `text_field` of a line or row; `chat`, where it is a line with messages.
-        path: a file, a folder, a glob, or any of these as a URL that fsspec knows. None for
-            `python`, which reads the standard library.
-        text_field: key or column of the text.
-        field: the section of the configuration that says so, for messages.
-    """
-
-    kind: str
-    path: str | None = None
-    text_field: str = "text"
-    field: str = "data"
-
-    @property
-    def origin(self) -> tuple[str, str]:
-        """The field that names where the text comes from, and its value."""
-        if self.path is None:
-            return f"{self.field}.source", self.kind
-        return f"{self.field}.path", self.path
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,8 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.extras import require
+from skippipe_jax.config.tokenizer import BYTES, HUGGING_FACE, SENTENCE_PIECE
 
-BYTES = "bytes"
-"""What stands for `ByteTokenizer` where a path is asked for."""
-
-TOKENIZER_FOLDER = "tokenizer"
-"""The folder, of a run or of tokenized text, that keeps the tokenizer."""
-
-HUGGING_FACE, SENTENCE_PIECE = "tokenizer.json", "tokenizer.model"
 CONFIG = "tokenizer_config.json"
 SETTINGS = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
 
@@ -261,11 +255,6 @@ def tokenizer_file(name: str, field: str) -> Path:
             field, name, problem, "Write bytes, or name a tokenizer.json or a tokenizer.model"
         )
     return found
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer that `load_tokenizer` finds."""
-    return any((folder / name).is_file() for name in (HUGGING_FACE, SENTENCE_PIECE))
 
 
 def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> None:

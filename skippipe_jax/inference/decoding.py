@@ -19,16 +19,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config import ModelConfig
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
-from skippipe_jax.models.llama import (
-    Block,
-    DataStage,
-    ModelConfig,
-    Stage,
-    rotary_frequencies,
-    rotate,
-)
+from skippipe_jax.models.llama import Block, DataStage, Stage, rotary_frequencies, rotate
 
 # Caches and prompts are padded to powers of two, so that few sizes are compiled.
 LEAST_LENGTH = 16

@@ -20,18 +20,13 @@ from jaxtyping import Array, Float, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import Config, parse_config, to_tree
-from skippipe_jax.data.batches import (
-    Batch,
-    DataConfig,
-    check_vocabulary,
-    tokenizer_of,
-    with_tokenizer_of_run,
-)
-from skippipe_jax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from skippipe_jax.config import Config, DataConfig, ModelConfig, parse_config, to_tree
+from skippipe_jax.config.tokenizer import has_tokenizer
+from skippipe_jax.data.batches import Batch, check_vocabulary, tokenizer_of, with_tokenizer_of_run
+from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 from skippipe_jax.interop import huggingface
 from skippipe_jax.models.document_mask import marked_tokens
-from skippipe_jax.models.llama import ModelConfig, create_stage, stage_shapes
+from skippipe_jax.models.llama import create_stage, stage_shapes
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
 

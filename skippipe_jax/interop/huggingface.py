@@ -25,8 +25,11 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.links import GIBIBYTE
 from tqdm import tqdm
 
-from skippipe_jax.data.tokenizer import BYTES, load_tokenizer
-from skippipe_jax.models.llama import ModelConfig, RopeScaling, stage_shapes
+from skippipe_jax.config import ModelConfig
+from skippipe_jax.config.huggingface import EXPRESSIBLE, LLAMA3_ROPE, SHAPES, read_model
+from skippipe_jax.config.tokenizer import BYTES
+from skippipe_jax.data.tokenizer import load_tokenizer
+from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -42,39 +45,6 @@ COMPANIONS = (
     "generation_config.json",
 )
 
-# The keys of our model section that config.json decides.
-SHAPES = (
-    "vocabulary_size",
-    "width",
-    "layers",
-    "heads",
-    "kv_heads",
-    "ffn_width",
-    "context",
-    "rope_theta",
-    "rope_scaling",
-    "tied_head",
-    "norm_epsilon",
-)
-
-# Keys of config.json that must hold this, or nothing: it is all that our model can be.
-EXPRESSIBLE = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "partial_rotary_factor": None,
-    "quantization_config": None,
-}
-ROPE = {"rope_type", "type", "rope_theta"}
-LLAMA3_ROPE = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_context",
-}
 
 HEAD = "lm_head.weight"
 # Their name of each of our parameters; blocks have one for each layer.
@@ -141,104 +111,6 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 # The configuration.
-
-
-def folder_of(init_from: str) -> Path:
-    """The folder that `init_from: hf:DIR` names.
-
-    Raises:
-        InputError: if it has another form.
-    """
-    kind, _, path = init_from.partition(":")
-    if kind != "hf" or not path:
-        raise InputError(
-            "init_from",
-            init_from,
-            "names no weights",
-            "Write hf:DIR, where DIR holds config.json and safetensors files",
-        )
-    return Path(path).expanduser()
-
-
-def read_model(folder: Path) -> ModelConfig:
-    """The shapes that config.json in `folder` gives, everything else by default.
-
-    Raises:
-        InputError: if there is no config.json, or it describes what our model cannot be.
-    """
-    path = folder / CONFIG
-    given = fields.load_json(path, CONFIG)
-    if not isinstance(given, dict):
-        raise InputError(CONFIG, str(path), "is not a mapping", "Name the folder of a model")
-    for key, value in EXPRESSIBLE.items():
-        if given.get(key) not in (None, value):
-            raise InputError(
-                f"{path}: {key}",
-                given[key],
-                f"is not supported: only {json.dumps(value)} is",
-                "Choose a model of the Llama 2 or 3 family, not quantized",
-            )
-
-    def integer(key: str, default: int | None = None) -> int:
-        value = given.get(key)
-        return fields.integer(default if value is None else value, f"{path}: {key}", 1)
-
-    width, heads = integer("hidden_size"), integer("num_attention_heads")
-    head_dim = given.get("head_dim")
-    if head_dim is not None and head_dim * heads != width:
-        raise InputError(
-            f"{path}: head_dim",
-            head_dim,
-            f"is not supported: only hidden_size / num_attention_heads = {width / heads:g} is",
-            "Choose a model whose heads together are as wide as the model",
-        )
-    rope_theta, rope_scaling = _read_rope(given, path)
-    tied_head = given.get("tie_word_embeddings", False)
-    if not isinstance(tied_head, bool):
-        raise InputError(
-            f"{path}: tie_word_embeddings", tied_head, "must be true or false", "Mend the file"
-        )
-    return ModelConfig(
-        vocabulary_size=integer("vocab_size"),
-        width=width,
-        layers=integer("num_hidden_layers"),
-        heads=heads,
-        kv_heads=integer("num_key_value_heads", heads),
-        ffn_width=integer("intermediate_size"),
-        context=integer("max_position_embeddings"),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tied_head=tied_head,
-        norm_epsilon=fields.number(given.get("rms_norm_eps", 1e-6), f"{path}: rms_norm_eps"),
-    )
-
-
-def _read_rope(given: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
-    """The base of the rotary frequencies and their scaling, in the older form or the newer one."""
-    key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
-    name = f"{path}: {key}"
-    rope = given.get(key) or {}
-    given_type = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    kind = given_type or "default"
-    if kind not in ("default", "llama3"):
-        raise InputError(
-            f"{name}.rope_type", kind, "is not supported: only llama3 is", "Choose another model"
-        )
-    required = LLAMA3_ROPE if kind == "llama3" else ()
-    fields.mapping(rope, name, ROPE | LLAMA3_ROPE.keys(), required)
-    theta_name = f"{name}.rope_theta" if "rope_theta" in rope else f"{path}: rope_theta"
-    theta = fields.number(rope.get("rope_theta", given.get("rope_theta", 10000.0)), theta_name)
-    if kind == "default":
-        return theta, None
-    factors = {
-        ours: fields.number(rope[theirs], f"{name}.{theirs}", 0.0, above=True)
-        for theirs, ours in LLAMA3_ROPE.items()
-        if ours != "original_context"
-    }
-    original = fields.integer(
-        rope["original_max_position_embeddings"], f"{name}.original_max_position_embeddings", 1
-    )
-    return theta, RopeScaling(original_context=original, **factors)
 
 
 def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 from skippipe_sched.plan import Plan
 
-from skippipe_jax.models.llama import ModelConfig, stage_shapes
+from skippipe_jax.config import ModelConfig
+from skippipe_jax.models.llama import stage_shapes
 
 
 def flops_per_token(parameters: Any, *, layers: int, width: int, sequence_length: int) -> int:

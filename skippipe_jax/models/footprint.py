@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from skippipe_sched.case import Case
 
-from skippipe_jax.config import Config
-from skippipe_jax.data.batches import DataConfig
-from skippipe_jax.models.llama import ModelConfig
+from skippipe_jax.config import Config, DataConfig, ModelConfig
 
 GRADIENT_BYTES = 4
 """Of each number in gradients and in each of Adam's two moments: float32."""

@@ -3,108 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ScalarLike
-from skippipe_sched import fields
-from skippipe_sched.errors import InputError
 
-SCHEDULES = ("cosine", "warmup-stable-decay")
-DECAY_SHAPES = ("linear", "1-sqrt")
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW, its schedule, and what it takes for a good gradient.
-
-    Attributes:
-        learning_rate: the highest.
-        schedule: `cosine` falls from the end of the warmup on. `warmup-stable-decay` stays at the
-            highest rate, and falls over the last part only.
-        warmup_steps: the highest rate is reached after so many steps.
-        decay_steps: the lowest is reached after so many steps. null: those of the run.
-        decay_fraction: the part of the `decay_steps` over which `warmup-stable-decay` falls.
-        decay_shape: how it falls there: `linear`, or `1-sqrt` (one minus the root of the share gone
-            by).
-        final_ratio: the lowest rate, as a share of the highest.
-        beta1: decay of the mean of gradients.
-        beta2: decay of the mean of squared gradients.
-        epsilon: added to the root of that.
-        weight_decay: of matrices. Scales of norms and biases never decay.
-        decay_embeddings: whether the embedding decays, which is also a head that is tied to it.
-        decay_head: whether the head decays.
-        clip_norm: gradients are scaled so that their norm over all stages is at most this.
-        skip_above_norm: an update whose gradient norm, before clipping, is greater or no finite
-            number is left out: parameters, moments and the schedule stay as they are. null: none
-            is, and a run ends when its loss or gradient is no finite number.
-        z_loss: times the mean of log(Z)^2 over all target tokens, where Z normalises the softmax,
-            is added to what is minimised, and reported apart from the loss. It keeps logits small.
-    """
-
-    learning_rate: float = 3e-4
-    schedule: str = "cosine"
-    warmup_steps: int = 10
-    decay_steps: int | None = None
-    decay_fraction: float = 0.2
-    decay_shape: str = "linear"
-    final_ratio: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    decay_embeddings: bool = True
-    decay_head: bool = True
-    clip_norm: float = 1.0
-    skip_above_norm: float | None = None
-    z_loss: float = 0.0
-
-    def __post_init__(self):
-        """Refuse values outside their ranges."""
-        fields.integer(self.warmup_steps, "optimizer.warmup_steps", 0)
-        if self.decay_steps is not None:
-            fields.integer(self.decay_steps, "optimizer.decay_steps", 1)
-        fields.text(self.schedule, "optimizer.schedule", SCHEDULES)
-        fields.text(self.decay_shape, "optimizer.decay_shape", DECAY_SHAPES)
-        for name in ("learning_rate", "final_ratio", "beta1", "beta2", "weight_decay", "z_loss"):
-            fields.number(getattr(self, name), f"optimizer.{name}", 0.0)
-        if self.skip_above_norm is not None:
-            fields.number(self.skip_above_norm, "optimizer.skip_above_norm", 0.0, above=True)
-        # At 0 a clip norm stops all learning, and epsilon divides 0 by 0 where a gradient is 0.
-        for name in ("clip_norm", "epsilon", "decay_fraction"):
-            fields.number(getattr(self, name), f"optimizer.{name}", 0.0, above=True)
-        for name, in_range, bound in (
-            ("beta1", self.beta1 < 1.0, "less than 1"),
-            ("beta2", self.beta2 < 1.0, "less than 1"),
-            ("final_ratio", self.final_ratio <= 1.0, "at most 1"),
-            ("decay_fraction", self.decay_fraction <= 1.0, "at most 1"),
-        ):
-            if not in_range:
-                raise InputError(
-                    f"optimizer.{name}",
-                    getattr(self, name),
-                    f"must be {bound}",
-                    f"Write a number from 0 on that is {bound}",
-                )
-        for name in ("decay_fraction", "decay_shape"):
-            given = getattr(self, name)
-            if self.schedule == "cosine" and given != getattr(OptimizerConfig, name):
-                raise InputError(
-                    f"optimizer.{name}",
-                    given,
-                    "is of the schedule warmup-stable-decay, and this one is cosine",
-                    "Remove it, or write schedule: warmup-stable-decay",
-                )
-        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise InputError(
-                "optimizer.decay_steps",
-                self.decay_steps,
-                f"must be greater than warmup_steps = {self.warmup_steps}",
-                "Raise it, or leave it out",
-            )
+from skippipe_jax.config import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

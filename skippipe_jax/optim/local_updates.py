@@ -25,9 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-AVERAGED = 3
-"""Numbers that replicas average for each parameter: itself and its two moments."""
-
 
 def numbers(state: PyTree) -> list[Array]:
     """The numbers of a stage's state in float32, without the counters; some are its own arrays."""

@@ -12,12 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from skippipe_sched import fields
 from skippipe_sched.averaging import quickest_averaging_s
 from skippipe_sched.case import Case, parse_case
 from skippipe_sched.errors import InputError
@@ -27,128 +25,11 @@ from skippipe_sched.plan import Plan
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import Averaging, Timeline, simulate_plan
 
-from skippipe_jax.optim.local_updates import AVERAGED
+from skippipe_jax.config import RecipeConfig
+from skippipe_jax.config.recipe import AVERAGED
 
 OWN, FULL = "plan", "full"
 """The names of the run's own plan, and of the one with full paths."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of training, which lasts until the next begins.
-
-    Attributes:
-        from_step: it begins after so many iterations.
-        path_length: stages that its paths visit. null: as the plan's case says.
-        max_swaps: swaps that its paths have at most. null: as the plan's case says.
-    """
-
-    from_step: int = 0
-    path_length: int | None = None
-    max_swaps: int | None = None
-
-    @property
-    def name(self) -> str:
-        """What the plan of this phase is called."""
-        return f"from_{self.from_step}"
-
-
-@dataclass(frozen=True)
-class RecipeConfig:
-    """How paths change while a run trains, how stages make up for it, and what replicas average.
-
-    Attributes:
-        full_every: every so many iterations, all microbatches visit all stages in order.
-        phases: parts of training with paths of their own. Before the first, or with null, the
-            plan's.
-        redraw_every: every so many iterations, the next of the redrawn plans is taken.
-        redraws: so many plans are sought for each phase, with different seeds.
-        longest_redraw: redrawn plans that take more than so many times as long as the best of them
-            are left out. null: none is.
-        skip_scaling: with `inverse`, what a stage adds to its input is divided, in training, by the
-            share of the iteration's microbatches that visit it (stochastic depth). With `none` it
-            is not. Evaluation always uses stages as they are.
-        average_parameters_every: the replicas of a stage exchange no gradients. Each is updated by
-            its own, and after every so many iterations they average their parameters and moments
-            (`skippipe_jax.optim.local_updates` says what that means exactly). A run is saved, validated
-            and stopped only then, as replicas differ in between. null: gradients are averaged in
-            every iteration, and replicas never differ.
-    """
-
-    full_every: int | None = None
-    phases: tuple[Phase, ...] | None = None
-    redraw_every: int | None = None
-    redraws: int = 1
-    longest_redraw: float | None = 1.03
-    skip_scaling: str = "none"
-    average_parameters_every: int | None = None
-
-    def __post_init__(self):
-        """Refuse phases that are out of order, and what has no effect."""
-        fields.text(self.skip_scaling, "recipe.skip_scaling", ("none", "inverse"))
-        fields.integer(self.redraws, "recipe.redraws", 1)
-        if self.longest_redraw is not None:
-            fields.number(self.longest_redraw, "recipe.longest_redraw", 1.0)
-        for name in ("full_every", "redraw_every", "average_parameters_every"):
-            if getattr(self, name) is not None:
-                fields.integer(getattr(self, name), f"recipe.{name}", 1)
-        for number, phase in enumerate(self.phases or ()):
-            for name, least in (("from_step", 0), ("path_length", 1), ("max_swaps", 0)):
-                if getattr(phase, name) is not None:
-                    field = f"recipe.phases[{number}].{name}"
-                    fields.integer(getattr(phase, name), field, least)
-        for number, (before, after) in enumerate(pairwise(self.phases or ()), start=1):
-            if after.from_step <= before.from_step:
-                raise InputError(
-                    f"recipe.phases[{number}].from_step",
-                    after.from_step,
-                    f"the phase before it begins at {before.from_step}",
-                    "List the phases in the order in which they begin",
-                )
-        for name, other, alone in (
-            ("redraws", "redraw_every", self.redraws > 1 and self.redraw_every is None),
-            ("redraw_every", "redraws", self.redraws == 1 and self.redraw_every is not None),
-        ):
-            if alone:
-                raise InputError(
-                    f"recipe.{name}",
-                    getattr(self, name),
-                    f"has no effect without recipe.{other}",
-                    f"Write recipe.{other} too, or remove it",
-                )
-
-    def replicas_agree(self, step: int) -> bool:
-        """Whether all replicas of a stage are the same after so many iterations."""
-        return self.averaged(step) > 0
-
-    def averaged(self, step: int) -> int:
-        """How many numbers for each parameter are averaged in the iteration that leads to `step`.
-
-        1 is the gradient.
-        """
-        if self.average_parameters_every is None:
-            return 1
-        return AVERAGED if step % self.average_parameters_every == 0 else 0
-
-    @property
-    def averaged_at_most(self) -> int:
-        """How many numbers for each parameter are averaged in an iteration that averages."""
-        return 1 if self.average_parameters_every is None else AVERAGED
-
-    @property
-    def begins_with_own(self) -> bool:
-        """Whether the run's own plan is taken before the first phase begins."""
-        return not self.phases or self.phases[0].from_step > 0
-
-    @property
-    def most_searches(self) -> int:
-        """How many plans are sought beside the run's own, at most."""
-        of_phases = (self.begins_with_own + len(self.phases or ())) * self.redraws
-        return of_phases - self.begins_with_own + (self.full_every is not None)
-
-
-NO_RECIPE = RecipeConfig()
-"""Every iteration takes the run's own plan and averages gradients."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,1 +1,1 @@
-"""Programs to iterations: jitted stage functions, state of nodes, dispatch, transfers, averaging."""
+"""Programs to iterations: jitted stage functions, state, dispatch, transfers, averaging."""

@@ -2,8 +2,8 @@
 
 `Executor.run` takes one of two ways. Where nothing has to be waited for, in one process, everything
 is dispatched in the program's order at once: the device runs a node's operations in that order
-because each call takes the gauge that the call before it returned. Otherwise `skippipe_jax.runtime.live`
-starts every operation when its input has arrived.
+because each call takes the gauge that the call before it returned. Otherwise
+`skippipe_jax.runtime.live` starts every operation when its input has arrived.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from skippipe_sched.averaging import best_ring
 from skippipe_sched.links import GIBIBYTE
 from skippipe_sched.plan import Operation, Plan
 
-from skippipe_jax.config import NetworkConfig
+from skippipe_jax.config import ModelConfig, NetworkConfig, OptimizerConfig
+from skippipe_jax.config.recipe import AVERAGED
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.document_mask import marked_tokens
-from skippipe_jax.models.llama import ModelConfig, parameter_count, stage_shapes
-from skippipe_jax.optim.adamw import OptimizerConfig
-from skippipe_jax.optim.local_updates import AVERAGED, numbers, with_mean
+from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.optim.local_updates import numbers, with_mean
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.program.schedule import stage_shares
 from skippipe_jax.runtime.reduction import sum_over_devices

@@ -24,9 +24,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from skippipe_jax.data.batches import DataConfig
-from skippipe_jax.models.llama import DataStage, ModelConfig, Stage
-from skippipe_jax.optim.adamw import OptimizerConfig, adamw
+from skippipe_jax.config import DataConfig, ModelConfig, OptimizerConfig
+from skippipe_jax.models.llama import DataStage, Stage
+from skippipe_jax.optim.adamw import adamw
 
 Parameters = dict[str, Any]
 Gradients = dict[str, Any]

@@ -17,8 +17,8 @@ from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan, load_plan
 
-from skippipe_jax.config import Config, parse_config, to_yaml
-from skippipe_jax.program.schedule import NO_RECIPE, OWN, Schedule, timeline_of
+from skippipe_jax.config import NO_RECIPE, Config, parse_config, to_yaml
+from skippipe_jax.program.schedule import OWN, Schedule, timeline_of
 from skippipe_jax.storage.checkpoint import latest_step
 
 CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"

@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
-from skippipe_jax.interop.huggingface import Weights, folder_of, open_weights
+from skippipe_jax.config.huggingface import folder_of
+from skippipe_jax.interop.huggingface import Weights, open_weights
 from skippipe_jax.runtime.executor import Executor
 
 

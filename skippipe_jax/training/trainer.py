@@ -24,10 +24,19 @@ from skippipe_sched.search import Search
 from tqdm import tqdm
 
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import Config, PlanConfig, require_same_run, to_tree
+from skippipe_jax.config import (
+    NO_RECIPE,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PlanConfig,
+    RecipeConfig,
+    require_same_run,
+    to_tree,
+)
+from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.batches import (
     Batch,
-    DataConfig,
     TrainingBatches,
     check_vocabulary,
     keep_tokenizer,
@@ -35,19 +44,11 @@ from skippipe_jax.data.batches import (
     with_tokenizer_of_run,
 )
 from skippipe_jax.data.read_ahead import ReadAhead
-from skippipe_jax.data.tokenizer import BYTES, TOKENIZER_FOLDER, load_tokenizer
-from skippipe_jax.models.llama import ModelConfig
+from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.profiling.case import Profile, check_template
 from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
-from skippipe_jax.program.schedule import (
-    NO_RECIPE,
-    OWN,
-    RecipeConfig,
-    Schedule,
-    best_plan,
-    make_schedule,
-)
+from skippipe_jax.program.schedule import OWN, Schedule, best_plan, make_schedule
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
 from skippipe_jax.runtime.live import Clock, LiveIteration

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 
 from skippipe_jax.cluster.membership import DeadlinePassed, Membership
-from skippipe_jax.config import Config
-from skippipe_jax.data.batches import Batch, DataConfig, held_out_batches
+from skippipe_jax.config import Config, DataConfig
+from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.executor import Executor

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.data.batches import (
-    DataConfig,
-    MixtureConfig,
     TrainingBatches,
     check_vocabulary,
     held_out_batches,

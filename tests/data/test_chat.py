@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.data.batches import DataConfig, TrainingBatches, load_corpora
+from skippipe_jax.config import DataConfig, DocumentSource
+from skippipe_jax.data.batches import TrainingBatches, load_corpora
 from skippipe_jax.data.chat import encode_conversation
-from skippipe_jax.data.documents import Document, DocumentSource
+from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
 from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from skippipe_jax.tokenize import train_bpe

@@ -11,8 +11,9 @@ import pytest
 from pyarrow import parquet
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.data.batches import DataConfig, TrainingBatches, held_out_batches, load_corpora
-from skippipe_jax.data.documents import DocumentSource, read_documents
+from skippipe_jax.config import DataConfig, DocumentSource
+from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora
+from skippipe_jax.data.documents import read_documents
 
 TEXTS = [f"document {number} " + "x" * number for number in range(30)]
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.data.batches import tokenizer as tokenizer_module
-from skippipe_jax.data.documents import Document, DocumentSource
+from skippipe_jax.config import DocumentSource
+from skippipe_jax.data import tokenizer as tokenizer_module
+from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
 from skippipe_jax.data.tokenizer import (
     ByteTokenizer,

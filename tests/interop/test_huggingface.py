@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from skippipe_jax.interop.huggingface import INDEX, WEIGHTS, open_weights, read_model
-from skippipe_jax.models.llama import ModelConfig, RopeScaling, rotary_frequencies
+from skippipe_jax.config import ModelConfig, RopeScaling
+from skippipe_jax.config.huggingface import read_model
+from skippipe_jax.interop.huggingface import INDEX, WEIGHTS, open_weights
+from skippipe_jax.models.llama import rotary_frequencies
 from tests.llama_models import SMALL, TIME, llama3_rope, llama_config, random_llama, save
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import psutil
 import pytest
 
+from skippipe_jax.config import ModelConfig
 from skippipe_jax.models.flops import iteration_flops
-from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.profiling.devices import peak_flops_per_second, peak_process_bytes
 from tests.program.test_compiler import plan_of
 

@@ -16,14 +16,12 @@ import pytest
 from flax import nnx
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config import PRESETS, ModelConfig, RopeScaling
+from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.llama import (
-    PRESETS,
-    RECOMPUTE,
     Block,
     DataStage,
-    ModelConfig,
     RMSNorm,
-    RopeScaling,
     Stage,
     create_stage,
     parameter_count,

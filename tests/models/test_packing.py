@@ -17,8 +17,16 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.plan import Plan
 
-from skippipe_jax.config import Config, NetworkConfig, TrainConfig, parse_config
-from skippipe_jax.data.batches import Batch, DataConfig
+from skippipe_jax.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    NetworkConfig,
+    TrainConfig,
+    parse_config,
+)
+from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.data.batches import Batch
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.document_mask import (
     mark,
@@ -27,7 +35,7 @@ from skippipe_jax.models.document_mask import (
     unmark,
     within_documents,
 )
-from skippipe_jax.models.llama import RECOMPUTE, DataStage, ModelConfig, Stage, create_stage
+from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.case import activation_bytes
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
 from skippipe_jax.runtime.stage_functions import activation, stage_functions

@@ -15,7 +15,8 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.addresses import BIND_VARIABLE, reachable_address
-from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE, ClusterConfig, Membership, joined
+from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE, Membership, joined
+from skippipe_jax.config import ClusterConfig
 from skippipe_jax.launch import PORTS, free_port
 from tests.multihost.processes import Processes
 

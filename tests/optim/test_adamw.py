@@ -13,14 +13,9 @@ import optax
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.models.llama import ModelConfig, stage_shapes
-from skippipe_jax.optim.adamw import (
-    OptimizerConfig,
-    adamw,
-    decays,
-    learning_rate_schedule,
-    updates_made,
-)
+from skippipe_jax.config import ModelConfig, OptimizerConfig
+from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.optim.adamw import adamw, decays, learning_rate_schedule, updates_made
 
 CONFIG = OptimizerConfig(
     learning_rate=0.1,

@@ -18,12 +18,16 @@ from skippipe_sched.plan import Plan
 from skippipe_sched.search import Search
 
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import load_config, parse_config
+from skippipe_jax.config import (
+    ModelConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    load_config,
+    parse_config,
+)
+from skippipe_jax.config.recipe import AVERAGED
 from skippipe_jax.data.batches import Batch, TrainingBatches
-from skippipe_jax.models.llama import ModelConfig
-from skippipe_jax.optim.adamw import OptimizerConfig
-from skippipe_jax.optim.local_updates import AVERAGED
-from skippipe_jax.program.schedule import RecipeConfig, best_plan, timeline_of
+from skippipe_jax.program.schedule import best_plan, timeline_of
 from skippipe_jax.runtime.executor import Executor, Outcome
 from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, skips_update
 from skippipe_jax.storage import run_folder

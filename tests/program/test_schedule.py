@@ -17,17 +17,10 @@ from skippipe_sched.rules import violations
 from skippipe_sched.search import Search
 
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import load_config, parse_config
+from skippipe_jax.config import Phase, RecipeConfig, load_config, parse_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.program.compiler import Compute, compile_plans
-from skippipe_jax.program.schedule import (
-    OWN,
-    Phase,
-    RecipeConfig,
-    Schedule,
-    make_schedule,
-    stage_shares,
-)
+from skippipe_jax.program.schedule import OWN, Schedule, make_schedule, stage_shares
 from skippipe_jax.report import report
 from skippipe_jax.runtime.executor import Executor
 from skippipe_jax.storage import run_folder

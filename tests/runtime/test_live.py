@@ -17,9 +17,8 @@ from skippipe_sched.plan import Operation, Plan
 from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.simulate import Timeline, simulate_plan
 
-from skippipe_jax.config import NetworkConfig
+from skippipe_jax.config import ModelConfig, NetworkConfig
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.models.llama import ModelConfig
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.executor import Executor, functions_of_stages

@@ -14,10 +14,9 @@ from skippipe_sched.case import parse_case
 from skippipe_sched.plan import Plan, Predicted
 from skippipe_sched.simulate import simulate
 
-from skippipe_jax.config import NetworkConfig
+from skippipe_jax.config import ModelConfig, NetworkConfig, OptimizerConfig, RopeScaling
+from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.models.llama import RECOMPUTE, ModelConfig, RopeScaling
-from skippipe_jax.optim.adamw import OptimizerConfig
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.executor import Executor, Outcome, functions_of_stages

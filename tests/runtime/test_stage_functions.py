@@ -13,8 +13,10 @@ import optax
 import pytest
 from flax import nnx
 
-from skippipe_jax.models.llama import RECOMPUTE, DataStage, ModelConfig
-from skippipe_jax.optim.adamw import OptimizerConfig, adamw
+from skippipe_jax.config import ModelConfig, OptimizerConfig
+from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.models.llama import DataStage
+from skippipe_jax.optim.adamw import adamw
 from skippipe_jax.runtime.stage_functions import (
     LOSS,
     SQUARED_NORM,

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.membership import ClusterConfig, Membership
-from skippipe_jax.config import Config, load_config
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import ClusterConfig, Config, load_config
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
 from skippipe_jax.storage.mirror import Mirror

@@ -17,18 +17,21 @@ from skippipe_sched.errors import InputError
 
 import skippipe_jax
 from skippipe_jax.config import (
+    PRESETS,
+    CheckpointConfig,
     Config,
+    DataConfig,
+    MixtureConfig,
+    ModelConfig,
+    OptimizerConfig,
     PlanConfig,
+    RopeScaling,
     TrainConfig,
     load_config,
     parse_config,
     require_same_run,
     to_yaml,
 )
-from skippipe_jax.data.batches import DataConfig, MixtureConfig
-from skippipe_jax.models.llama import PRESETS, ModelConfig, RopeScaling
-from skippipe_jax.optim.adamw import OptimizerConfig
-from skippipe_jax.storage.checkpoint import CheckpointConfig
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Config:
@@ -342,7 +345,7 @@ def test_every_key_is_read_somewhere():
             self.generic_visit(node)
 
     reads = Reads()
-    for path in Path(skippipe_jax.__file__).parent.glob("*.py"):
+    for path in Path(skippipe_jax.__file__).parent.rglob("*.py"):
         reads.visit(ast.parse(path.read_text()))
     keys = {
         f"{prefix}{field.name}": field.name

@@ -1,0 +1,180 @@
+"""The section `data`: which text, and how it is cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+# The ways in which documents fill sequences.
+PACKING = ("windows", "documents")
+SOURCES = ("python", "text", "jsonl", "parquet", "tokens", "chat")
+
+
+# A greater cycle would take memory for proportions that nobody could tell from simpler ones.
+_LONGEST_CYCLE = 1_000_000
+
+
+@dataclass(frozen=True)
+class DocumentSource:
+    """Some files, and what is a document in them.
+
+    Attributes:
+        kind: `python` or `text`, where a document is a file; `jsonl` or `parquet`, where it is
+            `text_field` of a line or row; `chat`, where it is a line with messages.
+        path: a file, a folder, a glob, or any of these as a URL that fsspec knows. None for
+            `python`, which reads the standard library.
+        text_field: key or column of the text.
+        field: the section of the configuration that says so, for messages.
+    """
+
+    kind: str
+    path: str | None = None
+    text_field: str = "text"
+    field: str = "data"
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """The field that names where the text comes from, and its value."""
+        if self.path is None:
+            return f"{self.field}.source", self.kind
+        return f"{self.field}.path", self.path
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """One source of a mixture.
+
+    Attributes:
+        source: as `data.source`.
+        path: as `data.path`.
+        text_field: as `data.text_field`.
+        weight: its share of all sequences, relative to the others.
+    """
+
+    source: str = "text"
+    path: str | None = None
+    text_field: str = "text"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text is trained on, and how it is cut.
+
+    Attributes:
+        source: what is a document: with ``text``, plain text, a file; with ``jsonl`` or
+            ``parquet`` the `text_field` of a line or row; with ``chat`` a line of JSON with
+            messages (see `skippipe_jax.data.chat`), of which the assistant's are learnt. ``tokens``
+            is a folder that `skippipe_jax.tokenize` has written, read as it is needed; ``python``
+            is the standard library of the Python that runs; ``mixture`` is what `mixture` says.
+        path: a file, a folder whose files (hidden ones aside) are read, or a glob; or, but for
+            ``tokens``, any of these as a URL that fsspec knows.
+        text_field: for ``jsonl`` and ``parquet``, the key or column of the text.
+        mixture: sources with weights, of each of which every sequence comes once in an epoch of
+            its own.
+        tokenizer: ``bytes``; or the path of a tokenizer.json, of a SentencePiece tokenizer.model,
+            or of a folder with one of them. The default is the one that ``tokens`` were made
+            with, or else ``bytes``.
+        packing: with ``windows``, documents follow one another and are cut into sequences; with
+            ``documents``, sequences are filled with whole documents, each of which sees itself
+            only.
+        sequence_length: tokens of a sequence, each of which predicts the one after it.
+        microbatch_size: sequences of a microbatch.
+        held_out: share of the documents, between 0 and 1, that is kept for evaluation; of a single
+            document it is the share at the end. Of ``tokens`` it was decided when they were made.
+        shuffle_seed: decides the order of training and which documents are held out.
+        prefetch: make the batches of the next iteration while the current one runs.
+
+    Raises `InputError` for a value outside its range.
+    """
+
+    source: str = "python"
+    path: str | None = None
+    text_field: str = "text"
+    mixture: tuple[MixtureConfig, ...] | None = None
+    tokenizer: str | None = None
+    packing: str = "windows"
+    sequence_length: int = 256
+    microbatch_size: int = 4
+    held_out: float = 0.05
+    shuffle_seed: int = 0
+    prefetch: bool = True
+
+    def __post_init__(self):
+        """Check the values; the files are looked at when they are read."""
+        fields.text(self.source, "data.source", choices=(*SOURCES, "mixture"))
+        if (self.source == "mixture") != (self.mixture is not None):
+            problem = f"does not go with data.source: {self.source}"
+            remedy = "Write both source: mixture and mixture: [{source: ..., weight: ...}, ...]"
+            raise InputError("data.mixture", self.mixture, problem, remedy)
+        if self.mixture is not None and self.path is not None:
+            problem = "every source of a mixture has a path of its own"
+            raise InputError("data.path", self.path, problem, "Remove it")
+        fields.text(self.packing, "data.packing", choices=PACKING)
+        for part in self.sources():
+            self._check_source(part)
+        if self.tokenizer is not None:
+            fields.text(self.tokenizer, "data.tokenizer")
+        fields.integer(self.sequence_length, "data.sequence_length", 1)
+        fields.integer(self.microbatch_size, "data.microbatch_size", 1)
+        if not 0 < self.held_out < 1:
+            problem = "must lie between 0 and 1, or one of the two parts is empty"
+            raise InputError("data.held_out", self.held_out, problem, "Write a share such as 0.05")
+        all_tokens = all(source.kind == "tokens" for source in self.sources())
+        if self.held_out != DataConfig.held_out and all_tokens:
+            problem = "does not go with tokens: what is held out was decided when they were made"
+            remedy = "Remove it, or tokenize the text again with --held-out"
+            raise InputError("data.held_out", self.held_out, problem, remedy)
+        fields.integer(self.shuffle_seed, "data.shuffle_seed", 0, fields.LARGEST_SEED)
+        self.shares()
+
+    def _check_source(self, source: DocumentSource) -> None:
+        fields.text(source.kind, f"{source.field}.source", choices=SOURCES)
+        fields.text(source.text_field, f"{source.field}.text_field")
+        if source.kind == "chat" and self.packing != "documents":
+            problem = "conversations are learnt one by one"
+            raise InputError("data.packing", self.packing, problem, "Write packing: documents")
+        if source.kind != "python" and source.path is None:
+            remedy = "Name a file, a folder or a glob"
+            raise InputError(f"{source.field}.path", None, "is missing", remedy)
+        if source.kind == "python" and source.path is not None:
+            problem = "source python reads no path"
+            remedy = "Remove it or set source: text"
+            raise InputError(f"{source.field}.path", source.path, problem, remedy)
+        if source.path is not None:
+            fields.text(source.path, f"{source.field}.path")
+
+    def sources(self) -> tuple[DocumentSource, ...]:
+        """Where documents come from, one source or those of the mixture."""
+        if self.mixture is None:
+            return (DocumentSource(self.source, self.path, self.text_field),)
+        return tuple(
+            DocumentSource(one.source, one.path, one.text_field, f"data.mixture[{number}]")
+            for number, one in enumerate(self.mixture)
+        )
+
+    def shares(self) -> tuple[int, ...]:
+        """How many sequences of each source come in one cycle of the mixture."""
+        if self.mixture is None:
+            return (1,)
+        weights = [
+            Fraction(
+                str(fields.number(one.weight, f"data.mixture[{number}].weight", 0, above=True))
+            )
+            for number, one in enumerate(self.mixture)
+        ]
+        unit = Fraction(1, math.lcm(*(weight.denominator for weight in weights)))
+        shares = [int(weight / unit) for weight in weights]
+        common = math.gcd(*shares)
+        if sum(shares) // common > _LONGEST_CYCLE:
+            raise InputError(
+                "data.mixture",
+                [one.weight for one in self.mixture],
+                f"its proportions repeat only after {sum(shares) // common} sequences",
+                "Write weights with fewer digits",
+            )
+        return tuple(share // common for share in shares)

@@ -1,0 +1,207 @@
+"""The section `model`: shape and numerics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+RECOMPUTE = ("none", "block", "stage")
+
+
+ATTENTION = ("xla", "cudnn")
+
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of rotary wavelengths beyond the context that it was trained with.
+
+    Attributes:
+        factor: how many times longer wavelengths become that are long.
+        low_frequency_factor: long are those above `original_context` over this.
+        high_frequency_factor: short, and left as they are, those below `original_context` over
+            this; between the two it goes over smoothly.
+        original_context: positions that the model was first trained with.
+    """
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self):
+        """Refuse what would divide by zero."""
+        fields.number(self.factor, "model.rope_scaling.factor", 0.0, above=True)
+        fields.number(
+            self.high_frequency_factor,
+            "model.rope_scaling.high_frequency_factor",
+            self.low_frequency_factor,
+            above=True,
+        )
+        fields.integer(self.original_context, "model.rope_scaling.original_context", 1)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and numerics of the model.
+
+    Attributes:
+        preset: fills in every shape that is not given.
+        vocabulary_size: tokens that there are; at least those of the tokenizer.
+        width: of the residual stream.
+        layers: blocks of attention and feed-forward.
+        heads: of attention; they share the width.
+        kv_heads: of keys and values, each shared by `heads / kv_heads` heads.
+        ffn_width: the inner width of the feed-forward.
+        context: the longest sequence.
+        rope_theta: base of the rotary wavelengths.
+        rope_scaling: Llama 3's stretching of the wavelengths. null: none.
+        tied_head: the head is the embedding.
+        norm_epsilon: added to mean squares before their root is taken.
+        stage_layers: blocks of each stage. null: spread over the stages evenly.
+        parameter_dtype: `float32` or `bfloat16`.
+        compute_dtype: the same choice, for activations and their gradients.
+        recompute: what the backward pass computes again: `none`, each `block` from its input, or
+            the whole `stage` from its input.
+        attention: `xla`, or `cudnn`: the fused kernel of NVIDIA GPUs.
+    """
+
+    preset: str | None = None
+    vocabulary_size: int = 259
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 4
+    ffn_width: int = 704
+    context: int = 256
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied_head: bool = False
+    norm_epsilon: float = 1e-6
+    stage_layers: tuple[int, ...] | None = None
+    parameter_dtype: str = "float32"
+    compute_dtype: str = "float32"
+    recompute: str = "none"
+    attention: str = "xla"
+
+    def __post_init__(self):
+        """Refuse shapes and names that fit no model."""
+        for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "ffn_width"):
+            fields.integer(getattr(self, name), f"model.{name}", 1)
+        fields.integer(self.context, "model.context", 1)
+        fields.number(self.rope_theta, "model.rope_theta", 0.0, above=True)
+        fields.number(self.norm_epsilon, "model.norm_epsilon", 0.0, above=True)
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise InputError(
+                "model.heads",
+                self.heads,
+                f"width {self.width} does not split into heads of an even width",
+                "Choose heads so that width / heads is a whole even number",
+            )
+        if self.heads % self.kv_heads:
+            raise InputError(
+                "model.kv_heads",
+                self.kv_heads,
+                f"{self.heads} heads do not share it evenly",
+                "Choose a divisor of model.heads",
+            )
+        for name, choices in (
+            ("recompute", RECOMPUTE),
+            ("attention", ATTENTION),
+            ("parameter_dtype", DTYPES),
+            ("compute_dtype", DTYPES),
+        ):
+            fields.text(getattr(self, name), f"model.{name}", choices)
+
+        if self.attention == "cudnn" and self.compute_dtype == "float32":
+            raise InputError(
+                "model.attention",
+                self.attention,
+                "does not compute in model.compute_dtype = 'float32'",
+                "Set model.compute_dtype: bfloat16, or model.attention: xla",
+            )
+
+    @property
+    def head_width(self) -> int:
+        """The width of one attention head."""
+        return self.width // self.heads
+
+    def layers_of_stages(self, stages: int) -> tuple[int, ...]:
+        """How many blocks each of `stages` stages holds.
+
+        Raises:
+            InputError: if the layers do not spread over the stages.
+        """
+        if self.stage_layers is None:
+            if self.layers % stages:
+                raise InputError(
+                    "model.layers",
+                    self.layers,
+                    f"does not spread evenly over the plan's {stages} stages",
+                    "Choose a multiple, or say in model.stage_layers how many each stage holds",
+                )
+            return (self.layers // stages,) * stages
+        if len(self.stage_layers) != stages or min(self.stage_layers) < 1:
+            raise InputError(
+                "model.stage_layers",
+                list(self.stage_layers),
+                f"must give one number, at least 1, for each of the plan's {stages} stages",
+                f"Write {stages} numbers",
+            )
+        if sum(self.stage_layers) != self.layers:
+            raise InputError(
+                "model.stage_layers",
+                list(self.stage_layers),
+                f"adds up to {sum(self.stage_layers)}, but model.layers is {self.layers}",
+                "Make the two agree",
+            )
+        return self.stage_layers
+
+
+# tiny is the quickstart's model, 3.3 million parameters. Published shapes: 500m and 1.5b are the
+# paper's models, 8b is Llama 3 8B.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocabulary_size": 259,
+        "width": 256,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn_width": 704,
+        "context": 256,
+    },
+    "500m": {
+        "vocabulary_size": 32000,
+        "width": 1024,
+        "layers": 24,
+        "heads": 16,
+        "kv_heads": 16,
+        "ffn_width": 4096,
+        "context": 1024,
+    },
+    "1.5b": {
+        "vocabulary_size": 32000,
+        "width": 2048,
+        "layers": 24,
+        "heads": 16,
+        "kv_heads": 16,
+        "ffn_width": 8192,
+        "context": 4096,
+    },
+    "8b": {
+        "vocabulary_size": 128256,
+        "width": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn_width": 14336,
+        "context": 4096,
+        "rope_theta": 500000.0,
+        "norm_epsilon": 1e-5,
+    },
+}

@@ -1,0 +1,72 @@
+"""The section `network`: how nodes exchange arrays, or how a network is emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """How nodes exchange arrays, or how a network between them is emulated.
+
+    `network: emulate` is short for `network: {mode: emulate}`.
+
+    Attributes:
+        mode: `real`, or `emulate`: every hop is delayed by the case's latency, bandwidth and
+            overhead, hops on one directed link one after another, and averaging takes the seconds
+            that the case predicts.
+        emulate_compute: with `emulate`, every operation takes at least the case's seconds.
+        jitter: with `emulate`, everything takes (1 + x) times as long, x exponential with this
+            mean, drawn anew for each iteration from the seed.
+        averaging: `collective` sums a stage's gradients (or parameters, by
+            `recipe.average_parameters_every`) over its replicas by a collective of JAX, `ring`
+            passes them round chunk by chunk in the planner's order of the replicas. `auto` takes
+            the ring between processes where a link has less than 1 GiB/s in the case.
+        activation_dtype: `bfloat16` rounds activations and their gradients for each hop between
+            nodes, which halves their bytes. null: they travel as they are computed.
+        averaging_dtype: `bfloat16` rounds gradients, and sums of some replicas' gradients, for
+            each step of the ring. Replicas that share a device exchange nothing.
+        deadline_s: seconds that a host waits for anything from another before the run ends.
+    """
+
+    SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        mode: {"mode": mode} for mode in ("real", "emulate")
+    }
+
+    mode: str = "real"
+    emulate_compute: bool = False
+    jitter: float = 0.0
+    averaging: str = "auto"
+    activation_dtype: str | None = None
+    averaging_dtype: str | None = None
+    deadline_s: float = 300.0
+
+    def __post_init__(self):
+        """Refuse what has no effect."""
+        fields.text(self.mode, "network.mode", ("real", "emulate"))
+        fields.text(self.averaging, "network.averaging", ("auto", "collective", "ring"))
+        fields.number(self.jitter, "network.jitter", 0.0)
+        fields.number(self.deadline_s, "network.deadline_s", 0.0, above=True)
+        for name in ("activation_dtype", "averaging_dtype"):
+            if getattr(self, name) is not None:
+                fields.text(getattr(self, name), f"network.{name}", ("bfloat16",))
+        for name in ("emulate_compute", "jitter"):
+            if getattr(self, name) and self.mode == "real":
+                raise InputError(
+                    f"network.{name}",
+                    getattr(self, name),
+                    "the network is real, and so nothing is delayed",
+                    "Write network.mode: emulate too, or remove it",
+                )
+        if self.averaging == "collective" and self.averaging_dtype is not None:
+            raise InputError(
+                "network.averaging_dtype",
+                self.averaging_dtype,
+                "only the ring rounds what it sends, and network.averaging is collective",
+                "Write averaging: ring, or remove it",
+            )

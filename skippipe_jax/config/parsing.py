@@ -1,0 +1,136 @@
+"""From YAML and overrides to a `Config`, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.config.huggingface import SHAPES, folder_of, read_model
+from skippipe_jax.config.model import PRESETS
+from skippipe_jax.config.run import Config
+from skippipe_jax.config.tokenizer import has_tokenizer
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config file and apply overrides of the form ``key.sub=value``.
+
+    Raises:
+        InputError: for unknown keys, wrong types and values out of range.
+    """
+    tree = fields.load_yaml(path, "--config")
+    tree = {} if tree is None else _mapping(tree, "--config", str(path))
+    return parse_config(tree, overrides)
+
+
+def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a mapping describes, its model preset and shapes filled in.
+
+    Overrides, as `load_config` takes them, are written into the mapping first.
+    """
+    tree = dict(_mapping(tree, "config", tree))
+    for override in overrides:
+        _override(tree, override)
+    model = tree.get("model")
+    if isinstance(model, dict) and model.get("preset") is not None:
+        preset = fields.text(model["preset"], "model.preset", PRESETS)
+        tree["model"] = PRESETS[preset] | model
+    if tree.get("init_from") is not None:
+        init_from = fields.text(tree["init_from"], "init_from")
+        tree["model"] = _with_shapes(_mapping(tree.get("model", {}), "model", model), init_from)
+        data = tree.get("data", {})
+        tree["data"] = _with_tokenizer(_mapping(data, "data", data), init_from)
+    return _parse(Config, tree, "")
+
+
+def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
+    """The model section, with the shapes that it leaves out taken from the weights."""
+    if all(key in model for key in SHAPES):
+        return model
+    of_weights = to_tree(read_model(folder_of(init_from)))
+    return {key: of_weights[key] for key in SHAPES} | model
+
+
+def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:
+    """The data section, by default with the tokenizer that came with the weights."""
+    folder = folder_of(init_from)
+    is_given = data.get("tokenizer") is not None or data.get("source") == "tokens"
+    if is_given or not has_tokenizer(folder):
+        return data
+    return data | {"tokenizer": str(folder)}
+
+
+def to_tree(config: Any) -> Any:
+    """The mapping that `parse_config` reads, every key in it."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    return [to_tree(entry) for entry in config] if isinstance(config, tuple) else config
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration in full, as YAML."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise InputError("--set", override, "is not key.sub=value", "Write --set train.steps=200")
+    *parents, last = name.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise InputError("--set", override, f"{parent} holds no keys", "Name another key")
+    tree[last] = fields.parse_yaml(text, "--set", override)
+
+
+def _mapping(value: Any, name: str, shown: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(name, shown, "is not a mapping", "Write key: value lines")
+    return value
+
+
+def _parse(kind: Any, value: Any, name: str) -> Any:
+    """`value` as a value of type `kind`, where `name` is its place in the tree."""
+    if dataclasses.is_dataclass(kind):
+        types_of = typing.get_type_hints(kind)
+        hints = {field.name: types_of[field.name] for field in dataclasses.fields(kind)}
+        shorthand = getattr(kind, "SHORTHAND", {})
+        if isinstance(value, str) and value in shorthand:
+            value = shorthand[value]
+        given = fields.mapping(value, name or "config", hints)
+        prefix = f"{name}." if name else ""
+        return typing.cast(Any, kind)(
+            **{key: _parse(hints[key], entry, prefix + key) for key, entry in given.items()}
+        )
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _parse_union(arguments, value, name)
+    if origin is tuple:
+        entries = fields.sequence(value, name)
+        return tuple(_parse(arguments[0], entry, f"{name}[{i}]") for i, entry in enumerate(entries))
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise InputError(name, value, "must be true or false", "Write true or false")
+        return value
+    # Sizes and counts have bounds of their own.
+    whole = functools.partial(fields.integer, maximum=fields.LARGEST_SEED)
+    readers = {int: whole, float: fields.number, str: fields.text}
+    return readers[kind](value, name)
+
+
+def _parse_union(kinds: Sequence[Any], value: Any, name: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    choices = [kind for kind in kinds if kind is not type(None)]
+    if dict in choices and isinstance(value, dict):
+        return value
+    return _parse(choices[0], value, name)

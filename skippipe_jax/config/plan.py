@@ -1,0 +1,64 @@
+"""The section `plan`: where the plan comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import DEFAULT_METHOD, METHODS
+from skippipe_sched.search import DEFAULT_BUDGET_S
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Where the plan comes from: a plan file, or a case that is planned for when the run starts.
+
+    `plan: auto` is short for `plan: {measure: true}`.
+
+    Attributes:
+        file: a plan (JSON).
+        case: a case: the path of a YAML file, or the case itself, whose link table then lies beside
+            the config file.
+        measure: links, seconds, bytes and memory are measured when the run starts, and `case` says
+            only what cannot be: stages, path lengths, microbatches and rules, as far as the
+            defaults of `skippipe_jax.profile` do not suit.
+        method: the planner's method.
+        seed: of the search.
+        budget_s: seconds that the search for one plan may take.
+    """
+
+    SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"measure": True}}
+
+    file: str | None = None
+    case: str | dict | None = None
+    measure: bool = False
+    method: str = DEFAULT_METHOD
+    seed: int = 0
+    budget_s: float = DEFAULT_BUDGET_S
+
+    def __post_init__(self):
+        """Refuse a plan from two places, or from none."""
+        fields.text(self.method, "plan.method", METHODS)
+        fields.integer(self.seed, "plan.seed", 0, fields.LARGEST_SEED)
+        fields.number(self.budget_s, "plan.budget_s", 0.0, above=True)
+        if self.file is not None and self.case is not None:
+            raise InputError(
+                "plan.file", self.file, "plan.case is given too", "Remove one of the two"
+            )
+        if self.measure and self.file is not None:
+            raise InputError(
+                "plan.measure",
+                True,
+                "a plan file is given too, which needs no measured case",
+                "Remove one of the two",
+            )
+        if self.measure and isinstance(self.case, str):
+            raise InputError(
+                "plan.case",
+                self.case,
+                "a case in a file is complete, but plan.measure asks to measure it",
+                "Write stages, path_length and so on under plan.case itself, or remove measure",
+            )

@@ -1,0 +1,208 @@
+"""The whole configuration of a run, and its small sections."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.config.checkpoint import CheckpointConfig
+from skippipe_jax.config.cluster import ClusterConfig
+from skippipe_jax.config.data import DataConfig
+from skippipe_jax.config.huggingface import folder_of
+from skippipe_jax.config.model import ModelConfig
+from skippipe_jax.config.network import NetworkConfig
+from skippipe_jax.config.optimizer import OptimizerConfig
+from skippipe_jax.config.plan import PlanConfig
+from skippipe_jax.config.recipe import RecipeConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train.
+
+    Attributes:
+        steps: iterations, all together: those before a run was resumed count.
+    """
+
+    steps: int = 100
+
+    def __post_init__(self):
+        """Refuse a run without iterations."""
+        fields.integer(self.steps, "train.steps", 1)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run tells besides metrics.jsonl, whose lines every tracker gets.
+
+    Attributes:
+        tensorboard: write event files to RUN/tensorboard.
+        wandb: the project on Weights & Biases that the run belongs to.
+        profile_steps: steps, counted from 1, of which JAX's profiler writes traces to RUN/profile,
+            in which operations bear the names of their stages and microbatches.
+    """
+
+    tensorboard: bool = False
+    wandb: str | None = None
+    profile_steps: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        """Refuse steps that are none."""
+        for step in self.profile_steps or ():
+            fields.integer(step, "log.profile_steps", 1)
+
+    def profiles(self, step: int) -> bool:
+        """Whether the iteration that leads to `step` is traced by the profiler."""
+        return step in (self.profile_steps or ())
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Held-out loss of the full model, every stage in order, while it trains.
+
+    The checkpoint with the lowest is kept whatever `checkpoint.keep` says; only steps that are
+    saved can be it, so let `every` and `checkpoint.every` meet.
+
+    Attributes:
+        every: compute it after every so many iterations. null: never.
+        sequences: over so many held-out sequences, rounded up to whole microbatches, or over as
+            many as there are.
+    """
+
+    every: int | None = None
+    sequences: int = 64
+
+    def __post_init__(self):
+        """Refuse what would validate nothing."""
+        if self.every is not None:
+            fields.integer(self.every, "validation.every", 1)
+        fields.integer(self.sequences, "validation.sequences", 1)
+
+    def validates(self, step: int) -> bool:
+        """Whether the held-out loss is computed after `step`."""
+        return self.every is not None and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run. Relative paths start at the current directory.
+
+    Attributes:
+        run_dir: the folder that the run writes.
+        seed: draws the first parameters.
+        init_from: where the first parameters come from instead: `hf:DIR`, the folder of a Hugging
+            Face model, which gives the shapes in `model` too.
+        execution: with `strict` every node keeps to the plan's order, and a run gives the same bits
+            each time. With `ready-first` a node takes, among the operations whose inputs have
+            arrived, the earliest in the plan's order, so that it does not stand still when a
+            transfer is late; sums are then rounded in the order of arrival.
+        trace: `never`, or `every N`: after every N iterations the timeline of one is recorded in
+            the run folder and drawn beside the predicted one.
+        compilation_cache: the folder in which programs compiled by XLA are kept, and found by later
+            runs. null: nowhere.
+        model: what is trained.
+        plan: which node serves which stage, and which way every microbatch goes.
+        recipe: several plans in one run.
+        data: the text.
+        optimizer: how parameters are updated.
+        train: how long.
+        checkpoint: when to save.
+        cluster: which host serves which node.
+        network: how nodes exchange arrays.
+        log: who is told besides metrics.jsonl.
+        validation: held-out loss while training.
+    """
+
+    run_dir: str = "runs/default"
+    seed: int = 0
+    init_from: str | None = None
+    execution: str = "strict"
+    trace: str = "never"
+    compilation_cache: str | None = "~/.cache/skippipe_jax"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+
+    def __post_init__(self):
+        """Refuse what the sections say against each other, and values out of range."""
+        fields.integer(self.seed, "seed", 0, fields.LARGEST_SEED)
+        if self.init_from is not None:
+            folder_of(self.init_from)
+        if "://" in self.run_dir:
+            raise InputError(
+                "run_dir",
+                self.run_dir,
+                "is no local folder",
+                "Name one that all hosts share, and let checkpoint.copy_to name the URL of a copy",
+            )
+        fields.text(self.execution, "execution", ("strict", "ready-first"))
+        if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
+            raise InputError(
+                "trace", self.trace, "says no interval", "Write never, or every 10, or the like"
+            )
+        self._require_that_replicas_agree()
+        beyond = [step for step in self.log.profile_steps or () if step > self.train.steps]
+        if beyond:
+            raise InputError(
+                "log.profile_steps",
+                beyond[0],
+                f"the run has {self.train.steps} steps",
+                "Name one of them, or raise train.steps",
+            )
+        if self.data.sequence_length > self.model.context:
+            raise InputError(
+                "data.sequence_length",
+                self.data.sequence_length,
+                f"is longer than model.context = {self.model.context}",
+                "Shorten it, or raise model.context",
+            )
+
+        if self.data.packing == "documents" and self.model.attention == "cudnn":
+            raise InputError(
+                "model.attention",
+                self.model.attention,
+                "does not keep the documents of data.packing = 'documents' apart",
+                "Write model.attention: xla, or data.packing: windows",
+            )
+
+    def _require_that_replicas_agree(self) -> None:
+        """Refuse what needs equal replicas at a step at which they differ."""
+        every = self.recipe.average_parameters_every
+        if every is None:
+            return
+        for name, steps in (
+            ("train.steps", self.train.steps),
+            ("checkpoint.every", self.checkpoint.every),
+            ("validation.every", self.validation.every),
+        ):
+            if steps is not None and steps % every:
+                raise InputError(
+                    name,
+                    steps,
+                    "replicas are equal only when they have averaged, and that is after every "
+                    f"recipe.average_parameters_every = {every} iterations",
+                    f"Write {-(-steps // every) * every}, or another multiple",
+                )
+        if self.network.averaging_dtype is not None:
+            raise InputError(
+                "network.averaging_dtype",
+                self.network.averaging_dtype,
+                "would round parameters and moments, not gradients, which are not averaged with "
+                f"recipe.average_parameters_every = {every}",
+                "Remove one of the two",
+            )
+
+    def traces(self, iteration: int) -> bool:
+        """Whether the timeline of an iteration, counted from 0, is recorded."""
+        return self.trace != "never" and (iteration + 1) % int(self.trace.split()[1]) == 0
