@@ -13,11 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched.auto import candidates, load_cases
-from skippipe_sched.case import Case
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.flows import size_text
-from skippipe_sched.plan import load_plan
+from skippipe_sched.problem.auto import candidates, load_cases
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.models.footprint import (

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import pytest
 import yaml
-from skippipe_sched.case import parse_case
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan
+from skippipe_sched.problem.case import parse_case
 
 from skippipe_jax import evaluate, launch, train
 from skippipe_jax.cluster.membership import Membership

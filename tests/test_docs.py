@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from skippipe_sched.auto import candidates
-from skippipe_sched.case import OPTIONAL, REQUIRED
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
+from skippipe_sched.problem.auto import candidates
+from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 
 from docs import reference
 from docs.follow import (

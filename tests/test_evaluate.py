@@ -26,7 +26,7 @@ import transformers
 import yaml
 from flax import nnx
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import load_plan
+from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax import evaluate
 from skippipe_jax.cluster.membership import Membership

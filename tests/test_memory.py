@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from skippipe_sched.case import parse_case
 from skippipe_sched.methods import make_plan
+from skippipe_sched.problem.case import parse_case
 from skippipe_sched.search import Search
 
 from skippipe_jax import memory

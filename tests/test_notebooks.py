@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import NotebookNode
-from skippipe_sched.plan import load_plan
+from skippipe_sched.problem.plan import load_plan
 
 from experiments.notebooks import execute as executing
 from experiments.notebooks.execute import (

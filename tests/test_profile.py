@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from skippipe_sched.auto import candidates, load_cases
 from skippipe_sched.errors import InputError
-from skippipe_sched.links import GIBIBYTE
+from skippipe_sched.problem.auto import candidates, load_cases
+from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.profiling.case import HostReport, case_of, check_template

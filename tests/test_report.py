@@ -10,9 +10,9 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 import pytest
-from skippipe_sched.case import parse_case
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.problem.case import parse_case
+from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.simulate import Averaging, Timeline, simulate, simulate_plan
 

@@ -38,9 +38,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from skippipe_sched.case import parse_case
 from skippipe_sched.errors import run_command
 from skippipe_sched.methods import make_plan
+from skippipe_sched.problem.case import parse_case
 from skippipe_sched.search import Search
 
 from experiments.benchmarks import machine, reporting

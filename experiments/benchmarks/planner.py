@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 from skippipe_sched import compare
 from skippipe_sched.annealing import candidate_of
-from skippipe_sched.case import Case, parse_case
 from skippipe_sched.errors import run_command
 from skippipe_sched.evaluator import (
     NO_ORDER,
@@ -41,7 +40,8 @@ from skippipe_sched.evaluator import (
 from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import place_in_order
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.case import Case, parse_case
+from skippipe_sched.problem.plan import Plan
 from skippipe_sched.robustness import replay
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate, simulate_plan

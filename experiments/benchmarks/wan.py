@@ -34,9 +34,7 @@ from typing import Any, Protocol
 import numpy as np
 import yaml
 from jaxtyping import Float
-from skippipe_sched import fields, links
-from skippipe_sched.auto import load_cases
-from skippipe_sched.case import Case
+from skippipe_sched import fields
 from skippipe_sched.draw import (
     CHARACTER,
     LEGEND_Y,
@@ -51,7 +49,10 @@ from skippipe_sched.draw import (
 )
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.methods import dtfm, make_plan
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem import links
+from skippipe_sched.problem.auto import load_cases
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search import Placement, Search
 
 from experiments.benchmarks import machine

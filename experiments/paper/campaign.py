@@ -27,7 +27,7 @@ from typing import IO, Any
 import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
-from skippipe_sched.plan import Plan, load_plan
+from skippipe_sched.problem.plan import Plan, load_plan
 from tqdm import tqdm
 
 from experiments.paper.summary import Summary

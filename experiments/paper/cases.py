@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skippipe_sched.case import Case, load_case
-from skippipe_sched.plan import Plan, load_plan
+from skippipe_sched.problem.case import Case, load_case
+from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.simulate import Timeline, simulate
 
 FOLDER = Path(__file__).parent

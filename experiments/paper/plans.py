@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
-from skippipe_sched.case import Case, parse_case
 from skippipe_sched.errors import run_command
 from skippipe_sched.methods import make_plan
-from skippipe_sched.plan import Plan, load_plan
+from skippipe_sched.problem.case import Case, parse_case
+from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.search import Search
 
 PAPER = Path(__file__).parent

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from skippipe_sched.case import Case
 from skippipe_sched.methods import make_plan
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search import Search
 
 from skippipe_jax.config import Config, load_config

@@ -16,16 +16,16 @@ import numpy as np
 from tqdm import tqdm
 
 from skippipe_sched import compare
-from skippipe_sched.auto import load_cases
 from skippipe_sched.bound import lower_bound_s
 from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.flows import flows_map
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS, plan_best
 from skippipe_sched.paths import paths_picture
-from skippipe_sched.plan import Plan, load_plan
+from skippipe_sched.problem.auto import load_cases
+from skippipe_sched.problem.plan import Plan, load_plan
+from skippipe_sched.problem.rules import violations
 from skippipe_sched.robustness import replay
-from skippipe_sched.rules import violations
 from skippipe_sched.search import DEFAULT_BUDGET_S, Search
 from skippipe_sched.simulate import Timeline, simulate_plan
 from skippipe_sched.trace import chrome_trace

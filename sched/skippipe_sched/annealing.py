@@ -22,7 +22,7 @@ from skippipe_sched.evaluator import (
     set_averaging,
     slot_at,
 )
-from skippipe_sched.rules import SHARE_TOLERANCE
+from skippipe_sched.problem.rules import SHARE_TOLERANCE
 
 NODES, REPLICAS, STAGES, SWAP, TAILS, PRIORITY, URGENCY, REPLICA, STAGE = range(9)
 MOVES = 9

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numba.extending import register_jitable
 
-from skippipe_sched.case import Case
+from skippipe_sched.problem.case import Case
 
 # Up to this many replicas every ring is tried; above it a ring is built and then improved.
 EXHAUSTIVE_REPLICAS = 7

@@ -22,8 +22,8 @@ from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
 from scipy.sparse.csgraph import connected_components, shortest_path
 
-from skippipe_sched.case import Case
-from skippipe_sched.rules import SHARE_TOLERANCE
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.rules import SHARE_TOLERANCE
 
 # Round trips are listed by group of locations, with no more groups than keep the list this short.
 MOST_ROUND_TRIPS = 6_400

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
-from skippipe_sched.case import Case
 from skippipe_sched.draw import (
     CHARACTER,
     MARGIN,
@@ -24,7 +23,8 @@ from skippipe_sched.draw import (
 from skippipe_sched.errors import InputError
 from skippipe_sched.flows import link_name, link_traffic, seconds_text, size_text, wide_area_bytes
 from skippipe_sched.methods import make_plan
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import Timeline, simulate_plan
 

@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 
-from skippipe_sched.plan import Operation, Plan
+from skippipe_sched.problem.plan import Operation, Plan
 from skippipe_sched.simulate import Timeline, Transfer
 
 # Pixels. The picture is as wide as the text of a README, so that it is shown at its own size.

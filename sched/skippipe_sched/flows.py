@@ -15,7 +15,6 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
 from skippipe_sched.averaging import best_ring
-from skippipe_sched.case import Case
 from skippipe_sched.draw import (
     CHARACTER,
     GOLDEN_ANGLE,
@@ -29,7 +28,8 @@ from skippipe_sched.draw import (
     start_picture,
     svg_text,
 )
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan
 from skippipe_sched.simulate import Timeline
 
 Place = TypeVar("Place", int, str)

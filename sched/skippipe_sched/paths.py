@@ -22,7 +22,7 @@ from skippipe_sched.draw import (
     start_picture,
     svg_text,
 )
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.plan import Plan
 
 # Pixels.
 LEGEND_Y = 54.0

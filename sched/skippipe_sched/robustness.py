@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_sched import fields
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.plan import Plan
 from skippipe_sched.simulate import Stretch, simulate_plan
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from skippipe_sched.averaging import best_ring
 from skippipe_sched.draw import NAMES, in_lanes
-from skippipe_sched.plan import Operation, Plan, microbatch_chain
+from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.simulate import Timeline, Transfer
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.plan import Plan
 
 Order = tuple[int, ...]
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Num
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.links import GIBIBYTE
+from skippipe_sched.problem.links import GIBIBYTE
 from tqdm import tqdm
 
 from skippipe_jax.config import ModelConfig

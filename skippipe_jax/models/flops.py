@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.models.llama import stage_shapes

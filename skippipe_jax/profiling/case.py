@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import yaml
 from skippipe_sched import fields
-from skippipe_sched.auto import AUTO, candidates
-from skippipe_sched.case import OPTIONAL, REQUIRED
 from skippipe_sched.errors import InputError
-from skippipe_sched.links import GIBIBYTE
+from skippipe_sched.problem.auto import AUTO, candidates
+from skippipe_sched.problem.case import OPTIONAL, REQUIRED
+from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, to_tree
 from skippipe_jax.models.llama import parameter_count, stage_shapes

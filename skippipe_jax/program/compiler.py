@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Operation, Plan, microbatch_chain
+from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.simulate import simulate_plan
 
 

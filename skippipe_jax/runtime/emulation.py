@@ -8,7 +8,7 @@ nodes that it stands for.
 from __future__ import annotations
 
 from skippipe_sched.averaging import quickest_averaging_s
-from skippipe_sched.plan import Operation, Plan, microbatch_chain
+from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.robustness import draw_stretch
 
 from skippipe_jax.config import NetworkConfig

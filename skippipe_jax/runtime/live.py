@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from skippipe_sched.plan import Operation
+from skippipe_sched.problem.plan import Operation
 from skippipe_sched.simulate import Averaging, Run
 
 from skippipe_jax.cluster.membership import DeadlinePassed

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skippipe_sched.plan import Operation
+from skippipe_sched.problem.plan import Operation
 
 IN_FLIGHT_CHANGE = {"F": 1, "L": 0, "B": -1}
 

@@ -15,7 +15,7 @@ from typing import Any
 from skippipe_sched import fields
 from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Plan, load_plan
+from skippipe_sched.problem.plan import Plan, load_plan
 
 from skippipe_jax.config import NO_RECIPE, Config, parse_config, to_yaml
 from skippipe_jax.program.schedule import OWN, Schedule, timeline_of

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from skippipe_sched.auto import candidates, load_cases
-from skippipe_sched.case import Case
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Plan, load_plan
-from skippipe_sched.rules import require
+from skippipe_sched.problem.auto import candidates, load_cases
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan, load_plan
+from skippipe_sched.problem.rules import require
 from skippipe_sched.search import Search
 from tqdm import tqdm
 

@@ -15,7 +15,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import (
     Config,

@@ -10,8 +10,8 @@ import sys
 from itertools import permutations
 from pathlib import Path
 
-from skippipe_sched.auto import load_cases
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
+from skippipe_sched.problem.auto import load_cases
 
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from tests.multihost.processes import started_processes

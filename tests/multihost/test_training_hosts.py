@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from skippipe_sched.case import parse_case
-from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.problem.case import parse_case
+from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.simulate import simulate
 
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.case import parse_case
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Operation, Plan, Predicted, microbatch_chain
+from skippipe_sched.problem.case import parse_case
+from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
 from skippipe_sched.simulate import simulate
 
 from skippipe_jax.program.compiler import (

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from skippipe_sched.case import parse_case
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan
-from skippipe_sched.plan import Plan
-from skippipe_sched.rules import violations
+from skippipe_sched.problem.case import parse_case
+from skippipe_sched.problem.plan import Plan
+from skippipe_sched.problem.rules import violations
 from skippipe_sched.search import Search
 
 from skippipe_jax.cluster.membership import Membership

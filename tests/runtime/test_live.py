@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from skippipe_sched.plan import Operation, Plan
+from skippipe_sched.problem.plan import Operation, Plan
 from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.simulate import Timeline, simulate_plan
 

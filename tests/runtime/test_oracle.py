@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from skippipe_sched.case import parse_case
-from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.problem.case import parse_case
+from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.simulate import simulate
 
 from skippipe_jax.config import ModelConfig, NetworkConfig, OptimizerConfig, RopeScaling

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.plan import Operation, Plan, microbatch_chain
+from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 
 from skippipe_jax.runtime.turns import Turns
 from tests.program.test_compiler import placements

@@ -4,8 +4,8 @@ from itertools import accumulate
 from typing import Any
 
 from hypothesis import strategies as st
-from skippipe_sched.case import Case, parse_case
-from skippipe_sched.plan import Operation, microbatch_chain
+from skippipe_sched.problem.case import Case, parse_case
+from skippipe_sched.problem.plan import Operation, microbatch_chain
 
 PAPER = "experiments/paper/gcp20.yaml"
 LOCATIONS = ("Iowa", "Oregon", "Belgium", "Taiwan", "Australia")

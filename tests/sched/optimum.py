@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from ortools.sat.python import cp_model
 from skippipe_sched.averaging import quickest_averaging_s
-from skippipe_sched.case import Case, parse_case
-from skippipe_sched.plan import NodePath, Operation, microbatch_chain
-from skippipe_sched.rules import SHARE_TOLERANCE, fair_shares, sequence_problem
+from skippipe_sched.problem.case import Case, parse_case
+from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain
+from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares, sequence_problem
 from skippipe_sched.simulate import simulate
 
 # The solver counts in whole ticks, so every duration of a case must be a multiple of this.

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.bound import NodeWork, busy_apart_s, busy_s, lower_bound_s
-from skippipe_sched.case import load_case, parse_case
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import balanced
-from skippipe_sched.plan import microbatch_chain
-from skippipe_sched.rules import violations
+from skippipe_sched.problem.case import load_case, parse_case
+from skippipe_sched.problem.plan import microbatch_chain
+from skippipe_sched.problem.rules import violations
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from skippipe_sched.case import Node, Rules, load_case, parse_case
 from skippipe_sched.errors import InputError
-from skippipe_sched.links import BUILT_IN, COLUMNS, GIBIBYTE, Link, LinkTable, table
+from skippipe_sched.problem.case import Node, Rules, load_case, parse_case
+from skippipe_sched.problem.links import BUILT_IN, COLUMNS, GIBIBYTE, Link, LinkTable, table
 
 from tests.sched.examples import PAPER, TWO_NODES, case_with
 

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 from skippipe_sched.__main__ import main
-from skippipe_sched.case import parse_case
-from skippipe_sched.links import COLUMNS
 from skippipe_sched.methods import make_plan
-from skippipe_sched.plan import Plan, Predicted, load_plan
+from skippipe_sched.problem.case import parse_case
+from skippipe_sched.problem.links import COLUMNS
+from skippipe_sched.problem.plan import Plan, Predicted, load_plan
 from skippipe_sched.simulate import simulate
 
 from tests.sched.examples import PAPER, TWO_NODES, same_place

@@ -8,9 +8,9 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from skippipe_sched.case import parse_case
 from skippipe_sched.draw import gantt, gantt_series, round_ticks
-from skippipe_sched.plan import Plan, Predicted, microbatch_chain, parse_plan
+from skippipe_sched.problem.case import parse_case
+from skippipe_sched.problem.plan import Plan, Predicted, microbatch_chain, parse_plan
 from skippipe_sched.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 
 LOCATIONS = [

@@ -18,8 +18,8 @@ from skippipe_sched.evaluator import (
     scratch_for,
 )
 from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.problem.rules import violations
 from skippipe_sched.robustness import draw_stretch
-from skippipe_sched.rules import violations
 from skippipe_sched.simulate import simulate
 
 from tests.sched.examples import cases, in_order

@@ -6,8 +6,8 @@ import sys
 import pytest
 import yaml
 from skippipe_sched.__main__ import main
-from skippipe_sched.case import parse_case
 from skippipe_sched.methods import make_plan
+from skippipe_sched.problem.case import parse_case
 
 LINKS = [["here", "there", 10, 1], ["here", "far", 20, 1], ["there", "far", 20, 1]]
 POSSIBLE = {

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from skippipe_sched.auto import candidates
 from skippipe_sched.bound import lower_bound_s
-from skippipe_sched.case import load_case
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import joint, make_plan, plan_best
-from skippipe_sched.plan import load_plan
+from skippipe_sched.problem.auto import candidates
+from skippipe_sched.problem.case import load_case
+from skippipe_sched.problem.plan import load_plan
+from skippipe_sched.problem.rules import violations
 from skippipe_sched.robustness import replay
-from skippipe_sched.rules import violations
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate_plan
 

@@ -6,12 +6,12 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.case import Rules, parse_case
 from skippipe_sched.errors import InputError
 from skippipe_sched.fields import LARGEST_WHOLE
 from skippipe_sched.methods import METHODS, make_plan
-from skippipe_sched.plan import parse_plan
-from skippipe_sched.rules import sequence_problem, violations
+from skippipe_sched.problem.case import Rules, parse_case
+from skippipe_sched.problem.plan import parse_plan
+from skippipe_sched.problem.rules import sequence_problem, violations
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate_plan
 

@@ -3,7 +3,7 @@
 import json
 
 from hypothesis import given, settings
-from skippipe_sched.plan import (
+from skippipe_sched.problem.plan import (
     Operation,
     Plan,
     Predicted,

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.averaging import quickest_averaging_s
-from skippipe_sched.case import load_case, parse_case
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import dtfm, dtfm_skip, full, skippipe
-from skippipe_sched.plan import stage_of_nodes
-from skippipe_sched.rules import violations
+from skippipe_sched.problem.case import load_case, parse_case
+from skippipe_sched.problem.plan import stage_of_nodes
+from skippipe_sched.problem.rules import violations
 from skippipe_sched.search import End, Search
 from skippipe_sched.simulate import simulate
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.case import load_case
 from skippipe_sched.errors import InputError
 from skippipe_sched.fields import LARGEST_SEED
-from skippipe_sched.plan import Plan, Predicted
+from skippipe_sched.problem.case import load_case
+from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.robustness import draw_stretch, replay
 from skippipe_sched.simulate import Stretch, simulate, simulate_plan
 

@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.case import Rules
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Plan, Predicted
-from skippipe_sched.rules import require, sequence_problem, violations
+from skippipe_sched.problem.case import Rules
+from skippipe_sched.problem.plan import Plan, Predicted
+from skippipe_sched.problem.rules import require, sequence_problem, violations
 
 from tests.sched.examples import in_order, routed_cases, same_place
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from skippipe_sched.averaging import best_ring
-from skippipe_sched.plan import Plan, Predicted, microbatch_chain
+from skippipe_sched.problem.plan import Plan, Predicted, microbatch_chain
 from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 from skippipe_sched.trace import chrome_trace

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Plan
+from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config

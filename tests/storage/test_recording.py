@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.case import Case
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Operation, Plan, Predicted
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from skippipe_sched.auto import choose
 from skippipe_sched.bound import lower_bound_s
-from skippipe_sched.case import Case
 from skippipe_sched.methods import balanced, dtfm_skip, full, joint, skippipe
 from skippipe_sched.methods.routes import Routes
-from skippipe_sched.plan import Plan, Predicted
-from skippipe_sched.rules import require
+from skippipe_sched.problem.auto import choose
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan, Predicted
+from skippipe_sched.problem.rules import require
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate
 

@@ -15,7 +15,6 @@ from itertools import pairwise
 import numpy as np
 from scipy.optimize import Bounds, milp
 
-from skippipe_sched.case import Case
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods.routes import (
     Routes,
@@ -23,8 +22,9 @@ from skippipe_sched.methods.routes import (
     place_in_order,
     visits_of_replicas,
 )
-from skippipe_sched.plan import NodePath
-from skippipe_sched.rules import sequence_problem
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import NodePath
+from skippipe_sched.problem.rules import sequence_problem
 from skippipe_sched.search import Search
 from skippipe_sched.simulate import simulate
 

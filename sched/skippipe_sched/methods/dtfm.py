@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from skippipe_sched.case import Case
 from skippipe_sched.compiled import compiled
+from skippipe_sched.problem.case import Case
 from skippipe_sched.search import Placement, Search
 
 POPULATION = 16

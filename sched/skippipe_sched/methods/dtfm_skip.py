@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe_sched.case import Case
 from skippipe_sched.methods import dtfm
 from skippipe_sched.methods.balanced import balanced_stage_sets, swapped_at_random
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
-from skippipe_sched.plan import NodePath, stage_of_nodes
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import NodePath, stage_of_nodes
 from skippipe_sched.search import Placement, Search
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from skippipe_sched.case import Case
 from skippipe_sched.methods import dtfm
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
-from skippipe_sched.plan import NodePath, stage_of_nodes
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import NodePath, stage_of_nodes
 from skippipe_sched.search import Placement, Search
 from skippipe_sched.simulate import simulate
 

@@ -20,7 +20,6 @@ import numpy as np
 from skippipe_sched import annealing
 from skippipe_sched.annealing import Candidate
 from skippipe_sched.bound import lower_bound_s
-from skippipe_sched.case import Case, Rules
 from skippipe_sched.compiled import is_compiled
 from skippipe_sched.evaluator import (
     NO_DRAWS,
@@ -38,6 +37,7 @@ from skippipe_sched.evaluator import (
 from skippipe_sched.methods import dtfm, full, skippipe
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import Routes
+from skippipe_sched.problem.case import Case, Rules
 from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.search import Placement, Search
 

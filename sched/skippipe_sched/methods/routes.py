@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from skippipe_sched.case import Case
-from skippipe_sched.plan import NodePath, Operation
-from skippipe_sched.rules import fair_shares
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import NodePath, Operation
+from skippipe_sched.problem.rules import fair_shares
 from skippipe_sched.search import Placement
 
 

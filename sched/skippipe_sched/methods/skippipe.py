@@ -24,13 +24,13 @@ from itertools import count, pairwise, repeat
 
 import numpy as np
 
-from skippipe_sched.case import Case
 from skippipe_sched.methods import dtfm
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.full import matched
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches
-from skippipe_sched.plan import NodePath, microbatch_chain, stage_of_nodes
-from skippipe_sched.rules import SHARE_TOLERANCE, fair_shares, sequence_problem
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import NodePath, microbatch_chain, stage_of_nodes
+from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares, sequence_problem
 from skippipe_sched.search import Placement, Search
 from skippipe_sched.simulate import Run, Timeline, simulate
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from skippipe_sched import fields
-from skippipe_sched.case import Case, parse_case
 from skippipe_sched.errors import InputError
+from skippipe_sched.problem.case import Case, parse_case
 
 FORMAT = "skippipe-plan"
 VERSION = 1

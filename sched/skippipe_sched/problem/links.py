@@ -93,7 +93,7 @@ def table(value: Any, same_location: Link) -> LinkTable:
     """The table for a built-in name or for rows [a, b, latency_ms, bandwidth_GiB_per_s]."""
     if isinstance(value, str):
         name = fields.text(value, "case.links", BUILT_IN)
-        source = resources.files("skippipe_sched") / "links" / f"{name}.csv"
+        source = resources.files("skippipe_sched.problem") / "tables" / f"{name}.csv"
         value = _read_csv(source.read_text(encoding="utf-8"), f"{name}.csv")
     links = {}
     for number, row in enumerate(fields.sequence(value, "case.links", minimum_length=0)):

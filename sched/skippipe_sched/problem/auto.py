@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_sched import fields
-from skippipe_sched.case import REQUIRED, Case, node_count, parse_case
 from skippipe_sched.errors import InputError
+from skippipe_sched.problem.case import REQUIRED, Case, node_count, parse_case
 
 AUTO = "auto"
 DEFAULT_SKIP_RATIO = (0.0, 0.5)

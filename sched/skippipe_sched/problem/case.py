@@ -13,8 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from skippipe_sched import fields, links
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+from skippipe_sched.problem import links
 
 Contention = Literal["none", "link"]
 
@@ -61,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Rules:
-    """CC2: how far a path may leave the usual order (see `skippipe_sched.rules`).
+    """CC2: how far a path may leave the usual order (see `skippipe_sched.problem.rules`).
 
     At most `max_swaps` visits to a stage below the highest one visited so far, each at most
     `max_swap_distance` stages back; a step forward passes over at most `max_jump` stages.

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from skippipe_sched.case import Case, Rules
 from skippipe_sched.errors import InputError
-from skippipe_sched.plan import Plan, stage_of_nodes
+from skippipe_sched.problem.case import Case, Rules
+from skippipe_sched.problem.plan import Plan, stage_of_nodes
 
 # Shares of nodes with different speeds are real numbers; this much of a visit is rounding.
 SHARE_TOLERANCE = 1e-6
