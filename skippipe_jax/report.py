@@ -22,7 +22,7 @@ from skippipe_sched.draw import gantt_series
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.flows import Flow, flows_map, link_name, link_traffic, seconds_text, size_text
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.simulate import Timeline
+from skippipe_sched.timing.simulate import Timeline
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.llama import parameter_count, stage_shapes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from skippipe_sched.simulate import simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.paper import cases, iteration_time
 from experiments.paper.iteration_time import Job, Scope, case_of, correlation, figures_of, gain

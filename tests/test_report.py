@@ -13,8 +13,8 @@ import pytest
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.robustness import draw_stretch
-from skippipe_sched.simulate import Averaging, Timeline, simulate, simulate_plan
+from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.simulate import Averaging, Timeline, simulate, simulate_plan
 
 from skippipe_jax import report
 from skippipe_jax.config import RecipeConfig, parse_config

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from skippipe_sched.errors import run_command
-from skippipe_sched.robustness import replay
+from skippipe_sched.timing.jitter import replay
 
 from experiments.benchmarks import reporting
 from skippipe_jax.cluster.membership import Membership

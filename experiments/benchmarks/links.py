@@ -37,9 +37,9 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 from jaxtyping import Float
-from skippipe_sched.averaging import averaging_s, best_ring
 from skippipe_sched.errors import run_command
 from skippipe_sched.problem.links import GIBIBYTE
+from skippipe_sched.timing.averaging import averaging_s, best_ring
 
 from experiments.benchmarks import machine
 from experiments.benchmarks.shaped_network import ShapedNetwork

@@ -42,7 +42,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.problem.links import Link, LinkTable
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
-from skippipe_sched.simulate import Run, Stretch, Timeline, simulate_plan
+from skippipe_sched.timing.simulate import Run, Stretch, Timeline, simulate_plan
 
 from experiments.benchmarks import machine
 from experiments.benchmarks.wan import Hosts

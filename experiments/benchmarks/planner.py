@@ -42,9 +42,9 @@ from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.robustness import replay
 from skippipe_sched.search import Search
-from skippipe_sched.simulate import simulate, simulate_plan
+from skippipe_sched.timing.jitter import replay
+from skippipe_sched.timing.simulate import simulate, simulate_plan
 
 from experiments.benchmarks import reporting
 from experiments.paper import cases

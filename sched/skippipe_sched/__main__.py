@@ -16,7 +16,6 @@ import numpy as np
 from tqdm import tqdm
 
 from skippipe_sched import compare
-from skippipe_sched.bound import lower_bound_s
 from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.flows import flows_map
@@ -25,9 +24,10 @@ from skippipe_sched.paths import paths_picture
 from skippipe_sched.problem.auto import load_cases
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.robustness import replay
 from skippipe_sched.search import DEFAULT_BUDGET_S, Search
-from skippipe_sched.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.bound import lower_bound_s
+from skippipe_sched.timing.jitter import replay
+from skippipe_sched.timing.simulate import Timeline, simulate_plan
 from skippipe_sched.trace import chrome_trace
 
 # What `plan --robust` plans for unless told otherwise, and `simulate` replays.

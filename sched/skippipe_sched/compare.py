@@ -26,7 +26,7 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search import Search
-from skippipe_sched.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.simulate import Timeline, simulate_plan
 
 # The method that the others are measured against.
 BASELINE = "full"

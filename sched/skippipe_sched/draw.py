@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.simulate import Timeline, Transfer
+from skippipe_sched.timing.simulate import Timeline, Transfer
 
 # Pixels. The picture is as wide as the text of a README, so that it is shown at its own size.
 WIDTH = 900

@@ -14,7 +14,6 @@ import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from skippipe_sched.averaging import best_ring
 from skippipe_sched.draw import (
     CHARACTER,
     GOLDEN_ANGLE,
@@ -30,7 +29,8 @@ from skippipe_sched.draw import (
 )
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.simulate import Timeline
+from skippipe_sched.timing.averaging import best_ring
+from skippipe_sched.timing.simulate import Timeline
 
 Place = TypeVar("Place", int, str)
 # What a link is used for: activations and their gradients, or the ring of a stage.

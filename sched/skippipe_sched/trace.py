@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from skippipe_sched.averaging import best_ring
 from skippipe_sched.draw import NAMES, in_lanes
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
-from skippipe_sched.simulate import Timeline, Transfer
+from skippipe_sched.timing.averaging import best_ring
+from skippipe_sched.timing.simulate import Timeline, Transfer
 
 
 @dataclass(frozen=True)

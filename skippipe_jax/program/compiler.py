@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
-from skippipe_sched.simulate import simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from skippipe_sched.averaging import quickest_averaging_s
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import plan_best, with_prediction
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search import Search
-from skippipe_sched.simulate import Averaging, Timeline, simulate_plan
+from skippipe_sched.timing.averaging import quickest_averaging_s
+from skippipe_sched.timing.simulate import Averaging, Timeline, simulate_plan
 
 from skippipe_jax.config import RecipeConfig
 from skippipe_jax.config.recipe import AVERAGED

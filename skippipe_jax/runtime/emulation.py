@@ -1,15 +1,15 @@
 """A network, and slower nodes, that are not there: delays taken from the plan's case.
 
-Delays are those of the timing model (see `skippipe_sched.simulate`), so that an iteration on one
-machine takes about as long as the plan predicts, as long as the machine computes quicker than the
-nodes that it stands for.
+Delays are those of the timing model (see `skippipe_sched.timing.simulate`), so that an iteration on
+one machine takes about as long as the plan predicts, as long as the machine computes quicker than
+the nodes that it stands for.
 """
 
 from __future__ import annotations
 
-from skippipe_sched.averaging import quickest_averaging_s
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
-from skippipe_sched.robustness import draw_stretch
+from skippipe_sched.timing.averaging import quickest_averaging_s
+from skippipe_sched.timing.jitter import draw_stretch
 
 from skippipe_jax.config import NetworkConfig
 from skippipe_jax.program.schedule import with_stage_bytes

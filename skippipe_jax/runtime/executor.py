@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
-from skippipe_sched.averaging import best_ring
 from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_sched.problem.plan import Operation, Plan
+from skippipe_sched.timing.averaging import best_ring
 
 from skippipe_jax.config import ModelConfig, NetworkConfig, OptimizerConfig
 from skippipe_jax.config.recipe import AVERAGED

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from skippipe_sched.problem.plan import Operation
-from skippipe_sched.simulate import Averaging, Run
+from skippipe_sched.timing.simulate import Averaging, Run
 
 from skippipe_jax.cluster.membership import DeadlinePassed
 from skippipe_jax.data.batches import Batch

@@ -4,7 +4,8 @@ The gradients are cut into one segment for each replica, and each segment into c
 n - 1 steps a replica passes on the sum of its own chunk and of what has come; after them each
 segment is summed up on one replica. In n - 1 more steps the sums go round, so that all replicas
 have the same bits. A chunk travels on as soon as it has come, so sending, receiving and adding
-overlap, and every link of the ring is busy all the time, as `skippipe_sched.averaging` predicts.
+overlap, and every link of the ring is busy all the time, as `skippipe_sched.timing.averaging`
+predicts.
 """
 
 from __future__ import annotations

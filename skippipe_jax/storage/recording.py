@@ -23,7 +23,7 @@ from skippipe_sched import fields
 from skippipe_sched.draw import gantt_series
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import KINDS, Operation, Plan, microbatch_chain
-from skippipe_sched.simulate import Averaging, Run, Timeline, Transfer
+from skippipe_sched.timing.simulate import Averaging, Run, Timeline, Transfer
 from skippipe_sched.trace import chrome_trace
 
 from skippipe_jax.program.schedule import timeline_of

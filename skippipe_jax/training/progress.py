@@ -17,9 +17,9 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
-from skippipe_sched.averaging import best_ring
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan, microbatch_chain
+from skippipe_sched.timing.averaging import best_ring
 from tqdm import tqdm
 
 from skippipe_jax.config import Config

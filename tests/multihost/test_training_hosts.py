@@ -14,7 +14,7 @@ import psutil
 import pytest
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.simulate import simulate
 
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config

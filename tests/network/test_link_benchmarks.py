@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from skippipe_sched.simulate import Run, Timeline, simulate_plan
+from skippipe_sched.timing.simulate import Run, Timeline, simulate_plan
 
 from experiments.benchmarks import loopback
 from tests.network.test_shaped_network import needs_root

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.simulate import simulate
 
 from skippipe_jax.program.compiler import (
     Compute,

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.robustness import draw_stretch
-from skippipe_sched.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.simulate import Timeline, simulate_plan
 
 from skippipe_jax.config import ModelConfig, NetworkConfig
 from skippipe_jax.data.batches import Batch

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.simulate import simulate
 
 from skippipe_jax.config import ModelConfig, NetworkConfig, OptimizerConfig, RopeScaling
 from skippipe_jax.config.model import RECOMPUTE

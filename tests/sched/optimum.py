@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from ortools.sat.python import cp_model
-from skippipe_sched.averaging import quickest_averaging_s
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain
 from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares, sequence_problem
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.averaging import quickest_averaging_s
+from skippipe_sched.timing.simulate import simulate
 
 # The solver counts in whole ticks, so every duration of a case must be a multiple of this.
 TICK_S = 1 / 256

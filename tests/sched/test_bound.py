@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.bound import NodeWork, busy_apart_s, busy_s, lower_bound_s
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import balanced
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import microbatch_chain
 from skippipe_sched.problem.rules import violations
 from skippipe_sched.search import Search
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.bound import NodeWork, busy_apart_s, busy_s, lower_bound_s
+from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import PAPER, case_with, in_order, same_place
 from tests.sched.optimum import optimum, optimum_s, random_small_case

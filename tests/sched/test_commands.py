@@ -14,7 +14,7 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.links import COLUMNS
 from skippipe_sched.problem.plan import Plan, Predicted, load_plan
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import PAPER, TWO_NODES, same_place
 

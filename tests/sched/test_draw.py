@@ -11,7 +11,7 @@ import pytest
 from skippipe_sched.draw import gantt, gantt_series, round_ticks
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted, microbatch_chain, parse_plan
-from skippipe_sched.simulate import Averaging, Run, Timeline, simulate, simulate_plan
+from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 
 LOCATIONS = [
     *("Belgium", "Canada", "Germany", "Iowa", "Japan", "LA", "NL", "Oregon"),

@@ -19,8 +19,8 @@ from skippipe_sched.evaluator import (
 )
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.robustness import draw_stretch
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import cases, in_order
 

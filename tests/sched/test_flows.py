@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
-from skippipe_sched.averaging import averaging_s
 from skippipe_sched.flows import (
     flows_map,
     link_name,
@@ -21,7 +20,8 @@ from skippipe_sched.flows import (
 )
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.simulate import Timeline, simulate
+from skippipe_sched.timing.averaging import averaging_s
+from skippipe_sched.timing.simulate import Timeline, simulate
 
 from tests.sched.examples import case_with, in_order, routed_cases, same_place
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from skippipe_sched.bound import lower_bound_s
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import joint, make_plan, plan_best
 from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.robustness import replay
 from skippipe_sched.search import Search
-from skippipe_sched.simulate import simulate_plan
+from skippipe_sched.timing.bound import lower_bound_s
+from skippipe_sched.timing.jitter import replay
+from skippipe_sched.timing.simulate import simulate_plan
 
 from skippipe_jax.program.compiler import compile_plan
 from tests.sched.examples import PAPER, same_place

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from skippipe_sched.paths import paths_picture
 from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import same_place
 

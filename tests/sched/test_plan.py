@@ -12,7 +12,7 @@ from skippipe_sched.problem.plan import (
     parse_plan,
     stage_of_nodes,
 )
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import case_with, routed_cases
 

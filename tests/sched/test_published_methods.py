@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.averaging import quickest_averaging_s
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import dtfm, dtfm_skip, full, skippipe
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import stage_of_nodes
 from skippipe_sched.problem.rules import violations
 from skippipe_sched.search import End, Search
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.averaging import quickest_averaging_s
+from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import PAPER, cases, in_order, same_place
 from tests.sched.test_methods import _balance_is_possible

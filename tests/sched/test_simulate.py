@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from skippipe_sched.averaging import averaging_s, best_ring
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.simulate import Averaging, simulate, simulate_plan
+from skippipe_sched.timing.averaging import averaging_s, best_ring
+from skippipe_sched.timing.simulate import Averaging, simulate, simulate_plan
 
 from tests.sched.examples import (
     PAPER,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted
-from skippipe_sched.robustness import draw_stretch
-from skippipe_sched.simulate import Averaging, Run, Timeline, simulate, simulate_plan
+from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from skippipe_sched.bound import lower_bound_s
 from skippipe_sched.methods import balanced, dtfm_skip, full, joint, skippipe
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.auto import choose
@@ -17,7 +16,8 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.problem.rules import require
 from skippipe_sched.search import Search
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.bound import lower_bound_s
+from skippipe_sched.timing.simulate import simulate
 
 METHODS: dict[str, Callable[[Case, Search], Routes]] = {
     "joint": joint.routes,

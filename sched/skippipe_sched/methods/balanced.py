@@ -26,7 +26,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath
 from skippipe_sched.problem.rules import sequence_problem
 from skippipe_sched.search import Search
-from skippipe_sched.simulate import simulate
+from skippipe_sched.timing.simulate import simulate
 
 MOST_CANDIDATES = 24
 # Candidates are simulated with all microbatches before them, which costs about their number

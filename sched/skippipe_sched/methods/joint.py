@@ -19,7 +19,6 @@ import numpy as np
 
 from skippipe_sched import annealing
 from skippipe_sched.annealing import Candidate
-from skippipe_sched.bound import lower_bound_s
 from skippipe_sched.compiled import is_compiled
 from skippipe_sched.evaluator import (
     NO_DRAWS,
@@ -38,8 +37,9 @@ from skippipe_sched.methods import dtfm, full, skippipe
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.case import Case, Rules
-from skippipe_sched.robustness import draw_stretch
 from skippipe_sched.search import Placement, Search
+from skippipe_sched.timing.bound import lower_bound_s
+from skippipe_sched.timing.jitter import draw_stretch
 
 # A second of the budget pays for simulating so many operations on each of the threads, however
 # quick the machine is. The machine of the committed results does half as many again.

@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from skippipe_sched import fields
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.simulate import Stretch, simulate_plan
+from skippipe_sched.timing.simulate import Stretch, simulate_plan
 
 
 def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw: int) -> Stretch:

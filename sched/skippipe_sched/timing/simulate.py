@@ -18,10 +18,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 from jaxtyping import Float
 
-from skippipe_sched.averaging import quickest_averaging_s
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation, Plan, microbatch_chain, stage_of_nodes
+from skippipe_sched.timing.averaging import quickest_averaging_s
 
 
 @dataclass(frozen=True)
