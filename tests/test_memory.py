@@ -14,7 +14,7 @@ import pytest
 import yaml
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 
 from skippipe_jax import memory
 from skippipe_jax.config import parse_config

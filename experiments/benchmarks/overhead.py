@@ -41,7 +41,7 @@ from flax import nnx
 from skippipe_sched.errors import run_command
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 
 from experiments.benchmarks import machine, reporting
 from skippipe_jax.config import PRESETS, ModelConfig, OptimizerConfig

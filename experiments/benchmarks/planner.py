@@ -27,9 +27,15 @@ from typing import Any
 
 import numpy as np
 from skippipe_sched import compare
-from skippipe_sched.annealing import candidate_of
 from skippipe_sched.errors import run_command
-from skippipe_sched.evaluator import (
+from skippipe_sched.methods import METHODS, make_plan
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.routes import place_in_order
+from skippipe_sched.problem.case import Case, parse_case
+from skippipe_sched.problem.plan import Plan
+from skippipe_sched.search.annealing import candidate_of
+from skippipe_sched.search.budget import Search
+from skippipe_sched.search.evaluator import (
     NO_ORDER,
     NO_STRETCH,
     evaluate,
@@ -37,12 +43,6 @@ from skippipe_sched.evaluator import (
     problem_of,
     scratch_for,
 )
-from skippipe_sched.methods import METHODS, make_plan
-from skippipe_sched.methods.dtfm_skip import random_paths
-from skippipe_sched.methods.routes import place_in_order
-from skippipe_sched.problem.case import Case, parse_case
-from skippipe_sched.problem.plan import Plan
-from skippipe_sched.search import Search
 from skippipe_sched.timing.jitter import replay
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 

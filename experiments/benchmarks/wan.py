@@ -53,7 +53,7 @@ from skippipe_sched.problem import links
 from skippipe_sched.problem.auto import load_cases
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.search import Placement, Search
+from skippipe_sched.search.budget import Placement, Search
 
 from experiments.benchmarks import machine
 from experiments.benchmarks.shaped_network import ShapedNetwork

@@ -35,7 +35,7 @@ from skippipe_sched.flows import link_traffic, wide_area_bytes
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan, parse_plan
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import Timeline, simulate_plan
 
 from experiments.paper import cases

@@ -21,7 +21,7 @@ from skippipe_sched.errors import run_command
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan, load_plan
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 
 PAPER = Path(__file__).parent
 PLANS = PAPER / "plans"

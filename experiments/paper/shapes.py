@@ -27,7 +27,7 @@ from flax import nnx
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.config.extras import require

@@ -24,7 +24,7 @@ from skippipe_sched.paths import paths_picture
 from skippipe_sched.problem.auto import load_cases
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.search import DEFAULT_BUDGET_S, Search
+from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.jitter import replay
 from skippipe_sched.timing.simulate import Timeline, simulate_plan

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS
-from skippipe_sched.search import DEFAULT_BUDGET_S
+from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
 
 @dataclass(frozen=True)

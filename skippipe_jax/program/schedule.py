@@ -21,7 +21,7 @@ from skippipe_sched.methods import plan_best, with_prediction
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.averaging import quickest_averaging_s
 from skippipe_sched.timing.simulate import Averaging, Timeline, simulate_plan
 

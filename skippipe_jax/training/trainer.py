@@ -20,7 +20,7 @@ from skippipe_sched.problem.auto import candidates, load_cases
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.problem.rules import require
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 from tqdm import tqdm
 
 from skippipe_jax.cluster.membership import Membership

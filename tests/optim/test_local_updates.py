@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.averaging import quickest_averaging_s
 
 from skippipe_jax.cluster.membership import Membership

@@ -14,7 +14,7 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Phase, RecipeConfig, load_config, parse_config

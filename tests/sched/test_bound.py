@@ -14,7 +14,7 @@ from skippipe_sched.methods import balanced
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import microbatch_chain
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.bound import NodeWork, busy_apart_s, busy_s, lower_bound_s
 from skippipe_sched.timing.simulate import simulate
 

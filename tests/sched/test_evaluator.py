@@ -4,10 +4,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched import annealing
-from skippipe_sched.annealing import MOVES, candidate_of, propose, random_state, revert, undo_for
 from skippipe_sched.errors import InputError
-from skippipe_sched.evaluator import (
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.problem.rules import violations
+from skippipe_sched.search.annealing import (
+    MOVES,
+    candidate_of,
+    propose,
+    random_state,
+    revert,
+    undo_for,
+)
+from skippipe_sched.search.budget import annealing
+from skippipe_sched.search.evaluator import (
     NO_ORDER,
     NO_STRETCH,
     Stretches,
@@ -17,8 +26,6 @@ from skippipe_sched.evaluator import (
     problem_of,
     scratch_for,
 )
-from skippipe_sched.methods.dtfm_skip import random_paths
-from skippipe_sched.problem.rules import violations
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import simulate
 

@@ -13,7 +13,7 @@ from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.jitter import replay
 from skippipe_sched.timing.simulate import simulate_plan

@@ -12,7 +12,7 @@ from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.problem.case import Rules, parse_case
 from skippipe_sched.problem.plan import parse_plan
 from skippipe_sched.problem.rules import sequence_problem, violations
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate_plan
 
 from skippipe_jax.program.compiler import compile_plan

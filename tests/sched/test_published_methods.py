@@ -13,7 +13,7 @@ from skippipe_sched.methods import dtfm, dtfm_skip, full, skippipe
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import stage_of_nodes
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.search import End, Search
+from skippipe_sched.search.budget import End, Search
 from skippipe_sched.timing.averaging import quickest_averaging_s
 from skippipe_sched.timing.simulate import simulate
 

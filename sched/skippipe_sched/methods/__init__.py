@@ -15,7 +15,7 @@ from skippipe_sched.problem.auto import choose
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.problem.rules import require
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.simulate import simulate
 

@@ -25,7 +25,7 @@ from skippipe_sched.methods.routes import (
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath
 from skippipe_sched.problem.rules import sequence_problem
-from skippipe_sched.search import Search
+from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate
 
 MOST_CANDIDATES = 24

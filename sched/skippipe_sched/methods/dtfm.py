@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from skippipe_sched.compiled import compiled
 from skippipe_sched.problem.case import Case
-from skippipe_sched.search import Placement, Search
+from skippipe_sched.search.budget import Placement, Search
+from skippipe_sched.search.compiled import compiled
 
 POPULATION = 16
 # How many swaps are tried on every child, for each node of the case.

@@ -14,7 +14,7 @@ from skippipe_sched.methods.balanced import balanced_stage_sets, swapped_at_rand
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, stage_of_nodes
-from skippipe_sched.search import Placement, Search
+from skippipe_sched.search.budget import Placement, Search
 
 
 def routes(case: Case, search: Search) -> Routes:

@@ -17,7 +17,7 @@ from skippipe_sched.methods import dtfm
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, stage_of_nodes
-from skippipe_sched.search import Placement, Search
+from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.timing.simulate import simulate
 
 PLACEMENT_SHARE = 0.4

@@ -17,10 +17,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skippipe_sched import annealing
-from skippipe_sched.annealing import Candidate
-from skippipe_sched.compiled import is_compiled
-from skippipe_sched.evaluator import (
+from skippipe_sched.methods import dtfm, full, skippipe
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.routes import Routes
+from skippipe_sched.problem.case import Case, Rules
+from skippipe_sched.search.annealing import Candidate
+from skippipe_sched.search.budget import Placement, Search, annealing
+from skippipe_sched.search.compiled import is_compiled
+from skippipe_sched.search.evaluator import (
     NO_DRAWS,
     NO_ORDER,
     NO_STRETCH,
@@ -33,11 +37,6 @@ from skippipe_sched.evaluator import (
     problem_of,
     scratch_for,
 )
-from skippipe_sched.methods import dtfm, full, skippipe
-from skippipe_sched.methods.dtfm_skip import random_paths
-from skippipe_sched.methods.routes import Routes
-from skippipe_sched.problem.case import Case, Rules
-from skippipe_sched.search import Placement, Search
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.jitter import draw_stretch
 

@@ -11,7 +11,7 @@ import numpy as np
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation
 from skippipe_sched.problem.rules import fair_shares
-from skippipe_sched.search import Placement
+from skippipe_sched.search.budget import Placement
 
 
 @dataclass(frozen=True)

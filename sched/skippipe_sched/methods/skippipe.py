@@ -31,7 +31,7 @@ from skippipe_sched.methods.routes import Routes, data_node_of_microbatches
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, microbatch_chain, stage_of_nodes
 from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares, sequence_problem
-from skippipe_sched.search import Placement, Search
+from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.timing.simulate import Run, Timeline, simulate
 
 PLACEMENT_SHARE = 0.3

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skippipe_sched.compiled import compiled
-from skippipe_sched.evaluator import (
+from skippipe_sched.problem.rules import SHARE_TOLERANCE
+from skippipe_sched.search.compiled import compiled
+from skippipe_sched.search.evaluator import (
     Problem,
     Stretches,
     dispatch_priority,
@@ -22,7 +23,6 @@ from skippipe_sched.evaluator import (
     set_averaging,
     slot_at,
 )
-from skippipe_sched.problem.rules import SHARE_TOLERANCE
 
 NODES, REPLICAS, STAGES, SWAP, TAILS, PRIORITY, URGENCY, REPLICA, STAGE = range(9)
 MOVES = 9

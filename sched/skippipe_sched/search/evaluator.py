@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from skippipe_sched.compiled import compiled
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import KINDS, NodePath, Operation, microbatch_chain
+from skippipe_sched.search.compiled import compiled
 from skippipe_sched.timing.averaging import ring_s, settle_ring
 
 # In compiled code an operation is its position in the microbatch's chain (plan.microbatch_chain):

@@ -1,0 +1,1 @@
+"""What searches share: a budget, annealing, and the timing model compiled."""
