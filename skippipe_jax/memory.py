@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe_sched.errors import InputError, run_command
-from skippipe_sched.flows import size_text
+from skippipe_sched.figures.flows import size_text
 from skippipe_sched.problem.auto import candidates, load_cases
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import load_plan

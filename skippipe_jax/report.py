@@ -18,9 +18,16 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from skippipe_sched import fields
-from skippipe_sched.draw import gantt_series
 from skippipe_sched.errors import InputError, run_command
-from skippipe_sched.flows import Flow, flows_map, link_name, link_traffic, seconds_text, size_text
+from skippipe_sched.figures.flows import (
+    Flow,
+    flows_map,
+    link_name,
+    link_traffic,
+    seconds_text,
+    size_text,
+)
+from skippipe_sched.figures.gantt import gantt_series
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.simulate import Timeline
 

@@ -35,7 +35,8 @@ import numpy as np
 import yaml
 from jaxtyping import Float
 from skippipe_sched import fields
-from skippipe_sched.draw import (
+from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.figures.gantt import (
     CHARACTER,
     LEGEND_Y,
     MARGIN,
@@ -47,7 +48,6 @@ from skippipe_sched.draw import (
     start_picture,
     svg_text,
 )
-from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.methods import dtfm, make_plan
 from skippipe_sched.problem import links
 from skippipe_sched.problem.auto import load_cases

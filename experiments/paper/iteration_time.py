@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scipy import stats
-from skippipe_sched.flows import link_traffic, wide_area_bytes
+from skippipe_sched.figures.flows import link_traffic, wide_area_bytes
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan, parse_plan

@@ -16,11 +16,12 @@ import numpy as np
 from tqdm import tqdm
 
 from skippipe_sched import compare
-from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError, run_command
-from skippipe_sched.flows import flows_map
+from skippipe_sched.figures.flows import flows_map
+from skippipe_sched.figures.gantt import gantt
+from skippipe_sched.figures.paths import paths_picture
+from skippipe_sched.figures.trace import chrome_trace
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS, plan_best
-from skippipe_sched.paths import paths_picture
 from skippipe_sched.problem.auto import load_cases
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.problem.rules import violations
@@ -28,7 +29,6 @@ from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.jitter import replay
 from skippipe_sched.timing.simulate import Timeline, simulate_plan
-from skippipe_sched.trace import chrome_trace
 
 # What `plan --robust` plans for unless told otherwise, and `simulate` replays.
 DEFAULT_JITTER = 0.3

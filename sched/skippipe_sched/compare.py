@@ -7,7 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
-from skippipe_sched.draw import (
+from skippipe_sched.errors import InputError
+from skippipe_sched.figures.flows import (
+    link_name,
+    link_traffic,
+    seconds_text,
+    size_text,
+    wide_area_bytes,
+)
+from skippipe_sched.figures.gantt import (
     CHARACTER,
     MARGIN,
     WIDTH,
@@ -20,8 +28,6 @@ from skippipe_sched.draw import (
     start_picture,
     svg_text,
 )
-from skippipe_sched.errors import InputError
-from skippipe_sched.flows import link_name, link_traffic, seconds_text, size_text, wide_area_bytes
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan

@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 from jaxtyping import Float, Int
-from skippipe_sched.draw import (
+from skippipe_sched.figures.gantt import (
     add_line,
     add_text,
     add_title,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
-from skippipe_sched.draw import (
+from skippipe_sched.figures.gantt import (
     add_line,
     add_text,
     add_tip,

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
-from skippipe_sched.draw import gantt_series
 from skippipe_sched.errors import InputError
+from skippipe_sched.figures.gantt import gantt_series
+from skippipe_sched.figures.trace import chrome_trace
 from skippipe_sched.problem.plan import KINDS, Operation, Plan, microbatch_chain
 from skippipe_sched.timing.simulate import Averaging, Run, Timeline, Transfer
-from skippipe_sched.trace import chrome_trace
 
 from skippipe_jax.program.schedule import timeline_of
 from skippipe_jax.storage.run_folder import saved_schedule

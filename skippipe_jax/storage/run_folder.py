@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
-from skippipe_sched.draw import gantt
 from skippipe_sched.errors import InputError
+from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.plan import Plan, load_plan
 
 from skippipe_jax.config import NO_RECIPE, Config, parse_config, to_yaml

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from skippipe_sched.compare import Refusal, Row, compare, picture, row_of, table, to_json
-from skippipe_sched.flows import link_traffic
+from skippipe_sched.figures.flows import link_traffic
 from skippipe_sched.methods import make_plan
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate_plan

@@ -8,7 +8,7 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from skippipe_sched.draw import gantt, gantt_series, round_ticks
+from skippipe_sched.figures.gantt import gantt, gantt_series, round_ticks
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted, microbatch_chain, parse_plan
 from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate, simulate_plan

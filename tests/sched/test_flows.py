@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
-from skippipe_sched.flows import (
+from skippipe_sched.figures.flows import (
     flows_map,
     link_name,
     link_traffic,

@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from skippipe_sched.paths import paths_picture
+from skippipe_sched.figures.paths import paths_picture
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
+from skippipe_sched.figures.trace import chrome_trace
 from skippipe_sched.problem.plan import Plan, Predicted, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate, simulate_plan
-from skippipe_sched.trace import chrome_trace
 
 from tests.sched.examples import case_with, routed_cases, same_place
 

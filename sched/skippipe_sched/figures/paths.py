@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from xml.etree.ElementTree import Element, SubElement
 
-from skippipe_sched.draw import (
+from skippipe_sched.figures.gantt import (
     HALF_DIGIT_HEIGHT,
     MARGIN,
     WIDTH,

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from skippipe_sched.draw import (
+from skippipe_sched.figures.gantt import (
     CHARACTER,
     GOLDEN_ANGLE,
     HALF_DIGIT_HEIGHT,

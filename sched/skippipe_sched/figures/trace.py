@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from skippipe_sched.draw import NAMES, in_lanes
+from skippipe_sched.figures.gantt import NAMES, in_lanes
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
 from skippipe_sched.timing.simulate import Timeline, Transfer
