@@ -18,7 +18,13 @@ from numba import njit
 from numba.core import config
 
 # The modules that compiled code is made of.
-MODULES = ("annealing.py", "averaging.py", "evaluator.py", "methods/dtfm.py", "rules.py")
+MODULES = (
+    "methods/dtfm.py",
+    "problem/rules.py",
+    "search/annealing.py",
+    "search/evaluator.py",
+    "timing/averaging.py",
+)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -42,7 +48,7 @@ def is_compiled(function: Any) -> bool:
 @cache
 def _cache_folder() -> str:
     """A folder for this very code: the user's cache, or the system's temporary files."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     digest = hashlib.sha256(b"".join((here / name).read_bytes() for name in MODULES)).hexdigest()
     name = f"skippipe_sched/{digest[:16]}"
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.problem.rules import violations
+from skippipe_sched.search import annealing
 from skippipe_sched.search.annealing import (
     MOVES,
     candidate_of,
@@ -15,7 +16,6 @@ from skippipe_sched.search.annealing import (
     revert,
     undo_for,
 )
-from skippipe_sched.search.budget import annealing
 from skippipe_sched.search.evaluator import (
     NO_ORDER,
     NO_STRETCH,

@@ -18,7 +18,7 @@ from skippipe_sched.timing.averaging import quickest_averaging_s
 from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import PAPER, cases, in_order, same_place
-from tests.sched.test_methods import _balance_is_possible
+from tests.sched.methods.test_methods import _balance_is_possible
 
 # The placement published for the paper's case of 20 nodes.
 PUBLISHED = (
