@@ -18,8 +18,9 @@ from skippipe_sched.errors import InputError, run_command
 from skippipe_jax.config import load_config
 from skippipe_jax.profiling.case import check_template
 from skippipe_jax.profiling.cluster import measure
+from skippipe_jax.runtime.topology import sharding_of
+from skippipe_jax.runtime.transport import open_transfers
 from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
-from skippipe_jax.training.trainer import open_transfers
 
 EPILOG = """\
 Start it on all hosts like python -m skippipe_jax.train, with the same configuration. Of that it
@@ -72,7 +73,8 @@ def _run(arguments: argparse.Namespace) -> int:
             _make_room(arguments.output)
         say(f"{host.count} hosts have met")
         # Each host stands for a node.
-        links = open_transfers(config, host).links({host.index: jax.local_devices()[0]})
+        here = {host.index: sharding_of((jax.local_devices()[0],))}
+        links = open_transfers(config, host).links(here)
         say("links are open")
         profile = measure(config, host, links, say)
         if profile is not None:

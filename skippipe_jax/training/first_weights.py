@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from skippipe_sched.errors import InputError
-from tqdm import tqdm
 
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import Config
+from skippipe_jax.config import Config, StageCut
 from skippipe_jax.config.huggingface import folder_of
 from skippipe_jax.interop.huggingface import Weights, open_weights
-from skippipe_jax.runtime.executor import Executor
+from skippipe_jax.runtime.state import Origin, State
+from skippipe_jax.runtime.topology import Topology
 
 
 def first_weights(config: Config) -> Weights | None:
@@ -30,31 +31,31 @@ def first_weights(config: Config) -> Weights | None:
     return weights
 
 
-def begin_with(weights: Weights, executor: Executor, config: Config, host: Membership) -> None:
-    """Give the stages served here their weights, instead of those drawn from the seed.
+def from_weights(weights: Weights, cut: StageCut, digests: dict[int, str]) -> Origin:
+    """The parameters of the stages that `weights` hold; notes the digest of each that is read."""
 
-    All hosts call this together. Each reads its own stages, one at a time.
+    def read(stage: int, shapes: State) -> State:
+        parameters = weights.read_stage(shapes["parameters"], cut.blocks(stage).start)
+        digests[stage] = _digest(parameters)
+        return {"parameters": parameters}
 
-    Raises:
-        InputError: if another host has read other weights for the same stage.
+    return read
+
+
+def require_same_weights(
+    digests: Mapping[int, str], topology: Topology, config: Config, host: Membership
+) -> None:
+    """Refuse a host that has read other weights for a stage than the first host that has it.
+
+    All hosts call this together.
     """
-    digests: dict[int, str] = {}
-    layers = config.model.layers_of_stages(len(executor.plan.stages))
-    served = sorted({executor.stage_of[node] for node in executor.states})
-    for stage in tqdm(served, desc="weights", unit="stage", disable=None, leave=False):
-        replicas = {n: s for n, s in executor.states.items() if executor.stage_of[n] == stage}
-        shapes = next(iter(replicas.values())).parameters
-        parameters = weights.read_stage(shapes, sum(layers[:stage]))
-        for node, state in replicas.items():
-            # A copy each, since updates write over parameters.
-            device = executor.devices[node]
-            state.parameters = jax.device_put(parameters, device, may_alias=False)
-        if host.count > 1:
-            digests[stage] = _digest(parameters)
-            host.put(f"weights/{stage}/{host.index}", digests[stage])
+    if host.count == 1:
+        return
     timeout_s = config.cluster.connect_timeout_s
     for stage, digest in digests.items():
-        first = executor.host_of[executor.plan.stages[stage][0]]
+        host.put(f"weights/{stage}/{host.index}", digest)
+    for stage, digest in digests.items():
+        first = topology.host_of[topology.plan.stages[stage][0]]
         if digest != host.get(f"weights/{stage}/{first}", timeout_s, source=first):
             raise InputError(
                 "init_from",
@@ -62,8 +63,6 @@ def begin_with(weights: Weights, executor: Executor, config: Config, host: Membe
                 f"host {host.index} reads other weights for stage {stage} than host {first}",
                 "Give all hosts the same files",
             )
-    # Nobody waits for activations of a host that still reads.
-    host.barrier("weights", timeout_s)
 
 
 def _digest(parameters: Any) -> str:

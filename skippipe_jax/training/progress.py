@@ -32,7 +32,7 @@ from skippipe_jax.profiling.devices import (
     peak_process_bytes,
 )
 from skippipe_jax.program.schedule import Schedule, predicted_s
-from skippipe_jax.runtime.executor import Executor, Outcome
+from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import (
     LOSS,
     SQUARED_NORM,
@@ -42,6 +42,7 @@ from skippipe_jax.runtime.stage_functions import (
     activation,
     skips_update,
 )
+from skippipe_jax.runtime.totals import Outcome
 from skippipe_jax.storage import run_folder
 from skippipe_jax.training.trackers import open_trackers
 
@@ -130,7 +131,7 @@ class Progress:
         self,
         config: Config,
         schedule: Schedule,
-        executor: Executor,
+        runtime: Runtime,
         step: int,
         folder: Path | None,
     ):
@@ -144,7 +145,7 @@ class Progress:
             for name, plan in schedule.plans.items()
             for averaged in {config.recipe.averaged(step) for step in (0, 1)}
         }
-        self.devices = list(dict.fromkeys(executor.devices))
+        self.devices = list(dict.fromkeys(d for own in runtime.topology.devices for d in own))
         data = config.data
         self.flops = {
             name: iteration_flops(config.model, plan, data.microbatch_size, data.sequence_length)
@@ -153,7 +154,7 @@ class Progress:
         self.peak_flops_per_second = peak_flops_per_second(d.device_kind for d in self.devices)
         self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
         self.learning_rate(step)  # Compiled now, not while training.
-        optimizer_state = next(iter(executor.states.values())).optimizer_state
+        optimizer_state = next(iter(runtime.states.values())).optimizer_state
         self.skipped_updates = step - updates_made(optimizer_state)
         self.validations: dict[int, tuple[float | None, float]] = {}
         self.trackers = [] if folder is None else open_trackers(config, folder, step)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,23 +48,24 @@ from skippipe_jax.profiling.case import Profile, check_template
 from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule, best_plan, make_schedule
-from skippipe_jax.runtime.emulation import Emulation
-from skippipe_jax.runtime.executor import Executor, Outcome, devices_of_nodes, functions_of_stages
-from skippipe_jax.runtime.live import Clock, LiveIteration
-from skippipe_jax.runtime.stage_functions import activation
-from skippipe_jax.runtime.transport import Transfers
+from skippipe_jax.runtime.runtime import Runtime, give_collectives_threads, open_runtime
+from skippipe_jax.runtime.state import from_checkpoint
+from skippipe_jax.runtime.topology import sharding_of
+from skippipe_jax.runtime.transport import open_transfers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import (
-    Checkpoint,
     CheckpointWriter,
     latest_step,
     prepare_run,
     read_data_state,
-    read_stage,
 )
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.recording import draw_recorded, remove_recordings
-from skippipe_jax.training.first_weights import begin_with, first_weights
+from skippipe_jax.training.first_weights import (
+    first_weights,
+    from_weights,
+    require_same_weights,
+)
 from skippipe_jax.training.profiled_steps import profiled
 from skippipe_jax.training.progress import CompilationCounter, Progress
 from skippipe_jax.training.trackers import require_trackers
@@ -111,9 +111,9 @@ def _train(
     plans_anew = _plans_anew(config, host, resume)
     transfers, profile = None, None
     if config.plan.measure and plans_anew:
-        _give_sums_threads(config, host, check_template(config, host.count).count(host.index))
+        give_collectives_threads(config, host, check_template(config, host.count).count(host.index))
         transfers = open_transfers(config, host)
-        here = {host.index: jax.local_devices()[0]}
+        here = {host.index: sharding_of((jax.local_devices()[0],))}
         tell = _say if host.index == 0 else _say_nothing
         profile = measure(config, host, transfers.links(here), tell)
     if host.index == 0:
@@ -149,22 +149,23 @@ def _train(
         host.put("run", _description(config, schedule))
     _require_same_text(config, host, host_of[plan.stages[0][0]], data)
     if transfers is None:
-        _give_sums_threads(config, host, len(program.nodes))
+        give_collectives_threads(config, host, len(program.nodes))
         transfers = open_transfers(config, host)
-    executor = make_executor(config, plan, host, host_of, program, transfers)
-
     found = prepare_run(folder, host)
-    step, read = 0, 0
+    step, read, origin, digests = 0, 0, None, None
     if found is not None:
-        step = found.step
-        _restore(found, executor, stage_layers)
+        step, origin = found.step, from_checkpoint(found, stage_layers)
         if data is not None:
             read = data.position(read_data_state(found))
     else:
         # A run that stopped before its first checkpoint begins anew when it is resumed.
         weights = weights or first_weights(config)
         if weights is not None:
-            begin_with(weights, executor, config, host)
+            digests = {}
+            origin = from_weights(weights, stage_layers, digests)
+    runtime = open_runtime(config, schedule, programs, host_of, host, transfers, origin)
+    if digests is not None:
+        require_same_weights(digests, runtime.topology, config, host)
     if host.index == 0 and resume:
         if step >= config.train.steps:
             _say(f"nothing is left to do: the run is at step {step} of {config.train.steps}")
@@ -178,12 +179,9 @@ def _train(
         keep_every=config.checkpoint.keep_every,
         mirror=mirror,
     )
-    iterations = Iterations(config, executor, host, schedule, programs)
-    progress = Progress(config, schedule, executor, step, folder if host.index == 0 else None)
+    progress = Progress(config, schedule, runtime, step, folder if host.index == 0 else None)
     validation = (
-        Validation(config, _data_config(config), executor, host)
-        if config.validation.every
-        else None
+        Validation(config, _data_config(config), runtime, host) if config.validation.every else None
     )
     best = BestCheckpoint(writer, folder if host.index == 0 else None)
     reader = None if data is None else ReadAhead(data.__getitem__, config.data.prefetch)
@@ -200,7 +198,12 @@ def _train(
     ):
         while step < config.train.steps and not (stopping and recipe.replicas_agree(step)):
             batches = _batches(program, schedule.plan(step), reader, read)
-            outcome = iterations.run(step, batches, stop=bool(received))
+            record, stop = config.traces(step), bool(received)
+            traces = config.log.profiles(step + 1)
+            with profiled(runtime, folder, step + 1, host.index) if traces else nullcontext():
+                outcome = runtime.run(step, batches, stop=stop, record=record)
+            if outcome.recording is not None:
+                outcome.recording.save(folder, step + 1, host.index)
             step, read = step + 1, read + len(plan.microbatches)
             progress.watch(step, outcome, compilations.take())
             held_out = None
@@ -217,12 +220,12 @@ def _train(
                     f"{recipe.average_parameters_every} iterations at most; Ctrl-C: at once"
                 )
             if saves:
-                _save(writer, step, executor, data, read)
+                _save(writer, step, runtime, data, read)
                 best.consider(step, held_out)
                 saved_step = step
         progress.report()
         if saved_step != step:
-            _save(writer, step, executor, data, read)
+            _save(writer, step, runtime, data, read)
             best.consider(step, held_out)
     if config.checkpoint.copy_to is not None:
         if host.index == 0:
@@ -454,164 +457,27 @@ def _require_attention(model: ModelConfig) -> None:
         )
 
 
-def open_transfers(config: Config, host: Membership) -> Transfers:
-    """The transfer servers of this host; all hosts call this together."""
-
-    def exchange(address: str) -> list[str]:
-        host.put(f"transfer_server/{host.index}", address)
-        timeout_s = config.cluster.connect_timeout_s
-        return [
-            host.get(f"transfer_server/{index}", timeout_s, source=index)
-            for index in range(host.count)
-        ]
-
-    backend = jax.local_devices()[0].client
-    return Transfers(host.index, host.count, backend, host.transfer_addresses(), exchange)
-
-
-def make_executor(
-    config: Config,
-    plan: Plan,
-    host: Membership,
-    host_of: Sequence[int],
-    program: Program,
-    transfers: Transfers,
-) -> Executor:
-    """What runs this host's `program`, with first parameters; all hosts call this together."""
-    batch, time = config.data.microbatch_size, config.data.sequence_length
-    devices = devices_of_nodes(plan, host_of)
-    links = transfers.links({node: devices[node] for node in program.nodes})
-    functions = functions_of_stages(
-        plan, config.model, config.optimizer, config.train.steps, batch * time
-    )
-    executor = Executor(
-        plan,
-        program,
-        devices,
-        functions,
-        links,
-        host_of,
-        config.model,
-        config.seed,
-        activation(config.model, config.data),
-        config.network,
-        scales_skipped=config.recipe.skip_scaling == "inverse",
-        average_parameters_every=config.recipe.average_parameters_every,
-    )
-    host.barrier("executors", config.cluster.connect_timeout_s)
-    executor.open_sums()
-    return executor
-
-
-class Iterations:
-    """Runs each iteration by its plan, in the way that the configuration asks for."""
-
-    def __init__(
-        self,
-        config: Config,
-        executor: Executor,
-        host: Membership,
-        schedule: Schedule,
-        programs: Mapping[str, Program],
-    ):
-        """Find out how far this host's clock is from host 0's, if timelines are recorded.
-
-        `programs` are this host's, by the names of the plans.
-        """
-        self.config = config
-        self.executor = executor
-        self.host = host
-        self.schedule = schedule
-        self.programs = programs
-        network = config.network
-        self.emulations = {
-            name: Emulation(plan, network, config.seed, config.recipe.averaged_at_most)
-            for name, plan in schedule.plans.items()
-            if network.mode == "emulate"
-        }
-        self.ready_first = config.execution == "ready-first"
-        self.clock_offset_s = host.clock_offset_s() if config.trace != "never" else 0.0
-        # In one process nothing is ever late, unless it is made so.
-        self.waits = (
-            host.count > 1 or bool(self.emulations) or self.ready_first or bool(executor.rings)
-        )
-
-    def run(self, iteration: int, batches: Mapping[int, Sequence[Batch]], stop: bool) -> Outcome:
-        """Run one iteration, and record and profile it in the run folder if its turn has come."""
-        name = self.schedule.name(iteration)
-        self.executor.follow(self.schedule.plans[name], self.programs[name])
-        if not self.config.log.profiles(iteration + 1):
-            return self._run(name, iteration, batches, stop)
-        folder, host = Path(self.config.run_dir), self.host.index
-        with profiled(self.executor, folder, iteration + 1, host):
-            return self._run(name, iteration, batches, stop)
-
-    def _run(
-        self, name: str, iteration: int, batches: Mapping[int, Sequence[Batch]], stop: bool
-    ) -> Outcome:
-        traced = self.config.traces(iteration)
-        if not (self.waits or traced):
-            return self.executor.run(iteration, batches, stop)
-        live = LiveIteration(
-            self.executor,
-            iteration,
-            ready_first=self.ready_first,
-            emulation=self.emulations.get(name),
-        )
-        outcome = live.run(batches, stop)
-        if traced:
-            recording = live.recording(Clock.with_offset(self.clock_offset_s))
-            recording.save(Path(self.config.run_dir), iteration + 1, self.host.index)
-        return outcome
-
-
-def _give_sums_threads(config: Config, host: Membership, nodes: int) -> None:
-    """Let XLA have more threads than cores on a CPU, which it creates when it is first used.
-
-    There a collective holds a thread until all replicas have come to it, and so does a launch for
-    which the device has no room yet: with two threads, both may wait for work that has no thread
-    left. Rings need no such threads, and operations are quicker without.
-    """
-    if host.count > 1 and config.network.averaging != "ring":
-        threads = (os.cpu_count() or 1) + 2 * nodes + 1
-        os.environ.setdefault("PJRT_NPROC", str(threads))
-
-
 def _batches(
     program: Program, plan: Plan, reader: ReadAhead[Batch] | None, read: int
-) -> dict[int, list[Batch]]:
-    """The batches of each data node served here, one for each of its microbatches.
+) -> dict[int, Batch]:
+    """The batch of each microbatch whose data node is served here.
 
     Microbatch m of an iteration is number `read` + m of the run.
     """
     if reader is None:
         return {}
-    batches: dict[int, list[Batch]] = {node: [] for node in plan.stages[0] if node in program.nodes}
-    own = [number for number, path in enumerate(plan.microbatches) if path[0] in batches]
-    for microbatch in own:
-        batches[plan.microbatches[microbatch][0]].append(reader[read + microbatch])
+    own = [number for number, path in enumerate(plan.microbatches) if path[0] in program.nodes]
+    batches = {microbatch: reader[read + microbatch] for microbatch in own}
     reader.announce(read + len(plan.microbatches) + microbatch for microbatch in own)
     return batches
 
 
 def _save(
-    writer: CheckpointWriter, step: int, executor: Executor, data: TrainingBatches | None, read: int
+    writer: CheckpointWriter, step: int, runtime: Runtime, data: TrainingBatches | None, read: int
 ) -> None:
-    stages = {stage: state.to_save() for stage, state in executor.owned_stages().items()}
+    stages = runtime.owned_stages()
     # Whoever owns stage 0 serves a data node.
     writer.save(step, stages, data.state(read) if data is not None and 0 in stages else None)
-
-
-def _restore(found: Checkpoint, executor: Executor, stage_layers: Sequence[int]) -> None:
-    for node, state in executor.states.items():
-        sharding = jax.sharding.SingleDeviceSharding(executor.devices[node])
-        abstract = jax.tree.map(
-            lambda leaf, sharding=sharding: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            ),
-            state.to_save(),
-        )
-        state.restore(read_stage(found, stage_layers, executor.stage_of[node], abstract))
 
 
 @contextmanager

@@ -10,26 +10,26 @@ from typing import Any
 import numpy as np
 
 from skippipe_jax import train
-from skippipe_jax.runtime.executor import Executor
+from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.training import trainer
 from tests.training_runs import by_name
 
 
 def main() -> int:
     folder = Path(sys.argv.pop(1))
-    made: list[Executor] = []
-    make_executor = trainer.make_executor
+    made: list[Runtime] = []
+    open_runtime = trainer.open_runtime
 
-    def make_and_keep(*arguments: Any) -> Executor:
-        made.append(make_executor(*arguments))
+    def make_and_keep(*arguments: Any) -> Runtime:
+        made.append(open_runtime(*arguments))
         return made[-1]
 
-    trainer.make_executor = make_and_keep
+    trainer.open_runtime = make_and_keep
     code = train.main()
     folder.mkdir(exist_ok=True)
     for node, state in made[0].states.items():
         arrays: dict[str, Any] = by_name(state.to_save())
-        np.savez(folder / f"stage{made[0].stage_of[node]}_node{node:03}.npz", **arrays)
+        np.savez(folder / f"stage{made[0].topology.stage_of[node]}_node{node:03}.npz", **arrays)
     return code
 
 

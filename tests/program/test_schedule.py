@@ -22,7 +22,7 @@ from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.program.compiler import Compute, compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule, make_schedule, stage_shares
 from skippipe_jax.report import report
-from skippipe_jax.runtime.executor import Executor
+from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.storage import run_folder
 from skippipe_jax.training import trainer
 from tests import oracle
@@ -151,14 +151,14 @@ def expected_run(run_dir: Path) -> tuple[list[Any], list[float]]:
 def test_training_by_several_plans_equals_the_oracle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
 ):
-    made: list[Executor] = []
-    make_executor = trainer.make_executor
+    made: list[Runtime] = []
+    open_runtime = trainer.open_runtime
 
-    def make_and_keep(*arguments: Any) -> Executor:
-        made.append(make_executor(*arguments))
+    def make_and_keep(*arguments: Any) -> Runtime:
+        made.append(open_runtime(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(trainer, "make_executor", make_and_keep)
+    monkeypatch.setattr(trainer, "open_runtime", make_and_keep)
     model = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
     recompute = {"recompute": "stage"} | sections.get("model", {})
     run_dir = tmp_path / "run"
@@ -167,7 +167,7 @@ def test_training_by_several_plans_equals_the_oracle(
     assert_plans_were_taken(run_dir)
     expected, losses = expected_run(run_dir)
     for node, state in made[0].states.items():
-        error = oracle.relative_error(state.parameters, expected[made[0].stage_of[node]])
+        error = oracle.relative_error(state.parameters, expected[made[0].topology.stage_of[node]])
         assert error < TOLERANCE, f"node {node}: {error}"
     lines = run_folder.read_metrics(run_dir)
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-5)
