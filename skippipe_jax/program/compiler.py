@@ -118,8 +118,8 @@ def global_order(plan: Plan, numbers: HopNumbers | None = None) -> tuple[Instruc
         chain = microbatch_chain(microbatch, path)
         for before, after in itertools.pairwise(chain):
             if before.node != after.node:
-                [number] = numbers.take(1)
-                leaves[before] = arrives[after] = Hop(number, before.node, after.node)
+                hop = Hop(numbers.take(1).start, before.node, after.node)
+                leaves[before] = arrives[after] = hop
     timed: list[tuple[float, Instruction]] = [
         (run.start_s, Compute(run.operation, arrives.get(run.operation), leaves.get(run.operation)))
         for run in timeline.runs
@@ -181,7 +181,7 @@ def compile_held_out(
         hops: list[Hop | None] = [None]
         for before, after in itertools.pairwise(chain):
             is_hop = before.node != after.node
-            hops.append(Hop(*numbers.take(1), before.node, after.node) if is_hop else None)
+            hops.append(Hop(numbers.take(1).start, before.node, after.node) if is_hop else None)
         hops.append(None)
         ways.append([Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)])
     order = [

@@ -242,3 +242,13 @@ def test_with_all_that_an_optimizer_may_do():
     outcomes = assert_training_equals_the_oracle(plan, model, guarded, batches, 3, WAYS[0])
     skipped = [bool(skips_update(guarded, outcome.totals, BATCH * TIME)) for outcome in outcomes]
     assert skipped[:2] == [True, False]
+
+
+def test_unvisited_nodes_that_share_a_replica_begin_its_ring_once():
+    # On two devices nodes 1 and 3 hold one replica; neither has anything to compute.
+    plan = plan_of([[0], [1, 2, 3]], [[0, 2], [0, 2]])
+    model = ModelConfig(
+        vocabulary_size=11, width=8, layers=2, heads=2, kv_heads=1, ffn_width=12, context=TIME
+    )
+    batches = random_batches(plan, seed=2)
+    assert_training_equals_the_oracle(plan, model, OPTIMIZER, batches, 2, WAYS[2])
