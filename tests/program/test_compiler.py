@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
 from skippipe_sched.timing.simulate import simulate
@@ -14,10 +18,14 @@ from skippipe_sched.timing.simulate import simulate
 from skippipe_jax.program.compiler import (
     Compute,
     Instruction,
+    Program,
     SumReplicas,
+    compile_held_out,
     compile_plan,
     global_order,
+    hosts_of_nodes,
 )
+from skippipe_jax.program.hops import Hop, HopNumbers
 
 PROPERTIES = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -141,6 +149,167 @@ def test_the_global_order_runs_everything_once_and_in_the_orders_of_the_plan(pla
 def test_every_hop_is_sent_once_and_received_once(placement: tuple[Plan, tuple[int, ...]]):
     plan, host_of = placement
     programs = compile_plan(plan, host_of)
+    steps = [step for program in programs for step in computes(program.instructions)]
+    sent = {step.leaves: step.operation for step in steps if step.leaves}
+    received = {step.arrives: step.operation for step in steps if step.arrives}
+    assert len(sent) == sum(step.leaves is not None for step in steps)
+    assert len(received) == sum(step.arrives is not None for step in steps)
+    expected = {
+        (before, after)
+        for m, path in enumerate(plan.microbatches)
+        for before, after in itertools.pairwise(microbatch_chain(m, path))
+        if before.node != after.node
+    }
+    assert sent.keys() == received.keys()
+    assert {(sent[hop], received[hop]) for hop in sent} == expected
+    assert sorted(hop.number for hop in sent) == list(range(len(sent)))
+    for hop in sent:
+        assert (hop.source, hop.target) == (sent[hop].node, received[hop].node)
+    for program in programs:
+        assert program.first_free_hop == len(sent)
+        assert {program.following[sent[hop]] for hop in sent} == set(received.values())
+
+
+def run_to_the_end(plan: Plan, programs: tuple[Program, ...], pick: random.Random) -> None:
+    """Hosts in a random interleaving; each blocks until its input is there, and in every sum.
+
+    Real hosts block less: they only dispatch. Whoever never locks here does not lock there.
+    """
+    place = [0] * len(programs)
+    underway: set[Hop] = set()
+    host_of = {node: program.host for program in programs for node in program.nodes}
+
+    def next_of(host: int) -> Instruction | None:
+        instructions = programs[host].instructions
+        return instructions[place[host]] if place[host] < len(instructions) else None
+
+    while any(next_of(program.host) is not None for program in programs):
+        able = []
+        for host in range(len(programs)):
+            step = next_of(host)
+            if isinstance(step, Compute) and (step.arrives is None or step.arrives in underway):
+                able.append([host])
+            if isinstance(step, SumReplicas):
+                together = sorted({host_of[node] for node in plan.stages[step.stage]})
+                if host == together[0] and all(next_of(other) == step for other in together):
+                    able.append(together)
+        assert able, f"locked at {[next_of(host) for host in range(len(programs))]}"
+        for host in pick.choice(able):
+            step = next_of(host)
+            if isinstance(step, Compute):
+                if step.arrives is not None:
+                    underway.remove(step.arrives)
+                if step.leaves is not None:
+                    underway.add(step.leaves)
+            place[host] += 1
+    assert not underway
+
+
+@PROPERTIES
+@given(placements(), st.integers(0, 2**32))
+def test_hosts_of_any_speed_come_to_the_end(placement: tuple[Plan, tuple[int, ...]], seed: int):
+    plan, host_of = placement
+    run_to_the_end(plan, compile_plan(plan, host_of), random.Random(seed))
+
+
+def test_operations_on_one_node_pass_values_without_a_hop():
+    plan = plan_of([[0], [1]], [[0], [0, 1]])
+    [program] = compile_plan(plan, (0, 0))
+    hops = {step.operation: (step.arrives, step.leaves) for step in computes(program.instructions)}
+    assert hops[Operation("F", 0, 0)] == hops[Operation("L", 0, 0)] == (None, None)
+    assert hops[Operation("F", 1, 1)] == (Hop(0, 0, 1), Hop(1, 1, 0))
+    assert hops[Operation("B", 1, 1)] == (Hop(2, 0, 1), Hop(3, 1, 0))
+    # The loss comes back to the data node by a hop, and its own backward is next but two.
+    assert hops[Operation("L", 1, 0)] == (Hop(1, 1, 0), Hop(2, 0, 1))
+
+
+SWAPPED = [[0], [1], [2]], [[0, 1, 2], [0, 2, 1]]
+
+
+def test_orders_that_wait_for_each_other_are_refused():
+    data_node = [("F", 0), ("F", 1), ("L", 0), ("L", 1), ("B", 0), ("B", 1)]
+    # Node 1 wants to end microbatch 1 before it begins with 0, and node 2 the other way round.
+    plan = plan_of(
+        *SWAPPED,
+        order=[
+            data_node,
+            [("F", 1), ("B", 1), ("F", 0), ("B", 0)],
+            [("F", 0), ("B", 0), ("F", 1), ("B", 1)],
+        ],
+    )
+    with pytest.raises(InputError, match="wait for each other for ever") as caught:
+        compile_plan(plan, (0, 1, 2))
+    assert caught.value.field == "plan.order"
+    assert "F of microbatch 1 on node 1 waits for" in str(caught.value)
+
+
+def test_orders_that_break_a_memory_limit_are_refused():
+    plan = plan_of(*SWAPPED)
+    assert compile_plan(plan, (0, 1, 2))
+    full = dataclasses.replace(plan, case=plan_of(*SWAPPED, memory=1).case)
+    with pytest.raises(InputError, match="puts 2 microbatches in flight on node") as caught:
+        compile_plan(full, (0, 1, 2))
+    assert caught.value.field.startswith("plan.order[")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts", "expected"),
+    [
+        (4, 1, (0, 0, 0, 0)),
+        (4, 4, (0, 1, 2, 3)),
+        (9, 2, (0, 0, 0, 0, 0, 1, 1, 1, 1)),
+        (5, 3, (0, 0, 1, 1, 2)),
+    ],
+)
+def test_nodes_are_spread_evenly_over_hosts(nodes: int, hosts: int, expected: tuple[int, ...]):
+    assert hosts_of_nodes(nodes, hosts, None) == expected
+
+
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_every_host_serves_as_many_nodes_as_another_give_or_take_one(nodes: int, hosts: int):
+    hosts = min(nodes, hosts)
+    host_of = hosts_of_nodes(nodes, hosts, None)
+    counts = [host_of.count(host) for host in range(hosts)]
+    assert list(host_of) == sorted(host_of)
+    assert sum(counts) == nodes
+    assert max(counts) - min(counts) <= 1
+
+
+def test_hosts_can_be_given():
+    assert hosts_of_nodes(3, 2, (1, 0, 1)) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts", "given_hosts", "field", "words"),
+    [
+        (9, 12, None, "--hosts", "the plan has 9 nodes"),
+        (3, 2, (0, 1), "cluster.host_of_node", "has 2 entries, but the plan has 3 nodes"),
+        (3, 2, (0, 0, 0), "cluster.host_of_node", "each of 0 to 1 must serve a node"),
+        (3, 1, (0, 0, 1), "cluster.host_of_node", "Start 2 hosts"),
+        (3, 2, (0, 1, -1), "cluster.host_of_node", "each of 0 to 1"),
+    ],
+)
+def test_plans_for_another_number_of_hosts_are_refused(
+    nodes: int, hosts: int, given_hosts: tuple[int, ...] | None, field: str, words: str
+):
+    with pytest.raises(InputError) as caught:
+        hosts_of_nodes(nodes, hosts, given_hosts)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+@PROPERTIES
+@given(st.data())
+def test_held_out_microbatches_go_through_all_stages_in_order(data: st.DataObject):
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    first = [sum(sizes[:stage]) for stage in range(len(sizes))]
+    stages = [list(range(begin, begin + size)) for begin, size in zip(first, sizes, strict=True)]
+    hosts = data.draw(st.integers(1, sum(sizes)))
+    host_of = [node * hosts // sum(sizes) for node in range(sum(sizes))]
+    count = data.draw(st.integers(0, 7))
+    numbers = HopNumbers(5)
+    programs = compile_held_out(stages, host_of, count, numbers)
+
     parts = [[c for c in p.instructions if isinstance(c, Compute)] for p in programs]
     computes = {compute.operation: compute for own in parts for compute in own}
     assert len(computes) == count * (len(stages) + 1)
