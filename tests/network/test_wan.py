@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
 
-
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_iterations_of_six_hosts_take_as_long_as_planned(tmp_path: Path):
     found = tmp_path / "wan.json"
