@@ -1,5 +1,7 @@
 """Tests run on four virtual CPU devices, and share compiled programs with their processes.
 
+Arrays are held to the shapes in annotations, but not in these processes, which are as users' are.
+
 With `-n 2` two processes take them by files. Tests that are marked as alone have the machine for
 themselves then: what they hold a clock to would depend on the test beside them.
 """
@@ -11,6 +13,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.shapes import enforce_shapes
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile far more than they compute, and these flags make XLA a quick compiler.
@@ -24,6 +28,7 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "skippipe_jax_tests")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+enforce_shapes()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
