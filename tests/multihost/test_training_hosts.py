@@ -43,8 +43,9 @@ TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.launch")
 PATIENCE_S = 180.0
 # A death shows at once; a host that a busy machine keeps from running is not to be lost.
 HEARTBEAT_TIMEOUT_S = 10.0
-# Of the runs that lose some of them.
+# Of the runs that lose some of them. Each has nodes whose stages other hosts serve, too.
 HOSTS = 4
+HOST_OF_NODE = [node % HOSTS for node in range(9)]
 # Long enough that a run is still on its way when something happens to it.
 STEPS = 26
 METRICS = {
@@ -259,12 +260,13 @@ def nine_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="module")
 def four_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a run of as many processes as below lose one after the other."""
-    return undisturbed_run(HOSTS, config, tmp_path_factory.mktemp("four"))
+    folder = tmp_path_factory.mktemp("four")
+    return undisturbed_run(HOSTS, config, folder, cluster__host_of_node=HOST_OF_NODE)
 
 
-def undisturbed_run(hosts: int, config: Path, folder: Path) -> Path:
+def undisturbed_run(hosts: int, config: Path, folder: Path, **changes: Any) -> Path:
     with started_processes(folder) as processes:
-        start_hosts(processes, hosts, (*TRAIN, *in_folder(config, folder / "run")))
+        start_hosts(processes, hosts, (*TRAIN, *in_folder(config, folder / "run", **changes)))
         assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
         assert not CRASHES.search(processes.outputs()), processes.outputs()
     return folder / "run"
@@ -368,7 +370,7 @@ def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
     config: Path, four_processes: Path, tmp_path: Path
 ):
     run_dir = tmp_path / "run"
-    arguments = in_folder(config, run_dir)
+    arguments = in_folder(config, run_dir, cluster__host_of_node=HOST_OF_NODE)
     with started_processes(tmp_path / "without_2") as processes:
         start_hosts(processes, HOSTS, (*TRAIN, *arguments))
         processes.wait_until(lambda: steps_done(run_dir) >= 7, PATIENCE_S)
