@@ -292,7 +292,8 @@ def _received(connection: socket.socket) -> Request:
     body = b""
     while len(body) < length:
         body += connection.recv(length - len(body))
-    return Request(*json.loads(body), streams)
+    arguments, environment, folder = json.loads(body)
+    return Request(arguments, environment, folder, streams)
 
 
 def _refusal(request: Request, once: Mapping[str, str]) -> str | None:

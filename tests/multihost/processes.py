@@ -21,29 +21,27 @@ from tests.fork_server import Forked, fork, fork_server
 
 
 class Processes:
-    """Programs in the order in which they were started; what each prints goes into a file."""
+    """Programs in the order in which they were started; what each prints goes into a file.
 
-    def __init__(self, folder: Path):
+    They are forked, or started `really`.
+    """
+
+    def __init__(self, folder: Path, really: bool = False):
         self.folder = folder
+        self.really = really
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
 
-    def start(
-        self,
-        *command: str | Path,
-        really: bool = False,
-        before: Sequence[str] = (),
-        **environment: str,
-    ) -> None:
-        """Have Python run these arguments in a session of its own: forked, or started `really`.
+    def start(self, *command: str | Path, before: Sequence[str] = (), **environment: str) -> None:
+        """Have Python run these arguments, in a session of its own.
 
-        `before` are the words before Python, of a command that becomes it.
+        `before` are the words before Python, of a command that becomes it: then it is not forked.
         """
         variables = {**os.environ, **environment}
         with (
             open(self.folder / f"output{len(self.processes)}", "wb") as output,
             open(os.devnull, "rb") as nothing,
         ):
-            if really or before:
+            if self.really or before:
                 process = subprocess.Popen(
                     [*before, sys.executable, *command],
                     stdin=nothing,
@@ -67,7 +65,6 @@ class Processes:
         hosts: int,
         *command: str | Path,
         last: Sequence[str] = (),
-        really: bool = False,
         **environment: str,
     ) -> None:
         """Start a program once for each host; the last gets arguments of its own."""
@@ -75,7 +72,7 @@ class Processes:
         for host in range(hosts):
             own = last if host == hosts - 1 else ()
             arguments = (*command, *common, "--host-id", str(host), *own)
-            self.start(*arguments, really=really, **environment)
+            self.start(*arguments, **environment)
 
     def output(self, index: int) -> str:
         return (self.folder / f"output{index}").read_text(errors="replace")
@@ -123,10 +120,10 @@ class Processes:
 
 
 @contextlib.contextmanager
-def started_processes(folder: Path) -> Iterator[Processes]:
+def started_processes(folder: Path, really: bool = False) -> Iterator[Processes]:
     """Processes that end with a block; `folder` is made for their output."""
     folder.mkdir(parents=True, exist_ok=True)
-    processes = Processes(folder)
+    processes = Processes(folder, really)
     try:
         yield processes
     finally:

@@ -30,10 +30,8 @@ PATIENT = ("--heartbeat-timeout-s", "300")
 class Run(Processes):
     """The hosts of one run."""
 
-    def start_workers(
-        self, hosts: int, *arguments: str, last: Sequence[str] = (), really: bool = False
-    ) -> None:
-        self.start_hosts(hosts, WORKER, *arguments, last=last, really=really)
+    def start_workers(self, hosts: int, *arguments: str, last: Sequence[str] = ()) -> None:
+        self.start_hosts(hosts, WORKER, *arguments, last=last)
 
     def wait_until_summing(self) -> None:
         hosts = range(len(self.processes))
@@ -66,7 +64,8 @@ def assert_stopped_by(run: Run, host: int, verdict: str, timeout_s: float) -> No
 @pytest.mark.alone
 def test_hosts_that_end_well_are_not_lost(run: Run):
     # Long enough that silence would be noticed, and the last host stays behind the others.
-    run.start_workers(4, "--seconds", "1", last=("--linger-s", "4"), really=True)
+    run.really = True
+    run.start_workers(4, "--seconds", "1", last=("--linger-s", "4"))
     for host in range(4):
         assert run.exit_code(host, START_S) == 0, run.output(host)
         assert "ended well" in run.output(host)

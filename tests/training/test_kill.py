@@ -29,16 +29,16 @@ def test_killed_at_twenty_random_moments(tmp_path: Path):
     config = write_config(tmp_path, plan={"case": SMALL_CASE, "method": "balanced"})
     chance = random.Random(0)
 
-    def start(processes: Processes, run: Path, every: int, *arguments: str, really: bool) -> None:
+    def start(processes: Processes, run: Path, every: int, *arguments: str) -> None:
         words = settings(
             run_dir=run, train__steps=STEPS, checkpoint__every=every, checkpoint__keep=2
         )
         command = ("-m", "skippipe_jax.train", "--config", config, *words, *arguments)
-        processes.start(*command, really=really, **virtual_devices(1))
+        processes.start(*command, **virtual_devices(1))
 
     def finish(run: Path, *arguments: str) -> None:
         with started_processes(tmp_path / "output") as processes:
-            start(processes, run, STEPS, *arguments, really=False)
+            start(processes, run, STEPS, *arguments)
             assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
 
     finish(tmp_path / "undisturbed")
@@ -46,9 +46,9 @@ def test_killed_at_twenty_random_moments(tmp_path: Path):
     run, saving = tmp_path / "run", 0
     for number in range(KILLS):
         saved = latest_step(run) or 0
-        with started_processes(tmp_path / "output") as processes:
-            resume = ["--resume"] if run_folder.is_run(run) else []
-            start(processes, run, 1, *resume, really=number == 0)
+        # The first is no fork.
+        with started_processes(tmp_path / "output", really=number == 0) as processes:
+            start(processes, run, 1, *(["--resume"] if run_folder.is_run(run) else []))
             # Now and then while it starts, else when it is under way.
             if number % 5 == 4:
                 time.sleep(chance.uniform(0.0, 2.0))

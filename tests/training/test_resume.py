@@ -59,12 +59,11 @@ class Run:
         self.processes = processes
         self.folder = processes.folder / "run"
 
-    def start(self, *arguments: str, really: bool = False, **changes: Any) -> int:
+    def start(self, *arguments: str, **changes: Any) -> int:
         """Begin to train; returns the number of the process."""
         self.processes.start(
             *("-m", "skippipe_jax.train", "--config", self.config, *arguments),
             *settings(run_dir=self.folder, **changes),
-            really=really,
             **virtual_devices(2),
         )
         return len(self.processes.processes) - 1
@@ -107,7 +106,8 @@ def assert_same_run(run: Run, expected: Run) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: signal.Signals):
-    run.start(really=True)
+    run.processes.really = True
+    run.start()
     run.processes.wait_until(lambda: steps_done(run.folder) >= 9, PATIENCE_S)
     run.processes.processes[0].send_signal(number)
     code, output = run.processes.exit_code(0, PATIENCE_S), run.processes.output(0)
@@ -118,6 +118,7 @@ def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: si
     assert f"stopped by {number.name} after step {step}. " in output
     assert f"--resume to go on from step {step} in {run.folder}." in output
     assert "Traceback" not in output
+    run.processes.really = False
     assert run.train("--resume")[0] == 0
     assert_same_run(run, finished)
 
