@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import jax
-from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import load_config
-from skippipe_jax.profiling.case import check_template
-from skippipe_jax.profiling.cluster import measure
-from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
-from skippipe_jax.training.trainer import open_transfers
+from skippipe_jax.arguments import (
+    add_cluster_arguments,
+    add_config_arguments,
+    joined_by,
+    run_module,
+)
 
 EPILOG = """\
 Start it on all hosts like python -m skippipe_jax.train, with the same configuration. Of that it
@@ -33,18 +33,17 @@ exit codes: 0 the case is written; 2 the input is wrong; 75 another host was los
 
 def main() -> int:
     """Parse the command line and measure; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    return run_module("skippipe_jax.profile", add_arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m skippipe_jax.profile",
-        description="Measure the links between hosts, the seconds of each stage on each node and "
-        "its memory, and write a case that the planner takes as it is.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser of this command."""
+    parser.description = (
+        "Measure the links between hosts, the seconds of each stage on each node and its memory, "
+        "and write a case that the planner takes as it is."
     )
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_config_arguments(parser, resumes=False)
     parser.add_argument(
         "-o",
@@ -55,10 +54,17 @@ def _parser() -> argparse.ArgumentParser:
         "case.measured.json (default: %(default)s)",
     )
     add_cluster_arguments(parser)
-    return parser
+    parser.set_defaults(command=_profile)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _profile(arguments: argparse.Namespace) -> int:
+    import jax
+
+    from skippipe_jax.config import load_config
+    from skippipe_jax.profiling.case import check_template
+    from skippipe_jax.profiling.cluster import measure
+    from skippipe_jax.training.trainer import open_transfers
+
     config = load_config(arguments.config, arguments.set)
     start = time.monotonic()
     with joined_by(arguments, config) as host:

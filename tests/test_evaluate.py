@@ -31,11 +31,11 @@ from skippipe_sched.problem.plan import load_plan
 from skippipe_jax import evaluate
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ModelConfig, Phase, RecipeConfig, load_config, to_tree
-from skippipe_jax.convert import to_huggingface
 from skippipe_jax.data.tokenizer import ByteTokenizer
-from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss, losses_along
+from skippipe_jax.inference.evaluation import Evaluation, evaluate_run, held_out_loss, losses_along
 from skippipe_jax.inference.partial import Order, kept, swapped, without_each
 from skippipe_jax.inference.staged_model import read_run
+from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.llama import DataStage, stage_shapes
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage

@@ -17,7 +17,7 @@ from typing import Any
 from skippipe_sched.errors import run_command
 
 from experiments.paper import provenance
-from skippipe_jax.evaluate import Answer, evaluate
+from skippipe_jax.inference.evaluation import Answer, evaluate
 from skippipe_jax.inference.partial import Question, Way, kept, swapped
 from skippipe_jax.inference.staged_model import read_run
 from skippipe_jax.storage import run_folder

@@ -16,6 +16,11 @@ ATTENTION = ("xla", "cudnn")
 
 DTYPES = ("float32", "bfloat16")
 
+# How a model that comes without a plan is cut. For inference into at most so many stages, as far as
+# layers allow; as a run, which is converted stage by stage, into one for every so many layers.
+MOST_STAGES = 6
+LAYERS_OF_STAGE = 4
+
 
 @dataclass(frozen=True)
 class RopeScaling:

@@ -5,7 +5,6 @@ Programs are compiled once for each shape of a stage, so no choice of stages com
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, parse_config, to_tree
+from skippipe_jax.config.model import MOST_STAGES
 from skippipe_jax.config.tokenizer import has_tokenizer
 from skippipe_jax.data.batches import Batch, check_vocabulary, tokenizer_of, with_tokenizer_of_run
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -29,9 +29,6 @@ from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import create_stage, stage_shapes
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
-
-# Into at most so many stages a model is cut that comes without a plan, as far as layers allow.
-MOST_STAGES = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,34 +92,6 @@ def _apply(structure: Any, parameters: Any, inputs: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _loss(structure: Any, parameters: Any, x: Array, targets: Array) -> Array:
     return jnp.stack(nnx.merge(structure, parameters).loss(x, targets))
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, *cut_flags: str) -> None:
-    """The arguments that name a model: those of `read_model`, which `named_model` passes on."""
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--run", type=Path, metavar="DIR", help="the folder of a run")
-    where.add_argument("--hf", type=Path, metavar="DIR", help="a folder from Hugging Face")
-    parser.add_argument("--step", type=int, help="which checkpoint of --run (default: the latest)")
-    parser.add_argument(
-        *cut_flags or ("--cut",),
-        dest="cut",
-        type=int,
-        metavar="N",
-        help=f"into how many stages an --hf model is cut (default: {MOST_STAGES}, or as many fewer "
-        "as its layers spread over evenly)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY.SUB=VALUE",
-        help="override the configuration, as for training; may be given often",
-    )
-
-
-def named_model(arguments: argparse.Namespace) -> tuple[StagedModel, Config, int | None]:
-    """The model that the arguments name, as `read_model` reads it."""
-    return read_model(arguments.run, arguments.hf, arguments.step, arguments.cut, arguments.set)
 
 
 def read_model(

@@ -16,7 +16,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
-from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import open_checkpoint, read_data_state
 from skippipe_jax.storage.recording import recorded_steps

@@ -20,7 +20,7 @@ from tensorboardX.proto import event_pb2
 from skippipe_jax import report
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import LogConfig, load_config, parse_config
-from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
 from skippipe_jax.training.trackers import numbers, open_trackers, require_trackers
