@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-RECOMPUTE = ("none", "block", "stage")
+from skippipe_jax.config.choices import Choice, require_choices
 
-
-ATTENTION = ("xla", "cudnn")
-
-
-DTYPES = ("float32", "bfloat16")
+RECOMPUTE = Choice(("none", "block", "stage"))
+ATTENTION = Choice(("xla", "cudnn"))
+DTYPES = Choice(("float32", "bfloat16"))
 
 # How a model that comes without a plan is cut. For inference into at most so many stages, as far as
 # layers allow; as a run, which is converted stage by stage, into one for every so many layers.
@@ -76,7 +74,7 @@ class ModelConfig:
         attention: `xla`, or `cudnn`: the fused kernel of NVIDIA GPUs.
     """
 
-    preset: str | None = None
+    preset: Annotated[str, Choice(PRESETS)] | None = None
     vocabulary_size: int = 259
     width: int = 256
     layers: int = 4
@@ -89,10 +87,10 @@ class ModelConfig:
     tied_head: bool = False
     norm_epsilon: float = 1e-6
     stage_layers: tuple[int, ...] | None = None
-    parameter_dtype: str = "float32"
-    compute_dtype: str = "float32"
-    recompute: str = "none"
-    attention: str = "xla"
+    parameter_dtype: Annotated[str, DTYPES] = "float32"
+    compute_dtype: Annotated[str, DTYPES] = "float32"
+    recompute: Annotated[str, RECOMPUTE] = "none"
+    attention: Annotated[str, ATTENTION] = "xla"
 
     def __post_init__(self):
         """Refuse shapes and names that fit no model."""
@@ -115,14 +113,7 @@ class ModelConfig:
                 f"{self.heads} heads do not share it evenly",
                 "Choose a divisor of model.heads",
             )
-        for name, choices in (
-            ("recompute", RECOMPUTE),
-            ("attention", ATTENTION),
-            ("parameter_dtype", DTYPES),
-            ("compute_dtype", DTYPES),
-        ):
-            fields.text(getattr(self, name), f"model.{name}", choices)
-
+        require_choices(self, "model")
         if self.attention == "cudnn" and self.compute_dtype == "float32":
             raise InputError(
                 "model.attention",
