@@ -1,0 +1,44 @@
+"""`python -m skippipe_jax.report RUN`: one HTML page that shows a run, with nothing beside it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from skippipe_sched.errors import InputError, run_command
+
+
+def main() -> int:
+    """Parse the command line and write the page; returns the exit code."""
+    arguments = _parser().parse_args()
+    return run_command(lambda: _report(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m skippipe_jax.report",
+        description="One HTML page of a run: curves, timelines, links, idle nodes.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("-o", "--output", type=Path, help="default: report.html in that folder")
+    return parser
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from skippipe_jax.reporting.page import report
+
+    output = arguments.output or arguments.run / "report.html"
+    page = report(arguments.run)
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            "--output", str(output), f"cannot be written: {error.strerror}", "Name another file"
+        ) from error
+    print(f"report written to {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
