@@ -36,7 +36,7 @@ FIGURES = np.dtype(
 class Metrics:
     """The `FIGURES` of every iteration, one record each, and the last lines of metrics whole."""
 
-    figures: np.recarray
+    figures: np.ndarray
     recent: Sequence[Mapping[str, Any]]
 
     def of(self, chosen: Sequence[bool]) -> Metrics:
@@ -46,9 +46,9 @@ class Metrics:
         return Metrics(self.figures[np.array(chosen, bool)], recent)
 
     @property
-    def settled(self) -> np.recarray:
+    def settled(self) -> np.ndarray:
         """The iterations that tell how fast the run is: those without compilation, if any."""
-        compiled = self.figures.compiled
+        compiled = self.figures["compiled"]
         return self.figures if compiled.all() else self.figures[~compiled]
 
     @property
@@ -92,7 +92,7 @@ def load_metrics(folder: Path) -> Metrics:
     for number, line in enumerate(read_metrics(folder), start=1):
         rows.append(_row(line, f"{METRICS}, line {number}, "))
         recent.append(line)
-    return Metrics(np.array(rows, FIGURES).view(np.recarray), tuple(recent))
+    return Metrics(np.array(rows, FIGURES), tuple(recent))
 
 
 def _row(line: Mapping[str, Any], where: str) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ def report(folder: Path) -> str:
     """
     config, schedule = saved_config(folder, "RUN"), saved_schedule(folder)
     whole = load_metrics(folder)
-    steps = whole.figures.step.tolist()
+    steps = whole.figures["step"].tolist()
     plans = [schedule.name(step - 1) for step in steps]
     name = plans[-1] if plans else OWN
     plan, metrics = schedule.plans[name], whole.of([other == name for other in plans])
@@ -138,18 +138,18 @@ def curves(metrics: Metrics) -> list[str]:
     """
     figures, predicted = metrics.figures, metrics.predicted_seconds
     # The first iterations compile, and would leave the others no room.
-    top = float(np.quantile(metrics.settled.seconds, 0.99)) * 1.25
+    top = float(np.quantile(metrics.settled["seconds"], 0.99)) * 1.25
     mark = None
     if predicted is not None:
         top = max(top, 1.15 * predicted)
         mark = (f"predicted {seconds_text(predicted)}", predicted)
-    losses = {"Loss": figures.loss, "Held-out loss": figures.held_out}
+    losses = {"Loss": figures["loss"], "Held-out loss": figures["held_out"]}
     pictures = [
-        _loss_curve(title, figures.step[known], values[known])
+        _loss_curve(title, figures["step"][known], values[known])
         for title, values in losses.items()
         if (known := np.isfinite(values)).any()
     ]
-    time = curve("Seconds per iteration", "", figures.step, figures.seconds, (0.0, top), mark)
+    time = curve("Seconds per iteration", "", figures["step"], figures["seconds"], (0.0, top), mark)
     return [*pictures, time]
 
 
