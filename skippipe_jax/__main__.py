@@ -59,8 +59,8 @@ def _adder(name: str) -> Callable[[argparse.ArgumentParser], None]:
     """What tells a parser of a command."""
     if name == "completion":
         return _add_completion
-    module = "skippipe_jax.config.__main__" if name == "config" else f"skippipe_jax.{name}"
-    return import_module(module).add_arguments
+    inside = ".__main__" if name == "config" else ""
+    return import_module(f"skippipe_jax.{name}{inside}").add_arguments
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:

@@ -6,23 +6,22 @@ import argparse
 import sys
 from pathlib import Path
 
-from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.arguments import run_module
 
 
 def main() -> int:
     """Parse the command line and write the page; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _report(arguments))
+    return run_module("skippipe_jax.report", add_arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m skippipe_jax.report",
-        description="One HTML page of a run: curves, timelines, links, idle nodes.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser of this command."""
+    parser.description = "One HTML page of a run: curves, timelines, links, idle nodes."
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("-o", "--output", type=Path, help="default: report.html in that folder")
-    return parser
+    parser.set_defaults(command=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -65,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out", type=float, default=0.05, help="share kept for evaluation (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="decides which (%(default)s)")
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="that tokenize (%(default)s)"
-    )
+    parser.add_argument("--processes", type=int, help="that tokenize (default: one for each core)")
     parser.set_defaults(command=_tokenize)
 
 
@@ -76,7 +74,10 @@ def _tokenize(arguments: argparse.Namespace) -> int:
     from skippipe_jax.data.tokenizing import train_bpe, training_documents, write_tokens
     from skippipe_jax.storage.new_folder import new_folder
 
-    processes = fields.integer(arguments.processes, "--processes", 1)
+    cores = os.cpu_count() or 1
+    processes = fields.integer(
+        cores if arguments.processes is None else arguments.processes, "--processes", 1
+    )
     seed = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED)
     held_out = fields.number(arguments.held_out, "--held-out", 0.0, above=True)
     if held_out >= 1:

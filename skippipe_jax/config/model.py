@@ -19,6 +19,49 @@ DTYPES = Choice(("float32", "bfloat16"))
 MOST_STAGES = 6
 LAYERS_OF_STAGE = 4
 
+# tiny is the quickstart's model, 3.3 million parameters. Published shapes: 500m and 1.5b are the
+# paper's models, 8b is Llama 3 8B.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocabulary_size": 259,
+        "width": 256,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn_width": 704,
+        "context": 256,
+    },
+    "500m": {
+        "vocabulary_size": 32000,
+        "width": 1024,
+        "layers": 24,
+        "heads": 16,
+        "kv_heads": 16,
+        "ffn_width": 4096,
+        "context": 1024,
+    },
+    "1.5b": {
+        "vocabulary_size": 32000,
+        "width": 2048,
+        "layers": 24,
+        "heads": 16,
+        "kv_heads": 16,
+        "ffn_width": 8192,
+        "context": 4096,
+    },
+    "8b": {
+        "vocabulary_size": 128256,
+        "width": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn_width": 14336,
+        "context": 4096,
+        "rope_theta": 500000.0,
+        "norm_epsilon": 1e-5,
+    },
+}
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -157,47 +200,3 @@ class ModelConfig:
                 "Make the two agree",
             )
         return self.stage_layers
-
-
-# tiny is the quickstart's model, 3.3 million parameters. Published shapes: 500m and 1.5b are the
-# paper's models, 8b is Llama 3 8B.
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocabulary_size": 259,
-        "width": 256,
-        "layers": 4,
-        "heads": 4,
-        "kv_heads": 4,
-        "ffn_width": 704,
-        "context": 256,
-    },
-    "500m": {
-        "vocabulary_size": 32000,
-        "width": 1024,
-        "layers": 24,
-        "heads": 16,
-        "kv_heads": 16,
-        "ffn_width": 4096,
-        "context": 1024,
-    },
-    "1.5b": {
-        "vocabulary_size": 32000,
-        "width": 2048,
-        "layers": 24,
-        "heads": 16,
-        "kv_heads": 16,
-        "ffn_width": 8192,
-        "context": 4096,
-    },
-    "8b": {
-        "vocabulary_size": 128256,
-        "width": 4096,
-        "layers": 32,
-        "heads": 32,
-        "kv_heads": 8,
-        "ffn_width": 14336,
-        "context": 4096,
-        "rope_theta": 500000.0,
-        "norm_epsilon": 1e-5,
-    },
-}
