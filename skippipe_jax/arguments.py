@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_sched.errors import run_command
+from skippipe_sched.errors import loading, run_command
 
 if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
@@ -71,8 +71,9 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextManager[Membership]:
     """Keep compiled programs as `config` says, and be one of the hosts that `arguments` name."""
-    from skippipe_jax.cluster.membership import joined
-    from skippipe_jax.runtime.compilation import keep_programs
+    with loading():
+        from skippipe_jax.cluster.membership import joined
+        from skippipe_jax.runtime.compilation import keep_programs
 
     keep_programs(config.compilation_cache)
     return joined(
@@ -105,7 +106,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *cut_flags: str) -> Non
 
 def named_model(arguments: argparse.Namespace) -> tuple[StagedModel, Config, int | None]:
     """The model that the arguments name, as `read_model` reads it."""
-    from skippipe_jax.inference.staged_model import read_model
+    with loading():
+        from skippipe_jax.inference.staged_model import read_model
 
     return read_model(arguments.run, arguments.hf, arguments.step, arguments.cut, arguments.set)
 

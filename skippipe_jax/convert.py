@@ -10,6 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from skippipe_sched.errors import loading
+
 from skippipe_jax.arguments import run_module
 from skippipe_jax.config.model import DTYPES, LAYERS_OF_STAGE
 
@@ -63,9 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _from_huggingface(arguments: argparse.Namespace) -> int:
-    _compute_on_cpu()
-    from skippipe_jax.interop.conversion import from_huggingface, parameters_in_all
+    with loading():
+        from skippipe_jax.interop.conversion import from_huggingface, parameters_in_all
 
+    _compute_on_cpu()
     config = from_huggingface(arguments.source, arguments.output, arguments.stages)
     print(
         f"{parameters_in_all(config.model):,} parameters of {config.model.layers} layers are in "
@@ -76,9 +79,10 @@ def _from_huggingface(arguments: argparse.Namespace) -> int:
 
 
 def _to_huggingface(arguments: argparse.Namespace) -> int:
-    _compute_on_cpu()
-    from skippipe_jax.interop.conversion import to_huggingface
+    with loading():
+        from skippipe_jax.interop.conversion import to_huggingface
 
+    _compute_on_cpu()
     step = to_huggingface(arguments.run, arguments.output, arguments.step, arguments.dtype)
     print(f"step {step} of {arguments.run} is in {arguments.output}")
     return 0

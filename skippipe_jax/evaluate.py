@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.arguments import add_model_arguments, named_model, run_module
 
@@ -75,9 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from skippipe_jax.inference.evaluation import evaluate, subsets, table, visited_shares
-    from skippipe_jax.inference.staged_model import tokenizer_for
-    from skippipe_jax.reporting.evaluation_plot import picture
+    with loading():
+        from skippipe_jax.inference.evaluation import evaluate, subsets, table, visited_shares
+        from skippipe_jax.inference.staged_model import tokenizer_for
+        from skippipe_jax.reporting.evaluation_plot import picture
 
     sequences = fields.integer(arguments.sequences, "--sequences", 1)
     shares = _shares(arguments)

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.arguments import (
     add_model_arguments,
@@ -53,9 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from skippipe_jax.inference.decoding import generate_tokens, text_pieces
-    from skippipe_jax.inference.partial import chosen_order
-    from skippipe_jax.inference.staged_model import tokenizer_for
+    with loading():
+        from skippipe_jax.inference.decoding import generate_tokens, text_pieces
+        from skippipe_jax.inference.partial import chosen_order
+        from skippipe_jax.inference.staged_model import tokenizer_for
 
     count = fields.integer(arguments.tokens, "--tokens", 1)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.arguments import add_model_arguments, add_stages_arguments, run_module
 
@@ -56,12 +56,12 @@ def _harness(arguments: argparse.Namespace) -> int:
             "lm-evaluation-harness is not installed",
             'Run pip install "skippipe-jax[harness]"',
         )
-    # Optional, and slow to import.
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import handle_non_serializable, make_table
+    with loading():
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import handle_non_serializable, make_table
 
-    from skippipe_jax.inference.harness_model import HarnessModel
+        from skippipe_jax.inference.harness_model import HarnessModel
 
     tasks = TaskManager(include_path=folder, include_defaults=folder is None)
     names = arguments.tasks.split(",")

@@ -9,6 +9,8 @@ import argparse
 import json
 import sys
 
+from skippipe_sched.errors import loading
+
 from skippipe_jax.arguments import add_config_arguments, run_module
 
 EPILOG = """\
@@ -39,10 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _memory(arguments: argparse.Namespace) -> int:
     from skippipe_jax.config import load_config
-    from skippipe_jax.models.estimate import table, to_json, what_is_planned
-    from skippipe_jax.models.footprint import memory_of_stages, traffic
 
     config = load_config(arguments.config, arguments.set)
+    with loading():
+        from skippipe_jax.models.estimate import table, to_json, what_is_planned
+        from skippipe_jax.models.footprint import memory_of_stages, traffic
+
     case, visits = what_is_planned(config, arguments.config.parent)
     memory, sent = memory_of_stages(config, case), traffic(config, case, visits)
     if arguments.json:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.arguments import (
     add_cluster_arguments,
@@ -58,14 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    import jax
-
     from skippipe_jax.config import load_config
-    from skippipe_jax.profiling.case import check_template
-    from skippipe_jax.profiling.cluster import measure
-    from skippipe_jax.training.trainer import open_transfers
 
     config = load_config(arguments.config, arguments.set)
+    with loading():
+        import jax
+
+        from skippipe_jax.profiling.case import check_template
+        from skippipe_jax.profiling.cluster import measure
+        from skippipe_jax.training.trainer import open_transfers
+
     start = time.monotonic()
     with joined_by(arguments, config) as host:
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.arguments import run_module
 
@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from skippipe_jax.reporting.page import report
+    with loading():
+        from skippipe_jax.reporting.page import report
 
     output = arguments.output or arguments.run / "report.html"
     page = report(arguments.run)

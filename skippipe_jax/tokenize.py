@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.arguments import run_module
 from skippipe_jax.config import DocumentSource
@@ -70,9 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tokenize(arguments: argparse.Namespace) -> int:
-    from skippipe_jax.data.tokenizer import MARKS, copy_tokenizer, load_tokenizer
-    from skippipe_jax.data.tokenizing import train_bpe, training_documents, write_tokens
-    from skippipe_jax.storage.new_folder import new_folder
+    with loading():
+        from skippipe_jax.data.tokenizer import MARKS, copy_tokenizer, load_tokenizer
+        from skippipe_jax.data.tokenizing import train_bpe, training_documents, write_tokens
+        from skippipe_jax.storage.new_folder import new_folder
 
     cores = os.cpu_count() or 1
     processes = fields.integer(

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skippipe_sched.errors import loading
+
 from skippipe_jax.arguments import (
     add_cluster_arguments,
     add_config_arguments,
@@ -53,9 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     from skippipe_jax.config import load_config
     from skippipe_jax.config.differences import summary
-    from skippipe_jax.training.trainer import train
 
+    # What is wrong there is said before anything is loaded that takes seconds.
     config = load_config(arguments.config, arguments.set)
+    with loading():
+        from skippipe_jax.training.trainer import train
+
     with joined_by(arguments, config) as host:
         host.last_words = lambda: where_to_resume(config)
         if host.index == 0:

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from skippipe_sched.errors import loading
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
@@ -49,7 +50,9 @@ class Command:
         Raises:
             InputError: for whatever is wrong with what the user gave.
         """
-        return import_module(f"{__name__}.{self.name}").run(arguments)
+        with loading():
+            module = import_module(f"{__name__}.{self.name}")
+        return module.run(arguments)
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
