@@ -18,8 +18,6 @@ from skippipe_sched.figures.gantt import (
     svg_text,
 )
 
-from skippipe_jax.inference.partial import Order
-
 # Pixels.
 WIDTH = 440
 HEIGHT = 280
@@ -41,7 +39,7 @@ STYLE = """
 
 
 def picture(
-    perplexities: Mapping[int, Mapping[Order, float]], stages: int, full_perplexity: float
+    perplexities: Mapping[int, Mapping[tuple[int, ...], float]], stages: int, full_perplexity: float
 ) -> str:
     """Mean, standard deviation and every subset, for each number of the `stages` stages that run.
 
@@ -75,8 +73,8 @@ def picture(
     for kept, of_orders in sorted(perplexities.items()):
         across, values = x(kept / stages), list(of_orders.values())
         mean, deviation = float(np.mean(values)), float(np.std(values))
-        for order, perplexity in of_orders.items():
-            tip = f"stages {' '.join(map(str, order))}: {perplexity:.3f}"
+        for stages_run, perplexity in of_orders.items():
+            tip = f"stages {' '.join(map(str, stages_run))}: {perplexity:.3f}"
             _add_dot(svg, "each", (across, y(perplexity)), tip)
         ends = [y(mean - deviation), y(mean + deviation)]
         add_line(svg, "spread", (across, ends[0]), (across, ends[1]))
