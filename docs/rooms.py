@@ -69,12 +69,11 @@ class Room:
     @property
     def purpose(self) -> str:
         """What the room's own docstring says."""
-        if len(self.modules) > 1:
-            names = ", ".join(module.partition(".")[2] for module in self.modules)
-            return f"{names}: each a parser and one call."
-        [module] = self.modules
-        text = inspect.getdoc(importlib.import_module(module)) or ""
-        return " ".join(text.partition("\n\n")[0].split())
+        if len(self.modules) == 1:
+            text = inspect.getdoc(importlib.import_module(self.modules[0])) or ""
+            return " ".join(text.partition("\n\n")[0].split())
+        names = ", ".join(module.partition(".")[2] for module in self.modules)
+        return f"{names}: each a parser and one call."
 
     def holds(self, module: str) -> bool:
         """Whether a module is one of the room's."""
