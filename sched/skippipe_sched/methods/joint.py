@@ -21,8 +21,8 @@ from skippipe_sched.methods import dtfm, full, skippipe
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.case import Case, Rules
-from skippipe_sched.search.annealing import Candidate
 from skippipe_sched.search import annealing
+from skippipe_sched.search.annealing import Candidate
 from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.search.compiled import is_compiled
 from skippipe_sched.search.evaluator import (
