@@ -19,7 +19,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement
 
 import grimp
-from skippipe_sched.figures.gantt import (
+from skippipe_sched.figures.svg import (
     MARGIN,
     WIDTH,
     add_rect,
@@ -131,7 +131,7 @@ def shown_imports(imports: Mapping[Room, set[Room]]) -> list[tuple[Room, Room]]:
     return [
         (room, other)
         for room, others in imports.items()
-        for other in others - set().union(*map(below, others))
+        for other in sorted(others - set().union(*map(below, others)), key=lambda other: other.name)
     ]
 
 
