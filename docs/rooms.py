@@ -8,8 +8,7 @@ in pyproject.toml; an arrow stands for imports, and is left out where others lea
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import ast
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,8 +69,8 @@ class Room:
     def purpose(self) -> str:
         """What the room's own docstring says."""
         if len(self.modules) == 1:
-            text = inspect.getdoc(importlib.import_module(self.modules[0])) or ""
-            return " ".join(text.partition("\n\n")[0].split())
+            tree = ast.parse(file_of(self.modules[0]).read_text(encoding="utf-8"))
+            return " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
         names = ", ".join(module.partition(".")[2] for module in self.modules)
         return f"{names}: each a parser and one call."
 
@@ -99,8 +98,14 @@ def floors_of_contracts() -> list[list[Room]]:
     return floors
 
 
+def file_of(module: str) -> Path:
+    """Where a module is written; nothing is imported for it."""
+    path = ROOT.joinpath("sched" if module.startswith("skippipe_sched") else "", *module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def _is_package(module: str) -> bool:
-    return hasattr(importlib.import_module(module), "__path__")
+    return file_of(module).name == "__init__.py"
 
 
 def modules_and_imports(floors: Floors) -> tuple[dict[Room, list[str]], dict[Room, set[Room]]]:
@@ -158,8 +163,8 @@ def _table(floors: Floors, modules: Mapping[Room, Sequence[str]]) -> Iterator[st
 
 def _link(module: str) -> str:
     """A module's short name, which leads to its file."""
-    path = Path(str(importlib.import_module(module).__file__)).relative_to(ROOT)
-    return f"[{path.stem}](../{path.as_posix()})"
+    path = file_of(module)
+    return f"[{path.stem}](../{path.relative_to(ROOT).as_posix()})"
 
 
 def picture(floors: Floors, imports: Sequence[tuple[Room, Room]]) -> str:
