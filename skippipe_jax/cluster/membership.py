@@ -44,6 +44,7 @@ from skippipe_jax.cluster.addresses import (
     reachable_address,
     require_free,
 )
+from skippipe_jax.cluster.agreement import DeadlinePassed, HostFailed, barrier
 from skippipe_jax.cluster.hub import (
     BEATS,
     HELLO_S,
@@ -75,10 +76,6 @@ _LINGER_S = 2.0
 _CLOCK_EXCHANGES = 8
 _CLOCK_S = 0.5
 """How often a host asks for host 0's clock, and how long it goes on asking."""
-
-
-class DeadlinePassed(TimeoutError):
-    """Something was waited for too long: `joined` ends the process as for a lost host."""
 
 
 @dataclass(frozen=True)
@@ -235,10 +232,7 @@ class Membership:
         Raises:
             DeadlinePassed: names a host that did not come within ``timeout_s`` seconds.
         """
-        deadline = time.monotonic() + timeout_s
-        self.put(f"barrier/{name}/{self.index}", "")
-        for host in range(self.count):
-            self.get(f"barrier/{name}/{host}", max(0.0, deadline - time.monotonic()), source=host)
+        barrier(self, f"barrier/{name}", timeout_s)
 
     def transfer_addresses(self) -> tuple[str, str]:
         """Where this host's transfer servers take requests and send arrays: ``IP:PORT`` each.
@@ -583,7 +577,9 @@ def _may_stem_from_a_peer(error: BaseException) -> bool:
         text = str(chain)
         # gloo's errors surface as ValueError.
         if (
-            isinstance(chain, jax.errors.JaxRuntimeError | ConnectionError | TimeoutError)
+            isinstance(
+                chain, jax.errors.JaxRuntimeError | ConnectionError | TimeoutError | HostFailed
+            )
             or "Gloo" in text
         ):
             return not text.startswith(_OWN_FAULTS)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from skippipe_jax.cluster.membership import DeadlinePassed
+from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.transport import Link
 
