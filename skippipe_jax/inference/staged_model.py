@@ -28,7 +28,8 @@ from skippipe_jax.interop import huggingface
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import create_stage, stage_shapes
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.reader import read_stage
 
 # Into at most so many stages a model is cut that comes without a plan, as far as layers allow.
 MOST_STAGES = 6

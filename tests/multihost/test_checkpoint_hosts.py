@@ -10,15 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 
-from skippipe_jax.storage.checkpoint import (
-    CheckpointWriter,
-    latest_step,
-    open_checkpoint,
-    prepare_run,
-    read_data_state,
-    read_stage,
-    saved_steps,
-)
+from skippipe_jax.storage.layout import latest_step, open_checkpoint, prepare_run, saved_steps
+from skippipe_jax.storage.reader import read_data_state, read_stage
+from skippipe_jax.storage.writer import CheckpointWriter
+from tests.thread_hosts import ThreadHost
 
 STEPS = [2, 4, 6, 8]
 
@@ -36,24 +31,8 @@ class ProcessHost:
     def put(self, key, value):
         self._client.key_value_set(key, value)
 
-    def get(self, key, timeout_s):
+    def get(self, key, timeout_s, source=None):
         return self._client.blocking_key_value_get(key, int(timeout_s * 1000))
-
-
-class LoneHost:
-    """A host that shares its checkpoints with no other."""
-
-    index = 0
-    count = 1
-
-    def __init__(self):
-        self._said = {}
-
-    def put(self, key, value):
-        self._said[key] = value
-
-    def get(self, key, timeout_s):
-        return self._said[key]
 
 
 @jax.jit
@@ -95,7 +74,7 @@ def run_host(index, port, run_dir):
     writer.close()
 
     # Saves of one process must not meet those of another that happen to run at the same time.
-    writer = CheckpointWriter(run_dir / str(index), LoneHost(), stage_layers=(1,), keep=1)
+    writer = CheckpointWriter(run_dir / str(index), ThreadHost(), stage_layers=(1,), keep=1)
     for step in range(60):
         writer.save(step, {0: {"step": jnp.int32(step)}}, {})
     writer.close()
