@@ -1,7 +1,5 @@
 """Two real processes write one checkpoint; run as a program, this file is one of them."""
 
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 
+from skippipe_jax.launch import free_port
 from skippipe_jax.storage.layout import latest_step, open_checkpoint, prepare_run, saved_steps
 from skippipe_jax.storage.reader import read_data_state, read_stage
 from skippipe_jax.storage.writer import CheckpointWriter
+from tests.multihost.processes import started_processes
 from tests.thread_hosts import ThreadHost
 
 STEPS = [2, 4, 6, 8]
@@ -82,25 +82,11 @@ def run_host(index, port, run_dir):
 
 def test_two_processes_write_and_read_one_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "00000004" / "stage_0").mkdir(parents=True)  # left by a crash
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(index), str(port), tmp_path],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        outputs = [host.communicate(timeout=120)[0] for host in hosts]
-    finally:
-        for host in hosts:
-            host.kill()
-            host.wait()
-    assert [host.returncode for host in hosts] == [0, 0], "\n".join(outputs)
+    port = str(free_port())
+    with started_processes(tmp_path / "hosts") as processes:
+        for index in range(2):
+            processes.start(__file__, str(index), port, tmp_path)
+        assert processes.exit_codes(120.0) == [0, 0], processes.outputs()
     assert saved_steps(tmp_path) == STEPS[-2:]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
