@@ -85,9 +85,18 @@ def test_other_folders_are_no_checkpoints():
     assert steps_named(names) == [3, 12, 123456789]
 
 
-@pytest.mark.parametrize("module", ["storage.layout", "cluster.agreement"])
-def test_nothing_heavy_is_loaded_to_look_at_checkpoints(module):
-    heavy = ["jax", "flax", "orbax", "grain", "numba", "scipy", "numpy"]
-    program = f"import sys, skippipe_jax.{module}; print([m for m in {heavy} if m in sys.modules])"
+def loaded_with(*modules):
+    """What a process has loaded once it has imported some modules."""
+    program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert found.stdout == "[]\n", found.stderr
+    assert found.returncode == 0, found.stderr
+    return set(found.stdout.split())
+
+
+def test_who_looks_into_a_run_folder_loads_no_jax():
+    loaded = loaded_with("skippipe_jax.storage.run_folder", "skippipe_jax.cluster.addresses")
+    assert {"jax", "flax", "optax", "orbax", "grain", "fsspec"} & loaded == set()
+
+
+def test_who_looks_for_checkpoints_loads_no_numbers_at_all():
+    assert {"jax", "numpy", "scipy", "numba"} & loaded_with("skippipe_jax.storage.layout") == set()
