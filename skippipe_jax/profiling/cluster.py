@@ -16,12 +16,12 @@ from skippipe_jax.config import Config
 from skippipe_jax.profiling.case import (
     HostReport,
     Profile,
-    activation_bytes,
     check_template,
+    hop_bytes,
     profile_of,
     stage_count,
 )
-from skippipe_jax.profiling.links import MeasuredLink, Transfer, measure_copy, measure_links
+from skippipe_jax.profiling.links import MeasuredLink, MeasuredTransfer, measure_copy, measure_links
 from skippipe_jax.profiling.stages import (
     StageTimings,
     Timing,
@@ -63,7 +63,7 @@ def measure(
     host_of = check_template(config, host.count)
     local, own_nodes = jax.local_devices(), host_of.count(host.index)
     devices = [local[position % len(local)] for position in range(own_nodes)]
-    size, deadline_s = activation_bytes(config), config.network.deadline_s
+    size, deadline_s = hop_bytes(config), config.network.deadline_s
     told = gather(host, "measure/place", lambda: asdict(_place_of(devices)), deadline_s)
     places = [Place(**place) for place in told.values()]
 
@@ -154,7 +154,7 @@ def _time_stages(
 
 def _report_from(told: dict[str, Any]) -> HostReport:
     links = [
-        MeasuredLink(**link | {"transfers": [Transfer(**t) for t in link["transfers"]]})
+        MeasuredLink(**link | {"transfers": [MeasuredTransfer(**t) for t in link["transfers"]]})
         for link in told["links"]
     ]
     timings = {
