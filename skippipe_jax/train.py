@@ -73,7 +73,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def where_to_resume(config: Config) -> str:
     """The sentence that tells from where a run that ended early can go on."""
-    from skippipe_jax.storage.checkpoint import latest_step
+    from skippipe_jax.storage.layout import latest_step
 
     step = latest_step(Path(config.run_dir))
     if step is None:

@@ -11,17 +11,12 @@ import numpy as np
 from jaxtyping import Float, Int
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from skippipe_sched import fields
-from skippipe_sched.figures.flows import (
-    Flow,
-    flows_map,
-    link_name,
-    link_traffic,
-    seconds_text,
-    size_text,
-)
+from skippipe_sched.figures.amounts import seconds_text, size_text
+from skippipe_sched.figures.flows import flows_map
 from skippipe_sched.figures.gantt import gantt_series
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.simulate import Timeline
+from skippipe_sched.timing.traffic import Flow, link_name, link_traffic
 
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.models.footprint import stage_parameters

@@ -25,7 +25,7 @@ import numpy as np
 from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.simulate import Averaging, Run
 
-from skippipe_jax.cluster.membership import DeadlinePassed
+from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Compute, Hop
 from skippipe_jax.runtime.emulation import Emulation

@@ -35,14 +35,7 @@ from skippipe_jax.config import (
     to_tree,
 )
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
-from skippipe_jax.data.batches import (
-    Batch,
-    TrainingBatches,
-    check_vocabulary,
-    keep_tokenizer,
-    tokenizer_of,
-    with_tokenizer_of_run,
-)
+from skippipe_jax.data.batches import Batch, TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.profiling.case import Profile, check_template
@@ -55,16 +48,12 @@ from skippipe_jax.runtime.live import Clock, LiveIteration
 from skippipe_jax.runtime.stage_functions import activation
 from skippipe_jax.runtime.transport import Transfers
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    latest_step,
-    prepare_run,
-    read_data_state,
-    read_stage,
-)
+from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
+from skippipe_jax.storage.layout import Checkpoint, latest_step, prepare_run
 from skippipe_jax.storage.mirror import Mirror
+from skippipe_jax.storage.reader import read_data_state, read_stage
 from skippipe_jax.storage.recording import draw_recorded, remove_recordings
+from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.first_weights import begin_with, first_weights
 from skippipe_jax.training.profiled_steps import profiled
 from skippipe_jax.training.progress import CompilationCounter, Progress

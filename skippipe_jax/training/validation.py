@@ -20,14 +20,16 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from skippipe_jax.cluster.membership import DeadlinePassed, Membership
+from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.executor import Executor
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
+from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.storage.writer import CheckpointWriter
 
 # So many inputs of a host are asked for ahead, so that slow links carry one while it computes.
 INPUTS_ASKED_AHEAD = 8

@@ -15,7 +15,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax import evaluate, train
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import saved_steps
+from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.training import progress
 from tests.commands.examples import Command, expect_one_error
 

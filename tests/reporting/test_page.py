@@ -11,11 +11,11 @@ from xml.etree.ElementTree import Element
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
-from skippipe_sched.figures.flows import link_traffic
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import Averaging, Timeline, simulate, simulate_plan
+from skippipe_sched.timing.traffic import link_traffic
 
 from skippipe_jax import report as command
 from skippipe_jax.config import RecipeConfig, parse_config
