@@ -25,8 +25,10 @@ from skippipe_jax.interop import huggingface
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage, write_checkpoint
+from skippipe_jax.storage.layout import open_checkpoint
 from skippipe_jax.storage.new_folder import new_folder
+from skippipe_jax.storage.reader import read_stage
+from skippipe_jax.storage.writer import write_checkpoint
 
 LAYERS_OF_STAGE = 4
 """Of a stage that nobody asked for; the model is converted stage by stage."""

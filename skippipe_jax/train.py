@@ -17,7 +17,7 @@ from skippipe_sched.errors import run_command
 
 from skippipe_jax.cluster.membership import Membership, joined
 from skippipe_jax.config import Config, load_config, to_yaml
-from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.layout import latest_step
 from skippipe_jax.training.trainer import Ending, train
 
 EPILOG = """\

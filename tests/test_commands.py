@@ -26,7 +26,7 @@ from skippipe_jax import evaluate, launch, train
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import saved_steps
+from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.training import progress, trainer
 
 CASE: dict[str, Any] = {

@@ -38,7 +38,8 @@ from skippipe_jax.inference.partial import Order, kept, swapped, without_each
 from skippipe_jax.inference.staged_model import read_run
 from skippipe_jax.models.llama import DataStage, stage_shapes
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.reader import read_stage
 from skippipe_jax.training.progress import CompilationCounter
 from skippipe_jax.training.trainer import train
 from tests.partial_models import random_model, save_checkpoint, save_run

@@ -22,13 +22,15 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, parse_config, to_tree
 from skippipe_jax.config.tokenizer import has_tokenizer
-from skippipe_jax.data.batches import Batch, check_vocabulary, tokenizer_of, with_tokenizer_of_run
+from skippipe_jax.data.batches import Batch, check_vocabulary, tokenizer_of
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 from skippipe_jax.interop import huggingface
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import create_stage, stage_shapes
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
+from skippipe_jax.storage.kept_tokenizer import with_tokenizer_of_run
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.reader import read_stage
 
 # Into at most so many stages a model is cut that comes without a plan, as far as layers allow.
 MOST_STAGES = 6

@@ -34,14 +34,7 @@ from skippipe_jax.config import (
     to_tree,
 )
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
-from skippipe_jax.data.batches import (
-    Batch,
-    TrainingBatches,
-    check_vocabulary,
-    keep_tokenizer,
-    tokenizer_of,
-    with_tokenizer_of_run,
-)
+from skippipe_jax.data.batches import Batch, TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.profiling.case import Profile, check_template
@@ -60,6 +53,7 @@ from skippipe_jax.storage.checkpoint import (
     read_data_state,
 )
 from skippipe_jax.storage.mirror import Mirror
+from skippipe_jax.storage.reader import read_data_state, read_stage
 from skippipe_jax.storage.recording import draw_recorded, remove_recordings
 from skippipe_jax.training.first_weights import (
     first_weights,

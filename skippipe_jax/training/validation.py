@@ -13,7 +13,8 @@ from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
+from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.storage.writer import CheckpointWriter
 
 
 class Validation:

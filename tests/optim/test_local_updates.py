@@ -32,7 +32,7 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, skips_update
 from skippipe_jax.runtime.totals import Outcome
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import saved_steps
+from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.training import trainer
 from tests import oracle
 from tests.multihost.processes import started_processes

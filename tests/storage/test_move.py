@@ -18,7 +18,8 @@ from skippipe_jax.config import Config, load_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_data_state
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.reader import read_data_state
 from skippipe_jax.storage.recording import recorded_steps
 from skippipe_jax.training.trainer import plan_of, train
 from tests import oracle

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skippipe_jax import train
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.layout import latest_step
 from tests.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,

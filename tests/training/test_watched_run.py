@@ -22,7 +22,8 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import LogConfig, load_config, parse_config
 from skippipe_jax.evaluate import evaluate_run
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
+from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.trackers import numbers, open_trackers, require_trackers
 from skippipe_jax.training.trainer import train
 from skippipe_jax.training.validation import BestCheckpoint
