@@ -39,7 +39,7 @@ from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.case import hop_bytes
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
 from skippipe_jax.runtime.stage_functions import activation, stage_functions
-from skippipe_jax.training.progress import bytes_per_link
+from skippipe_jax.training.metrics import bytes_per_link
 from tests import oracle
 from tests.models.test_llama import random_module
 from tests.program.test_compiler import plan_of
@@ -186,7 +186,7 @@ def test_evaluation_keeps_documents_apart():
     parameters = [nnx.to_pure_dict(nnx.state(stage)) for stage in random_stages()]
     model = StagedModel(TURNING, parameters)
     together, apart = (
-        model.loss(model.run((0, 1, 2), own), jnp.asarray(own["targets"]))
+        model.sum_of_losses(model.run((0, 1, 2), own), jnp.asarray(own["targets"]))
         for own in (batch, oracle.one_by_one(batch))
     )
     assert together[1] == tokens.size
