@@ -13,9 +13,31 @@ from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.storage.recording import draw_recorded
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.callback import Callback
+from skippipe_jax.training.progress import ProgressBar
+from skippipe_jax.training.trackers import open_trackers
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
+
+
+def own_callbacks(
+    trainer: Trainer, writer: CheckpointWriter, skipped_updates: int
+) -> list[Callback]:
+    """What every run has, and what its configuration asks for; most of it on host 0 alone.
+
+    `writer` is that of checkpoints, and so many updates have been skipped before.
+    """
+    config, folder, step = trainer.config, trainer.folder, trainer.steps_done
+    recordings = [] if config.trace == "never" else [RecordingsDrawn()]
+    if trainer.host.index != 0:
+        return [*recordings]
+    return [
+        MetricsFile(folder),
+        *open_trackers(config, folder, step),
+        ProgressBar(config, step, skipped_updates),
+        BestCheckpoint(writer, folder),
+        *recordings,
+    ]
 
 
 class MetricsFile(Callback):

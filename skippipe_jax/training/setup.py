@@ -19,7 +19,14 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.cluster.agreement import agree, from_host_0, hear, tell
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import Config, DataConfig, ModelConfig, require_same_run, to_tree
+from skippipe_jax.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    StageCut,
+    require_same_run,
+    to_tree,
+)
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.batches import TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
@@ -37,6 +44,7 @@ from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_o
 from skippipe_jax.storage.layout import Checkpoint, latest_step
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.recording import draw_recorded, remove_recordings
+from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.first_weights import FirstWeights, find_weights
 from skippipe_jax.training.messages import on_host_0, say
 from skippipe_jax.training.planning import make_plans, require_patience
@@ -158,6 +166,29 @@ def open_stages(
     if first is not None:
         first.require_same(config, host, runtime.topology)
     return runtime
+
+
+def go_on(config: Config, step: int) -> None:
+    """Make the folder of a run ready to go on after `step`; on host 0."""
+    folder, steps = Path(config.run_dir), config.train.steps
+    if step >= steps:
+        say(f"nothing is left to do: the run is at step {step} of {steps}")
+    run_folder.continue_run(folder, config, step)
+    remove_recordings(folder, after=step)
+
+
+def open_writer(
+    config: Config, host: Membership, cut: StageCut, mirror: Mirror | None
+) -> CheckpointWriter:
+    """What writes the checkpoints of the run; all hosts open one."""
+    return CheckpointWriter(
+        Path(config.run_dir),
+        host,
+        stage_layers=cut,
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+        mirror=mirror,
+    )
 
 
 def data_config(config: Config) -> DataConfig:

@@ -19,19 +19,22 @@ from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.runtime.compilation import keep_programs
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import prepare_run
-from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.reader import read_data_state
-from skippipe_jax.storage.recording import remove_recordings
-from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.callback import Callback
-from skippipe_jax.training.callbacks import BestCheckpoint, MetricsFile, RecordingsDrawn
+from skippipe_jax.training.callbacks import own_callbacks
 from skippipe_jax.training.messages import on_host_0, say, say_meanwhile
 from skippipe_jax.training.metrics import Metrics
 from skippipe_jax.training.profiled_steps import profiled
-from skippipe_jax.training.progress import CompilationCounter, ProgressBar
-from skippipe_jax.training.setup import COPYING_S, data_config, open_stages, settle
+from skippipe_jax.training.progress import CompilationCounter
+from skippipe_jax.training.setup import (
+    COPYING_S,
+    data_config,
+    go_on,
+    open_stages,
+    open_writer,
+    settle,
+)
 from skippipe_jax.training.signals import stop_signals
-from skippipe_jax.training.trackers import open_trackers
 from skippipe_jax.training.validation import Validation
 
 # The results of an iteration are read when this many later ones have been dispatched, so that
@@ -134,6 +137,8 @@ class Trainer:
         """Make everything ready for the first step; `run` and `step` do so where it is not yet."""
         if self._is_set_up:
             return
+        if self._is_alone:
+            keep_programs(self.config.compilation_cache)
         try:
             self._set_up()
         except BaseException:
@@ -143,8 +148,6 @@ class Trainer:
 
     def _set_up(self) -> None:
         config, host, folder = self.config, self.host, self.folder
-        if self._is_alone:
-            keep_programs(config.compilation_cache)
         given = {"resume": self._resume, "config_folder": self._config_folder}
         hold = self._holding.enter_context(run_folder.Hold(folder))
         settled = settle(config, host, hold, **given)
@@ -157,7 +160,7 @@ class Trainer:
             if data is not None:
                 self._read = data.position(read_data_state(checkpoint))
         if host.index == 0 and self._resume:
-            self._go_on()
+            go_on(config, self.steps_done)
         self._saved_step = self.steps_done
         self._metrics = Metrics(config, self.schedule, self.runtime, self.steps_done)
         self._validation = None
@@ -168,8 +171,10 @@ class Trainer:
         if self._reader is not None:
             self._stepping.enter_context(closing(self._reader))
         self._stepping.enter_context(closing(self._metrics))
-        self._writer = self._open_writer(settled.mirror)
-        self.callbacks = (*self._own_callbacks(), *self.callbacks)
+        cut = config.model.layers_of_stages(len(settled.plan.stages))
+        self._writer = open_writer(config, host, cut, settled.mirror)
+        own = own_callbacks(self, self._writer, self._metrics.skipped_updates)
+        self.callbacks = (*own, *self.callbacks)
         for callback in self.callbacks:
             self._stepping.callback(callback.close)
         # Whatever happens in an iteration, the checkpoint before it is written to its end.
@@ -178,38 +183,6 @@ class Trainer:
         self._compilations = self._stepping.enter_context(counter)
         for callback in self.callbacks:
             callback.begin(self)
-
-    def _go_on(self) -> None:
-        """Make the folder ready to go on after the last checkpoint."""
-        step, steps = self.steps_done, self.config.train.steps
-        if step >= steps:
-            say(f"nothing is left to do: the run is at step {step} of {steps}")
-        run_folder.continue_run(self.folder, self.config, step)
-        remove_recordings(self.folder, after=step)
-
-    def _open_writer(self, mirror: Mirror | None) -> CheckpointWriter:
-        return CheckpointWriter(
-            self.folder,
-            self.host,
-            stage_layers=self.config.model.layers_of_stages(len(self.runtime.topology.plan.stages)),
-            keep=self.config.checkpoint.keep,
-            keep_every=self.config.checkpoint.keep_every,
-            mirror=mirror,
-        )
-
-    def _own_callbacks(self) -> list[Callback]:
-        """What every run has, and what the configuration asks for."""
-        recordings = [] if self.config.trace == "never" else [RecordingsDrawn()]
-        if self.host.index != 0:
-            return [*recordings]
-        config, folder, step = self.config, self.folder, self.steps_done
-        return [
-            MetricsFile(folder),
-            *open_trackers(config, folder, step),
-            ProgressBar(config, step, self._metrics.skipped_updates),
-            BestCheckpoint(self._writer, folder),
-            *recordings,
-        ]
 
     @property
     def is_over(self) -> bool:
