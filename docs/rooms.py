@@ -164,7 +164,7 @@ def _table(floors: Floors, modules: Mapping[Room, Sequence[str]]) -> Iterator[st
 def _link(module: str) -> str:
     """A module's short name, which leads to its file."""
     path = file_of(module)
-    return f"[{path.stem}](../{path.relative_to(ROOT).as_posix()})"
+    return f"[`{path.stem}`](../{path.relative_to(ROOT).as_posix()})"
 
 
 def picture(floors: Floors, imports: Sequence[tuple[Room, Room]]) -> str:
