@@ -66,11 +66,11 @@ class Room:
         return names[0] if len(names) == 1 else "commands"
 
     @property
-    def purpose(self) -> str:
-        """What the room's own docstring says."""
+    def told(self) -> str:
+        """What the room's own docstring says: what it is for, then what others may use."""
         if len(self.modules) == 1:
             tree = ast.parse(file_of(self.modules[0]).read_text(encoding="utf-8"))
-            return " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
+            return ast.get_docstring(tree) or ""
         names = ", ".join(module.partition(".")[2] for module in self.modules)
         return f"{names}: each a parser and one call."
 
@@ -154,17 +154,17 @@ def written() -> dict[Path, str]:
 
 
 def _table(floors: Floors, modules: Mapping[Room, Sequence[str]]) -> Iterator[str]:
-    yield "| room | what it is for | modules |"
+    yield "| room | what it is for, and offers | modules |"
     yield "| --- | --- | --- |"
     for room in (room for floor in floors for room in floor):
         files = ", ".join(_link(module) for module in modules[room] if not _is_package(module))
-        yield f"| `{room.package}`: {room.name} | {room.purpose} | {files} |"
+        yield f"| `{room.package}`: {room.name} | {' '.join(room.told.split())} | {files} |"
 
 
 def _link(module: str) -> str:
     """A module's short name, which leads to its file."""
     path = file_of(module)
-    return f"[{path.stem}](../{path.relative_to(ROOT).as_posix()})"
+    return f"[`{path.stem}`](../{path.relative_to(ROOT).as_posix()})"
 
 
 def picture(floors: Floors, imports: Sequence[tuple[Room, Room]]) -> str:
@@ -235,7 +235,9 @@ def _places(floors: Floors) -> tuple[dict[Room, _Place], float]:
         width = min(WIDEST, (WIDTH - 4 * MARGIN + BETWEEN) / len(floor) - BETWEEN)
         left = (WIDTH - len(floor) * (width + BETWEEN) + BETWEEN) / 2
         texts = [
-            textwrap.wrap(room.purpose.replace("`", ""), int((width - 16) / CHARACTER))
+            textwrap.wrap(
+                room.told.partition("\n\n")[0].replace("`", ""), int((width - 16) / CHARACTER)
+            )
             for room in floor
         ]
         height = LINE * (max(map(len, texts)) + 1) + 12

@@ -66,7 +66,8 @@ def _profile(arguments: argparse.Namespace) -> int:
 
         from skippipe_jax.profiling.case import check_template
         from skippipe_jax.profiling.cluster import measure
-        from skippipe_jax.training.trainer import open_transfers
+        from skippipe_jax.runtime.topology import sharding_of
+        from skippipe_jax.runtime.transport import open_transfers
 
     start = time.monotonic()
     with joined_by(arguments, config) as host:
@@ -80,7 +81,8 @@ def _profile(arguments: argparse.Namespace) -> int:
             _make_room(arguments.output)
         say(f"{host.count} hosts have met")
         # Each host stands for a node.
-        links = open_transfers(config, host).links({host.index: jax.local_devices()[0]})
+        here = {host.index: sharding_of((jax.local_devices()[0],))}
+        links = open_transfers(config, host).links(here)
         say("links are open")
         profile = measure(config, host, links, say)
         if profile is not None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import yaml
 
-from skippipe_jax.runtime.executor import functions_of_stages
+from skippipe_jax.runtime.stage_functions import functions_of_stages
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import open_checkpoint
 from skippipe_jax.storage.reader import read_stage
@@ -91,7 +91,7 @@ def arrays_of_checkpoint(run_dir: Path, step: int) -> list[Arrays]:
     config, plan = run_folder.saved_config(run_dir, "run_dir"), run_folder.saved_plan(run_dir)
     batch_tokens = config.data.microbatch_size * config.data.sequence_length
     functions = functions_of_stages(
-        plan, config.model, config.optimizer, config.train.steps, batch_tokens
+        len(plan.stages), config.model, config.optimizer, config.train.steps, batch_tokens
     )
     checkpoint = open_checkpoint(run_dir, step)
     cut = config.model.layers_of_stages(len(plan.stages))

@@ -47,7 +47,8 @@ from experiments.benchmarks.wan import ENVIRONMENT, Hosts
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.runtime.transport import open_links
+from skippipe_jax.runtime.topology import sharding_of
+from skippipe_jax.runtime.transport import Transfers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.recording import measured_timeline
 
@@ -263,7 +264,9 @@ def serve(host: int, hosts: int, address: str) -> int:
         return json.loads(sys.stdin.readline())
 
     device = jax.local_devices()[0]
-    links = open_links(host, hosts, {host: device}, [f"{address}:0"] * 2, exchange)
+    here = {host: sharding_of((device,))}
+    transfers = Transfers(host, hosts, device.client, [f"{address}:0"] * 2, exchange)
+    links = transfers.links(here)
 
     def receive(hop: Hop, iteration: int, size: int) -> tuple[int, float]:
         like = jax.ShapeDtypeStruct((size,), jnp.uint8)

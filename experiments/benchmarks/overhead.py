@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.overhead --json experiments/results/overhead_MACHINE.json
 
-The pipeline is what training runs: an `Executor` in one process, all nodes on one device, and full
+The pipeline is what training runs: a `Runtime` in one process, all nodes on one device, and full
 paths, so that both sides do the same work. Against it run one-device programs as one would write
 them without a pipeline: one jitted step with donated state for forward, backward, clipping and
 AdamW, from the same first parameters, on the same batches, with the same recomputation. A plain
@@ -44,15 +44,24 @@ from skippipe_sched.problem.case import parse_case
 from skippipe_sched.search.budget import Search
 
 from experiments.benchmarks import machine, reporting
-from skippipe_jax.config import PRESETS, ModelConfig, OptimizerConfig
+from skippipe_jax.config import (
+    PRESETS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from skippipe_jax.config.model import DTYPES, RECOMPUTE
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import Stage, create_stage
 from skippipe_jax.optim.adamw import adamw
 from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.runtime.executor import Executor, functions_of_stages
+from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.schedule import OWN, Schedule
+from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
-from skippipe_jax.runtime.transport import WithinProcess
+from skippipe_jax.runtime.topology import Topology
 
 OPTIMIZER = OptimizerConfig()
 STEPS = 1000
@@ -91,7 +100,7 @@ class Workload:
 
 
 def pipeline(workload: Workload) -> Iteration:
-    """Train through the executor, as a host that serves all nodes on one device."""
+    """Train through the runtime, as a host that serves all nodes on one device."""
     nodes = workload.stages * workload.replicas
     case = parse_case(
         {
@@ -110,32 +119,26 @@ def pipeline(workload: Workload) -> Iteration:
     plan = make_plan(case, "full", Search(SEED))
     host_of = (0,) * nodes
     [program] = compile_plan(plan, host_of)
-    devices = [jax.devices()[0]] * nodes
-    microbatch_tokens = workload.microbatch_size * workload.sequence_length
-    executor = Executor(
-        plan,
-        program,
-        devices,
-        functions_of_stages(plan, workload.model, OPTIMIZER, STEPS, microbatch_tokens),
-        {program.host: WithinProcess(dict(enumerate(devices)))},
-        host_of,
-        workload.model,
-        SEED,
-        jax.ShapeDtypeStruct(
-            (workload.microbatch_size, workload.sequence_length, workload.model.width),
-            workload.model.compute_dtype,
+    config = Config(
+        seed=SEED,
+        model=workload.model,
+        optimizer=OPTIMIZER,
+        data=DataConfig(
+            microbatch_size=workload.microbatch_size, sequence_length=workload.sequence_length
         ),
+        train=TrainConfig(STEPS),
     )
+    devices = [(jax.devices()[0],)] * nodes
+    numbers = HopNumbers(program.first_free_hop)
+    topology = Topology.of(config, plan, program.host, host_of, devices, numbers)
+    runtime = Runtime(config, Schedule(config.recipe, {OWN: plan}), {OWN: program}, topology, {})
     iteration = 0
 
     def run(batches: Sequence[Batch]) -> float:
         nonlocal iteration
-        of_node: dict[int, list[Batch]] = {node: [] for node in plan.stages[0]}
-        for path, batch in zip(plan.microbatches, batches, strict=True):
-            of_node[path[0]].append(batch)
-        outcome = executor.run(iteration, of_node)
+        outcome = runtime.run(iteration, dict(enumerate(batches)))
         iteration += 1
-        jax.block_until_ready([state.to_save() for state in executor.states.values()])
+        jax.block_until_ready([state.to_save() for state in runtime.states.values()])
         return float(outcome.totals[LOSS] / outcome.totals[TOKENS])
 
     return run

@@ -36,6 +36,7 @@ from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import memory_of_node, memory_of_stages, traffic
 from skippipe_jax.models.llama import DataStage, parameter_count, stage_shapes
 from skippipe_jax.program.compiler import compile_plan
+from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.ring import Ring
 from skippipe_jax.runtime.stage_functions import StageFunctions, activation, stage_functions
 
@@ -174,8 +175,8 @@ def counted_traffic(config: Config, plan: Plan) -> dict[str, int]:
     averaging = 0
     for stage, layers in enumerate(config.model.layers_of_stages(len(plan.stages))):
         parameters, _, _ = shapes(config, layers, stage == 0)
-        ring = Ring.of(stage, plan.stages[stage], 0, parameter_count(parameters))
-        averaging += ring.hops * ring.chunk_length * averaged
+        ring = Ring.of(stage, plan.stages[stage], HopNumbers(), parameter_count(parameters))
+        averaging += len(ring.numbers) * ring.chunk_length * averaged
     return {
         "hop": hop.size * travelling,
         "pipeline": program.first_free_hop * hop.size * travelling,

@@ -3,7 +3,7 @@
 from skippipe_jax.config.checkpoint import CheckpointConfig
 from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig, DocumentSource, MixtureConfig
-from skippipe_jax.config.model import PRESETS, ModelConfig, RopeScaling
+from skippipe_jax.config.model import PRESETS, ModelConfig, RopeScaling, StageCut
 from skippipe_jax.config.network import NetworkConfig
 from skippipe_jax.config.optimizer import OptimizerConfig
 from skippipe_jax.config.parsing import load_config, parse_config, to_tree, to_yaml
@@ -29,6 +29,7 @@ __all__ = [
     "PlanConfig",
     "RecipeConfig",
     "RopeScaling",
+    "StageCut",
     "TrainConfig",
     "ValidationConfig",
     "load_config",

@@ -92,6 +92,17 @@ class RopeScaling:
         fields.integer(self.original_context, "model.rope_scaling.original_context", 1)
 
 
+class StageCut(tuple[int, ...]):
+    """How a model is cut: the blocks of each stage, the data stage first."""
+
+    __slots__ = ()
+
+    def blocks(self, stage: int) -> range:
+        """Which blocks of the model a stage holds."""
+        first = sum(self[:stage])
+        return range(first, first + self[stage])
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and numerics of the model.
@@ -170,7 +181,7 @@ class ModelConfig:
         """The width of one attention head."""
         return self.width // self.heads
 
-    def layers_of_stages(self, stages: int) -> tuple[int, ...]:
+    def layers_of_stages(self, stages: int) -> StageCut:
         """How many blocks each of `stages` stages holds.
 
         Raises:
@@ -184,7 +195,7 @@ class ModelConfig:
                     f"does not spread evenly over the plan's {stages} stages",
                     "Choose a multiple, or say in model.stage_layers how many each stage holds",
                 )
-            return (self.layers // stages,) * stages
+            return StageCut((self.layers // stages,) * stages)
         if len(self.stage_layers) != stages or min(self.stage_layers) < 1:
             raise InputError(
                 "model.stage_layers",
@@ -199,4 +210,4 @@ class ModelConfig:
                 f"adds up to {sum(self.stage_layers)}, but model.layers is {self.layers}",
                 "Make the two agree",
             )
-        return self.stage_layers
+        return StageCut(self.stage_layers)

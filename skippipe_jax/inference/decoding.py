@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,10 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import Block, DataStage, Stage, rotary_frequencies, rotate
+
+if TYPE_CHECKING:
+    from skippipe_jax.inference.staged_model import StagedModel
 
 # Caches and prompts are padded to powers of two, so that few sizes are compiled.
 LEAST_LENGTH = 16

@@ -194,7 +194,7 @@ def _losses_along(
     What several orders begin with is run once. `x` is the residual stream behind the shared stages.
     """
     if len(orders[0]) == begun:
-        yield model.loss(x, targets)
+        yield model.sum_of_losses(x, targets)
         orders = orders[1:]
     for stage, going_on in itertools.groupby(orders, key=lambda order: order[begun]):
         behind = model.apply(stage, x)

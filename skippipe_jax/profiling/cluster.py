@@ -30,7 +30,7 @@ from skippipe_jax.profiling.stages import (
     microbatches_in_memory,
     shapes_of_stages,
 )
-from skippipe_jax.runtime.transport import Link
+from skippipe_jax.runtime.transport import HostLink
 
 # For one shape of stage on one processor, and for all that the hosts of one machine have to time.
 STAGE_S, ALL_STAGES_S = 2.0, 40.0
@@ -46,7 +46,7 @@ class Place:
 
 
 def measure(
-    config: Config, host: Host, links: Mapping[int, Link], say: Callable[[str], None]
+    config: Config, host: Host, links: Mapping[int, HostLink], say: Callable[[str], None]
 ) -> Profile | None:
     """Measure links, seconds and memory. All hosts call this together, host 0 gets the profile.
 

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from skippipe_jax.cluster.agreement import DeadlinePassed
-from skippipe_jax.program.compiler import Hop
-from skippipe_jax.runtime.transport import Link
+from skippipe_jax.program.hops import Hop
+from skippipe_jax.runtime.transport import HostLink
 
 # Iterations of training count from 0; what is sent here must not be taken for theirs.
 FIRST_ITERATION = 2**37
@@ -74,7 +74,7 @@ class MeasuredLink:
 
 def measure_links(
     host: int,
-    links: Mapping[int, Link],
+    links: Mapping[int, HostLink],
     device: jax.Device,
     activation_bytes: int,
     deadline_s: float,
@@ -82,18 +82,17 @@ def measure_links(
 ) -> list[MeasuredLink]:
     """The links from all other hosts to this one; all hosts call this together.
 
-    `links[h]` leads to host h, where hosts stand for nodes. Arrays lie on `device`. `say` is told
-    how far this host has come.
+    `links[h]` leads to another host h, where hosts stand for nodes. Arrays lie on `device`. `say`
+    is told how far this host has come.
 
     Raises:
         DeadlinePassed: another host has not answered within `deadline_s` seconds.
     """
-    others = {other: link for other, link in links.items() if other != host}
-    asking = {other: _Conversation(host, other, others[other], device) for other in others}
-    serving = {other: _Conversation(host, other, others[other], device) for other in others}
+    asking = {other: _Conversation(host, other, link, device) for other, link in links.items()}
+    serving = {other: _Conversation(host, other, link, device) for other, link in links.items()}
     round_trips: dict[int, list[float]] = {}
     measured: list[MeasuredLink] = []
-    transfer_s = min(TRANSFER_S, ALL_TRANSFERS_S / max(1, len(others)))
+    transfer_s = min(TRANSFER_S, ALL_TRANSFERS_S / max(1, len(links)))
 
     def measure_latency(way: _Conversation) -> None:
         # The first one opens the connection.
@@ -103,11 +102,11 @@ def measure_links(
     def measure_bandwidth(way: _Conversation) -> None:
         measured.append(_measure(way, round_trips[way.other], activation_bytes, transfer_s))
         way.request(NO_MORE)
-        say(f"bandwidth from {len(measured)} of {len(others)} hosts")
+        say(f"bandwidth from {len(measured)} of {len(links)} hosts")
 
     # All latencies first, while the network is idle.
     for measure in (measure_latency, measure_bandwidth):
-        for source, target in rounds(host, len(links)):
+        for source, target in rounds(host, len(links) + 1):
             jobs: dict[_Conversation, Callable[[_Conversation], None]] = {}
             if source is not None:
                 jobs[asking[source]] = measure
@@ -152,7 +151,7 @@ def measure_copy(devices: Sequence[jax.Device], size: int) -> tuple[float, float
 class _Conversation:
     """Requests from one host to another and answers the other way, as one of the two has it."""
 
-    def __init__(self, host: int, other: int, link: Link, device: jax.Device):
+    def __init__(self, host: int, other: int, link: HostLink, device: jax.Device):
         self.host = host
         self.other = other
         self.link = link

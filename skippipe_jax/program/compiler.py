@@ -15,18 +15,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.simulate import simulate_plan
 
-
-@dataclass(frozen=True)
-class Hop:
-    """One transfer of an iteration, from node to node.
-
-    `number` names it among all hops of the iteration, on every host alike. Activations and their
-    gradients come first; what rings and totals pass on follows.
-    """
-
-    number: int
-    source: int
-    target: int
+from skippipe_jax.program.hops import Hop, HopNumbers
 
 
 @dataclass(frozen=True)
@@ -71,13 +60,13 @@ def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
     Raises:
         InputError: if the plan's orders break a memory limit or wait for each other for ever.
     """
-    order = global_order(plan)
+    numbers = HopNumbers()
+    order = global_order(plan, numbers)
     following = {
         before: after
         for microbatch, path in enumerate(plan.microbatches)
         for before, after in itertools.pairwise(microbatch_chain(microbatch, path))
     }
-    hops = sum(before.node != after.node for before, after in following.items())
     stage_of = plan.stage_of
 
     def concerns(instruction: Instruction, host: int) -> bool:
@@ -91,7 +80,7 @@ def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
             nodes=tuple(node for node in range(len(stage_of)) if host_of[node] == host),
             instructions=tuple(step for step in order if concerns(step, host)),
             following=following,
-            first_free_hop=hops,
+            first_free_hop=numbers.free,
         )
         for host in range(max(host_of) + 1)
     )
@@ -116,8 +105,12 @@ def compile_plans(
     }
 
 
-def global_order(plan: Plan) -> tuple[Instruction, ...]:
-    """Everything that one iteration does, in the order in which the simulator starts it."""
+def global_order(plan: Plan, numbers: HopNumbers | None = None) -> tuple[Instruction, ...]:
+    """Everything that one iteration does, in the order in which the simulator starts it.
+
+    Hops take their numbers from `numbers`, by default the first ones.
+    """
+    numbers = numbers or HopNumbers()
     timeline = simulate_plan(plan)
     arrives: dict[Operation, Hop] = {}
     leaves: dict[Operation, Hop] = {}
@@ -125,7 +118,8 @@ def global_order(plan: Plan) -> tuple[Instruction, ...]:
         chain = microbatch_chain(microbatch, path)
         for before, after in itertools.pairwise(chain):
             if before.node != after.node:
-                leaves[before] = arrives[after] = Hop(len(arrives), before.node, after.node)
+                hop = Hop(numbers.take(1).start, before.node, after.node)
+                leaves[before] = arrives[after] = hop
     timed: list[tuple[float, Instruction]] = [
         (run.start_s, Compute(run.operation, arrives.get(run.operation), leaves.get(run.operation)))
         for run in timeline.runs
@@ -168,3 +162,45 @@ def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple
             f"Start {max(given) + 1} hosts, or spread the nodes over {hosts}",
         )
     return tuple(given)
+
+
+def compile_held_out(
+    stages: Sequence[Sequence[int]], host_of: Sequence[int], count: int, numbers: HopNumbers
+) -> tuple[Program, ...]:
+    """The programs by which `count` held-out microbatches go forward through every stage in order.
+
+    Microbatch m goes over a replica of each stage, by turns, and its loss (L) is computed back
+    where it began. No instruction needs a later one, all stages soon have work, and of a data
+    node's microbatches only as many are under way as there are stages.
+    """
+    ways: list[list[Compute]] = []
+    for microbatch in range(count):
+        path = [nodes[microbatch % len(nodes)] for nodes in stages]
+        chain = [Operation("F", microbatch, node) for node in path]
+        chain.append(Operation("L", microbatch, path[0]))
+        hops: list[Hop | None] = [None]
+        for before, after in itertools.pairwise(chain):
+            is_hop = before.node != after.node
+            hops.append(Hop(numbers.take(1).start, before.node, after.node) if is_hop else None)
+        hops.append(None)
+        ways.append([Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)])
+    order = [
+        ways[microbatch][turn - microbatch]
+        for turn in range(count + len(stages))
+        for microbatch in range(max(0, turn - len(stages)), min(turn + 1, count))
+    ]
+    following = {
+        before.operation: after.operation
+        for way in ways
+        for before, after in itertools.pairwise(way)
+    }
+    return tuple(
+        Program(
+            host=host,
+            nodes=tuple(node for node, own in enumerate(host_of) if own == host),
+            instructions=tuple(c for c in order if host_of[c.operation.node] == host),
+            following=following,
+            first_free_hop=numbers.free,
+        )
+        for host in range(max(host_of) + 1)
+    )

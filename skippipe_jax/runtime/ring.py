@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from skippipe_jax.program.compiler import Hop
+from skippipe_jax.program.hops import Hop, HopNumbers
 
 CHUNK_BYTES = 1 << 20
 # Enough chunks that adding hides behind sending, not so many that each costs more than it carries.
@@ -31,43 +31,42 @@ FEWEST_CHUNKS, MOST_CHUNKS = 4, 32
 class Ring:
     """Who passes gradients to whom: `nodes` in order, each serving a replica on its own device.
 
-    A segment has `chunks` chunks of `chunk_length` numbers. The hops of the ring are numbered from
-    `first_hop`.
+    A segment has `chunks` chunks of `chunk_length` numbers. `numbers` are those of its hops.
     """
 
     stage: int
     nodes: tuple[int, ...]
-    first_hop: int
+    numbers: range
     chunks: int
     chunk_length: int
 
     @classmethod
-    def of(cls, stage: int, nodes: Sequence[int], first_hop: int, length: int) -> Ring:
-        """The ring for gradients of `length` numbers."""
+    def of(cls, stage: int, nodes: Sequence[int], numbers: HopNumbers, length: int) -> Ring:
+        """The ring for gradients of `length` numbers, with hops of the next `numbers`."""
         segment = math.ceil(length / len(nodes))
         wanted = math.ceil(segment * 4 / CHUNK_BYTES)
         chunks = min(max(wanted, FEWEST_CHUNKS), MOST_CHUNKS)
-        return cls(stage, tuple(nodes), first_hop, chunks, math.ceil(segment / chunks))
+        hops = numbers.take(_steps(nodes) * chunks * len(nodes))
+        return cls(stage, tuple(nodes), hops, chunks, math.ceil(segment / chunks))
 
     @property
     def steps(self) -> int:
         """How often each replica passes something on: 2(n - 1)."""
-        return 2 * (len(self.nodes) - 1)
-
-    @property
-    def hops(self) -> int:
-        """How many hops there are in all."""
-        return self.steps * self.chunks * len(self.nodes)
+        return _steps(self.nodes)
 
     def hop(self, position: int, step: int, chunk: int) -> Hop:
         """What the replica at `position` passes to the next one in a step."""
         number = (step * self.chunks + chunk) * len(self.nodes) + position
         following = self.nodes[(position + 1) % len(self.nodes)]
-        return Hop(self.first_hop + number, self.nodes[position], following)
+        return Hop(self.numbers[number], self.nodes[position], following)
 
     def segment_sent(self, position: int, step: int) -> int:
         """Which segment the replica at `position` passes on in a step."""
         return (position - step) % len(self.nodes)
+
+
+def _steps(nodes: Sequence[int]) -> int:
+    return 2 * (len(nodes) - 1)
 
 
 class RingPart:

@@ -81,6 +81,8 @@ class StageFunctions:
 
     create: Callable[[PRNGKeyArray, int], tuple[Parameters, PyTree, Gradients]]
     """(key, first layer) -> parameters, optimizer state, zero gradients"""
+    begin: Callable[[Parameters], tuple[PyTree, Gradients]]
+    """parameters -> optimizer state before the first update, zero gradients"""
     forward: Callable[..., tuple[Array, PyTree, Gauge]]
     """(parameters, gauge, inputs, share or None) -> outputs, saved, gauge; with a share, what the
     stage adds is divided by it (see `scaled`)"""
@@ -134,7 +136,10 @@ def stage_functions(
 
     def create(key: PRNGKeyArray, first_layer: int):
         parameters = nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
-        return parameters, transformation.init(parameters), zero_gradients(parameters)
+        return parameters, *begin(parameters)
+
+    def begin(parameters: Parameters) -> tuple[PyTree, Gradients]:
+        return transformation.init(parameters), zero_gradients(parameters)
 
     def forward(parameters: Parameters, gauge: Gauge, inputs: Array, share: Share | None = None):
         in_flight = gauge[0] + 1
@@ -210,6 +215,7 @@ def stage_functions(
     overwritten = (1,) if is_data_stage else (1, 4)
     return StageFunctions(
         create=jax.jit(create),
+        begin=jax.jit(begin),
         forward=jax.jit(forward),
         loss=jax.jit(loss, donate_argnums=(1, 2, 4)),
         backward=jax.jit(backward, donate_argnums=overwritten),
@@ -246,6 +252,16 @@ def skips_update(
         bound = tokens * tokens * np.float32(optimizer.skip_above_norm**2)
         is_within = squared_norm * np.float32(microbatch_tokens**2) <= bound
     return ~(is_within & (squared_norm < np.inf))
+
+
+def functions_of_stages(
+    stages: int, model: ModelConfig, optimizer: OptimizerConfig, steps: int, microbatch_tokens: int
+) -> list[StageFunctions]:
+    """The jitted functions of each of so many stages; stages of one shape share them."""
+    return [
+        stage_functions(model, optimizer, steps, stage == 0, count, microbatch_tokens)
+        for stage, count in enumerate(model.layers_of_stages(stages))
+    ]
 
 
 def zero_gradients(parameters: Parameters) -> Gradients:

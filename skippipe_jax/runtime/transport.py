@@ -1,22 +1,21 @@
-"""How an array gets from one node to another.
+"""How an array gets from one host to another: by JAX's transfer server, which blocks nobody.
 
-One interface with two implementations: nodes of one process pass arrays by `jax.device_put`,
-nodes of different processes by JAX's transfer server. Neither blocks: what `receive` returns may
-still be on its way.
+What `receive` returns may still be on its way. Between nodes of one host `jax.device_put` does it.
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import transfer
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding
 
-from skippipe_jax.program.compiler import Hop
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import Config
+from skippipe_jax.program.hops import NUMBER_BITS, Hop
 
 # What a server copies at a time, and how many copies it makes ahead of the network: with more of
 # either it holds several times what it sends, and is no quicker.
@@ -24,72 +23,42 @@ PIECE_BYTES = 1 << 20
 PARALLEL_COPIES = 2
 
 
-class Link(ABC):
-    """A way between nodes. Each hop of an iteration is sent once and received once."""
+class HostLink:
+    """To and from one other host, which pulls what this one offers.
 
-    @abstractmethod
-    def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
-        """Hand over what the hop carries; the caller must not donate it afterwards."""
-
-    @abstractmethod
-    def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """What the hop carries, on the device of its target node; its shape is that of `like`."""
-
-
-class WithinProcess(Link):
-    """Between devices of this process."""
-
-    def __init__(self, device_of: Mapping[int, jax.Device]):
-        """`device_of[n]` is the device of node n, for this process's nodes."""
-        self.device_of = device_of
-        self.underway: dict[Hop, jax.Array] = {}
-
-    def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
-        """Copy to the device of the target node, if that is another one."""
-        self.underway[hop] = jax.device_put(array, self.device_of[hop.target])
-
-    def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Take what `send` copied."""
-        return self.underway.pop(hop)
-
-
-class BetweenProcesses(Link):
-    """To and from one other process, which pulls what this one offers."""
-
-    # Names of transfers are numbers of 64 bits: the iteration, then the hop within it.
-    HOP_BITS = 24
+    Each hop of an iteration is sent once and received once.
+    """
 
     def __init__(
-        self,
-        server: transfer.TransferServer,
-        address: str,
-        device_of: Mapping[int, jax.Device],
+        self, server: transfer.TransferServer, address: str, shardings: Mapping[int, Sharding]
     ):
-        """Through our `server` and that at `address`, each for the other process alone.
+        """Through our `server` and that at `address`, each for the other host alone.
 
-        `device_of[n]` is the device of node n of ours.
+        `shardings[n]` says how arrays lie on the devices of node n of ours.
         """
         self.server = server
         self.address = address
-        self.device_of = device_of
+        self.shardings = shardings
         # Made when it is first needed: most hosts exchange nothing with most others.
         self.connection: transfer.TransferConnection | None = None
 
     def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
-        """Offer the array under the hop's name until the other process has pulled it."""
-        self.server.await_pull(self._name(hop, iteration), [array])
+        """Offer what the hop carries until it is pulled; it must not be donated before that."""
+        self.server.await_pull(_name(hop, iteration), [array])
 
     def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Ask the other process for the array, which it may offer later."""
+        """Ask for what the hop carries, which may be offered later; it is shaped as `like`."""
         if self.connection is None:
             self.connection = self.server.connect(self.address)
-        here = SingleDeviceSharding(self.device_of[hop.target])
+        here = self.shardings[hop.target]
         wanted = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
-        [array] = self.connection.pull(self._name(hop, iteration), [wanted])
+        [array] = self.connection.pull(_name(hop, iteration), [wanted])
         return array
 
-    def _name(self, hop: Hop, iteration: int) -> int:
-        return (iteration << self.HOP_BITS) + hop.number
+
+def _name(hop: Hop, iteration: int) -> int:
+    """Names of transfers are numbers of 64 bits: the iteration, then the hop within it."""
+    return (iteration << NUMBER_BITS) + hop.number
 
 
 class Transfers:
@@ -114,7 +83,6 @@ class Transfers:
         has those 2h above. `exchange` tells all hosts a text (where these servers are reached) and
         returns everyone's, by host.
         """
-        self.host = host
         self.servers = {
             other: transfer.start_transfer_server(
                 backend,
@@ -130,29 +98,29 @@ class Transfers:
         told = exchange(here) if hosts > 1 else []
         self.addresses = {other: json.loads(told[other])[str(host)] for other in self.servers}
 
-    def links(self, device_of: Mapping[int, jax.Device]) -> dict[int, Link]:
-        """A link to every host, this one included; `device_of` maps this host's nodes."""
+    def links(self, shardings: Mapping[int, Sharding]) -> dict[int, HostLink]:
+        """A link to every other host; `shardings` are those of this host's nodes."""
         return {
-            self.host: WithinProcess(device_of),
-            **{
-                other: BetweenProcesses(server, self.addresses[other], device_of)
-                for other, server in self.servers.items()
-            },
+            other: HostLink(server, self.addresses[other], shardings)
+            for other, server in self.servers.items()
         }
+
+
+def open_transfers(config: Config, host: Membership) -> Transfers:
+    """The transfer servers of this host; all hosts call this together."""
+
+    def exchange(address: str) -> list[str]:
+        host.put(f"transfer_server/{host.index}", address)
+        timeout_s = config.cluster.connect_timeout_s
+        return [
+            host.get(f"transfer_server/{index}", timeout_s, source=index)
+            for index in range(host.count)
+        ]
+
+    backend = jax.local_devices()[0].client
+    return Transfers(host.index, host.count, backend, host.transfer_addresses(), exchange)
 
 
 def _port_above(address: str, host: int) -> str:
     name, _, port = address.rpartition(":")
     return address if port == "0" else f"{name}:{int(port) + 2 * host}"
-
-
-def open_links(
-    host: int,
-    hosts: int,
-    device_of: Mapping[int, jax.Device],
-    listen_on: Sequence[str],
-    exchange: Callable[[str], Sequence[str]],
-) -> dict[int, Link]:
-    """A link from this host to every host of the run, itself included (see `Transfers`)."""
-    backend = next(iter(device_of.values())).client
-    return Transfers(host, hosts, backend, listen_on, exchange).links(device_of)

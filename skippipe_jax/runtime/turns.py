@@ -23,7 +23,7 @@ IN_FLIGHT_CHANGE = {"F": 1, "L": 0, "B": -1}
 class Turns:
     """The operations of one node in one iteration, each started once its turn has come."""
 
-    def __init__(self, order: Sequence[Operation], memory: int, *, ready_first: bool):
+    def __init__(self, order: Sequence[Operation], memory: float, *, ready_first: bool):
         """Begin with nothing in flight; `memory` microbatches may be, and in `order` never more."""
         self.left = list(order)
         self.memory = memory

@@ -8,16 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 from skippipe_sched.errors import InputError
-from tqdm import tqdm
 
+from skippipe_jax.cluster.agreement import agree
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import Config
+from skippipe_jax.config import Config, StageCut
 from skippipe_jax.config.huggingface import folder_of
 from skippipe_jax.interop.huggingface import Weights, open_weights
-from skippipe_jax.runtime.executor import Executor
+from skippipe_jax.runtime.state import State
+from skippipe_jax.runtime.topology import Topology
 
 
-def first_weights(config: Config) -> Weights | None:
+def find_weights(config: Config) -> Weights | None:
     """The weights that `init_from` names, if it does, found whole and of the model's shapes.
 
     Raises:
@@ -30,40 +31,41 @@ def first_weights(config: Config) -> Weights | None:
     return weights
 
 
-def begin_with(weights: Weights, executor: Executor, config: Config, host: Membership) -> None:
-    """Give the stages served here their weights, instead of those drawn from the seed.
+class FirstWeights:
+    """The parameters of stages as weights have them, which all hosts must read alike."""
 
-    All hosts call this together. Each reads its own stages, one at a time.
+    def __init__(self, weights: Weights, cut: StageCut, *, are_compared: bool):
+        """Nothing is read yet; what is read `are_compared` with what other hosts read."""
+        self.are_compared = are_compared
+        self.weights = weights
+        self.cut = cut
+        self.digests: dict[int, str] = {}
 
-    Raises:
-        InputError: if another host has read other weights for the same stage.
-    """
-    digests: dict[int, str] = {}
-    layers = config.model.layers_of_stages(len(executor.plan.stages))
-    served = sorted({executor.stage_of[node] for node in executor.states})
-    for stage in tqdm(served, desc="weights", unit="stage", disable=None, leave=False):
-        replicas = {n: s for n, s in executor.states.items() if executor.stage_of[n] == stage}
-        shapes = next(iter(replicas.values())).parameters
-        parameters = weights.read_stage(shapes, sum(layers[:stage]))
-        for node, state in replicas.items():
-            # A copy each, since updates write over parameters.
-            device = executor.devices[node]
-            state.parameters = jax.device_put(parameters, device, may_alias=False)
-        if host.count > 1:
-            digests[stage] = _digest(parameters)
-            host.put(f"weights/{stage}/{host.index}", digests[stage])
-    timeout_s = config.cluster.connect_timeout_s
-    for stage, digest in digests.items():
-        first = executor.host_of[executor.plan.stages[stage][0]]
-        if digest != host.get(f"weights/{stage}/{first}", timeout_s, source=first):
-            raise InputError(
-                "init_from",
-                config.init_from,
-                f"host {host.index} reads other weights for stage {stage} than host {first}",
-                "Give all hosts the same files",
-            )
-    # Nobody waits for activations of a host that still reads.
-    host.barrier("weights", timeout_s)
+    def read(self, stage: int, shapes: State) -> State:
+        """The parameters of a stage, of these shapes."""
+        parameters = self.weights.read_stage(shapes["parameters"], self.cut.blocks(stage).start)
+        if self.are_compared:
+            self.digests[stage] = _digest(parameters)
+        return {"parameters": parameters}
+
+    def require_same(self, config: Config, host: Membership, topology: Topology) -> None:
+        """Refuse a host that has read other weights for a stage than the first that serves it.
+
+        All hosts call this together.
+        """
+        for stage, digest in self.digests.items():
+
+            def differing(first: int, stage: int = stage) -> InputError:
+                return InputError(
+                    "init_from",
+                    config.init_from,
+                    f"host {host.index} reads other weights for stage {stage} than host {first}",
+                    "Give all hosts the same files",
+                )
+
+            hosts = {topology.host_of[node] for node in topology.plan.stages[stage]}
+            timeout_s = config.cluster.connect_timeout_s
+            agree(host, f"weights/{stage}", digest, timeout_s, differing, hosts)
 
 
 def _digest(parameters: Any) -> str:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import jax
 
-from skippipe_jax.runtime.executor import Executor
+from skippipe_jax.runtime.runtime import Runtime
 
 PROFILE = "profile"
 
 
 @contextmanager
-def profiled(executor: Executor, run_dir: Path, step: int, host: int) -> Iterator[None]:
+def profiled(runtime: Runtime, run_dir: Path, step: int, host: int) -> Iterator[None]:
     """Trace the iteration that runs inside into RUN/profile/STEP/host_H.
 
     The trace holds all that the devices do from the end of the iteration before to the end of this
@@ -25,18 +25,18 @@ def profiled(executor: Executor, run_dir: Path, step: int, host: int) -> Iterato
     # Python's own calls would be most of the trace, and slow down what it shows.
     options.python_tracer_level = 0
     folder = run_dir / PROFILE / f"{step:08d}" / f"host_{host}"
-    _wait(executor)
-    executor.names_dispatches = True
+    _wait(runtime)
+    runtime.operations.names_dispatches = True
     try:
         with (
             jax.profiler.trace(folder, profiler_options=options),
             jax.profiler.StepTraceAnnotation("iteration", step_num=step),
         ):
             yield
-            _wait(executor)
+            _wait(runtime)
     finally:
-        executor.names_dispatches = False
+        runtime.operations.names_dispatches = False
 
 
-def _wait(executor: Executor) -> None:
-    jax.block_until_ready([state.parameters for state in executor.states.values()])
+def _wait(runtime: Runtime) -> None:
+    jax.block_until_ready([state.parameters for state in runtime.states.values()])

@@ -39,7 +39,7 @@ from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.case import hop_bytes
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
 from skippipe_jax.runtime.stage_functions import activation, stage_functions
-from skippipe_jax.training.progress import bytes_per_link
+from skippipe_jax.training.metrics import bytes_per_link
 from tests import oracle
 from tests.models.test_llama import random_module
 from tests.program.test_compiler import plan_of
@@ -61,10 +61,10 @@ MODEL = ModelConfig(
 PLAN = plan_of([[0, 2], [1, 3], [4, 5]], [[0, 1, 4], [0, 5, 3], [2, 3], [2, 4, 1]])
 STAGE_PATHS = [[PLAN.stage_of[node] for node in path] for path in PLAN.microbatches]
 WAYS = {
-    "strict": Way(live=False, ready_first=False, network=NetworkConfig()),
-    "strict, ring": Way(live=True, ready_first=False, network=NetworkConfig(averaging="ring")),
+    "strict": Way(live=False, execution="strict", network=NetworkConfig()),
+    "strict, ring": Way(live=True, execution="strict", network=NetworkConfig(averaging="ring")),
     "ready-first": Way(
-        live=True, ready_first=True, network=NetworkConfig(mode="emulate", jitter=20.0)
+        live=True, execution="ready-first", network=NetworkConfig(mode="emulate", jitter=20.0)
     ),
 }
 
@@ -102,10 +102,10 @@ def documents_one_by_one() -> tuple[list[Any], list[float]]:
 def test_training_equals_that_on_documents_one_by_one(recompute: str, devices: int, way: str):
     model = dataclasses.replace(MODEL, recompute=recompute)
     batches = packed_batches(PLAN, seed=0)
-    executor, outcomes = run(PLAN, model, OPTIMIZER, batches, devices, WAYS[way])
+    runtime, outcomes = run(PLAN, model, OPTIMIZER, batches, devices, WAYS[way])
     expected, losses = documents_one_by_one()
-    for node, state in executor.states.items():
-        error = oracle.relative_error(state.parameters, expected[executor.stage_of[node]])
+    for node, state in runtime.states.items():
+        error = oracle.relative_error(state.parameters, expected[runtime.topology.stage_of[node]])
         assert error < TOLERANCE, f"node {node}: {error}"
     found = [float(outcome.totals[0] / outcome.totals[1]) for outcome in outcomes]
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
@@ -186,7 +186,7 @@ def test_evaluation_keeps_documents_apart():
     parameters = [nnx.to_pure_dict(nnx.state(stage)) for stage in random_stages()]
     model = StagedModel(TURNING, parameters)
     together, apart = (
-        model.loss(model.run((0, 1, 2), own), jnp.asarray(own["targets"]))
+        model.sum_of_losses(model.run((0, 1, 2), own), jnp.asarray(own["targets"]))
         for own in (batch, oracle.one_by_one(batch))
     )
     assert together[1] == tokens.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.averaging import quickest_averaging_s
 
-from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import (
     ModelConfig,
     OptimizerConfig,
@@ -28,11 +28,13 @@ from skippipe_jax.config import (
 from skippipe_jax.config.recipe import AVERAGED
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.program.schedule import best_plan, timeline_of
-from skippipe_jax.runtime.executor import Executor, Outcome
+from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, skips_update
+from skippipe_jax.runtime.totals import Outcome
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
-from skippipe_jax.training import trainer
+from skippipe_jax.training.callback import Callback
+from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER
@@ -81,24 +83,24 @@ def assert_equals_the_oracle(
     devices: int,
     way: Way,
     every: int,
-) -> tuple[Executor, list[Outcome]]:
-    executor, outcomes = run(
+) -> tuple[Runtime, list[Outcome]]:
+    runtime, outcomes = run(
         plan, model, optimizer, batches, devices, way, average_parameters_every=every
     )
     given = plan.stages, plan.microbatches, batches
     expected, losses = oracle.train_apart(model, optimizer, *given, 0, ITERATIONS, every)
     # Each node is a replica, whatever the devices.
-    assert sorted(executor.states) == list(range(len(plan.case.nodes)))
-    for node, state in executor.states.items():
+    assert sorted(runtime.states) == list(range(len(plan.case.nodes)))
+    for node, state in runtime.states.items():
         error = oracle.relative_error(state.parameters, expected[node])
         assert error < TOLERANCE, f"node {node}: {error}"
     found = [float(outcome.totals[LOSS] / outcome.totals[TOKENS]) for outcome in outcomes]
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
-    return executor, outcomes
+    return runtime, outcomes
 
 
-def replicas(executor: Executor, stage: int) -> list[Arrays]:
-    return [by_name(executor.states[node].to_save()) for node in executor.plan.stages[stage]]
+def replicas(runtime: Runtime, stage: int) -> list[Arrays]:
+    return [by_name(runtime.states[node].to_save()) for node in runtime.topology.plan.stages[stage]]
 
 
 @pytest.mark.timeout(900)  # Most of it is compiling: every example is another model.
@@ -129,11 +131,9 @@ def test_local_updates_equal_the_oracle(data: st.DataObject):
 def test_replicas_differ_until_they_average(devices: int, way: int):
     batches = random_batches(PLAN, seed=3)
     for every, agree in ((ITERATIONS, True), (2, False)):
-        executor, _ = assert_equals_the_oracle(
-            PLAN, MODEL, FREE, batches, devices, WAYS[way], every
-        )
+        runtime, _ = assert_equals_the_oracle(PLAN, MODEL, FREE, batches, devices, WAYS[way], every)
         for stage in (0, 2):
-            first, *others = replicas(executor, stage)
+            first, *others = replicas(runtime, stage)
             for other in others:
                 if agree:
                     assert_same_bits(other, first)
@@ -157,8 +157,8 @@ def test_the_mean_of_local_gradients_is_the_gradient():
     batches = random_batches(PLAN, seed=2)[:1]
     moments = []
     for every in (None, 1):
-        executor, _ = run(PLAN, MODEL, FREE, batches, 1, WAYS[1], average_parameters_every=every)
-        moments.append([by_name(state.to_save()) for state in executor.owned_stages().values()])
+        runtime, _ = run(PLAN, MODEL, FREE, batches, 1, WAYS[1], average_parameters_every=every)
+        moments.append([by_name(state) for state in runtime.owned_stages().values()])
     for averaged, local in zip(*moments, strict=True):
         for name, array in averaged.items():
             if "/mu/" in name:
@@ -307,24 +307,19 @@ def assert_same_run(run_dir: Path, whole: Path) -> None:
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]
 
 
-def test_a_run_that_is_told_to_stop_averages_first(
-    tmp_path: Path,
-    whole: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    run_iteration = trainer.Iterations.run
+class Stops(Callback):
+    """Tells the run to stop when its second iteration is under way."""
 
-    def run_and_be_told(self: trainer.Iterations, iteration: int, *given: Any, **named: Any):
-        if iteration == 2:
+    def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        if metrics["step"] == 1:
             signal.raise_signal(signal.SIGTERM)
-        return run_iteration(self, iteration, *given, **named)
 
+
+def test_a_run_that_is_told_to_stop_averages_first(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+):
     config = load_config(config_in(tmp_path, train={"steps": LONG}))
-    host = Membership(config.cluster, 0, 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer.Iterations, "run", run_and_be_told)
-        ending = trainer.train(config, host, resume=False, config_folder=tmp_path)
+    ending = Trainer(config, [Stops()]).run()
     # It is told to all with the iteration after that, and known when the next one has begun.
     assert (ending.step, ending.cut_short_by) == (6, signal.SIGTERM)
     assert "asked to stop: ends when replicas have averaged" in capsys.readouterr().out

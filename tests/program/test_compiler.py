@@ -17,14 +17,15 @@ from skippipe_sched.timing.simulate import simulate
 
 from skippipe_jax.program.compiler import (
     Compute,
-    Hop,
     Instruction,
     Program,
     SumReplicas,
+    compile_held_out,
     compile_plan,
     global_order,
     hosts_of_nodes,
 )
+from skippipe_jax.program.hops import Hop, HopNumbers
 
 PROPERTIES = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -295,3 +296,53 @@ def test_plans_for_another_number_of_hosts_are_refused(
         hosts_of_nodes(nodes, hosts, given_hosts)
     assert caught.value.field == field
     assert words in str(caught.value)
+
+
+@PROPERTIES
+@given(st.data())
+def test_held_out_microbatches_go_through_all_stages_in_order(data: st.DataObject):
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    first = [sum(sizes[:stage]) for stage in range(len(sizes))]
+    stages = [list(range(begin, begin + size)) for begin, size in zip(first, sizes, strict=True)]
+    hosts = data.draw(st.integers(1, sum(sizes)))
+    host_of = [node * hosts // sum(sizes) for node in range(sum(sizes))]
+    count = data.draw(st.integers(0, 7))
+    numbers = HopNumbers(5)
+    programs = compile_held_out(stages, host_of, count, numbers)
+
+    steps = [step for program in programs for step in program.instructions]
+    assert all(isinstance(step, Compute) for step in steps)
+    computes = {step.operation: step for step in steps if isinstance(step, Compute)}
+    assert len(computes) == len(steps) == count * (len(stages) + 1)
+    arrived, left = [c.arrives for c in computes.values()], [c.leaves for c in computes.values()]
+    hops = {hop.number: hop for hop in left if hop is not None}
+    assert hops == {hop.number: hop for hop in arrived if hop is not None}
+    assert sorted(hops) == list(range(5, numbers.free))
+
+    for microbatch in range(count):
+        path = [nodes[microbatch % len(nodes)] for nodes in stages]
+        chain = [*(Operation("F", microbatch, n) for n in path)]
+        chain.append(Operation("L", microbatch, path[0]))
+        for before, after in itertools.pairwise(chain):
+            assert programs[0].following[before] == after
+            assert computes[before].leaves == computes[after].arrives
+
+    # Each node in its program's order, with whatever has arrived: all of it can run.
+    waiting = {p.host: list(p.instructions) for p in programs}
+    done: set[Operation] = set()
+    before_of = {after: before for before, after in programs[0].following.items()}
+    while any(waiting.values()):
+        ready = [
+            own
+            for own in waiting.values()
+            if own and before_of.get(own[0].operation) in {None, *done}
+        ]
+        assert ready
+        done.add(ready[0].pop(0).operation)
+
+    for node in stages[0]:
+        under_way = 0
+        for compute in programs[host_of[node]].instructions:
+            if compute.operation.node == node:
+                under_way += {"F": 1, "L": -1}[compute.operation.kind]
+                assert under_way <= len(stages) + 1

@@ -1,7 +1,10 @@
 """The page of a run holds the run's figures, needs nothing beside it, and says what is wrong."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -343,6 +346,26 @@ def test_a_long_run_stays_small(tmp_path):
     line = json.dumps(metrics_line(2, predicted_seconds=4.0, idle_share=[0.5] * 5)) + "\n"
     (folder / "metrics.jsonl").write_text(line * 20_000)
     assert len(report(folder)) < 200_000
+
+
+def test_a_page_needs_nothing_that_computes(tmp_path):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 2)
+    record(folder, 2)
+    loaded = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from skippipe_jax.report import main; main(); print(*sys.modules)",
+            folder,
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert "skippipe_jax.reporting.page" in loaded
+    assert not {"jax", "flax", "optax", "orbax", "grain", "numba"} & {*loaded}
 
 
 def test_the_command_writes_where_it_is_told(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,6 @@ from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,16 +16,12 @@ from skippipe_sched.problem.plan import Operation, Plan
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import Timeline, simulate_plan
 
-from skippipe_jax.config import ModelConfig, NetworkConfig
+from skippipe_jax.config import Config, DataConfig, ModelConfig, NetworkConfig, TrainConfig
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.runtime.emulation import Emulation
-from skippipe_jax.runtime.executor import Executor, functions_of_stages
-from skippipe_jax.runtime.live import Clock, LiveIteration
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
-from skippipe_jax.runtime.transport import WithinProcess
 from skippipe_jax.storage.recording import Recording, measured_timeline
 from tests import oracle
+from tests.one_host import open_alone
 from tests.program.test_compiler import plan_of
 from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, plans, random_batches
 
@@ -43,38 +38,23 @@ class Trained:
 
     def __init__(self, plan: Plan, *, ready_first: bool, **network: Any):
         self.plan = plan
-        self.ready_first = ready_first
-        self.network = NetworkConfig(**network)
         self.model = dataclasses.replace(MODEL, layers=len(plan.stages))
-        nodes = len(plan.case.nodes)
-        [program] = compile_plan(plan, (0,) * nodes)
-        devices = [jax.devices()[node % 4] for node in range(nodes)]
-        self.executor = Executor(
-            plan,
-            program,
-            devices,
-            functions_of_stages(plan, self.model, OPTIMIZER, 10, BATCH * TIME),
-            {0: WithinProcess(dict(enumerate(devices)))},
-            (0,) * nodes,
-            self.model,
-            seed=0,
-            activation=jax.ShapeDtypeStruct((BATCH, TIME, MODEL.width), self.model.compute_dtype),
-            network=self.network,
+        config = Config(
+            seed=SEED,
+            model=self.model,
+            optimizer=OPTIMIZER,
+            data=DataConfig(microbatch_size=BATCH, sequence_length=TIME),
+            network=NetworkConfig(**network),
+            execution="ready-first" if ready_first else "strict",
+            train=TrainConfig(10),
         )
+        self.runtime = open_alone(config, plan, devices=4)
 
     def run(self, iteration: int, batches: Sequence[Batch]) -> tuple[float, Recording]:
         """The loss of one iteration, and what happened in it."""
-        of_node: dict[int, list[Batch]] = {node: [] for node in self.plan.stages[0]}
-        for path, batch in zip(self.plan.microbatches, batches, strict=True):
-            of_node[path[0]].append(batch)
-        live = LiveIteration(
-            self.executor,
-            iteration,
-            ready_first=self.ready_first,
-            emulation=Emulation(self.plan, self.network, SEED),
-        )
-        totals = live.run(of_node).totals
-        return float(totals[LOSS] / totals[TOKENS]), live.recording(Clock(0.0))
+        outcome = self.runtime.run(iteration, dict(enumerate(batches)), record=True)
+        assert outcome.recording is not None
+        return float(outcome.totals[LOSS] / outcome.totals[TOKENS]), outcome.recording
 
     def timelines(self, folder: Path) -> Iterator[Timeline]:
         """Iteration 1 and the next ones, after one in which everything was compiled."""
@@ -206,6 +186,6 @@ def test_losses_of_ready_first_with_jitter_equal_the_oracle():
     found = [trained.run(iteration, own)[0] for iteration, own in enumerate(batches)]
     stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
     _, expected = oracle.train(
-        trained.model, OPTIMIZER, stage_paths, len(STAGES), batches, seed=0, steps=10
+        trained.model, OPTIMIZER, stage_paths, len(STAGES), batches, seed=SEED, steps=10
     )
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

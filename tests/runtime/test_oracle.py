@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,16 +12,24 @@ from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
 
-from skippipe_jax.config import ModelConfig, NetworkConfig, OptimizerConfig, RopeScaling
+from skippipe_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    NetworkConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    RopeScaling,
+    TrainConfig,
+)
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.runtime.emulation import Emulation
-from skippipe_jax.runtime.executor import Executor, Outcome, functions_of_stages
-from skippipe_jax.runtime.live import LiveIteration
+from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, Z_LOSS, skips_update
-from skippipe_jax.runtime.transport import WithinProcess
+from skippipe_jax.runtime.totals import Outcome
 from tests import oracle
+from tests.one_host import open_alone
 from tests.program.test_compiler import plan_of
 
 ITERATIONS = 3
@@ -110,17 +116,17 @@ class Way:
     """How iterations are run."""
 
     live: bool
-    ready_first: bool
+    execution: str
     network: NetworkConfig
 
 
 WAYS = [
-    Way(live=False, ready_first=False, network=NetworkConfig()),
-    Way(live=True, ready_first=False, network=NetworkConfig()),
-    Way(live=True, ready_first=True, network=NetworkConfig(averaging="ring")),
-    Way(live=True, ready_first=False, network=NetworkConfig(averaging="ring", mode="emulate")),
+    Way(live=False, execution="strict", network=NetworkConfig()),
+    Way(live=True, execution="strict", network=NetworkConfig()),
+    Way(live=True, execution="ready-first", network=NetworkConfig(averaging="ring")),
+    Way(live=True, execution="strict", network=NetworkConfig(averaging="ring", mode="emulate")),
     # So much luck that little happens in the plan's order.
-    Way(live=True, ready_first=True, network=NetworkConfig(mode="emulate", jitter=20.0)),
+    Way(live=True, execution="ready-first", network=NetworkConfig(mode="emulate", jitter=20.0)),
 ]
 
 
@@ -133,41 +139,30 @@ def run(
     way: Way,
     *,
     average_parameters_every: int | None = None,
-) -> tuple[Executor, list[Outcome]]:
+) -> tuple[Runtime, list[Outcome]]:
     """Train in this process, with the nodes spread over some of its devices."""
-    nodes = len(plan.case.nodes)
-    host_of = (0,) * nodes
-    [program] = compile_plan(plan, host_of)
-    device_of = [jax.devices()[node % devices] for node in range(nodes)]
-    functions = functions_of_stages(plan, model, optimizer, ITERATIONS, BATCH * TIME)
-    channels = model.width + ("begins" in batches[0][0])
-    executor = Executor(
-        plan,
-        program,
-        device_of,
-        functions,
-        {0: WithinProcess(dict(enumerate(device_of)))},
-        host_of,
-        model,
-        seed=0,
-        activation=jax.ShapeDtypeStruct((BATCH, TIME, channels), model.compute_dtype),
+    every = average_parameters_every or 1
+    config = Config(
+        model=model,
+        optimizer=optimizer,
+        data=DataConfig(
+            microbatch_size=BATCH,
+            sequence_length=TIME,
+            packing="documents" if "begins" in batches[0][0] else "windows",
+        ),
         network=way.network,
-        average_parameters_every=average_parameters_every,
+        execution=way.execution,
+        recipe=RecipeConfig(average_parameters_every=average_parameters_every),
+        # A whole run would end, and save, when replicas agree.
+        train=TrainConfig(every * ITERATIONS),
+        checkpoint=CheckpointConfig(every=every),
     )
-    emulation = Emulation(plan, way.network, 0) if way.network.mode == "emulate" else None
-    outcomes = []
-    for iteration, of_microbatch in enumerate(batches):
-        of_node: dict[int, list[Any]] = {node: [] for node in plan.stages[0]}
-        for path, batch in zip(plan.microbatches, of_microbatch, strict=True):
-            of_node[path[0]].append(batch)
-        if way.live:
-            live = LiveIteration(
-                executor, iteration, ready_first=way.ready_first, emulation=emulation
-            )
-            outcomes.append(live.run(of_node))
-        else:
-            outcomes.append(executor.run(iteration, of_node))
-    return executor, outcomes
+    runtime = open_alone(config, plan, devices)
+    outcomes = [
+        runtime.run(iteration, dict(enumerate(own)), record=way.live)
+        for iteration, own in enumerate(batches)
+    ]
+    return runtime, outcomes
 
 
 @pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
@@ -199,14 +194,14 @@ def assert_training_equals_the_oracle(
     devices: int,
     way: Way,
 ) -> list[Outcome]:
-    executor, outcomes = run(plan, model, optimizer, batches, devices, way)
+    runtime, outcomes = run(plan, model, optimizer, batches, devices, way)
 
     stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
     expected, losses = oracle.train(
         model, optimizer, stage_paths, len(plan.stages), batches, seed=0
     )
-    for node, state in executor.states.items():
-        error = oracle.relative_error(state.parameters, expected[executor.stage_of[node]])
+    for node, state in runtime.states.items():
+        error = oracle.relative_error(state.parameters, expected[plan.stage_of[node]])
         assert error < TOLERANCE, f"node {node}: {error}"
     for outcome, loss in zip(outcomes, losses, strict=True):
         assert abs(float(outcome.totals[LOSS] / outcome.totals[TOKENS]) - loss) < 1e-5
@@ -247,3 +242,13 @@ def test_with_all_that_an_optimizer_may_do():
     outcomes = assert_training_equals_the_oracle(plan, model, guarded, batches, 3, WAYS[0])
     skipped = [bool(skips_update(guarded, outcome.totals, BATCH * TIME)) for outcome in outcomes]
     assert skipped[:2] == [True, False]
+
+
+def test_unvisited_nodes_that_share_a_replica_begin_its_ring_once():
+    # On two devices nodes 1 and 3 hold one replica; neither has anything to compute.
+    plan = plan_of([[0], [1, 2, 3]], [[0, 2], [0, 2]])
+    model = ModelConfig(
+        vocabulary_size=11, width=8, layers=2, heads=2, kv_heads=1, ffn_width=12, context=TIME
+    )
+    batches = random_batches(plan, seed=2)
+    assert_training_equals_the_oracle(plan, model, OPTIMIZER, batches, 2, WAYS[2])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe_jax.program.compiler import Hop
+from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.ring import CHUNK_BYTES, FEWEST_CHUNKS, MOST_CHUNKS, Ring, RingPart
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=3)
@@ -29,7 +29,7 @@ def average(ring: Ring, own: list[Any], dtype: Any, pick: random.Random) -> list
     expected = {
         hop: (part, step, chunk) for part in parts for step, chunk, hop in list(part.unasked)
     }
-    assert len(expected) == ring.hops
+    assert len(expected) == len(ring.numbers)
     underway: dict[Hop, Any] = {}
     for part in parts:
         underway |= dict(part.begin())
@@ -54,7 +54,7 @@ def test_all_replicas_get_the_sum_and_the_same_bits(
     own = [gradients(shapes, seed + replica) for replica in range(replicas)]
     length = sum(leaf.size for leaf in jax.tree.leaves(own[0]))
     nodes = [3 + 2 * position for position in range(replicas)]
-    ring = Ring.of(0, nodes, 10, length)
+    ring = Ring.of(0, nodes, HopNumbers(10), length)
     truth = jax.tree.map(lambda *leaves: np.sum(np.stack(leaves), axis=0), *own)
     results = average(ring, own, dtype, random.Random(seed))
     for result in results:
@@ -68,7 +68,9 @@ def test_all_replicas_get_the_sum_and_the_same_bits(
 
 
 def test_hops_go_to_the_next_of_the_ring_and_have_their_own_numbers():
-    ring = Ring.of(2, [4, 7, 5], 100, length=1000)
+    numbers = HopNumbers(100)
+    ring = Ring.of(2, [4, 7, 5], numbers, length=1000)
+    assert (ring.numbers.start, ring.numbers.stop) == (100, numbers.free)
     hops = [
         ring.hop(position, step, chunk)
         for position in range(3)
@@ -76,7 +78,7 @@ def test_hops_go_to_the_next_of_the_ring_and_have_their_own_numbers():
         for chunk in range(ring.chunks)
     ]
     assert {(hop.source, hop.target) for hop in hops} == {(4, 7), (7, 5), (5, 4)}
-    assert sorted(hop.number for hop in hops) == list(range(100, 100 + ring.hops))
+    assert sorted(hop.number for hop in hops) == list(ring.numbers)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,6 @@ def test_hops_go_to_the_next_of_the_ring_and_have_their_own_numbers():
     [(1, FEWEST_CHUNKS), (2 * 8 * CHUNK_BYTES // 4, 8), (10**9, MOST_CHUNKS)],
 )
 def test_chunks_are_neither_too_many_nor_too_few(length: int, chunks: int):
-    ring = Ring.of(0, [0, 1], 0, length)
+    ring = Ring.of(0, [0, 1], HopNumbers(0), length)
     assert ring.chunks == chunks
     assert 2 * ring.chunks * ring.chunk_length >= length

@@ -20,8 +20,8 @@ from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.writer import CheckpointWriter
+from skippipe_jax.training.callbacks import BestCheckpoint
 from skippipe_jax.training.trainer import train
-from skippipe_jax.training.validation import BestCheckpoint
 from tests.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,

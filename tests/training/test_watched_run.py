@@ -24,9 +24,9 @@ from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.storage.writer import CheckpointWriter
+from skippipe_jax.training.callbacks import BestCheckpoint
 from skippipe_jax.training.trackers import numbers, open_trackers, require_trackers
 from skippipe_jax.training.trainer import train
-from skippipe_jax.training.validation import BestCheckpoint
 from tests.multihost.processes import started_processes
 from tests.training_runs import (
     arrays_of_checkpoint,
@@ -114,7 +114,7 @@ class Board:
     def put(self, key: str, value: str) -> None:
         self.said[key] = value
 
-    def get(self, key: str, timeout_s: float) -> str:
+    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
         return self.said[key]
 
 

@@ -1,0 +1,129 @@
+"""Averaging as it happens: rings and collectives over the replicas of the stages, as events."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from skippipe_sched.timing.simulate import Averaging
+
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.replicas import Replicas
+from skippipe_jax.runtime.ring import RingPart
+
+# So many chunks of a ring are asked for ahead: see `INPUTS_ASKED_AHEAD`.
+CHUNKS_ASKED_AHEAD = 32
+
+
+class LiveAveraging:
+    """One averaging of all stages, each begun by itself and done when its sum is there.
+
+    Attributes:
+        left: the replicas here whose sums are not there yet.
+        averagings: when each was made.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        replicas: Replicas,
+        iteration: int,
+        dtype: str | None,
+        emulation: Emulation | None,
+        when_done: Callable[[], None],
+    ):
+        """Rings pass on sums of `dtype`, by default float32; `when_done` is called at the end."""
+        self.exchange = exchange
+        self.loop = exchange.loop
+        self.topology = exchange.topology
+        self.replicas = replicas
+        self.iteration = iteration
+        self.dtype = jnp.dtype(dtype or np.float32)
+        self.emulation = emulation
+        self.when_done = when_done
+        self.left = set(replicas.states)
+        self.begun: set[int] = set()
+        self.parts: dict[int, RingPart] = {}
+        self.averagings: list[Averaging] = []
+
+    def begin_collective(self, stage: int) -> None:
+        """Begin the sum over a stage, unless a ring makes it."""
+        if stage in self.topology.rings:
+            return
+        start_s = time.perf_counter()
+        self.replicas.sum_by_collective(stage)
+        for replica in self.replicas.states:
+            if self.replicas.stage_of(replica) == stage:
+                self._when_summed(replica, start_s)
+
+    def begin_ring(self, replica: int) -> None:
+        """Begin with a replica's part in the ring of its stage, if there is one, and only once."""
+        ring = self.topology.rings.get(self.replicas.stage_of(replica))
+        if ring is None or replica in self.begun:
+            return
+        self.begun.add(replica)
+        part = RingPart(ring, replica, self.replicas.to_sum(replica), self.dtype)
+        self.parts[replica] = part
+        start_s = time.perf_counter()
+        for hop, array in part.begin():
+            self.exchange.give(hop, self.iteration, array)
+        for _ in range(CHUNKS_ASKED_AHEAD):
+            self._ask_for_chunk(replica, part, start_s)
+
+    def waits(self) -> Iterator[str]:
+        """What is waited for of the averagings that have begun."""
+        for part in self.parts.values():
+            source = part.ring.nodes[part.position - 1]
+            whence = f"node {source} on host {self.topology.host_of[source]}"
+            yield f"a part of the average of stage {part.ring.stage} from {whence}"
+        if self.left and not self.parts:
+            stage = min(self.replicas.stage_of(replica) for replica in self.left)
+            yield f"the average of stage {stage}"
+
+    def _ask_for_chunk(self, replica: int, part: RingPart, start_s: float) -> None:
+        for step, chunk, hop in itertools.islice(part.unasked, 1):
+            then = partial(self._chunk, replica, part, start_s, step, chunk)
+            self.exchange.ask(hop, self.iteration, part.travelling, then)
+
+    def _chunk(
+        self,
+        replica: int,
+        part: RingPart,
+        start_s: float,
+        step: int,
+        chunk: int,
+        _: float,
+        array: jax.Array,
+    ) -> None:
+        """A chunk has come round the ring."""
+        going_on = part.arrive(step, chunk, array)
+        if going_on is not None:
+            hop, sent = going_on
+            self.exchange.give(hop, self.iteration, sent)
+        self._ask_for_chunk(replica, part, start_s)
+        if part.left == 0:
+            del self.parts[replica]
+            self.replicas.take_sum(replica, part.result())
+            self._when_summed(replica, start_s)
+
+    def _when_summed(self, replica: int, start_s: float) -> None:
+        # All arrays of a sum come at once.
+        array = self.replicas.summed_array(replica)
+        self.loop.when_ready(array, lambda at_s: self._summed(replica, start_s, at_s))
+
+    def _summed(self, replica: int, start_s: float, at_s: float) -> None:
+        if self.emulation is not None:
+            at_s = self.emulation.averaging_end_s(self.replicas.stage_of(replica), at_s)
+        self.loop.at(at_s, lambda _: self._end(replica, start_s, at_s))
+
+    def _end(self, replica: int, start_s: float, end_s: float) -> None:
+        self.averagings.append(Averaging(self.replicas.stage_of(replica), start_s, end_s))
+        self.left.remove(replica)
+        if not self.left:
+            self.when_done()

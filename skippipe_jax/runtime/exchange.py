@@ -1,0 +1,55 @@
+"""Giving and asking for what hops carry, as events: between hosts and between nodes of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+
+from skippipe_jax.program.hops import Hop
+from skippipe_jax.runtime.events import EventLoop
+from skippipe_jax.runtime.topology import Topology
+from skippipe_jax.runtime.transport import HostLink
+
+Arrived = Callable[[float, jax.Array], None]
+"""Called with the moment at which something came, and with what came."""
+
+
+class Exchange:
+    """What this host gives to nodes and gets from them. Each hop of an iteration is given once."""
+
+    def __init__(self, loop: EventLoop, topology: Topology, links: Mapping[int, HostLink]):
+        """`links[h]` leads to host h."""
+        self.loop = loop
+        self.topology = topology
+        self.links = links
+        # Between nodes of this host: what was given before it was asked for, and the reverse.
+        self.given: dict[tuple[int, Hop], jax.Array] = {}
+        self.wanted: dict[tuple[int, Hop], Arrived] = {}
+
+    def give(self, hop: Hop, iteration: int, array: jax.Array) -> None:
+        """Send an array, or pass it on to a node of this host."""
+        if not self.topology.is_here(hop.target):
+            self.links[self.topology.host_of[hop.target]].send(hop, iteration, array)
+            return
+        array = jax.device_put(array, self.topology.sharding(hop.target))
+        name = iteration, hop
+        if name in self.wanted:
+            self._hand_over(array, self.wanted.pop(name))
+        else:
+            self.given[name] = array
+
+    def ask(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct, then: Arrived) -> None:
+        """Call `then` with what a hop brings, and when it came."""
+        name = iteration, hop
+        if not self.topology.is_here(hop.source):
+            link = self.links[self.topology.host_of[hop.source]]
+            array = link.receive(hop, iteration, like)
+            self.loop.when_ready(array, lambda at_s: then(at_s, array))
+        elif name in self.given:
+            self._hand_over(self.given.pop(name), then)
+        else:
+            self.wanted[name] = then
+
+    def _hand_over(self, array: jax.Array, then: Arrived) -> None:
+        self.loop.at(self.loop.last_event_s, lambda at_s: then(at_s, array))

@@ -1,0 +1,209 @@
+"""The operations of a program as they happen: each starts when its input has arrived.
+
+What goes to another host is offered the moment it is asked to be computed, and leaves while the
+node goes on with its next operation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+from skippipe_sched.problem.plan import Operation
+from skippipe_sched.timing.simulate import Run
+
+from skippipe_jax.data.batches import Batch
+from skippipe_jax.program.compiler import Compute, Program
+from skippipe_jax.program.hops import Hop
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.operations import Operations
+from skippipe_jax.runtime.turns import Turns
+
+# So many inputs of a node are asked for ahead: enough that the other end always has a request, and
+# not so many that an iteration's arrays need room all at once.
+INPUTS_ASKED_AHEAD = 8
+
+
+@dataclass
+class NodeProgress:
+    """How far a node has come. `asked` counts inputs that have been asked for and not arrived."""
+
+    turns: Turns
+    unasked: deque[Compute]
+    idle_since_s: float | None
+    asked: int = 0
+    busy_s: float = 0.0
+    inputs: dict[Operation, tuple[float, jax.Array]] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all operations of the node have ended."""
+        return not self.turns.left and self.idle_since_s is not None
+
+
+class Flow:
+    """The operations of one iteration on the nodes of this host.
+
+    Attributes:
+        nodes: how far each has come.
+        ended: the operations that have.
+        runs: when each ran.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        operations: Operations,
+        program: Program,
+        iteration: int,
+        memory: Callable[[int], float],
+        *,
+        ready_first: bool,
+        emulation: Emulation | None = None,
+        when_ended: Callable[[Operation], None] = lambda _: None,
+    ):
+        """Begin with nothing; `memory(n)` microbatches may be in flight on node n.
+
+        Without `ready_first` every node keeps to the program's order, whatever comes late.
+        `when_ended` is called after each operation.
+        """
+        self.exchange = exchange
+        self.loop = exchange.loop
+        self.operations = operations
+        self.program = program
+        self.iteration = iteration
+        self.emulation = emulation
+        self.when_ended = when_ended
+        computes = [step for step in program.instructions if isinstance(step, Compute)]
+        self.computes = {compute.operation: compute for compute in computes}
+        by_node: dict[int, list[Compute]] = {node: [] for node in program.nodes}
+        for compute in computes:
+            by_node[compute.operation.node].append(compute)
+        self.nodes = {
+            node: NodeProgress(
+                Turns([c.operation for c in own], memory(node), ready_first=ready_first),
+                deque(compute for compute in own if compute.arrives is not None),
+                idle_since_s=self.loop.last_event_s,
+            )
+            for node, own in by_node.items()
+        }
+        self.ended: set[Operation] = set()
+        self.runs: list[Run] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all nodes of this host are."""
+        return all(progress.is_done for progress in self.nodes.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing computes here."""
+        return all(progress.idle_since_s is not None for progress in self.nodes.values())
+
+    def begin(self, batches: Mapping[int, Batch]) -> None:
+        """Give data nodes the batches of their microbatches, and ask for the first inputs."""
+        for operation, compute in self.computes.items():
+            if operation.kind == "F" and compute.arrives is None:
+                first = self.operations.first_input(operation, batches[operation.microbatch])
+                self._give_input(operation, self.loop.last_event_s, first)
+        for progress in self.nodes.values():
+            self._ask_ahead(progress)
+
+    def start_what_can(self) -> None:
+        """Start an operation on every idle node whose turn has come."""
+        for node, progress in self.nodes.items():
+            if progress.idle_since_s is not None:
+                self._start_next(node, progress)
+
+    def waits(self) -> Iterator[tuple[str, float]]:
+        """What idle nodes wait for, and since when."""
+        for progress in self.nodes.values():
+            if progress.turns.left and progress.idle_since_s is not None:
+                operation = progress.turns.left[0]
+                arrives = self.computes[operation].arrives
+                whence = ""
+                if arrives is not None:
+                    host = self.exchange.topology.host_of[arrives.source]
+                    whence = f" from node {arrives.source} on host {host}"
+                yield f"the input of the {operation}{whence}", progress.idle_since_s
+
+    def _ask_ahead(self, progress: NodeProgress) -> None:
+        while progress.unasked and progress.asked < INPUTS_ASKED_AHEAD:
+            compute = progress.unasked.popleft()
+            assert compute.arrives is not None
+            progress.asked += 1
+            then = partial(self._arrive, compute.operation)
+            self.exchange.ask(compute.arrives, self.iteration, self.operations.travelling, then)
+
+    def _arrive(self, operation: Operation, at_s: float, array: jax.Array) -> None:
+        progress = self.nodes[operation.node]
+        progress.asked -= 1
+        self._give_input(operation, at_s, self.operations.unpack(array))
+        self._ask_ahead(progress)
+
+    def _give_input(self, operation: Operation, at_s: float, array: jax.Array) -> None:
+        progress = self.nodes[operation.node]
+        progress.inputs[operation] = at_s, array
+        progress.turns.arrive(operation)
+
+    def _start_next(self, node: int, progress: NodeProgress) -> None:
+        operation = progress.turns.take()
+        if operation is None:
+            return
+        arrived_s, value = progress.inputs.pop(operation)
+        start_s = time.perf_counter()
+        if self.emulation is not None:
+            ready_s = max(arrived_s, progress.idle_since_s or 0.0)
+            start_s = self.emulation.operation_start_s(ready_s, start_s)
+        progress.idle_since_s = None
+        result, at_the_end = self.operations.dispatch(operation, value)
+        leaves = self.computes[operation].leaves
+        if leaves is not None:
+            result = self.operations.pack(result)
+            if self._goes_at_once(leaves):
+                self.exchange.give(leaves, self.iteration, result)
+        self.loop.when_ready(
+            at_the_end,
+            lambda at_s: self._computed(Run(operation, arrived_s, start_s, at_s), result),
+        )
+
+    def _goes_at_once(self, hop: Hop) -> bool:
+        """Whether a hop may be offered while its array is still being computed."""
+        return self.emulation is None and not self.exchange.topology.is_here(hop.target)
+
+    def _computed(self, run: Run, result: jax.Array | None) -> None:
+        end_s = run.end_s
+        if self.emulation is not None:
+            end_s = self.emulation.operation_end_s(run.operation, run.start_s, end_s)
+        ended = Run(run.operation, run.arrived_s, run.start_s, end_s)
+        self.loop.at(end_s, lambda _: self._end(ended, result))
+
+    def _end(self, run: Run, result: jax.Array | None) -> None:
+        """An operation has ended: pass its result on, and free its node."""
+        self.runs.append(run)
+        node, end_s = run.operation.node, run.end_s
+        progress = self.nodes[node]
+        progress.busy_s += end_s - run.start_s
+        progress.idle_since_s = end_s
+        self.ended.add(run.operation)
+        following = self.program.following.get(run.operation)
+        if following is not None and result is not None:
+            self._pass_on(run.operation, following, end_s, result)
+        self.when_ended(run.operation)
+
+    def _pass_on(
+        self, operation: Operation, following: Operation, end_s: float, result: jax.Array
+    ) -> None:
+        leaves = self.computes[operation].leaves
+        if leaves is None:
+            self._give_input(following, end_s, result)
+        elif self.emulation is not None:
+            arrival_s = self.emulation.hop_end_s(operation.node, following, end_s)
+            self.loop.at(arrival_s, lambda _: self.exchange.give(leaves, self.iteration, result))
+        elif not self._goes_at_once(leaves):
+            self.exchange.give(leaves, self.iteration, result)

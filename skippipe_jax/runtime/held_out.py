@@ -1,0 +1,89 @@
+"""Held-out microbatches go forward through every stage in order, over the nodes that hold them.
+
+No host needs more of the model than it has, only activations travel, and all replicas take part.
+That is about a third of the work of training on as many microbatches. Hosts without a data node go
+on with training as soon as they have passed on their last activation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float
+
+from skippipe_jax.data.batches import Batch
+from skippipe_jax.program.compiler import compile_held_out
+from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.runtime.dispatch import in_program_order
+from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.flow import Flow
+from skippipe_jax.runtime.live import told
+from skippipe_jax.runtime.operations import HeldOutOperations
+
+
+class HeldOut:
+    """The same held-out microbatches, again and again; all hosts make one, with one count.
+
+    Attributes:
+        microbatches: those whose batches, and losses, belong to this host.
+    """
+
+    def __init__(
+        self, exchange: Exchange, operations: HeldOutOperations, count: int, *, waits: bool
+    ):
+        """Lay out the ways of `count` microbatches; `waits` if what they need may come late."""
+        topology = exchange.topology
+        numbers = HopNumbers(topology.first_free_hop)
+        programs = compile_held_out(topology.plan.stages, topology.host_of, count, numbers)
+        self.program = programs[topology.host]
+        self.exchange = exchange
+        self.operations = operations
+        self.waits = waits
+        data_nodes = topology.plan.stages[0]
+        self.microbatches = [
+            microbatch
+            for microbatch in range(count)
+            if topology.is_here(data_nodes[microbatch % len(data_nodes)])
+        ]
+
+    def sums(self, step: int, batches: Mapping[int, Batch]) -> dict[int, Float[np.ndarray, " 2"]]:
+        """Token losses [nats] and target tokens of each of this host's microbatches after `step`.
+
+        All hosts call this together, between two iterations.
+
+        Raises:
+            DeadlinePassed: if nothing came from another host for `network.deadline_s`.
+        """
+        if self.waits:
+            self._as_it_happens(step, batches)
+        else:
+            for _ in in_program_order(self.program, self.operations, batches):
+                raise AssertionError("nothing is averaged")
+        losses, self.operations.losses = self.operations.losses, {}
+        return {m: np.asarray(loss, np.float64) for m, loss in sorted(losses.items())}
+
+    def _as_it_happens(self, step: int, batches: Mapping[int, Batch]) -> None:
+        loop = self.exchange.loop
+        loop.begin()
+        flow = Flow(
+            self.exchange,
+            self.operations,
+            self.program,
+            step,
+            # Their order bounds how many are under way.
+            lambda _: math.inf,
+            ready_first=False,
+        )
+        flow.begin(batches)
+
+        def what_is_waited_for() -> str | None:
+            if not flow.is_idle:
+                return None
+            return told(f"the held-out loss after step {step}", flow.waits(), loop.deadline_s)
+
+        while not flow.is_done:
+            flow.start_what_can()
+            if not flow.is_done:
+                loop.run_one(what_is_waited_for)

@@ -1,0 +1,154 @@
+"""What the replicas of a stage hold in common: what they sum, and the update that all of them make.
+
+Replicas sum gradients in every iteration, or with `recipe.average_parameters_every` update by their
+own and now and then average parameters and moments (see `skippipe_jax.optim.local_updates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from skippipe_jax.optim.local_updates import numbers, with_mean
+from skippipe_jax.runtime.reduction import sum_over_devices
+from skippipe_jax.runtime.stage_functions import Totals
+from skippipe_jax.runtime.state import StageState
+from skippipe_jax.runtime.topology import Topology
+
+
+class Replicas:
+    """The replicas that this host holds, by their names.
+
+    Attributes:
+        states: of each.
+        updates_locally: whether they average parameters, every so many iterations, not gradients.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        states: Mapping[int, StageState],
+        average_parameters_every: int | None,
+    ):
+        """Without `average_parameters_every`, gradients are summed in every iteration."""
+        self.topology = topology
+        self.states = states
+        self.average_parameters_every = average_parameters_every
+        self.updates_locally = average_parameters_every is not None
+
+    def averages_parameters(self, iteration: int) -> bool:
+        """Whether replicas average parameters after the update of an iteration, from 0 on."""
+        every = self.average_parameters_every
+        return every is not None and (iteration + 1) % every == 0
+
+    def stage_of(self, replica: int) -> int:
+        """The stage of a replica."""
+        return self.topology.stage_of[replica]
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that have a replica here, in order."""
+        return sorted({self.stage_of(replica) for replica in self.states})
+
+    def owned_stages(self) -> dict[int, dict[str, PyTree]]:
+        """What is saved here: the state of the stages whose first replica this host holds."""
+        return {
+            stage: self.states[replicas[0]].to_save()
+            for stage, replicas in enumerate(self.topology.replicas)
+            if replicas[0] in self.states
+        }
+
+    def sum_by_collective(self, stage: int) -> None:
+        """Sum what the replicas of a stage average; all hosts that hold some call this."""
+        if len(self.topology.replicas[stage]) == 1:
+            return
+        own = [replica for replica in self.topology.replicas[stage] if replica in self.states]
+        given: dict[jax.Device, list[PyTree]] = {}
+        for replica in own:
+            [device] = self.topology.devices[replica]
+            given.setdefault(device, []).append(self.to_sum(replica))
+        local = {device: _sum_of(trees) for device, trees in given.items()}
+        summed = sum_over_devices(self.topology.devices_of_stage(stage), local)
+        for replica in own:
+            [device] = self.topology.devices[replica]
+            self.take_sum(replica, summed[device])
+
+    def to_sum(self, replica: int) -> PyTree:
+        """What a replica adds to a sum over its stage, and gives up until `take_sum`."""
+        state = self.states[replica]
+        if self.updates_locally:
+            return numbers(state.to_save())
+        gradients, state.gradients = state.gradients, {}
+        return gradients
+
+    def take_sum(self, replica: int, summed: PyTree) -> None:
+        """Go on with the sum over a replica's stage."""
+        state = self.states[replica]
+        if self.updates_locally:
+            replicas = len(self.topology.replicas[self.stage_of(replica)])
+            state.take(with_mean(state.to_save(), summed, replicas))
+        else:
+            state.gradients = summed
+
+    def summed_array(self, replica: int) -> jax.Array:
+        """An array of a replica that is there when the sum over its stage is."""
+        state = self.states[replica]
+        return jax.tree.leaves(state.parameters if self.updates_locally else state.gradients)[0]
+
+    def squared_norms(self, stage: int) -> list[Totals]:
+        """What the gradients of a stage add here to the squared norm over all stages.
+
+        Summed gradients count where the first replica is held. Of local ones, each of which is
+        `_factor` times what the replica has added up, the mean over the replicas counts.
+        """
+        replicas = self.topology.replicas[stage]
+        counted = replicas if self.updates_locally else replicas[:1]
+        own = [self.states[replica] for replica in counted if replica in self.states]
+        norms = [state.functions.squared_norm(state.gradients) for state in own]
+        # The mean of n terms that are n^2 times as large is n times their sum.
+        return [norm * len(counted) for norm in norms] if self.updates_locally else norms
+
+    def update(self, totals: Totals) -> None:
+        """Update all replicas held here, by the totals of all hosts."""
+        for replica, state in self.states.items():
+            state.parameters, state.optimizer_state, state.gradients = state.functions.update(
+                state.parameters,
+                state.optimizer_state,
+                state.gradients,
+                jax.device_put(totals, self.topology.sharding(replica)),
+                self._factor(self.stage_of(replica)),
+            )
+
+    def _factor(self, stage: int) -> np.float32 | None:
+        """By what local gradients are multiplied, so that their mean is the stage's gradient."""
+        return np.float32(len(self.topology.replicas[stage])) if self.updates_locally else None
+
+
+def open_collectives(topology: Topology) -> None:
+    """Sum something small over every group of devices that training sums over.
+
+    Processes have 30 seconds to come to the first sum of a group (gloo's limit, which JAX does not
+    let one change), and compiling the stages can keep one of them longer. Call this on all hosts at
+    about the same time.
+    """
+    stages = range(len(topology.replicas))
+    groups = [topology.devices_of_stage(stage) for stage in stages if stage not in topology.rings]
+    if not topology.sums_totals_by_links:
+        groups.append(topology.host_devices)
+    for devices in groups:
+        own = [d for d in devices if d.process_index == jax.process_index()]
+        if own:
+            zeros = {device: jax.device_put(np.zeros(1, np.float32), device) for device in own}
+            jax.block_until_ready(list(sum_over_devices(devices, zeros).values()))
+
+
+def _sum_of(trees: Sequence[PyTree]) -> PyTree:
+    return trees[0] if len(trees) == 1 else _sum_of_trees(trees)
+
+
+@jax.jit
+def _sum_of_trees(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda first, *others: sum(others, start=first), *trees)
