@@ -114,16 +114,11 @@ def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
         wide_area_bytes=wide_area_bytes(plan.case, links),
         busiest_link=link_name(plan.case, links[0]) if links else None,
         busiest_link_s=links[0].busy_s if links else 0.0,
-        idle_share=idle_share(timeline),
+        idle_share=timeline.idle_share,
         search_s=search_s,
         lower_bound_s=bound_s,
         gap=timeline.iteration_s / bound_s - 1.0,
     )
-
-
-def idle_share(timeline: Timeline) -> float:
-    """The share of the pipeline's time that the nodes do not compute."""
-    return 1.0 - sum(timeline.busy_s) / (timeline.nodes * timeline.pipeline_s)
 
 
 def to_json(rows: Sequence[Row | Refusal]) -> list[dict[str, Any]]:
