@@ -33,16 +33,15 @@ from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.search.annealing import candidate_of
-from skippipe_sched.search.budget import Search
-from skippipe_sched.search.evaluator import (
-    NO_ORDER,
-    NO_STRETCH,
-    evaluate,
-    first_of_slots,
+from skippipe_sched.search.arrays import (
+    candidate_of,
+    no_order,
+    no_stretch,
     problem_of,
     scratch_for,
 )
+from skippipe_sched.search.budget import Search
+from skippipe_sched.search.evaluator import evaluate
 from skippipe_sched.timing.jitter import replay
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 

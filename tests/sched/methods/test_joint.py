@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import joint, make_plan, plan_best
+from skippipe_sched.methods import make_plan, plan_best
 from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.problem.rules import violations
+from skippipe_sched.search import annealer
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.jitter import replay
@@ -92,7 +93,7 @@ def test_a_search_in_many_pieces_keeps_every_nodes_share(seed, monkeypatch):
     far = {"locations": ["here"] * 5 + ["there"], "links": [["here", "there", 10_000, 1]]}
     case = same_place([2, 2, 2], path_length=2, microbatches_per_data_node=3, memory=3, **far)
     # As many pieces as 4 s of search have, in so little work that no clock cuts it short.
-    monkeypatch.setattr(joint, "OPERATIONS_PER_S", 5e5)
+    monkeypatch.setattr(annealer, "OPERATIONS_PER_S", 5e5)
     plan = make_plan(case, "joint", Search(seed, 4.0))  # Refuses what breaks a rule.
     assert {node for path in plan.microbatches for node in path} == set(range(6))
 
