@@ -47,7 +47,9 @@ def digest_of(case: Case) -> str:
 def _solved(seed: int) -> dict:
     case = random_small_case(seed)
     best = optimum(case)
-    order = [[(kind, microbatch) for kind, microbatch, _ in operations] for operations in best.order]
+    order = [
+        [(kind, microbatch) for kind, microbatch, _ in operations] for operations in best.order
+    ]
     return {
         "case": digest_of(case),
         "iteration_s": best.iteration_s,
