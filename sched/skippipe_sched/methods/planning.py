@@ -11,7 +11,6 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import Search
-from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.simulate import simulate
 
 # What a look at each candidate of an open case may take of the budget, all together.
@@ -49,6 +48,9 @@ def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
     Raises:
         InputError: if it breaks a rule of the case.
     """
+    # Slow to load, with SciPy: who only reads plans needs no bound.
+    from skippipe_sched.timing.bound import lower_bound_s
+
     timeline = simulate(case, routes.stages, routes.paths, routes.order)
     predicted = Predicted(
         iteration_s=timeline.iteration_s,

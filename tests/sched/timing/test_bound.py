@@ -15,7 +15,8 @@ from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import microbatch_chain
 from skippipe_sched.problem.rules import violations
 from skippipe_sched.search.budget import Search
-from skippipe_sched.timing.bound import NodeWork, busy_apart_s, busy_s, lower_bound_s
+from skippipe_sched.timing.bound import lower_bound_s
+from skippipe_sched.timing.one_node import NodeWork, busy_apart_s, busy_s
 from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import PAPER, case_with, in_order, same_place
