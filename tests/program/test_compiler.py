@@ -310,10 +310,10 @@ def test_held_out_microbatches_go_through_all_stages_in_order(data: st.DataObjec
     numbers = HopNumbers(5)
     programs = compile_held_out(stages, host_of, count, numbers)
 
-    steps = [step for program in programs for step in program.instructions]
-    assert all(isinstance(step, Compute) for step in steps)
-    computes = {step.operation: step for step in steps if isinstance(step, Compute)}
-    assert len(computes) == len(steps) == count * (len(stages) + 1)
+    parts = [[c for c in p.instructions if isinstance(c, Compute)] for p in programs]
+    computes = {compute.operation: compute for own in parts for compute in own}
+    assert len(computes) == count * (len(stages) + 1)
+    assert len(computes) == sum(len(program.instructions) for program in programs)
     arrived, left = [c.arrives for c in computes.values()], [c.leaves for c in computes.values()]
     hops = {hop.number: hop for hop in left if hop is not None}
     assert hops == {hop.number: hop for hop in arrived if hop is not None}
@@ -327,22 +327,17 @@ def test_held_out_microbatches_go_through_all_stages_in_order(data: st.DataObjec
             assert programs[0].following[before] == after
             assert computes[before].leaves == computes[after].arrives
 
-    # Each node in its program's order, with whatever has arrived: all of it can run.
-    waiting = {p.host: list(p.instructions) for p in programs}
-    done: set[Operation] = set()
-    before_of = {after: before for before, after in programs[0].following.items()}
-    while any(waiting.values()):
-        ready = [
-            own
-            for own in waiting.values()
-            if own and before_of.get(own[0].operation) in {None, *done}
-        ]
-        assert ready
-        done.add(ready[0].pop(0).operation)
-
     for node in stages[0]:
         under_way = 0
-        for compute in programs[host_of[node]].instructions:
+        for compute in parts[host_of[node]]:
             if compute.operation.node == node:
                 under_way += {"F": 1, "L": -1}[compute.operation.kind]
                 assert under_way <= len(stages) + 1
+
+    # Each host in its program's order, with whatever has arrived: all of it can run.
+    before_of = {after: before for before, after in programs[0].following.items()}
+    done: set[Operation | None] = {None}
+    while any(parts):
+        ready = [own for own in parts if own and before_of.get(own[0].operation) in done]
+        assert ready
+        done.add(ready[0].pop(0).operation)

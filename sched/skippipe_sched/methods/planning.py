@@ -48,7 +48,7 @@ def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
     Raises:
         InputError: if it breaks a rule of the case.
     """
-    # Slow to import, and runs that are only read need no plan made.
+    # Slow to load, with SciPy: who only reads plans needs no bound.
     from skippipe_sched.timing.bound import lower_bound_s
 
     timeline = simulate(case, routes.stages, routes.paths, routes.order)
