@@ -28,6 +28,7 @@ from skippipe_jax.training.callbacks import BestCheckpoint
 from skippipe_jax.training.trackers import numbers, open_trackers, require_trackers
 from skippipe_jax.training.trainer import train
 from tests.multihost.processes import started_processes
+from tests.thread_hosts import ThreadHost
 from tests.training_runs import (
     arrays_of_checkpoint,
     assert_same_bits,
@@ -103,26 +104,11 @@ def test_the_best_checkpoint_is_noted(watched: Path):
     assert losses[6] < losses[4]
 
 
-class Board:
-    """A host alone."""
-
-    index, count = 0, 1
-
-    def __init__(self):
-        self.said: dict[str, str] = {}
-
-    def put(self, key: str, value: str) -> None:
-        self.said[key] = value
-
-    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        return self.said[key]
-
-
 def test_the_best_checkpoint_is_kept_until_a_better_one_comes(tmp_path: Path):
     run_folder.append_metrics(tmp_path, {"step": 0})
 
     def save(losses: dict[int, float | None]) -> None:
-        writer = CheckpointWriter(tmp_path, Board(), stage_layers=(1,), keep=1)
+        writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=(1,), keep=1)
         best = BestCheckpoint(writer, tmp_path)
         for step, loss in losses.items():
             run_folder.append_metrics(tmp_path, {"step": step, "validation_loss": loss})
