@@ -20,7 +20,7 @@ from skippipe_jax.config import Phase, RecipeConfig, load_config, parse_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.program.compiler import Compute, compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule, make_schedule, stage_shares
-from skippipe_jax.report import report
+from skippipe_jax.reporting.page import report
 from skippipe_jax.storage import run_folder
 from skippipe_jax.training.trainer import Trainer
 from tests import oracle

@@ -17,10 +17,10 @@ import wandb
 from skippipe_sched.errors import InputError
 from tensorboardX.proto import event_pb2
 
-from skippipe_jax import report
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import LogConfig, load_config, parse_config
 from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.reporting.page import report
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.storage.writer import CheckpointWriter
@@ -316,4 +316,4 @@ def test_a_loss_that_is_no_number_ends_a_run_without_the_guard_alone(config: Pat
     assert [line["gradient_norm"] is None for line in lines] == [False, True, True]
     assert [line["skipped_updates"] for line in lines] == [0, 1, 2]
     assert "NaN" not in (tmp_path / "run" / run_folder.METRICS).read_text()
-    assert "Loss" in report.report(tmp_path / "run")
+    assert "Loss" in report(tmp_path / "run")
