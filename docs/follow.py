@@ -91,13 +91,16 @@ def before(page: str) -> str | None:
     return found[1] if found else None
 
 
-def follow(page: str, folder: Path) -> list[Answer]:
+def follow(page: str, folder: Path, programs: Path | None = None) -> list[Answer]:
     """Save the files of a page in `folder`, and run its commands there, in order.
+
+    Programs are looked for in the folder `programs` first, else beside this Python.
 
     Raises:
         AssertionError: if a command fails, or does not print what the page shows.
     """
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    first = [] if programs is None else [str(programs)]
+    path = os.pathsep.join([*first, str(Path(sys.executable).parent), os.environ["PATH"]])
     sources = os.pathsep.join(map(str, (ROOT, ROOT / "sched")))
     environment = os.environ | {"PATH": path, "PYTHONPATH": sources, "HF_HUB_OFFLINE": "1"}
     environment.pop("XLA_FLAGS", None)  # the reader's machine has one device

@@ -1,7 +1,11 @@
 """Tests run on four virtual CPU devices, and share compiled programs with their processes.
 
+Arrays are held to the shapes in annotations, but not in these processes, which are as users' are.
+
 With `-n 2` two processes take them by files. Tests that are marked as alone have the machine for
-themselves then: what they hold a clock to would depend on the test beside them.
+themselves then: what they hold a clock to would depend on the test beside them. Their files come
+first, so that they wait for one another and not for long tests, and then those that take longest,
+so that no process is left with one of them when the other has nothing to do.
 """
 
 import fcntl
@@ -11,6 +15,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.shapes import enforce_shapes
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile far more than they compute, and these flags make XLA a quick compiler.
@@ -24,6 +30,36 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "skippipe_jax_tests")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+enforce_shapes()
+
+TESTS = Path(__file__).parent
+DEAREST = (
+    "test_docs.py",
+    "multihost/test_training_hosts.py",
+    "test_notebooks.py",
+    "training/test_kill.py",
+    "test_benchmarks.py",
+    "training/test_resume.py",
+    "multihost/test_launch_recipes.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order files, and within a file those tests first that are alone."""
+    alone = {item.path for item in items if is_alone(item)}
+    first = {path: number for number, path in enumerate(dict.fromkeys(i.path for i in items))}
+    dear = {TESTS / name: number for number, name in enumerate(DEAREST)}
+    assert all(path.exists() for path in dear)
+
+    def turn(item: pytest.Item) -> tuple[bool, int, int, bool]:
+        path = item.path
+        return path not in alone, dear.get(path, len(dear)), first[path], not is_alone(item)
+
+    items.sort(key=turn)
+
+
+def is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -35,7 +71,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     folder.mkdir(exist_ok=True)
     # Whoever comes passes the door; who is alone keeps it shut until the end.
     with (folder / "door").open("w") as door, (folder / "room").open("w") as room:
-        alone = item.get_closest_marker("alone") is not None
+        alone = is_alone(item)
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         if not alone:

@@ -39,6 +39,7 @@ from skippipe_jax.__main__ import ABOUT, PLANNING, parser, parsers
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, keys, load_config, parse_config
 from skippipe_jax.storage import run_folder
+from tests.fork_server import fork_server
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 OTHER_PAGES = (
@@ -66,12 +67,16 @@ COMMENT = re.compile(r"<!--.*?-->", re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FIELD = re.compile(r"`(\w+)`")
+# Whose commands are started for real; those of others are forked.
+FOLLOWED_REALLY = {"recipes.md", "timing.md"}
 
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Followed]:
     """Follows a page, once, in a folder of its own."""
     known: dict[str, Followed] = {}
+    forking = tmp_path_factory.mktemp("programs")
+    fork_server().put_python(forking)
 
     def at_most_once(page: str) -> Followed:
         if page not in known:
@@ -79,7 +84,8 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Follow
             earlier = before(page)
             if earlier is not None:
                 shutil.copytree(at_most_once(earlier).folder, folder, dirs_exist_ok=True)
-            known[page] = Followed(folder, follow(page, folder))
+            programs = None if page in FOLLOWED_REALLY else forking
+            known[page] = Followed(folder, follow(page, folder, programs))
         return known[page]
 
     return at_most_once

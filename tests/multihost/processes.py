@@ -1,4 +1,8 @@
-"""Programs that a test starts as real processes, and that end when the test does."""
+"""Programs that a test starts as processes of their own, and that end when the test does.
+
+They are forked from a process that has imported the project, or started for real where a test says
+so: see `tests.fork_server`.
+"""
 
 import contextlib
 import os
@@ -13,39 +17,62 @@ import psutil
 import pytest
 
 from skippipe_jax.launch import free_port
+from tests.fork_server import Forked, fork, fork_server
 
 
 class Processes:
-    """Programs in the order in which they were started; what each prints goes into a file."""
+    """Programs in the order in which they were started; what each prints goes into a file.
 
-    def __init__(self, folder: Path):
+    They are forked, or started `really`.
+    """
+
+    def __init__(self, folder: Path, really: bool = False):
         self.folder = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.really = really
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
 
     def start(self, *command: str | Path, before: Sequence[str] = (), **environment: str) -> None:
-        """Start Python with these arguments, in a session of its own.
+        """Have Python run these arguments, in a session of its own.
 
-        `before` are the words before Python, of a command that becomes it.
+        `before` are the words before Python, of a command that becomes it: then it is not forked.
         """
-        with open(self.folder / f"output{len(self.processes)}", "wb") as output:
-            self.processes.append(
-                subprocess.Popen(
+        variables = {**os.environ, **environment}
+        with (
+            open(self.folder / f"output{len(self.processes)}", "wb") as output,
+            open(os.devnull, "rb") as nothing,
+        ):
+            if self.really or before:
+                process = subprocess.Popen(
                     [*before, sys.executable, *command],
+                    stdin=nothing,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment},
+                    env=variables,
                     start_new_session=True,
                 )
-            )
+            else:
+                process = fork(
+                    fork_server().address,
+                    command,
+                    environment=variables,
+                    folder=os.getcwd(),
+                    streams=[nothing.fileno(), output.fileno(), output.fileno()],
+                )
+            self.processes.append(process)
 
     def start_hosts(
-        self, hosts: int, *command: str | Path, last: Sequence[str] = (), **environment: str
+        self,
+        hosts: int,
+        *command: str | Path,
+        last: Sequence[str] = (),
+        **environment: str,
     ) -> None:
         """Start a program once for each host; the last gets arguments of its own."""
         common = ["--coordinator", f"127.0.0.1:{free_port()}", "--hosts", str(hosts)]
         for host in range(hosts):
             own = last if host == hosts - 1 else ()
-            self.start(*command, *common, "--host-id", str(host), *own, **environment)
+            arguments = (*command, *common, "--host-id", str(host), *own)
+            self.start(*arguments, **environment)
 
     def output(self, index: int) -> str:
         return (self.folder / f"output{index}").read_text(errors="replace")
@@ -93,10 +120,10 @@ class Processes:
 
 
 @contextlib.contextmanager
-def started_processes(folder: Path) -> Iterator[Processes]:
+def started_processes(folder: Path, really: bool = False) -> Iterator[Processes]:
     """Processes that end with a block; `folder` is made for their output."""
     folder.mkdir(parents=True, exist_ok=True)
-    processes = Processes(folder)
+    processes = Processes(folder, really)
     try:
         yield processes
     finally:

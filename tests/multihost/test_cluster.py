@@ -23,8 +23,8 @@ from tests.multihost.processes import Processes
 WORKER = Path(__file__).with_name("cluster_worker.py")
 HEARTBEAT_TIMEOUT_S = 3.0
 START_S = 60.0
-
-pytestmark = pytest.mark.alone
+# Where nobody is to be lost, however busy the machine is.
+PATIENT = ("--heartbeat-timeout-s", "300")
 
 
 class Run(Processes):
@@ -61,8 +61,10 @@ def assert_stopped_by(run: Run, host: int, verdict: str, timeout_s: float) -> No
     assert "Check failure" not in output
 
 
+@pytest.mark.alone
 def test_hosts_that_end_well_are_not_lost(run: Run):
     # Long enough that silence would be noticed, and the last host stays behind the others.
+    run.really = True
     run.start_workers(4, "--seconds", "1", last=("--linger-s", "4"))
     for host in range(4):
         assert run.exit_code(host, START_S) == 0, run.output(host)
@@ -70,6 +72,7 @@ def test_hosts_that_end_well_are_not_lost(run: Run):
         assert "lost" not in run.output(host)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("victim", "blow"),
     [(2, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
@@ -88,9 +91,10 @@ def test_survivors_name_the_lost_host(run: Run, victim: int, blow: signal.Signal
         assert_stopped_by(run, victim, verdict, HEARTBEAT_TIMEOUT_S + 5)
 
 
+@pytest.mark.alone
 def test_others_stop_at_once_for_a_host_that_fails_and_say_why(run: Run):
     # With this timeout, only the host's own word can be what stops the others.
-    run.start_workers(3, "--heartbeat-timeout-s", "300", last=("--fail-at", "5"))
+    run.start_workers(3, *PATIENT, last=("--fail-at", "5"))
     assert run.exit_code(2, START_S) == 1
     assert "ValueError: the data ran out" in run.output(2)
     for host in (0, 1):
@@ -99,7 +103,7 @@ def test_others_stop_at_once_for_a_host_that_fails_and_say_why(run: Run):
 
 def test_others_end_like_a_host_whose_input_is_wrong(run: Run):
     """By its exit code, since to be started again would not help."""
-    run.start_workers(2, "--heartbeat-timeout-s", "300", last=("--fail-at", "5", "--by-input"))
+    run.start_workers(2, *PATIENT, last=("--fail-at", "5", "--by-input"))
     for host in range(2):
         assert run.exit_code(host, START_S) == 2, run.output(host)
     assert f"{run.name(1)} failed: InputError: data.path = 'text': ran out." in run.output(0)
@@ -111,7 +115,7 @@ def test_slurm_tasks_find_each_other(run: Run):
     job = free_port() - PORTS[0]
     for task in range(2):
         run.start(
-            *(WORKER, "--seconds", "0.5"),
+            *(WORKER, "--seconds", "0.5", *PATIENT),
             SLURM_JOB_ID=str(job),
             SLURM_STEP_NODELIST="localhost",
             SLURM_NTASKS="2",
@@ -130,7 +134,7 @@ def listens_on(run: Run, host: int) -> list[tuple[str, int]]:
 
 
 def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Run):
-    run.start_workers(3)
+    run.start_workers(3, *PATIENT)
     run.wait_until_summing()
     for host in range(3):
         # The transfer server's two, one of the collectives, and the hub of host 0.
@@ -145,7 +149,7 @@ def test_each_host_listens_on_its_own_address_and_ports(run: Run):
         arguments = ["--coordinator", f"127.0.0.1:{coordinator}", "--hosts", "3"]
         arguments += ["--host-id", str(host), "--transfer-port", str(port)]
         # All of 127.0.0.0/8 is this machine.
-        run.start(WORKER, *arguments, **{BIND_VARIABLE: f"127.0.0.{host + 1}"})
+        run.start(WORKER, *arguments, *PATIENT, **{BIND_VARIABLE: f"127.0.0.{host + 1}"})
     run.wait_until_summing()
     for host in range(3):
         found = listens_on(run, host)
@@ -154,6 +158,7 @@ def test_each_host_listens_on_its_own_address_and_ports(run: Run):
         assert {port + 6 * host, port + 6 * host + 1} <= {port for _, port in found}
 
 
+@pytest.mark.alone
 def test_clocks_are_compared_with_that_of_host_0(run: Run):
     run.start_workers(3, "--seconds", "0.5", last=("--clock-ahead-s", "100"))
     for host, expected in enumerate([0.0, 0.0, -100.0]):
@@ -164,9 +169,10 @@ def test_clocks_are_compared_with_that_of_host_0(run: Run):
         assert float(printed[2]) < 2.0
 
 
+@pytest.mark.alone
 def test_a_host_that_has_waited_too_long_says_so_and_all_stop(run: Run):
     # With this timeout, nobody waits to find out whether a host is lost.
-    run.start_workers(3, "--heartbeat-timeout-s", "300", last=("--late-at", "5"))
+    run.start_workers(3, *PATIENT, last=("--late-at", "5"))
     run.wait_until_summing()
     message = "nothing came from node 7 for 300 s."
     assert_stopped_by(run, 2, f"{run.name(2)}: {message}", START_S)
@@ -306,6 +312,7 @@ def test_another_program_on_the_port_is_not_taken_for_host_0():
             enter(ClusterConfig(connect_timeout_s=5.0), address, 2, 1)
 
 
+@pytest.mark.alone
 def test_missing_and_doubled_hosts_are_named():
     address = f"127.0.0.1:{free_port()}"
     problems: dict[int, str] = {}

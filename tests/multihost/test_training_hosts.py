@@ -43,6 +43,9 @@ TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.launch")
 PATIENCE_S = 180.0
 # A death shows at once; a host that a busy machine keeps from running is not to be lost.
 HEARTBEAT_TIMEOUT_S = 10.0
+# Of the runs that lose some of them. Each has nodes whose stages other hosts serve, too.
+HOSTS = 4
+HOST_OF_NODE = [node % HOSTS for node in range(9)]
 # Long enough that a run is still on its way when something happens to it.
 STEPS = 26
 METRICS = {
@@ -251,13 +254,26 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def nine_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a run of nine processes, one for each node, without interruption."""
-    folder = tmp_path_factory.mktemp("nine")
+    return undisturbed_run(9, config, tmp_path_factory.mktemp("nine"))
+
+
+@pytest.fixture(scope="module")
+def four_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a run of as many processes as below lose one after the other."""
+    folder = tmp_path_factory.mktemp("four")
+    return undisturbed_run(HOSTS, config, folder, cluster__host_of_node=HOST_OF_NODE)
+
+
+def undisturbed_run(hosts: int, config: Path, folder: Path, **changes: Any) -> Path:
     with started_processes(folder) as processes:
-        command = (*LAUNCH, "--hosts", "9", *in_folder(config, folder / "run"))
-        processes.start(*command, **virtual_devices(1))
-        assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
-        assert not CRASHES.search(processes.output(0)), processes.output(0)
+        start_hosts(processes, hosts, (*TRAIN, *in_folder(config, folder / "run", **changes)))
+        assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
+        assert not CRASHES.search(processes.outputs()), processes.outputs()
     return folder / "run"
+
+
+def start_hosts(processes: Processes, hosts: int, command: tuple[str | Path, ...]) -> None:
+    processes.start_hosts(hosts, *command, **virtual_devices(1))
 
 
 @pytest.fixture(params=["one_process", "nine_processes"])
@@ -350,26 +366,23 @@ def assert_replicas_are_equal(folder: Path, run_dir: Path) -> None:
 # Losing a host.
 
 
-def start_nine(processes: Processes, command: tuple[str | Path, ...]) -> None:
-    processes.start_hosts(9, *command, **virtual_devices(1))
-
-
 def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
-    config: Path, nine_processes: Path, tmp_path: Path
+    config: Path, four_processes: Path, tmp_path: Path
 ):
     run_dir = tmp_path / "run"
-    arguments = in_folder(config, run_dir)
-    with started_processes(tmp_path / "without_4") as processes:
-        start_nine(processes, (*TRAIN, *arguments))
+    arguments = in_folder(config, run_dir, cluster__host_of_node=HOST_OF_NODE)
+    with started_processes(tmp_path / "without_2") as processes:
+        start_hosts(processes, HOSTS, (*TRAIN, *arguments))
         processes.wait_until(lambda: steps_done(run_dir) >= 7, PATIENCE_S)
-        processes.processes[4].kill()
+        processes.processes[2].kill()
         codes = processes.exit_codes(HEARTBEAT_TIMEOUT_S)
-        assert codes == [-signal.SIGKILL if host == 4 else LOST_HOST_EXIT_CODE for host in range(9)]
-        for host in set(range(9)) - {4}:
-            assert_told_of_loss(processes.output(host), processes.name(4), run_dir)
+        lost, stopped = -signal.SIGKILL, LOST_HOST_EXIT_CODE
+        assert codes == [stopped, stopped, lost, stopped]
+        for host in (0, 1, 3):
+            assert_told_of_loss(processes.output(host), processes.name(2), run_dir)
 
     with started_processes(tmp_path / "without_0") as processes:
-        command = (*LAUNCH, "--hosts", "9", *arguments, "--resume")
+        command = (*LAUNCH, "--hosts", str(HOSTS), *arguments, "--resume")
         processes.start(*command, **virtual_devices(1))
         processes.wait_until(lambda: steps_done(run_dir) >= 17, PATIENCE_S)
         [host_0] = [
@@ -380,23 +393,23 @@ def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
         host_0.kill()
         assert processes.exit_code(0, HEARTBEAT_TIMEOUT_S) != 0
         output = processes.output(0)
-        for host in range(1, 9):
+        for host in range(1, HOSTS):
             lines = [line for line in output.splitlines() if line.startswith(f"[host {host}] ")]
             assert_told_of_loss("\n".join(lines), name_of_host(0, host_0.pid), run_dir)
 
     with started_processes(tmp_path / "resumed") as processes:
-        start_nine(processes, (WORKER, tmp_path / "replicas", *arguments, "--resume"))
-        assert processes.exit_codes(PATIENCE_S) == [0] * 9, processes.outputs()
+        start_hosts(processes, HOSTS, (WORKER, tmp_path / "replicas", *arguments, "--resume"))
+        assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
     assert_replicas_are_equal(tmp_path / "replicas", run_dir)
     for found, expected in zip(
         arrays_of_checkpoint(run_dir, STEPS),
-        arrays_of_checkpoint(nine_processes, STEPS),
+        arrays_of_checkpoint(four_processes, STEPS),
         strict=True,
     ):
         assert_same_bits(found, expected)
     losses, others = (
         [line["loss"] for line in run_folder.read_metrics(folder)]
-        for folder in (run_dir, nine_processes)
+        for folder in (run_dir, four_processes)
     )
     assert losses == others
 
@@ -411,7 +424,7 @@ def assert_told_of_loss(output: str, lost: str, run_dir: Path) -> None:
     assert not CRASHES.search(output), output
 
 
-# The launcher.
+# The launcher, whose hosts are always started for real.
 
 
 def test_launch_stops_all_when_one_fails(config: Path, tmp_path: Path):

@@ -21,7 +21,7 @@ from tests.network.test_shaped_network import needs_root
 from tests.program.test_compiler import plan_of
 from tests.training_runs import settings, steps_done, virtual_devices, write_config
 
-pytestmark = [needs_root, pytest.mark.alone]
+pytestmark = needs_root
 
 HOSTS = 3
 HOST_OF_NODE = [0, 1, 2, 1, 2]
@@ -113,6 +113,7 @@ def assert_stopped(processes: Processes, run_dir: Path) -> None:
         assert not CRASHES.search(output), output
 
 
+@pytest.mark.alone
 def test_a_host_cut_off_for_good_ends_all_and_the_run_goes_on_once_it_is_back(
     network: ShapedNetwork, config: Path, uncut: list[float], tmp_path: Path
 ):
@@ -154,6 +155,7 @@ def test_a_run_outlives_a_cut_that_is_shorter_than_its_deadlines(
     assert losses(run_dir) == uncut
 
 
+@pytest.mark.alone
 def test_what_does_not_arrive_by_the_deadline_ends_all_though_hosts_live(
     network: ShapedNetwork, config: Path, tmp_path: Path
 ):

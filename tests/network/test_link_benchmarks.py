@@ -17,8 +17,6 @@ from tests.program.test_compiler import plan_of
 
 REPOSITORY = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.alone
-
 
 def result_of(module: str, folder: Path, *words: str) -> dict[str, Any]:
     file = folder / "result.json"
@@ -36,6 +34,7 @@ def result_of(module: str, folder: Path, *words: str) -> dict[str, Any]:
 
 
 @needs_root
+@pytest.mark.alone
 def test_transfers_and_rings_use_most_of_a_link(tmp_path: Path):
     result = result_of("links", tmp_path, "--small")
     assert [(row["source"], row["target"], row["rate"]) for row in result["transfers"]] == [

@@ -20,10 +20,9 @@ MEGABYTES_PER_S = [[0, 0.3, 1, 4], [8, 0, 0.3, 1], [4, 8, 0, 0.3], [0.3, 4, 8, 0
 PORT = 61441
 PATIENCE_S = 150.0
 
-pytestmark = pytest.mark.alone
-
 
 @needs_root
+@pytest.mark.alone
 def test_every_bandwidth_is_within_a_tenth_of_its_rate(tmp_path: Path):
     config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
     rates = 1e6 * np.array(MEGABYTES_PER_S) + np.diag([np.inf] * HOSTS)

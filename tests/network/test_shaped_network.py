@@ -20,8 +20,6 @@ needs_root = pytest.mark.skipif(
     os.geteuid() != 0 and "CI" not in os.environ, reason="only root may make a shaped network"
 )
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def network() -> Iterator[ShapedNetwork]:
@@ -57,6 +55,7 @@ def traces(network: ShapedNetwork) -> list[str]:
 
 
 @needs_root
+@pytest.mark.alone
 def test_every_directed_link_has_its_own_rate(network: ShapedNetwork):
     pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 3), (3, 0)]
     receivers = [transfer(network, *pair, int(3 * network.rates[pair]))[0] for pair in pairs]
@@ -65,17 +64,20 @@ def test_every_directed_link_has_its_own_rate(network: ShapedNetwork):
 
 
 @needs_root
+@pytest.mark.alone
 def test_a_link_without_a_rate_is_quick(network: ShapedNetwork):
     assert goodput(transfer(network, 2, 3, 50_000_000)[0]) > 50e6
 
 
 @needs_root
+@pytest.mark.alone
 def test_a_rate_can_change(network: ShapedNetwork):
     network.set_rate(0, 1, 4e6)
     assert goodput(transfer(network, 0, 1, 4_000_000)[0]) == pytest.approx(4e6, rel=0.1)
 
 
 @needs_root
+@pytest.mark.alone
 def test_a_host_is_cut_off_and_joined_again(network: ShapedNetwork):
     start = time.monotonic()
     receiver, _ = transfer(network, 0, 2, 2_000_000)  # two seconds

@@ -158,7 +158,8 @@ def test_update_is_that_of_the_mean_over_all_targets(recompute: str, clip_norm: 
     @jax.jit
     def mean_loss(parameters: Any) -> jax.Array:
         model: DataStage = nnx.merge(structure, parameters)
-        sums = [model.loss(model(tokens), targets) for tokens, targets in batches]
+        arrays = [tuple(map(jnp.asarray, batch)) for batch in batches]
+        sums = [model.loss(model(tokens), targets) for tokens, targets in arrays]
         nats, tokens = jnp.sum(jnp.asarray(sums), axis=0)
         return nats / tokens
 
@@ -195,7 +196,7 @@ def test_z_loss_is_part_of_the_gradient_but_not_of_the_loss():
         of_targets = logits[jnp.arange(5), targets.flat[:5]]
         return jnp.sum(log_z - of_targets), 0.5 * jnp.sum(log_z**2)
 
-    parameters = jax.tree.map(np.asarray, node.parameters)
+    parameters = jax.tree.map(jnp.array, node.parameters)
     nats, z_loss = terms(parameters)
     expected = jax.grad(lambda parameters: sum(terms(parameters)))(parameters)
     node.run(tokens, targets)

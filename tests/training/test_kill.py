@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import signal
-import sys
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from skippipe_jax import train
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import latest_step
+from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,
@@ -27,58 +23,40 @@ KILLS = 20
 # So many that no process comes to the end before it is killed.
 STEPS = 400
 PATIENCE_S = 60.0
-# Processes are forked from one that has imported the program already.
-FORKS = multiprocessing.get_context("forkserver")
-
-
-def run_command(arguments: list[str], output: Path) -> None:
-    with output.open("wb") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    os.environ |= virtual_devices(1)
-    sys.argv = ["train", *arguments]
-    sys.exit(train.main())
 
 
 def test_killed_at_twenty_random_moments(tmp_path: Path):
-    FORKS.set_forkserver_preload(["skippipe_jax.train"])
     config = write_config(tmp_path, plan={"case": SMALL_CASE, "method": "balanced"})
-    output, chance = tmp_path / "output", random.Random(0)
+    chance = random.Random(0)
 
-    def start(run: Path, every: int, *arguments: str) -> BaseProcess:
+    def start(processes: Processes, run: Path, every: int, *arguments: str) -> None:
         words = settings(
             run_dir=run, train__steps=STEPS, checkpoint__every=every, checkpoint__keep=2
         )
-        process = FORKS.Process(
-            target=run_command, args=(["--config", str(config), *words, *arguments], output)
-        )
-        process.start()
-        return process
+        command = ("-m", "skippipe_jax.train", "--config", config, *words, *arguments)
+        processes.start(*command, **virtual_devices(1))
 
-    def finish(process: BaseProcess) -> None:
-        process.join(PATIENCE_S)
-        assert process.exitcode == 0, output.read_text()
+    def finish(run: Path, *arguments: str) -> None:
+        with started_processes(tmp_path / "output") as processes:
+            start(processes, run, STEPS, *arguments)
+            assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
 
-    finish(start(tmp_path / "undisturbed", STEPS))
+    finish(tmp_path / "undisturbed")
 
-    run, process, saving = tmp_path / "run", None, 0
+    run, saving = tmp_path / "run", 0
     for number in range(KILLS):
-        began, saved = time.monotonic(), latest_step(run) or 0
-        process = start(run, 1, *(["--resume"] if run_folder.is_run(run) else []))
-        try:
+        saved = latest_step(run) or 0
+        # The first is no fork.
+        with started_processes(tmp_path / "output", really=number == 0) as processes:
+            start(processes, run, 1, *(["--resume"] if run_folder.is_run(run) else []))
             # Now and then while it starts, else when it is under way.
             if number % 5 == 4:
                 time.sleep(chance.uniform(0.0, 2.0))
             else:
-                while (latest_step(run) or 0) <= saved:
-                    assert process.is_alive(), output.read_text()
-                    assert time.monotonic() - began < PATIENCE_S, output.read_text()
-                    time.sleep(0.002)
+                processes.wait_until(lambda last=saved: (latest_step(run) or 0) > last, PATIENCE_S)
                 time.sleep(chance.uniform(0.0, 0.4))
-        finally:
-            process.kill()
-            process.join()
-        assert process.exitcode == -signal.SIGKILL, output.read_text()
+            processes.processes[0].kill()
+            assert processes.exit_code(0, PATIENCE_S) == -signal.SIGKILL, processes.output(0)
         assert (latest_step(run) or 0) >= saved
         saving += any(
             not (folder / "COMMITTED").exists() for folder in (run / "checkpoints").glob("*")
@@ -86,7 +64,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path):
     # A run that does little else is mostly killed while it saves.
     assert saving >= KILLS // 4, saving
 
-    finish(start(run, STEPS, "--resume"))
+    finish(run, "--resume")
     for found, expected in zip(
         arrays_of_checkpoint(run, STEPS),
         arrays_of_checkpoint(tmp_path / "undisturbed", STEPS),

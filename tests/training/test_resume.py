@@ -106,6 +106,7 @@ def assert_same_run(run: Run, expected: Run) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: signal.Signals):
+    run.processes.really = True
     run.start()
     run.processes.wait_until(lambda: steps_done(run.folder) >= 9, PATIENCE_S)
     run.processes.processes[0].send_signal(number)
@@ -117,6 +118,7 @@ def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: si
     assert f"stopped by {number.name} after step {step}. " in output
     assert f"--resume to go on from step {step} in {run.folder}." in output
     assert "Traceback" not in output
+    run.processes.really = False
     assert run.train("--resume")[0] == 0
     assert_same_run(run, finished)
 

@@ -1,0 +1,36 @@
+"""Shapes in annotations hold: calls are checked against them, wherever the tests make them.
+
+The other types are left to pyright, which sees all calls, not only those that tests make.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from beartype import beartype
+from jaxtyping import AbstractArray, install_import_hook
+
+# Those of skippipe_jax with shapes in signatures, below the commands.
+ROOMS = ("data", "inference", "models", "optim", "profiling", "program", "runtime", "training")
+
+
+def enforce_shapes() -> None:
+    """Have modules that are imported from now on check the arrays that they take and return."""
+    install_import_hook([f"skippipe_jax.{room}" for room in ROOMS], "tests.shapes.checked")
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Check those arguments, and that result, of a function whose annotations hold a shape."""
+    hints = function.__annotations__
+    function.__annotations__ = {name: hint for name, hint in hints.items() if has_shape(hint)}
+    return beartype(function) if function.__annotations__ else function
+
+
+def has_shape(hint: Any) -> bool:
+    """Whether an annotation is one of an array, or of a container of arrays."""
+    if isinstance(hint, type) and issubclass(hint, AbstractArray):
+        return True
+    parts = (*typing.get_args(hint), getattr(hint, "leaftype", None))
+    return any(has_shape(part) for part in parts if part is not None)
