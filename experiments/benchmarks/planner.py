@@ -35,6 +35,8 @@ from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.arrays import (
     candidate_of,
+    no_order,
+    no_stretch,
     problem_of,
     scratch_for,
 )
