@@ -6,151 +6,36 @@ python -m skippipe_jax.evaluate --run DIR --keep 1.0,0.75,0.5 --paths --swaps --
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError, run_command
-from tqdm import tqdm
+from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.config import Config, DataConfig
-from skippipe_jax.data.batches import held_out_batches
-from skippipe_jax.inference.partial import (
-    Order,
-    Question,
-    Way,
-    along_paths,
-    full,
-    kept,
-    swapped,
-    without_each,
-)
-from skippipe_jax.inference.staged_model import (
-    StagedModel,
-    add_model_arguments,
-    named_model,
-    read_run,
-    tokenizer_for,
-)
-from skippipe_jax.reporting.evaluation_plot import picture
-from skippipe_jax.storage import run_folder
+from skippipe_jax.arguments import add_model_arguments, named_model, run_module
 
-# The exponential of a greater loss is no float any more.
-MOST_NATS = 700.0
+if TYPE_CHECKING:
+    from skippipe_jax.inference.partial import Question
+
 DEFAULT_SEQUENCES = 256
 DEFAULT_SUBSETS = 32
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Mean cross-entropy in nats per token along each way of a question.
-
-    Means and deviation weigh each way by the microbatches that take it, if there are any.
-    """
-
-    question: Question
-    losses: tuple[float, ...]
-
-    @property
-    def perplexities(self) -> tuple[float, ...]:
-        """The exponential of each loss."""
-        return tuple(map(math.exp, self.losses))
-
-    @property
-    def loss(self) -> float:
-        """The mean of the losses."""
-        return float(np.average(self.losses, weights=self._weights))
-
-    @property
-    def perplexity(self) -> float:
-        """The mean of the perplexities."""
-        return float(np.average(self.perplexities, weights=self._weights))
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of the perplexities."""
-        squares = np.square(np.subtract(self.perplexities, self.perplexity))
-        return float(np.sqrt(np.average(squares, weights=self._weights)))
-
-    @property
-    def _weights(self) -> list[int]:
-        return [way.microbatches or 1 for way in self.question.ways]
-
-    def to_json(self) -> dict[str, Any]:
-        """The figures over all ways, and of each."""
-        question, perplexities = self.question, self.perplexities
-        shares = {} if question.share is None else {"share": question.share}
-        each = zip(question.ways, self.losses, perplexities, strict=True)
-        return shares | {
-            "possible": question.possible,
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "deviation": self.deviation,
-            "least": min(perplexities),
-            "greatest": max(perplexities),
-            "each": [
-                {key: value for key, value in asdict(way).items() if value is not None}
-                | {"loss": loss, "perplexity": perplexity}
-                for way, loss, perplexity in each
-            ],
-        }
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean cross-entropy in nats per token, its exponential, and over how many target tokens.
-
-    They are those of the full model; `answers` compare other ways through it, over the same tokens.
-    `step` is None for a model that is not of a run. `scales` are those of the model, if it has any.
-    """
-
-    step: int | None
-    loss: float
-    perplexity: float
-    tokens: int
-    answers: tuple[Answer, ...] = ()
-    scales: tuple[float, ...] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """One object: a list under `keep`, an object under each other question that was asked."""
-        result: dict[str, Any] = {
-            "step": self.step,
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "tokens": self.tokens,
-        }
-        if self.scales is not None:
-            result["scales"] = self.scales
-        for answer in self.answers:
-            if answer.question.share is None:
-                result[answer.question.name] = answer.to_json()
-            else:
-                result.setdefault(answer.question.name, []).append(answer.to_json())
-        return result
-
-
 def main() -> int:
     """Parse the command line and evaluate; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    return run_module("skippipe_jax.evaluate", add_arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m skippipe_jax.evaluate",
-        description="Held-out loss and perplexity of the full model, every stage in order, and of "
-        "partial ones. All that is asked for is evaluated in one go on the same text: the held-out "
-        "part of what data.source and data.path say, which --set can change.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser of this command."""
+    parser.description = (
+        "Held-out loss and perplexity of the full model, every stage in order, and of partial "
+        "ones. All that is asked for is evaluated in one go on the same text: the held-out part of "
+        "what data.source and data.path say, which --set can change."
     )
     add_model_arguments(parser, "--stages", "--cut")
     parser.add_argument(
@@ -186,20 +71,25 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--plot", type=Path, metavar="FILE.svg", help="draw perplexity against --keep"
     )
-    return parser
+    parser.set_defaults(command=_evaluate)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _evaluate(arguments: argparse.Namespace) -> int:
+    with loading():
+        from skippipe_jax.inference.evaluation import evaluate, subsets, table, visited_shares
+        from skippipe_jax.inference.staged_model import tokenizer_for
+        from skippipe_jax.reporting.evaluation_plot import picture
+
     sequences = fields.integer(arguments.sequences, "--sequences", 1)
     shares = _shares(arguments)
     model, config, step = named_model(arguments)
     if arguments.scale:
-        model = replace(model, scales=_visited_shares(arguments.run, step, model.stages))
+        model = replace(model, scales=visited_shares(arguments.run, step, model.stages))
     tokenizer_for(config)
     questions = _questions(arguments, shares, model.stages)
     found = evaluate(model, step, config.data, sequences, questions)
     if arguments.plot is not None:
-        _write(arguments.plot, picture(_of_subsets(found), model.stages, found.perplexity))
+        _write(arguments.plot, picture(subsets(found), model.stages, found.perplexity))
     print(json.dumps(found.to_json()) if arguments.json else table(found, model.stages))
     return 0
 
@@ -227,42 +117,20 @@ def _shares(arguments: argparse.Namespace) -> list[float]:
 def _questions(
     arguments: argparse.Namespace, shares: Sequence[float], stages: int
 ) -> list[Question]:
+    from skippipe_jax.inference.partial import along_paths, kept, swapped, without_each
+    from skippipe_jax.storage.run_folder import saved_plan
+
     limit = fields.integer(arguments.subsets, "--subsets", 1)
     questions = [kept(stages, share, limit, arguments.seed) for share in shares]
     if arguments.paths:
         if arguments.run is None:
             raise InputError("--paths", True, "only a run has a plan", "Leave it out")
-        questions.append(along_paths(run_folder.saved_plan(arguments.run), stages))
+        questions.append(along_paths(saved_plan(arguments.run), stages))
     if arguments.swaps:
         questions.append(swapped(stages))
     if arguments.importance:
         questions.append(without_each(stages))
     return questions
-
-
-def _visited_shares(run: Path | None, step: int | None, stages: int) -> tuple[float, ...]:
-    """The share of a run's microbatches that visited each stage, by the plans that it has now."""
-    if run is None or step is None:
-        raise InputError("--scale", True, "only a run has microbatches", "Leave it out")
-    shares = run_folder.saved_schedule(run).visited_shares(max(step, 1)).tolist()
-    if len(shares) != stages:
-        raise InputError(
-            "--scale",
-            f"{len(shares)} stages",
-            f"the checkpoint was saved by a plan of {stages}",
-            "Choose a step of the present plan, or leave it out",
-        )
-    return tuple(shares)
-
-
-def _of_subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
-    """The perplexity of each subset that --keep asked for, by the number of its stages."""
-    perplexities: dict[int, dict[Order, float]] = {}
-    for answer in found.answers:
-        if answer.question.share is not None:
-            for way, perplexity in zip(answer.question.ways, answer.perplexities, strict=True):
-                perplexities.setdefault(len(way.stages), {})[way.stages] = perplexity
-    return perplexities
 
 
 def _write(path: Path, text: str) -> None:
@@ -272,148 +140,6 @@ def _write(path: Path, text: str) -> None:
         raise InputError(
             "--plot", str(path), f"cannot be written: {error.strerror}", "Give another file"
         ) from error
-
-
-def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
-    """Evaluate the full model of a run on at most `sequences` held-out sequences.
-
-    Raises:
-        InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
-            model in it has diverged.
-    """
-    model, config, step = read_run(folder, step)
-    return evaluate(model, step, config.data, sequences, ())
-
-
-def evaluate(
-    model: StagedModel,
-    step: int | None,
-    data: DataConfig,
-    sequences: int,
-    questions: Collection[Question],
-) -> Evaluation:
-    """Evaluate the full model, and all ways of the questions, on the same held-out sequences.
-
-    Raises:
-        InputError: if there is no text, or a loss is not finite.
-    """
-    everything = full(model.stages)
-    orders = {everything, *(way.stages for question in questions for way in question.ways)}
-    losses, tokens = losses_along(model, orders, data, sequences)
-    for order, loss in losses.items():
-        if not loss < MOST_NATS:
-            raise InputError(
-                "--hf" if step is None else "--step",
-                step,
-                f"the loss along stages {list(order)} is {loss}: training had diverged",
-                "Name an earlier step, or train again with a lower optimizer.learning_rate",
-            )
-    answers = tuple(
-        Answer(question, tuple(losses[way.stages] for way in question.ways))
-        for question in questions
-    )
-    loss = losses[everything]
-    scales = None if model.scales is None else tuple(model.scales)
-    return Evaluation(step, loss, math.exp(loss), tokens, answers, scales)
-
-
-def held_out_loss(config: Config, parameters: Sequence[Any], sequences: int) -> tuple[float, int]:
-    """Mean loss in nats of the full model, and over how many target tokens it is taken."""
-    everything = full(len(parameters))
-    model = StagedModel(config.model, parameters)
-    losses, tokens = losses_along(model, {everything}, config.data, sequences)
-    return losses[everything], tokens
-
-
-def losses_along(
-    model: StagedModel, orders: Collection[Order], data: DataConfig, sequences: int
-) -> tuple[dict[Order, float], int]:
-    """Mean loss in nats along each order of stages, and over how many target tokens it is taken."""
-    batch_size = min(data.microbatch_size, sequences)
-    ordered = sorted(orders)
-    totals = np.zeros((len(ordered), 2))
-    with tqdm(unit="pass", disable=None, leave=False) as bar:
-        for batch in held_out_batches(data, batch_size, sequences // batch_size):
-            embedded, targets = model.embed(batch), jnp.asarray(batch["targets"])
-            losses = _losses_along(model, ordered, 1, embedded, targets)
-            totals += np.stack(jax.device_get(list(losses)))
-            bar.update(len(ordered))
-    means = totals[:, 0] / totals[:, 1]
-    return dict(zip(ordered, means.tolist(), strict=True)), int(totals[0, 1])
-
-
-def _losses_along(
-    model: StagedModel,
-    orders: Sequence[Order],
-    begun: int,
-    x: Float[Array, "sequence position width"],
-    targets: Int[Array, "sequence position"],
-) -> Iterator[Float[Array, 2]]:
-    """Loss and targets along each of the sorted orders, which share their first `begun` stages.
-
-    What several orders begin with is run once. `x` is the residual stream behind the shared stages.
-    """
-    if len(orders[0]) == begun:
-        yield model.loss(x, targets)
-        orders = orders[1:]
-    for stage, going_on in itertools.groupby(orders, key=lambda order: order[begun]):
-        behind = model.apply(stage, x)
-        yield from _losses_along(model, list(going_on), begun + 1, behind, targets)
-
-
-def table(found: Evaluation, stages: int) -> str:
-    """The evaluation for a reader: a line for the full model, and one for each way and question."""
-    of_step = "" if found.step is None else f"step {found.step}: "
-    lines = [
-        f"{of_step}held-out loss {found.loss:.4f} nats per token, perplexity "
-        f"{found.perplexity:.3f}, over {found.tokens:,} tokens, all stages in order"
-    ]
-    if found.scales is not None:
-        lines[0] += f", times {', '.join(f'{scale:.3g}' for scale in found.scales)}"
-    if not found.answers:
-        return lines[0]
-    rows = [("", "stages", "loss", "perplexity", "")]
-    rows.append(("full", _stages(full(stages)), *_figures(found.loss, found.perplexity), ""))
-    for answer in found.answers:
-        question, perplexities = answer.question, answer.perplexities
-        ways = zip(question.ways, answer.losses, perplexities, strict=True)
-        rows += [
-            (_label(question, way), _stages(way.stages), *_figures(loss, perplexity), "")
-            for way, loss, perplexity in ways
-        ]
-        sample = f"{len(question.ways)} of {question.possible}"
-        spread = f"± {answer.deviation:.3f}, {min(perplexities):.3f} to {max(perplexities):.3f}"
-        means = _figures(answer.loss, answer.perplexity)
-        rows.append((f"{_name(question)}, mean", sample, *means, spread))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += [
-        f"{label:<{widths[0]}}  {stages:<{widths[1]}}  {loss:>{widths[2]}}  "
-        f"{perplexity:>{widths[3]}}  {spread}".rstrip()
-        for label, stages, loss, perplexity, spread in rows
-    ]
-    return "\n".join(lines)
-
-
-def _figures(loss: float, perplexity: float) -> tuple[str, str]:
-    return f"{loss:.4f}", f"{perplexity:.3f}"
-
-
-def _stages(order: Order) -> str:
-    return " ".join(map(str, order))
-
-
-def _name(question: Question) -> str:
-    return question.name if question.share is None else f"{question.name} {question.share:g}"
-
-
-def _label(question: Question, way: Way) -> str:
-    if way.microbatches is not None:
-        return f"path, {way.microbatches}x"
-    if way.swapped is not None:
-        return "swapped {} and {}".format(*way.swapped)
-    if way.left_out is not None:
-        return f"without {way.left_out}"
-    return _name(question)
 
 
 if __name__ == "__main__":

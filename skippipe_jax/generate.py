@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.inference.decoding import Sampling, generate_tokens
-from skippipe_jax.inference.partial import chosen_order
-from skippipe_jax.inference.staged_model import add_model_arguments, named_model, tokenizer_for
+from skippipe_jax.arguments import (
+    add_model_arguments,
+    add_stages_arguments,
+    named_model,
+    run_module,
+)
+from skippipe_jax.config.sampling import Sampling
 
 
 def main() -> int:
     """Parse the command line and generate; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments), "\ninterrupted")
+    return run_module("skippipe_jax.generate", add_arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m skippipe_jax.generate",
-        description="Print a prompt and text that a model goes on with, as it comes.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser of this command."""
+    parser.description = "Print a prompt and text that a model goes on with, as it comes."
     add_model_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="- reads standard input")
     parser.add_argument(
@@ -49,21 +49,15 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, default=Sampling.seed, help="of all draws (default: %(default)s)"
     )
     add_stages_arguments(parser)
-    return parser
+    parser.set_defaults(command=_generate, interrupted="\ninterrupted")
 
 
-def add_stages_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name the stages that run, as `partial.chosen_order` reads them."""
-    stages = parser.add_mutually_exclusive_group()
-    stages.add_argument(
-        "--stages", metavar="0,2,1", help="which stages run, in this order (default: all)"
-    )
-    stages.add_argument(
-        "--keep", type=float, metavar="SHARE", help="this share of the stages, drawn by --seed"
-    )
+def _generate(arguments: argparse.Namespace) -> int:
+    with loading():
+        from skippipe_jax.inference.decoding import generate_tokens, text_pieces
+        from skippipe_jax.inference.partial import chosen_order
+        from skippipe_jax.inference.staged_model import tokenizer_for
 
-
-def _run(arguments: argparse.Namespace) -> int:
     count = fields.integer(arguments.tokens, "--tokens", 1)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
     model, config, _ = named_model(arguments)
@@ -92,26 +86,6 @@ def _prompt(argument: str) -> str:
     except UnicodeError as error:
         raise InputError("--prompt", argument, "is not UTF-8 text", "Give text") from error
     return text
-
-
-def text_pieces(
-    decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]
-) -> Iterator[str]:
-    """The text that tokens add to a prompt, as soon as the characters in it are whole.
-
-    Some tokenizers write a token otherwise at the beginning of a text, so each piece is what it
-    adds to the piece before it.
-    """
-    before, pending = list(prompt), []
-    for token in tokens:
-        pending.append(token)
-        text = decode(before + pending)
-        # A character of several bytes whose last ones are yet to come.
-        if not text.endswith("\ufffd"):
-            yield text[len(decode(before)) :]
-            before, pending = pending, []
-    if pending:
-        yield decode(before + pending)[len(decode(before)) :]
 
 
 if __name__ == "__main__":

@@ -11,23 +11,19 @@ import json
 import sys
 from pathlib import Path
 
-from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.generate import add_stages_arguments
-from skippipe_jax.inference.staged_model import add_model_arguments
+from skippipe_jax.arguments import add_model_arguments, add_stages_arguments, run_module
 
 
 def main() -> int:
     """Parse the command line and run the tasks; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    return run_module("skippipe_jax.harness", add_arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m skippipe_jax.harness",
-        description="Run tasks of lm-evaluation-harness on a model, or on some of its stages.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser of this command."""
+    parser.description = "Run tasks of lm-evaluation-harness on a model, or on some of its stages."
     add_model_arguments(parser)
     add_stages_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="of --keep (default: %(default)s)")
@@ -46,10 +42,10 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-size", type=int, default=8, help="sequences at once (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print all results as one JSON object")
-    return parser
+    parser.set_defaults(command=_harness)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _harness(arguments: argparse.Namespace) -> int:
     folder = arguments.tasks_from
     if folder is not None and not folder.is_dir():
         raise InputError("--tasks-from", str(folder), "is no folder", "Name one with tasks")
@@ -60,12 +56,12 @@ def _run(arguments: argparse.Namespace) -> int:
             "lm-evaluation-harness is not installed",
             'Run pip install "skippipe-jax[harness]"',
         )
-    # Optional, and slow to import.
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import handle_non_serializable, make_table
+    with loading():
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import handle_non_serializable, make_table
 
-    from skippipe_jax.inference.harness_model import HarnessModel
+        from skippipe_jax.inference.harness_model import HarnessModel
 
     tasks = TaskManager(include_path=folder, include_defaults=folder is None)
     names = arguments.tasks.split(",")

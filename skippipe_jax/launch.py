@@ -16,11 +16,8 @@ import time
 from typing import IO
 
 from skippipe_sched import fields
-from skippipe_sched.errors import run_command
 
-from skippipe_jax.cluster.addresses import chosen_address, join_address
-from skippipe_jax.config import load_config
-from skippipe_jax.train import add_config_arguments
+from skippipe_jax.arguments import add_config_arguments, run_module
 
 POLL_S = 0.1
 
@@ -31,15 +28,14 @@ PORTS = range(61440, 65536)
 
 def main() -> int:
     """Parse the command line, run all hosts; returns 0, or the code of the first that failed."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: launch(arguments))
+    return run_module("skippipe_jax.launch", add_arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m skippipe_jax.launch",
-        description="Start N processes of python -m skippipe_jax.train on this machine, one for "
-        "each host of a run, and show what they print. When one fails, all are stopped.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser of this command."""
+    parser.description = (
+        "Start N processes of python -m skippipe_jax.train on this machine, one for each host of a "
+        "run, and show what they print. When one fails, all are stopped."
     )
     add_config_arguments(parser)
     parser.add_argument("--hosts", type=int, required=True, metavar="N", help="how many hosts")
@@ -50,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long hosts may take to stop before they are killed (default: %(default)s)",
     )
-    return parser
+    parser.set_defaults(command=launch)
 
 
 def launch(arguments: argparse.Namespace) -> int:
@@ -59,6 +55,9 @@ def launch(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: for arguments and a configuration that no host could use.
     """
+    from skippipe_jax.cluster.addresses import chosen_address, join_address
+    from skippipe_jax.config import load_config
+
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
     fields.number(arguments.grace, "--grace", 0.0)
     # What is wrong here is said once; every host would say it.

@@ -8,29 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-from skippipe_sched.errors import InputError, run_command
-from skippipe_sched.figures.flows import size_text
-from skippipe_sched.problem.auto import candidates, load_cases
-from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.plan import load_plan
+from skippipe_sched.errors import loading
 
-from skippipe_jax.config import Config, load_config
-from skippipe_jax.models.footprint import (
-    NodeMemory,
-    Traffic,
-    memory_of_stages,
-    stage_parameters,
-    traffic,
-)
-from skippipe_jax.train import add_config_arguments
+from skippipe_jax.arguments import add_config_arguments, run_module
 
-# Methods whose paths visit every stage, whatever the case says.
-FULL_PATHS = ("full", "full-joint")
 EPILOG = """\
 Nothing is started and no data is read. Of a case that leaves stages or path lengths open, the
 choice that looks most promising without a search is taken.
@@ -41,25 +23,30 @@ exit codes: 0 printed; 2 the input is wrong.
 
 def main() -> int:
     """Parse the command line and print; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    return run_module("skippipe_jax.memory", add_arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m skippipe_jax.memory",
-        description="Say how much memory a node of each stage needs to train by a configuration, "
-        "and what an iteration sends over the links.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser of this command."""
+    parser.description = (
+        "Say how much memory a node of each stage needs to train by a configuration, and what an "
+        "iteration sends over the links."
     )
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_config_arguments(parser, resumes=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
+    parser.set_defaults(command=_memory)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _memory(arguments: argparse.Namespace) -> int:
+    from skippipe_jax.config import load_config
+
     config = load_config(arguments.config, arguments.set)
+    with loading():
+        from skippipe_jax.models.estimate import table, to_json, what_is_planned
+        from skippipe_jax.models.footprint import memory_of_stages, traffic
+
     case, visits = what_is_planned(config, arguments.config.parent)
     memory, sent = memory_of_stages(config, case), traffic(config, case, visits)
     if arguments.json:
@@ -67,109 +54,6 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         print(table(config, case, memory, sent))
     return 0
-
-
-def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
-    """The case that a configuration is planned for, and how many visits to stages it asks for.
-
-    No plan is searched.
-
-    Raises:
-        InputError: if it has none, or measures it when the run starts.
-    """
-    if config.plan.measure:
-        raise InputError(
-            "plan.measure",
-            True,
-            "which nodes there are is known only when they are measured",
-            "Measure them first (python -m skippipe_jax.profile -o case.yaml), and give "
-            "--set plan='{case: case.yaml}'",
-        )
-    if config.plan.file is not None:
-        plan = load_plan(Path(config.plan.file))
-        return plan.case, sum(len(path) for path in plan.microbatches)
-    if config.plan.case is None:
-        raise InputError("plan.case", None, "there are no nodes", "Give plan.case or plan.file")
-    if isinstance(config.plan.case, str):
-        case, *_ = load_cases(Path(config.plan.case))
-    else:
-        case, *_ = candidates(config.plan.case, config_folder)
-    length = len(case.stages) if config.plan.method in FULL_PATHS else case.path_length
-    return case, length * sum(case.microbatches)
-
-
-def to_json(
-    config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic
-) -> dict[str, Any]:
-    """All figures by name, in bytes."""
-    layers = config.model.layers_of_stages(len(case.stages))
-    return {
-        "stages": [
-            {
-                "stage": stage,
-                "layers": layers[stage],
-                "replicas": case.stages[stage],
-                "parameters": stage_parameters(
-                    config.model, layers[stage], is_data_stage=stage == 0
-                ),
-                "bytes": asdict(own) | {"total": own.total},
-            }
-            for stage, own in enumerate(memory)
-        ],
-        "bytes_per_iteration": asdict(sent),
-    }
-
-
-HEADINGS = (
-    "stage",
-    "layers",
-    "nodes",
-    "parameters",
-    "weights",
-    "gradients",
-    "optimizer",
-    "in flight",
-    "working",
-    "node in all",
-)
-
-
-def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic) -> str:
-    """The figures as aligned text: a line for each stage, then what an iteration sends."""
-    layers = config.model.layers_of_stages(len(case.stages))
-    lines: list[tuple[str, ...]] = [HEADINGS]
-    for stage, own in enumerate(memory):
-        parameters = stage_parameters(config.model, layers[stage], is_data_stage=stage == 0)
-        lines.append(
-            (
-                f"{stage} (data)" if stage == 0 else f"{stage}",
-                f"{layers[stage]}",
-                f"{case.stages[stage]}",
-                f"{parameters:,}",
-                size_text(own.parameters),
-                size_text(own.gradients),
-                size_text(own.optimizer),
-                f"{own.in_flight} x {size_text(own.kept)}",
-                size_text(own.waiting + own.working),
-                size_text(own.total),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        for cells in lines
-    ]
-    return "\n".join(
-        [
-            *rows,
-            f"an iteration of {sum(case.microbatches)} microbatches sends "
-            f"{size_text(sent.pipeline)} of activations and gradients, {size_text(sent.hop)} a "
-            f"hop, and {size_text(sent.averaging)} for averaging",
-        ]
-    )
 
 
 if __name__ == "__main__":

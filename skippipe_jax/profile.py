@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import jax
-from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.config import load_config
-from skippipe_jax.profiling.case import check_template
-from skippipe_jax.profiling.cluster import measure
-from skippipe_jax.runtime.topology import sharding_of
-from skippipe_jax.runtime.transport import open_transfers
-from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
+from skippipe_jax.arguments import (
+    add_cluster_arguments,
+    add_config_arguments,
+    joined_by,
+    run_module,
+)
 
 EPILOG = """\
 Start it on all hosts like python -m skippipe_jax.train, with the same configuration. Of that it
@@ -34,18 +33,17 @@ exit codes: 0 the case is written; 2 the input is wrong; 75 another host was los
 
 def main() -> int:
     """Parse the command line and measure; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    return run_module("skippipe_jax.profile", add_arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m skippipe_jax.profile",
-        description="Measure the links between hosts, the seconds of each stage on each node and "
-        "its memory, and write a case that the planner takes as it is.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser of this command."""
+    parser.description = (
+        "Measure the links between hosts, the seconds of each stage on each node and its memory, "
+        "and write a case that the planner takes as it is."
     )
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_config_arguments(parser, resumes=False)
     parser.add_argument(
         "-o",
@@ -56,11 +54,21 @@ def _parser() -> argparse.ArgumentParser:
         "case.measured.json (default: %(default)s)",
     )
     add_cluster_arguments(parser)
-    return parser
+    parser.set_defaults(command=_profile)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _profile(arguments: argparse.Namespace) -> int:
+    from skippipe_jax.config import load_config
+
     config = load_config(arguments.config, arguments.set)
+    with loading():
+        import jax
+
+        from skippipe_jax.profiling.case import check_template
+        from skippipe_jax.profiling.cluster import measure
+        from skippipe_jax.runtime.topology import sharding_of
+        from skippipe_jax.runtime.transport import open_transfers
+
     start = time.monotonic()
     with joined_by(arguments, config) as host:
 

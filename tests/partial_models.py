@@ -17,7 +17,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, ModelConfig, parse_config
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import stage_shapes
-from skippipe_jax.storage.checkpoint import CheckpointWriter
+from skippipe_jax.storage.writer import CheckpointWriter
 
 
 def random_model(config: ModelConfig, stages: int, seed: int = 0) -> StagedModel:

@@ -29,15 +29,17 @@ from skippipe_jax.config import (
     RopeScaling,
     to_yaml,
 )
-from skippipe_jax.convert import from_huggingface, to_huggingface
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
-from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.data.tokenizing import train_bpe
+from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.interop import huggingface
+from skippipe_jax.interop.conversion import from_huggingface, to_huggingface
 from skippipe_jax.models.llama import create_stage, stage_shapes
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage, write_checkpoint
-from skippipe_jax.tokenize import train_bpe
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.reader import read_stage
+from skippipe_jax.storage.writer import write_checkpoint
 from tests.llama_models import (
     LLAMAS,
     TIME,

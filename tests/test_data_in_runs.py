@@ -13,8 +13,8 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DocumentSource, load_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.documents import Document
-from skippipe_jax.evaluate import evaluate_run
-from skippipe_jax.tokenize import train_bpe
+from skippipe_jax.data.tokenizing import train_bpe
+from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.training.trainer import train
 from tests.training_runs import arrays_of_checkpoint, assert_same_bits, write_config
 

@@ -31,14 +31,15 @@ from skippipe_sched.problem.plan import load_plan
 from skippipe_jax import evaluate
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ModelConfig, Phase, RecipeConfig, load_config, to_tree
-from skippipe_jax.convert import to_huggingface
 from skippipe_jax.data.tokenizer import ByteTokenizer
-from skippipe_jax.evaluate import Evaluation, evaluate_run, held_out_loss, losses_along
+from skippipe_jax.inference.evaluation import Evaluation, evaluate_run, held_out_loss, losses_along
 from skippipe_jax.inference.partial import Order, kept, swapped, without_each
 from skippipe_jax.inference.staged_model import read_run
+from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.llama import DataStage, stage_shapes
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.reader import read_stage
 from skippipe_jax.training.progress import CompilationCounter
 from skippipe_jax.training.trainer import train
 from tests.partial_models import random_model, save_checkpoint, save_run

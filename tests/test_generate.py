@@ -17,8 +17,14 @@ from skippipe_sched.errors import InputError
 from skippipe_jax import generate
 from skippipe_jax.config import parse_config
 from skippipe_jax.data.tokenizer import ByteTokenizer
-from skippipe_jax.generate import text_pieces
-from skippipe_jax.inference.decoding import Sampling, advance, empty_caches, generate_tokens, sample
+from skippipe_jax.inference.decoding import (
+    Sampling,
+    advance,
+    empty_caches,
+    generate_tokens,
+    sample,
+    text_pieces,
+)
 from skippipe_jax.inference.partial import Order, chosen_order, kept
 from skippipe_jax.training.progress import CompilationCounter
 from tests.partial_models import logits_of, random_model, save_run

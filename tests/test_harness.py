@@ -17,8 +17,9 @@ from lm_eval.tasks import TaskManager
 from skippipe_sched.errors import InputError
 
 from skippipe_jax import harness
+from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import ByteTokenizer
-from skippipe_jax.inference.decoding import Sampling, generate_tokens
+from skippipe_jax.inference.decoding import generate_tokens
 from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel

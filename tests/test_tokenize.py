@@ -18,8 +18,9 @@ from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.corpus import held_out_of, read_corpus
 from skippipe_jax.data.token_shards import BLOCK, PartWriter, open_part, read_index
 from skippipe_jax.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
+from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.new_folder import new_folder
-from skippipe_jax.tokenize import main, write_tokens
+from skippipe_jax.tokenize import main
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -12,7 +12,8 @@ import yaml
 
 from skippipe_jax.runtime.stage_functions import functions_of_stages
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.reader import read_stage
 
 Arrays = dict[str, np.ndarray]
 

@@ -36,9 +36,9 @@ from skippipe_jax.config.tokenizer import BYTES
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.corpus import groups
 from skippipe_jax.data.documents import read_documents
+from skippipe_jax.data.tokenizing import train_bpe, write_tokens
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.new_folder import new_folder
-from skippipe_jax.tokenize import train_bpe, write_tokens
 from skippipe_jax.training.trainer import train
 
 QUICKSTART = Path("experiments/quickstart.yaml")

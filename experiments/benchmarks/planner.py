@@ -33,16 +33,15 @@ from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.search.annealing import candidate_of
-from skippipe_sched.search.budget import Search
-from skippipe_sched.search.evaluator import (
-    NO_ORDER,
-    NO_STRETCH,
-    evaluate,
-    first_of_slots,
+from skippipe_sched.search.arrays import (
+    candidate_of,
+    no_order,
+    no_stretch,
     problem_of,
     scratch_for,
 )
+from skippipe_sched.search.budget import Search
+from skippipe_sched.search.evaluator import evaluate
 from skippipe_sched.timing.jitter import replay
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 
@@ -142,12 +141,10 @@ def compiled() -> dict[str, Any]:
     problem = problem_of(case)
     candidate = candidate_of(problem, np.arange(len(case.nodes)), np.array(paths))
     scratch = scratch_for(problem, *candidate.paths.shape)
-    first = first_of_slots(candidate.paths, len(case.nodes))
+    dispatch = (no_order(), False, no_stretch(), scratch, np.inf, 0.0)
 
     def fast() -> float:
-        places = (candidate.node_of_slot, candidate.paths, candidate.averaging_s)
-        rest = (candidate.priority, NO_ORDER, first, False, NO_STRETCH, scratch, np.inf, 0.0)
-        return evaluate(problem, *places, *rest)
+        return evaluate(problem, candidate, *dispatch)
 
     def rate(run: Callable[[], object], number: int) -> float:
         run()
@@ -226,12 +223,10 @@ def of_size(nodes: int) -> dict[str, Any]:
         ],
     )
     scratch = scratch_for(problem, *candidate.paths.shape)
-    first = first_of_slots(candidate.paths, nodes)
+    dispatch = (no_order(), False, no_stretch(), scratch, np.inf, 0.0)
     start = time.perf_counter()
     for _ in range(20):
-        places = (candidate.node_of_slot, candidate.paths, candidate.averaging_s)
-        rest = (candidate.priority, NO_ORDER, first, False, NO_STRETCH, scratch, np.inf, 0.0)
-        evaluate(problem, *places, *rest)
+        evaluate(problem, candidate, *dispatch)
     evaluation_s = (time.perf_counter() - start) / 20
     return {
         "nodes": nodes,

@@ -25,7 +25,8 @@ from experiments.benchmarks import reporting
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config
 from skippipe_jax.storage import run_folder
-from skippipe_jax.training.trainer import plan_of, train
+from skippipe_jax.training.planning import plan_of
+from skippipe_jax.training.trainer import train
 
 QUICKSTART = Path("experiments/quickstart.yaml")
 # What is rounded: settings of the section `network`.

@@ -32,7 +32,7 @@ from skippipe_sched.search.budget import Search
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.model import ATTENTION, RECOMPUTE
-from skippipe_jax.memory import what_is_planned
+from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import memory_of_node, memory_of_stages, traffic
 from skippipe_jax.models.llama import DataStage, parameter_count, stage_shapes
 from skippipe_jax.program.compiler import compile_plan

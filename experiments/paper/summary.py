@@ -17,10 +17,11 @@ from typing import Any
 from skippipe_sched.errors import run_command
 
 from experiments.paper import provenance
-from skippipe_jax.evaluate import Answer, evaluate
+from skippipe_jax.inference.evaluation import Answer, evaluate
 from skippipe_jax.inference.partial import Question, Way, kept, swapped
 from skippipe_jax.inference.staged_model import read_run
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.whole_file import PARTIAL
 
 SEQUENCES, QUICK_SEQUENCES = 512, 16
 MICROBATCH = 32
@@ -129,7 +130,7 @@ def main() -> int:
 def _run(arguments: argparse.Namespace) -> int:
     sequences = QUICK_SEQUENCES if arguments.quick else SEQUENCES
     found = summarise(arguments.run, arguments.arm, arguments.digest, sequences)
-    partial = arguments.output.with_name(arguments.output.name + run_folder.PARTIAL)
+    partial = arguments.output.with_name(arguments.output.name + PARTIAL)
     partial.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
     os.replace(partial, arguments.output)
     return 0

@@ -8,14 +8,8 @@ from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
 from skippipe_sched.errors import InputError
-from skippipe_sched.figures.flows import (
-    link_name,
-    link_traffic,
-    seconds_text,
-    size_text,
-    wide_area_bytes,
-)
-from skippipe_sched.figures.gantt import (
+from skippipe_sched.figures.amounts import seconds_text, size_text
+from skippipe_sched.figures.svg import (
     CHARACTER,
     MARGIN,
     WIDTH,
@@ -25,6 +19,7 @@ from skippipe_sched.figures.gantt import (
     add_tip,
     add_title,
     round_ticks,
+    shortened,
     start_picture,
     svg_text,
 )
@@ -33,6 +28,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.traffic import link_name, link_traffic, wide_area_bytes
 
 # The method that the others are measured against.
 BASELINE = "full"
@@ -114,16 +110,11 @@ def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
         wide_area_bytes=wide_area_bytes(plan.case, links),
         busiest_link=link_name(plan.case, links[0]) if links else None,
         busiest_link_s=links[0].busy_s if links else 0.0,
-        idle_share=idle_share(timeline),
+        idle_share=timeline.idle_share,
         search_s=search_s,
         lower_bound_s=bound_s,
         gap=timeline.iteration_s / bound_s - 1.0,
     )
-
-
-def idle_share(timeline: Timeline) -> float:
-    """The share of the pipeline's time that the nodes do not compute."""
-    return 1.0 - sum(timeline.busy_s) / (timeline.nodes * timeline.pipeline_s)
 
 
 def to_json(rows: Sequence[Row | Refusal]) -> list[dict[str, Any]]:
@@ -262,5 +253,6 @@ def _draw_row(svg: Element, row: Row, left: float, top: float, scale: float) -> 
 
 def _draw_refusal(svg: Element, row: Refusal, left: float, top: float) -> None:
     room = int((WIDTH - MARGIN - left) / CHARACTER)
-    shown = row.reason if len(row.reason) <= room else row.reason[: room - 1] + "…"
-    add_tip(add_text(svg, "refused", left, top + BAR_TOP + 12, shown), row.reason)
+    add_tip(
+        add_text(svg, "refused", left, top + BAR_TOP + 12, shortened(row.reason, room)), row.reason
+    )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 INPUT_ERROR_EXIT_CODE = 2
@@ -50,11 +53,28 @@ def run_command(
         return INTERRUPTED_EXIT_CODE
 
 
-def end_quietly_on_interrupt() -> None:
-    """Where a package is imported for `python -m`, let Ctrl-C end it without a traceback.
+@contextmanager
+def loading() -> Iterator[None]:
+    """While a command imports what it computes with, let Ctrl-C end it without a traceback.
 
-    Imports take seconds. They are over when `run_command` begins.
+    That takes seconds, and some packages would take a KeyboardInterrupt for a failed import.
     """
-    is_command = sys.argv[:1] == ["-m"]
+    in_main = threading.current_thread() is threading.main_thread()
+    is_default = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_quietly_on_interrupt() -> None:
+    """Where a package is imported for a command, let Ctrl-C end it without a traceback.
+
+    That is over when `run_command` begins.
+    """
+    is_command = sys.argv[:1] == ["-m"] or os.path.basename(*sys.argv[:1] or [""]) == "skippipe"
     if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

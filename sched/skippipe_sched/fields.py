@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import math
 from collections.abc import Collection
@@ -95,13 +96,18 @@ def mapping(
     for key in value:
         if key not in allowed:
             known = ", ".join(sorted(allowed))
-            raise InputError(
-                f"{field}.{key}", value[key], "unknown key", f"Remove it, or use one of: {known}"
-            )
+            remedy = f"{guess(key, allowed)}Remove it, or use one of: {known}"
+            raise InputError(f"{field}.{key}", value[key], "unknown key", remedy)
     for key in required:
         if key not in value:
             raise InputError(f"{field}.{key}", None, "is missing", f"Add {key}: to {field}")
     return value
+
+
+def guess(given: Any, known: Collection[str]) -> str:
+    """Which of the known names was probably meant, as the beginning of a remedy; or nothing."""
+    close = difflib.get_close_matches(str(given), list(known), n=1)
+    return f"Did you mean {close[0]}? " if close else ""
 
 
 def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = False) -> float:
@@ -146,7 +152,8 @@ def text(value: Any, field: str, choices: Collection[str] | None = None) -> str:
     if not value.isprintable():
         raise InputError(field, value, "holds a control character", "Write it without")
     if choices is not None and value not in choices:
-        raise InputError(field, value, "unknown name", f"Use one of: {', '.join(choices)}")
+        remedy = f"{guess(value, choices)}Use one of: {', '.join(choices)}"
+        raise InputError(field, value, "unknown name", remedy)
     return value
 
 

@@ -1,1 +1,5 @@
-"""Who is here: addresses, the hub that connects hosts, and what hosts tell each other."""
+"""Who is here: the hosts of a run, what they tell each other, and how they end together.
+
+Others use `membership.joined`, the verbs of `agreement`, and `addresses`. `hub` and `place` belong
+to the membership; `jax_runtime` is all that touches `jax._src`.
+"""

@@ -13,37 +13,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import jax
-from jax._src import config as jax_config
-from jax._src import distributed as jax_distributed
-from jax._src import xla_bridge
-from jax._src.clusters import ClusterEnv
-from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, InputError
 
+from skippipe_jax.cluster import jax_runtime
 from skippipe_jax.cluster.addresses import (
     BIND_VARIABLE,
     chosen_address,
     first_address,
     join_address,
-    parse_address,
     reachable_address,
     require_free,
 )
+from skippipe_jax.cluster.agreement import DeadlinePassed, barrier
+from skippipe_jax.cluster.ending import LINGER_S, LOST_HOST_EXIT_CODE, exit_at_once
 from skippipe_jax.cluster.hub import (
     BEATS,
     HELLO_S,
@@ -56,38 +49,13 @@ from skippipe_jax.cluster.hub import (
     say,
     silence,
 )
+from skippipe_jax.cluster.place import Place, find_place
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import LAST_PORT
-
-LOST_HOST_EXIT_CODE = 75
-"""With this code a process ends because another host was lost, or it waited too long for something
-(EX_TEMPFAIL: run it again)."""
-
-
-_OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
-"""JAX's errors that start with one of these do not come from another host."""
-
-
-_LINGER_S = 2.0
-"""How long a process that must end waits for others to read why."""
-
 
 _CLOCK_EXCHANGES = 8
 _CLOCK_S = 0.5
 """How often a host asks for host 0's clock, and how long it goes on asking."""
-
-
-class DeadlinePassed(TimeoutError):
-    """Something was waited for too long: `joined` ends the process as for a lost host."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where this host belongs in a run of several."""
-
-    index: int
-    count: int
-    coordinator: tuple[str, int]  # where host 0 is reached
 
 
 @contextlib.contextmanager
@@ -122,7 +90,7 @@ def joined(
         InputError: for arguments that contradict each other, an address that does not answer, and
             hosts that do not appear within ``connect_timeout_s``.
     """
-    membership = _join(config, _place(config, coordinator, hosts, host_id, distributed))
+    membership = _join(config, find_place(config, coordinator, hosts, host_id, distributed))
     try:
         yield membership
         membership.leave()
@@ -134,7 +102,7 @@ def joined(
         raise
 
 
-def _join(config: ClusterConfig, place: _Place | None) -> Membership:
+def _join(config: ClusterConfig, place: Place | None) -> Membership:
     if place is None or place.count == 1:
         return Membership(config, 0, 1)
     membership = Membership(config, place.index, place.count)
@@ -142,7 +110,7 @@ def _join(config: ClusterConfig, place: _Place | None) -> Membership:
     # The sockets outlive their names, which nobody needs once JAX has connected.
     with tempfile.TemporaryDirectory(prefix="skippipe-", dir="/tmp") as sockets:
         membership._enter(place, sockets)
-        _start_jax(config, place, sockets, membership.address)
+        jax_runtime.start(config, place.index, place.count, sockets, membership.address)
     return membership
 
 
@@ -158,7 +126,7 @@ def _abandon(membership: Membership, error: BaseException) -> NoReturn:
     membership.fail(f"{type(error).__name__}: {error}".removesuffix(": "))
     # Not by raising: at exit JAX waits for collectives and hosts that will never come.
     codes = {InputError: INPUT_ERROR_EXIT_CODE, KeyboardInterrupt: INTERRUPTED_EXIT_CODE}
-    _exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
+    exit_at_once(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
 
 
 class Membership:
@@ -235,10 +203,7 @@ class Membership:
         Raises:
             DeadlinePassed: names a host that did not come within ``timeout_s`` seconds.
         """
-        deadline = time.monotonic() + timeout_s
-        self.put(f"barrier/{name}/{self.index}", "")
-        for host in range(self.count):
-            self.get(f"barrier/{name}/{host}", max(0.0, deadline - time.monotonic()), source=host)
+        barrier(self, f"barrier/{name}", timeout_s)
 
     def transfer_addresses(self) -> tuple[str, str]:
         """Where this host's transfer servers take requests and send arrays: ``IP:PORT`` each.
@@ -283,7 +248,7 @@ class Membership:
         self.barrier("leave", self._config.connect_timeout_s)
         # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients. A
         # host that is lost meanwhile ends this process by its verdict.
-        jax.distributed.shutdown()
+        jax_runtime.stop()
         asyncio.run_coroutine_threadsafe(self._depart(), self._loop).result()
         self._thread.join()
 
@@ -297,7 +262,7 @@ class Membership:
             return
         self._failing.set()
         self._loop.call_soon_threadsafe(self._link.send, "fail", reason[:MESSAGE_CHARACTERS])
-        self._failure_is_known.wait(2 * _LINGER_S)
+        self._failure_is_known.wait(2 * LINGER_S)
 
     def stop(self, reason: str) -> NoReturn:
         """End this process by `LOST_HOST_EXIT_CODE` and one message that gives this host's reason.
@@ -310,7 +275,7 @@ class Membership:
             asyncio.run(ending)
         else:
             asyncio.run_coroutine_threadsafe(ending, self._loop).result()
-        _exit(LOST_HOST_EXIT_CODE)
+        exit_at_once(LOST_HOST_EXIT_CODE)
 
     def explain(self, error: BaseException) -> None:
         """Find out whether an error of this host comes from the loss of another.
@@ -319,10 +284,10 @@ class Membership:
         take the whole heartbeat timeout. It returns if no host was lost, and at once for an error
         that no other host can cause; raise the error then.
         """
-        if self.count == 1 or not _may_stem_from_a_peer(error):
+        if self.count == 1 or not jax_runtime.may_stem_from_a_peer(error):
             return
         # A death shows at once; only a host that hangs takes the whole timeout.
-        time.sleep(_LINGER_S)
+        time.sleep(LINGER_S)
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
         say(f"{self._name} is finding out whether a lost host is behind this error: {summary}")
         time.sleep(self._config.heartbeat_timeout_s * (1 + 2 / BEATS))
@@ -332,7 +297,7 @@ class Membership:
             self._board[key] = value
             self._news.notify_all()
 
-    def _enter(self, place: _Place, sockets: str) -> None:
+    def _enter(self, place: Place, sockets: str) -> None:
         """Meet the other hosts and watch them from now on; returns when all are there."""
         entered: Future[None] = Future()
         self._thread = threading.Thread(
@@ -343,7 +308,7 @@ class Membership:
         self._thread.start()
         entered.result()
 
-    async def _attend(self, place: _Place, sockets: str, entered: Future[None]) -> None:
+    async def _attend(self, place: Place, sockets: str, entered: Future[None]) -> None:
         """The life of the event loop: meet the others, then watch them until the end."""
         self._loop = asyncio.get_running_loop()
         try:
@@ -362,9 +327,9 @@ class Membership:
         except Exception:
             # A host that watches no longer would hang at the next loss.
             traceback.print_exc()
-            _exit(1)
+            exit_at_once(1)
 
-    async def _meet(self, place: _Place, sockets: str) -> None:
+    async def _meet(self, place: Place, sockets: str) -> None:
         name, port = place.coordinator
         chosen = chosen_address(self._config.bind_address)
         if place.index == 0:
@@ -427,7 +392,7 @@ class Membership:
                     if not self._failing.is_set():
                         return f"{text}; that is this host, it was stopped or cut off"
                     if self._hub is not None:
-                        await self._hub.disperse(_LINGER_S)
+                        await self._hub.disperse(LINGER_S)
                     self._failure_is_known.set()
         return None if self._leaving else f"{self._hub_name} is lost: {self._link.ending}"
 
@@ -460,7 +425,7 @@ class Membership:
     async def _end(self, reason: str) -> NoReturn:
         """Say why, and end the process whatever its main thread is doing."""
         try:
-            words = await asyncio.wait_for(asyncio.to_thread(self.last_words), _LINGER_S)
+            words = await asyncio.wait_for(asyncio.to_thread(self.last_words), LINGER_S)
         except Exception as error:  # the reason matters more than a fault in the last words
             words = f"What to resume from could not be told: {error!r}"
         code = LOST_HOST_EXIT_CODE
@@ -471,9 +436,9 @@ class Membership:
         try:
             say("\n".join([f"{reason.removesuffix('.')}.", f"{ending} {words}".strip()]))
             if self._hub is not None:
-                await self._hub.disperse(_LINGER_S)
+                await self._hub.disperse(LINGER_S)
         finally:
-            _exit(code)
+            exit_at_once(code)
 
     async def _depart(self) -> None:
         self._leaving = True
@@ -481,127 +446,3 @@ class Membership:
         if self._hub is not None:
             await self._hub.disperse(self._config.heartbeat_timeout_s)
         self._link.writer.close()
-
-
-def _place(
-    config: ClusterConfig,
-    coordinator: str | None,
-    hosts: int | None,
-    host_id: int | None,
-    distributed: bool,
-) -> _Place | None:
-    """Find this host's place from the arguments or the environment; None if it is alone."""
-    if (coordinator, hosts, host_id) != (None, None, None):
-        return _given_place(coordinator, hosts, host_id)
-    if distributed or _is_launched_with_others():
-        return _detected_place(config)
-    return None
-
-
-def _given_place(coordinator: str | None, hosts: int | None, host_id: int | None) -> _Place:
-    together = "give --coordinator HOST:PORT, --hosts N and --host-id I together, or none of them"
-    if coordinator is None:
-        raise InputError("--coordinator", None, "missing beside --hosts or --host-id", together)
-    if hosts is None:
-        raise InputError("--hosts", None, "missing beside --coordinator", together)
-    if host_id is None:
-        raise InputError("--host-id", None, "missing beside --coordinator", together)
-    if hosts < 1:
-        raise InputError("--hosts", hosts, "a run has at least one host", "give their number")
-    if not 0 <= host_id < hosts:
-        remedy = f"give each host its own id from 0 to {hosts - 1}"
-        raise InputError("--host-id", host_id, f"out of range for {hosts} hosts", remedy)
-    return _Place(host_id, hosts, parse_address("--coordinator", coordinator))
-
-
-def _is_launched_with_others() -> bool:
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1"
-    # A batch script has tasks as well, but only in a step (srun) do they all run this program.
-    if "SLURM_STEP_NODELIST" in os.environ and int(tasks) > 1:
-        return True
-    addresses = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
-    return addresses is not None and "," in addresses
-
-
-def _detected_place(config: ClusterConfig) -> _Place:
-    try:
-        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
-            coordinator_address=os.environ.get("JAX_COORDINATOR_ADDRESS"),
-            num_processes=None,
-            process_id=None,
-            local_device_ids=None,
-            cluster_detection_method=None,
-            initialization_timeout=math.ceil(config.connect_timeout_s),
-        )
-        problem = "JAX detects no cluster here"
-    except RuntimeError as error:
-        address = count = index = None
-        problem = f"JAX could not detect the cluster: {error}"
-    if address is None or count is None or index is None:
-        remedy = "give --coordinator HOST:PORT, --hosts N and --host-id I"
-        raise InputError("--distributed", True, problem, remedy)
-    return _Place(index, count, parse_address("the detected coordinator", address))
-
-
-def _start_jax(config: ClusterConfig, place: _Place, sockets: str, address: str) -> None:
-    """Connect JAX's distributed runtime by way of the links that this module keeps."""
-    # It would catch SIGTERM, so that a host told to end would run on.
-    jax.config.update("jax_enable_preemption_service", False)
-    # JAX's own loss detection aborts with a stack trace instead of a message: it comes second.
-    late = math.ceil(2 * config.heartbeat_timeout_s + 60)
-    service = f"unix:{sockets}/service"
-    jax.distributed.initialize(
-        coordinator_address=service if place.index == 0 else f"unix:{sockets}/relay",
-        coordinator_bind_address=service,
-        num_processes=place.count,
-        process_id=place.index,
-        initialization_timeout=math.ceil(config.connect_timeout_s),
-        heartbeat_timeout_seconds=late,
-        shutdown_timeout_seconds=late,
-    )
-    if jax_config.cpu_collectives_implementation.value == "gloo":
-        _listen_for_collectives_on(address)
-
-
-def _listen_for_collectives_on(address: str) -> None:
-    """Give the CPU's collectives this address, where they would take what the host's name means."""
-
-    def make_client() -> Any:
-        collectives = _jax.make_gloo_tcp_collectives(
-            distributed_client=jax_distributed.global_state.client, hostname=address
-        )
-        return xla_bridge.make_cpu_client(collectives)
-
-    # In place of JAX's own way to make it, which takes no address.
-    xla_bridge.register_backend_factory("cpu", make_client, fail_quietly=False)
-
-
-def _may_stem_from_a_peer(error: BaseException) -> bool:
-    """Whether the loss of another host can have caused this error or one that it followed."""
-    chain: BaseException | None = error
-    while chain is not None:
-        text = str(chain)
-        # gloo's errors surface as ValueError.
-        if (
-            isinstance(chain, jax.errors.JaxRuntimeError | ConnectionError | TimeoutError)
-            or "Gloo" in text
-        ):
-            return not text.startswith(_OWN_FAULTS)
-        chain = chain.__cause__ or chain.__context__
-    return False
-
-
-def _exit(code: int) -> NoReturn:
-    """End the process at once, with what it has printed but not what it is waiting for."""
-    try:
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(_LINGER_S / 2)
-    finally:
-        os._exit(code)
-
-
-def _flush() -> None:
-    with contextlib.suppress(OSError, ValueError):  # a closed stream has no reader to lose
-        sys.stdout.flush()
-        sys.stderr.flush()

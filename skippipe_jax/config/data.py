@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config.choices import Choice, require_choices
+
 # The ways in which documents fill sequences.
-PACKING = ("windows", "documents")
-SOURCES = ("python", "text", "jsonl", "parquet", "tokens", "chat")
+PACKING = Choice(("windows", "documents"))
+SOURCES = Choice(("python", "text", "jsonl", "parquet", "tokens", "chat"))
 
 
 # A greater cycle would take memory for proportions that nobody could tell from simpler ones.
@@ -55,7 +58,7 @@ class MixtureConfig:
         weight: its share of all sequences, relative to the others.
     """
 
-    source: str = "text"
+    source: Annotated[str, SOURCES] = "text"
     path: str | None = None
     text_field: str = "text"
     weight: float = 1.0
@@ -92,12 +95,12 @@ class DataConfig:
     Raises `InputError` for a value outside its range.
     """
 
-    source: str = "python"
+    source: Annotated[str, Choice((*SOURCES, "mixture"))] = "python"
     path: str | None = None
     text_field: str = "text"
     mixture: tuple[MixtureConfig, ...] | None = None
     tokenizer: str | None = None
-    packing: str = "windows"
+    packing: Annotated[str, PACKING] = "windows"
     sequence_length: int = 256
     microbatch_size: int = 4
     held_out: float = 0.05
@@ -106,7 +109,7 @@ class DataConfig:
 
     def __post_init__(self):
         """Check the values; the files are looked at when they are read."""
-        fields.text(self.source, "data.source", choices=(*SOURCES, "mixture"))
+        require_choices(self, "data")
         if (self.source == "mixture") != (self.mixture is not None):
             problem = f"does not go with data.source: {self.source}"
             remedy = "Write both source: mixture and mixture: [{source: ..., weight: ...}, ...]"
@@ -114,7 +117,6 @@ class DataConfig:
         if self.mixture is not None and self.path is not None:
             problem = "every source of a mixture has a path of its own"
             raise InputError("data.path", self.path, problem, "Remove it")
-        fields.text(self.packing, "data.packing", choices=PACKING)
         for part in self.sources():
             self._check_source(part)
         if self.tokenizer is not None:

@@ -3,18 +3,64 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-RECOMPUTE = ("none", "block", "stage")
+from skippipe_jax.config.choices import Choice, require_choices
 
+RECOMPUTE = Choice(("none", "block", "stage"))
+ATTENTION = Choice(("xla", "cudnn"))
+DTYPES = Choice(("float32", "bfloat16"))
 
-ATTENTION = ("xla", "cudnn")
+# How a model that comes without a plan is cut. For inference into at most so many stages, as far as
+# layers allow; as a run, which is converted stage by stage, into one for every so many layers.
+MOST_STAGES = 6
+LAYERS_OF_STAGE = 4
 
-
-DTYPES = ("float32", "bfloat16")
+# tiny is the quickstart's model, 3.3 million parameters. Published shapes: 500m and 1.5b are the
+# paper's models, 8b is Llama 3 8B.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocabulary_size": 259,
+        "width": 256,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn_width": 704,
+        "context": 256,
+    },
+    "500m": {
+        "vocabulary_size": 32000,
+        "width": 1024,
+        "layers": 24,
+        "heads": 16,
+        "kv_heads": 16,
+        "ffn_width": 4096,
+        "context": 1024,
+    },
+    "1.5b": {
+        "vocabulary_size": 32000,
+        "width": 2048,
+        "layers": 24,
+        "heads": 16,
+        "kv_heads": 16,
+        "ffn_width": 8192,
+        "context": 4096,
+    },
+    "8b": {
+        "vocabulary_size": 128256,
+        "width": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn_width": 14336,
+        "context": 4096,
+        "rope_theta": 500000.0,
+        "norm_epsilon": 1e-5,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +128,7 @@ class ModelConfig:
         attention: `xla`, or `cudnn`: the fused kernel of NVIDIA GPUs.
     """
 
-    preset: str | None = None
+    preset: Annotated[str, Choice(PRESETS)] | None = None
     vocabulary_size: int = 259
     width: int = 256
     layers: int = 4
@@ -95,10 +141,10 @@ class ModelConfig:
     tied_head: bool = False
     norm_epsilon: float = 1e-6
     stage_layers: tuple[int, ...] | None = None
-    parameter_dtype: str = "float32"
-    compute_dtype: str = "float32"
-    recompute: str = "none"
-    attention: str = "xla"
+    parameter_dtype: Annotated[str, DTYPES] = "float32"
+    compute_dtype: Annotated[str, DTYPES] = "float32"
+    recompute: Annotated[str, RECOMPUTE] = "none"
+    attention: Annotated[str, ATTENTION] = "xla"
 
     def __post_init__(self):
         """Refuse shapes and names that fit no model."""
@@ -121,14 +167,7 @@ class ModelConfig:
                 f"{self.heads} heads do not share it evenly",
                 "Choose a divisor of model.heads",
             )
-        for name, choices in (
-            ("recompute", RECOMPUTE),
-            ("attention", ATTENTION),
-            ("parameter_dtype", DTYPES),
-            ("compute_dtype", DTYPES),
-        ):
-            fields.text(getattr(self, name), f"model.{name}", choices)
-
+        require_choices(self, "model")
         if self.attention == "cudnn" and self.compute_dtype == "float32":
             raise InputError(
                 "model.attention",
@@ -172,47 +211,3 @@ class ModelConfig:
                 "Make the two agree",
             )
         return StageCut(self.stage_layers)
-
-
-# tiny is the quickstart's model, 3.3 million parameters. Published shapes: 500m and 1.5b are the
-# paper's models, 8b is Llama 3 8B.
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocabulary_size": 259,
-        "width": 256,
-        "layers": 4,
-        "heads": 4,
-        "kv_heads": 4,
-        "ffn_width": 704,
-        "context": 256,
-    },
-    "500m": {
-        "vocabulary_size": 32000,
-        "width": 1024,
-        "layers": 24,
-        "heads": 16,
-        "kv_heads": 16,
-        "ffn_width": 4096,
-        "context": 1024,
-    },
-    "1.5b": {
-        "vocabulary_size": 32000,
-        "width": 2048,
-        "layers": 24,
-        "heads": 16,
-        "kv_heads": 16,
-        "ffn_width": 8192,
-        "context": 4096,
-    },
-    "8b": {
-        "vocabulary_size": 128256,
-        "width": 4096,
-        "layers": 32,
-        "heads": 32,
-        "kv_heads": 8,
-        "ffn_width": 14336,
-        "context": 4096,
-        "rope_theta": 500000.0,
-        "norm_epsilon": 1e-5,
-    },
-}

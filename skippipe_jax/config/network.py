@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+
+from skippipe_jax.config.choices import Choice, require_choices
+
+MODES = Choice(("real", "emulate"))
+AVERAGING = Choice(("auto", "collective", "ring"))
+ROUNDED = Choice(("bfloat16",))
 
 
 @dataclass(frozen=True)
@@ -34,27 +40,21 @@ class NetworkConfig:
         deadline_s: seconds that a host waits for anything from another before the run ends.
     """
 
-    SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        mode: {"mode": mode} for mode in ("real", "emulate")
-    }
+    SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {mode: {"mode": mode} for mode in MODES}
 
-    mode: str = "real"
+    mode: Annotated[str, MODES] = "real"
     emulate_compute: bool = False
     jitter: float = 0.0
-    averaging: str = "auto"
-    activation_dtype: str | None = None
-    averaging_dtype: str | None = None
+    averaging: Annotated[str, AVERAGING] = "auto"
+    activation_dtype: Annotated[str, ROUNDED] | None = None
+    averaging_dtype: Annotated[str, ROUNDED] | None = None
     deadline_s: float = 300.0
 
     def __post_init__(self):
         """Refuse what has no effect."""
-        fields.text(self.mode, "network.mode", ("real", "emulate"))
-        fields.text(self.averaging, "network.averaging", ("auto", "collective", "ring"))
+        require_choices(self, "network")
         fields.number(self.jitter, "network.jitter", 0.0)
         fields.number(self.deadline_s, "network.deadline_s", 0.0, above=True)
-        for name in ("activation_dtype", "averaging_dtype"):
-            if getattr(self, name) is not None:
-                fields.text(getattr(self, name), f"network.{name}", ("bfloat16",))
         for name in ("emulate_compute", "jitter"):
             if getattr(self, name) and self.mode == "real":
                 raise InputError(

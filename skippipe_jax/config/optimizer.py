@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-SCHEDULES = ("cosine", "warmup-stable-decay")
+from skippipe_jax.config.choices import Choice, require_choices
 
-
-DECAY_SHAPES = ("linear", "1-sqrt")
+SCHEDULES = Choice(("cosine", "warmup-stable-decay"))
+DECAY_SHAPES = Choice(("linear", "1-sqrt"))
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class OptimizerConfig:
     """
 
     learning_rate: float = 3e-4
-    schedule: str = "cosine"
+    schedule: Annotated[str, SCHEDULES] = "cosine"
     warmup_steps: int = 10
     decay_steps: int | None = None
     decay_fraction: float = 0.2
-    decay_shape: str = "linear"
+    decay_shape: Annotated[str, DECAY_SHAPES] = "linear"
     final_ratio: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.999
@@ -63,8 +64,7 @@ class OptimizerConfig:
         fields.integer(self.warmup_steps, "optimizer.warmup_steps", 0)
         if self.decay_steps is not None:
             fields.integer(self.decay_steps, "optimizer.decay_steps", 1)
-        fields.text(self.schedule, "optimizer.schedule", SCHEDULES)
-        fields.text(self.decay_shape, "optimizer.decay_shape", DECAY_SHAPES)
+        require_choices(self, "optimizer")
         for name in ("learning_rate", "final_ratio", "beta1", "beta2", "weight_decay", "z_loss"):
             fields.number(getattr(self, name), f"optimizer.{name}", 0.0)
         if self.skip_above_norm is not None:

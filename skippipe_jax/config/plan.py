@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
+
+from skippipe_jax.config.choices import Choice, require_choices
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,13 @@ class PlanConfig:
     file: str | None = None
     case: str | dict | None = None
     measure: bool = False
-    method: str = DEFAULT_METHOD
+    method: Annotated[str, Choice(METHODS)] = DEFAULT_METHOD
     seed: int = 0
     budget_s: float = DEFAULT_BUDGET_S
 
     def __post_init__(self):
         """Refuse a plan from two places, or from none."""
-        fields.text(self.method, "plan.method", METHODS)
+        require_choices(self, "plan")
         fields.integer(self.seed, "plan.seed", 0, fields.LARGEST_SEED)
         fields.number(self.budget_s, "plan.budget_s", 0.0, above=True)
         if self.file is not None and self.case is not None:

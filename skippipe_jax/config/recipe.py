@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+
+from skippipe_jax.config.choices import Choice, require_choices
 
 AVERAGED = 3
 """Numbers that replicas average for each parameter: itself and its two moments."""
@@ -59,12 +62,12 @@ class RecipeConfig:
     redraw_every: int | None = None
     redraws: int = 1
     longest_redraw: float | None = 1.03
-    skip_scaling: str = "none"
+    skip_scaling: Annotated[str, Choice(("none", "inverse"))] = "none"
     average_parameters_every: int | None = None
 
     def __post_init__(self):
         """Refuse phases that are out of order, and what has no effect."""
-        fields.text(self.skip_scaling, "recipe.skip_scaling", ("none", "inverse"))
+        require_choices(self, "recipe")
         fields.integer(self.redraws, "recipe.redraws", 1)
         if self.longest_redraw is not None:
             fields.number(self.longest_redraw, "recipe.longest_redraw", 1.0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.checkpoint import CheckpointConfig
+from skippipe_jax.config.choices import Choice, require_choices
 from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig
 from skippipe_jax.config.huggingface import folder_of
@@ -119,7 +121,7 @@ class Config:
     run_dir: str = "runs/default"
     seed: int = 0
     init_from: str | None = None
-    execution: str = "strict"
+    execution: Annotated[str, Choice(("strict", "ready-first"))] = "strict"
     trace: str = "never"
     compilation_cache: str | None = "~/.cache/skippipe_jax"
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -146,7 +148,7 @@ class Config:
                 "is no local folder",
                 "Name one that all hosts share, and let checkpoint.copy_to name the URL of a copy",
             )
-        fields.text(self.execution, "execution", ("strict", "ready-first"))
+        require_choices(self, "")
         if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
             raise InputError(
                 "trace", self.trace, "says no interval", "Write never, or every 10, or the like"

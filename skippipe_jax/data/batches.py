@@ -22,12 +22,11 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, DocumentSource
-from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER, has_tokenizer
+from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.corpus import Corpus, read_corpus
 from skippipe_jax.data.documents import local_path, require_apart
 from skippipe_jax.data.rows import NOT_COUNTED, ROWS, Interleaving, Rows, TokenizedDocuments
-from skippipe_jax.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
-from skippipe_jax.storage.new_folder import new_folder
+from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 
 # A thread that reads ahead would only compete for the interpreter with who waits for the batch.
 _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -42,21 +41,6 @@ def tokenizer_of(config: DataConfig) -> str:
     ]
     of_tokens = [Path(folder, TOKENIZER_FOLDER) for folder in folders]
     return next((str(folder) for folder in of_tokens if folder.is_dir()), BYTES)
-
-
-def with_tokenizer_of_run(config: DataConfig, run: Path) -> DataConfig:
-    """The configuration with the tokenizer that a run keeps, unless it is that of bytes."""
-    if config.tokenizer == BYTES or not has_tokenizer(run / TOKENIZER_FOLDER):
-        return config
-    return replace(config, tokenizer=str(run / TOKENIZER_FOLDER))
-
-
-def keep_tokenizer(config: DataConfig, run: Path) -> None:
-    """Copy the tokenizer into the folder of a run, if it is not that of bytes or there already."""
-    name, own = tokenizer_of(config), run / TOKENIZER_FOLDER
-    if name != BYTES and not own.is_dir():
-        with new_folder(own, "run_dir") as partial:
-            copy_tokenizer(name, partial)
 
 
 def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:

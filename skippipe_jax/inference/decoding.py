@@ -7,22 +7,23 @@ serves every token after the prompt.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import ModelConfig
+from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import Block, DataStage, Stage, rotary_frequencies, rotate
+
+if TYPE_CHECKING:
+    from skippipe_jax.inference.staged_model import StagedModel
 
 # Caches and prompts are padded to powers of two, so that few sizes are compiled.
 LEAST_LENGTH = 16
@@ -35,27 +36,6 @@ class Cache(NamedTuple):
 
     keys: Float[Array, "*layers batch length kv_heads head_width"]
     values: Float[Array, "*layers batch length kv_heads head_width"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn: from the likeliest ones that make up `top_p` of the probability.
-
-    `temperature` divides the logits; 0 always takes the likeliest token.
-    """
-
-    temperature: float = 0.8
-    top_p: float = 0.95
-    seed: int = 0
-
-    def __post_init__(self):
-        """Refuse what draws nothing."""
-        fields.number(self.temperature, "--temperature", 0.0)
-        fields.integer(self.seed, "--seed", 0, fields.LARGEST_SEED)
-        if not 0 < self.top_p <= 1:
-            raise InputError(
-                "--top-p", self.top_p, "is no share of the probability", "Write one such as 0.95"
-            )
 
 
 def generate_tokens(
@@ -105,6 +85,26 @@ def generate_tokens(
             return
         yield token
         start, last = start + last + 1, 0
+
+
+def text_pieces(
+    decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]
+) -> Iterator[str]:
+    """The text that tokens add to a prompt, as soon as the characters in it are whole.
+
+    Some tokenizers write a token otherwise at the beginning of a text, so each piece is what it
+    adds to the piece before it.
+    """
+    before, pending = list(prompt), []
+    for token in tokens:
+        pending.append(token)
+        text = decode(before + pending)
+        # A character of several bytes whose last ones are yet to come.
+        if not text.endswith("\ufffd"):
+            yield text[len(decode(before)) :]
+            before, pending = pending, []
+    if pending:
+        yield decode(before + pending)[len(decode(before)) :]
 
 
 def padded_length(needed: int, most: int) -> int:

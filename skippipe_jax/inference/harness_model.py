@@ -23,9 +23,9 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
+from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED
-from skippipe_jax.generate import text_pieces
-from skippipe_jax.inference.decoding import Sampling, generate_tokens, padded_length
+from skippipe_jax.inference.decoding import generate_tokens, padded_length, text_pieces
 from skippipe_jax.inference.partial import chosen_order
 from skippipe_jax.inference.staged_model import read_model, tokenizer_for
 from skippipe_jax.models.llama import DataStage

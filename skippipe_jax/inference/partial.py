@@ -6,7 +6,9 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
@@ -136,12 +138,21 @@ def chosen_order(named: str | None, share: float | None, stages: int, seed: int)
         order = tuple(map(int, named.split(",")))
     except ValueError as error:
         raise InputError("--stages", named, "is no list of stages", "Write 0,1,3") from error
+    return order_of(order, stages, "--stages", named)
+
+
+def order_of(order: Sequence[int], stages: int, field: str, value: Any) -> Order:
+    """The order, if it is of different stages of the model, the data stage first.
+
+    Raises:
+        InputError: if it is not; `field` and `value` are what the user has given.
+    """
     for stage in order:
-        fields.integer(stage, "--stages", 0, stages - 1)
-    if order[0] != 0:
+        fields.integer(stage, field, 0, stages - 1)
+    if not order or order[0] != 0:
         raise InputError(
-            "--stages", named, "stage 0 embeds the tokens, so it comes first", "Begin with 0"
+            field, value, "stage 0 embeds the tokens, so it comes first", "Begin with 0"
         )
     if len(set(order)) < len(order):
-        raise InputError("--stages", named, "names a stage twice", "Name each once")
-    return order
+        raise InputError(field, value, "names a stage twice", "Name each once")
+    return tuple(order)

@@ -1,54 +1,179 @@
 """A trained model as evaluation and generation use it: all stages on one device, run in any order.
 
-Programs are compiled once for each shape of a stage, so no choice of stages compiles anew.
+Programs are compiled once for each shape of a stage, so no choice of stages compiles anew. Texts
+are padded to lengths that many share.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, parse_config, to_tree
-from skippipe_jax.config.tokenizer import has_tokenizer
-from skippipe_jax.data.batches import Batch, check_vocabulary, tokenizer_of, with_tokenizer_of_run
+from skippipe_jax.config.model import MOST_STAGES
+from skippipe_jax.config.sampling import Sampling
+from skippipe_jax.config.tokenizer import BYTES, has_tokenizer
+from skippipe_jax.data.batches import (
+    NOT_COUNTED,
+    Batch,
+    check_vocabulary,
+    tokenizer_of,
+)
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
+from skippipe_jax.inference.decoding import generate_tokens, padded_length
+from skippipe_jax.inference.partial import Order, full, kept, order_of
 from skippipe_jax.interop import huggingface
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import create_stage, stage_shapes
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_stage
+from skippipe_jax.storage.kept_tokenizer import with_tokenizer_of_run
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.reader import read_stage
 
-# Into at most so many stages a model is cut that comes without a plan, as far as layers allow.
-MOST_STAGES = 6
+Tokens = Sequence[int] | Int[np.ndarray, "*sequence position"]
+"""A sequence of tokens, or several of one length."""
 
 
 @dataclass(frozen=True, eq=False)
 class StagedModel:
-    """A model cut into stages; `parameters[s]` are those of stage s, 0 the data stage.
+    """A model cut into stages, which run in any order.
 
-    With `scales`, what stage s > 0 adds to its input is multiplied by `scales[s]`.
+    Attributes:
+        config: its shapes.
+        parameters: those of each stage; stage 0 is the data stage.
+        scales: what stage s > 0 adds to its input is multiplied by `scales[s]`, if they are given.
+        tokenizer_name: what makes its tokens, as `load_tokenizer` takes it.
     """
 
     config: ModelConfig
     parameters: Sequence[Any]
     scales: Sequence[float] | None = None
+    tokenizer_name: str = BYTES
 
     @property
     def stages(self) -> int:
         """How many stages there are."""
         return len(self.parameters)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the model's tokens come from.
+
+        Raises:
+            InputError: if the model has too few tokens for it.
+        """
+        tokenizer = load_tokenizer(self.tokenizer_name)
+        check_vocabulary(self.config.vocabulary_size, tokenizer)
+        return tokenizer
+
+    def orders(self, keep: float, most: int = 10, seed: int = 0) -> list[Order]:
+        """All ways to keep a share of the stages, or `most` of them, drawn by the seed.
+
+        The number of stages is rounded to the nearest, and the data stage is always one of them.
+        """
+        return [way.stages for way in kept(self.stages, keep, most, seed).ways]
+
+    def loss(self, given: str | Tokens | Batch, order: Sequence[int] | None = None) -> float:
+        """Mean cross-entropy in nats per token: of a text, of tokens, or of a batch's targets.
+
+        In a text or tokens, each token is predicted from those before it. `order` names the stages
+        that run, the data stage first: all of them by default.
+
+        Raises:
+            InputError: if a sequence is longer than the model's context, or the order is none.
+        """
+        batch = given if isinstance(given, dict) else self._batch(self._tokens(given))
+        x = self.run(self._order(order), batch)
+        nats, tokens = self.sum_of_losses(x, jnp.asarray(batch["targets"])).tolist()
+        return nats / tokens
+
+    def logits(
+        self, given: str | Tokens, order: Sequence[int] | None = None
+    ) -> Float[np.ndarray, "*sequence position vocabulary"]:
+        """What the model says of the token behind each token of a text, or of sequences of tokens.
+
+        A text is taken with the tokenizer's begin mark, so it has one position more than tokens.
+        `order` is as in `loss`, and so are errors.
+        """
+        tokens = self._tokens(given)
+        x = self.run(self._order(order), self._batch(tokens, predicted=0))
+        logits = np.asarray(_logits(self.structures[0], self.parameters[0], x))
+        shown = logits[:, : tokens.shape[-1]]
+        return shown if tokens.ndim > 1 else shown[0]
+
+    @overload
+    def generate(
+        self, prompt: str, tokens: int = ..., order: Sequence[int] | None = ..., how: Sampling = ...
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[int],
+        tokens: int = ...,
+        order: Sequence[int] | None = ...,
+        how: Sampling = ...,
+    ) -> list[int]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        tokens: int = 100,
+        order: Sequence[int] | None = None,
+        how: Sampling = Sampling(),  # noqa: B008 (it is frozen)
+    ) -> str | list[int]:
+        """A text that goes on from a prompt, or tokens that go on from tokens: at most so many.
+
+        They are drawn as `how` says, by all stages or those of `order`, until the end mark.
+
+        Raises:
+            InputError: if prompt and tokens are longer than the model's context.
+        """
+        given = [int(token) for token in self._tokens(prompt)]
+        end = self.tokenizer.end
+        new = [*generate_tokens(self, self._order(order), given, tokens, how, end)]
+        if not isinstance(prompt, str):
+            return new
+        # Some tokenizers write a token otherwise at the beginning of a text.
+        decode = self.tokenizer.decode
+        return decode([*given, *new])[len(decode(given)) :]
+
+    def _tokens(self, given: str | Tokens) -> Int[np.ndarray, "*sequence position"]:
+        if isinstance(given, str):
+            return np.array([self.tokenizer.begin, *self.tokenizer.encode(given)], np.int32)
+        return np.asarray(given, np.int32)
+
+    def _order(self, order: Sequence[int] | None) -> Order:
+        return full(self.stages) if order is None else order_of(order, self.stages, "order", order)
+
+    def _batch(self, tokens: Int[np.ndarray, "*sequence position"], predicted: int = 1) -> Batch:
+        """Sequences to run, padded; in each, the last so many tokens are only predicted."""
+        rows, context = np.atleast_2d(tokens), self.config.context
+        length = rows.shape[1] - predicted
+        if not 0 < length <= context:
+            raise InputError(
+                "tokens",
+                rows.shape[1],
+                f"the model takes sequences of {1 + predicted} to {context + predicted} tokens",
+                "Cut them" if length > 0 else "Give more",
+            )
+        shape = len(rows), padded_length(length, context)
+        inputs, targets = np.zeros(shape, np.int32), np.full(shape, NOT_COUNTED, np.int32)
+        inputs[:, :length] = rows[:, :length]
+        targets[:, : rows.shape[1] - 1] = rows[:, 1:]
+        return {"tokens": inputs, "targets": targets}
 
     @cached_property
     def structures(self) -> tuple[Any, ...]:
@@ -80,7 +205,7 @@ class StagedModel:
         """The residual stream after stages in an order that begins with the data stage."""
         return functools.reduce(lambda x, stage: self.apply(stage, x), order[1:], self.embed(batch))
 
-    def loss(
+    def sum_of_losses(
         self, x: Float[Array, "batch time width"], targets: Int[Array, "batch time"]
     ) -> Float[Array, 2]:
         """Sum of the losses in nats, and how many targets there are."""
@@ -97,32 +222,9 @@ def _loss(structure: Any, parameters: Any, x: Array, targets: Array) -> Array:
     return jnp.stack(nnx.merge(structure, parameters).loss(x, targets))
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *cut_flags: str) -> None:
-    """The arguments that name a model: those of `read_model`, which `named_model` passes on."""
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--run", type=Path, metavar="DIR", help="the folder of a run")
-    where.add_argument("--hf", type=Path, metavar="DIR", help="a folder from Hugging Face")
-    parser.add_argument("--step", type=int, help="which checkpoint of --run (default: the latest)")
-    parser.add_argument(
-        *cut_flags or ("--cut",),
-        dest="cut",
-        type=int,
-        metavar="N",
-        help=f"into how many stages an --hf model is cut (default: {MOST_STAGES}, or as many fewer "
-        "as its layers spread over evenly)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY.SUB=VALUE",
-        help="override the configuration, as for training; may be given often",
-    )
-
-
-def named_model(arguments: argparse.Namespace) -> tuple[StagedModel, Config, int | None]:
-    """The model that the arguments name, as `read_model` reads it."""
-    return read_model(arguments.run, arguments.hf, arguments.step, arguments.cut, arguments.set)
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(structure: Any, parameters: Any, x: Array) -> Array:
+    return nnx.merge(structure, parameters).logits(x)
 
 
 def read_model(
@@ -166,7 +268,8 @@ def _read_huggingface(
         jax.device_put(weights.read_stage(shapes, sum(layers[:stage])))
         for stage, shapes in enumerate(stage_shapes(config.model, cut))
     ]
-    return StagedModel(config.model, parameters), config
+    model = StagedModel(config.model, parameters, tokenizer_name=tokenizer_of(config.data))
+    return model, config
 
 
 def read_run(
@@ -192,7 +295,8 @@ def read_run(
         read_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
         for stage, shapes in enumerate(stage_shapes(config.model, len(cut)))
     ]
-    return StagedModel(config.model, parameters), config, checkpoint.step
+    model = StagedModel(config.model, parameters, tokenizer_name=tokenizer_of(config.data))
+    return model, config, checkpoint.step
 
 
 def _require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:

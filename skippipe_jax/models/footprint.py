@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of a number in each of the dtypes that a configuration may name."""
 GRADIENT_BYTES = 4
 """Of each number in gradients and in each of Adam's two moments: float32."""
 COUNTER_BYTES = 8
@@ -72,7 +73,7 @@ def stage_parameters(model: ModelConfig, layers: int, *, is_data_stage: bool) ->
 def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
     """Of what one microbatch hands on from stage to stage, or of its gradient, in a dtype."""
     channels = model.width + (data.packing == "documents")
-    return _tokens(data) * channels * jnp.dtype(dtype).itemsize
+    return _tokens(data) * channels * DTYPE_BYTES[dtype]
 
 
 def memory_of_stages(config: Config, case: Case) -> list[NodeMemory]:
@@ -112,7 +113,7 @@ def memory_of_node(
     """
     model, data = config.model, config.data
     count = stage_parameters(model, layers, is_data_stage=is_data_stage)
-    parameters = count * jnp.dtype(model.parameter_dtype).itemsize
+    parameters = count * DTYPE_BYTES[model.parameter_dtype]
     targets = TOKEN_BYTES * _tokens(data) if is_data_stage else 0
     # Either a backward or a loss runs, which make a gradient of every parameter before adding it;
     # or, when all microbatches have passed, the replicas' sums go round.
@@ -141,7 +142,7 @@ def traffic(config: Config, case: Case, visits: int) -> Traffic:
     """
     network, model = config.network, config.model
     hop = activation_bytes(model, config.data, network.activation_dtype or model.compute_dtype)
-    averaged = jnp.dtype(network.averaging_dtype or "float32").itemsize
+    averaged = DTYPE_BYTES[network.averaging_dtype or "float32"]
     layers = model.layers_of_stages(len(case.stages))
     counts = (
         stage_parameters(model, count, is_data_stage=stage == 0)
@@ -164,7 +165,7 @@ def _tokens(data: DataConfig) -> int:
 
 def kept_bytes(model: ModelConfig, data: DataConfig, layers: int, *, is_data_stage: bool) -> int:
     """What a forward pass of a stage of so many blocks leaves for its backward pass."""
-    tokens, compute = _tokens(data), jnp.dtype(model.compute_dtype).itemsize
+    tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
     is_packed = data.packing == "documents"
     if model.recompute == "stage":
         if is_data_stage:
@@ -184,7 +185,7 @@ def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
     """What so many blocks keep if nothing is computed again; 0 for none of them."""
     if layers == 0:
         return 0
-    tokens, compute = _tokens(data), jnp.dtype(model.compute_dtype).itemsize
+    tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
     # What is cast last is kept before the cast if casts are made again (see `model.recomputed`).
     last = compute if model.parameter_dtype == model.compute_dtype else 4
     # cuDNN's attention keeps no scores: it computes them again, piece by piece.

@@ -31,6 +31,7 @@ from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, to_tree
+from skippipe_jax.models.footprint import activation_bytes
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.profiling.links import MeasuredLink
 from skippipe_jax.profiling.stages import (
@@ -44,7 +45,6 @@ from skippipe_jax.profiling.stages import (
     shapes_of_stages,
 )
 from skippipe_jax.program.compiler import hosts_of_nodes
-from skippipe_jax.runtime.stage_functions import activation
 
 NOT_MEASURED = (
     "locations",
@@ -192,7 +192,7 @@ def case_of(
         "stages": AUTO,
         "path_length": AUTO,
         "rules": {"max_swaps": 1, "max_swap_distance": 1, "max_jump": len(stages)},
-        "activation_bytes": activation_bytes(config),
+        "activation_bytes": hop_bytes(config),
         "stage_bytes": [averaged * parameter_count(stage) for stage in stages],
         "forward_s": _short(statistics.median(costs.forward_s)),
         "stage_cost": [_short(cost) for cost in costs.stage_cost],
@@ -273,10 +273,10 @@ def _names(given: Any, hosts: int) -> list[str]:
     return list(names)
 
 
-def activation_bytes(config: Config) -> int:
+def hop_bytes(config: Config) -> int:
     """What one microbatch sends from stage to stage, in the dtype that travels."""
-    dtype = jnp.dtype(config.network.activation_dtype or config.model.compute_dtype)
-    return activation(config.model, config.data).size * dtype.itemsize
+    dtype = config.network.activation_dtype or config.model.compute_dtype
+    return activation_bytes(config.model, config.data, dtype)
 
 
 def _costs(reports: Sequence[HostReport], host_of: Sequence[int]) -> Costs:

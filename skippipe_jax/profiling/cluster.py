@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.agreement import Host, gather, hear, tell
 from skippipe_jax.config import Config
 from skippipe_jax.profiling.case import (
     HostReport,
     Profile,
-    activation_bytes,
     check_template,
+    hop_bytes,
     profile_of,
     stage_count,
 )
-from skippipe_jax.profiling.links import MeasuredLink, Transfer, measure_copy, measure_links
+from skippipe_jax.profiling.links import MeasuredLink, MeasuredTransfer, measure_copy, measure_links
 from skippipe_jax.profiling.stages import (
     StageTimings,
     Timing,
@@ -47,7 +46,7 @@ class Place:
 
 
 def measure(
-    config: Config, host: Membership, links: Mapping[int, HostLink], say: Callable[[str], None]
+    config: Config, host: Host, links: Mapping[int, HostLink], say: Callable[[str], None]
 ) -> Profile | None:
     """Measure links, seconds and memory. All hosts call this together, host 0 gets the profile.
 
@@ -64,8 +63,9 @@ def measure(
     host_of = check_template(config, host.count)
     local, own_nodes = jax.local_devices(), host_of.count(host.index)
     devices = [local[position % len(local)] for position in range(own_nodes)]
-    board = Board(host, config.network.deadline_s)
-    places = [Place(**place) for place in board.exchange("place", asdict(_place_of(devices)))]
+    size, deadline_s = hop_bytes(config), config.network.deadline_s
+    told = gather(host, "measure/place", lambda: asdict(_place_of(devices)), deadline_s)
+    places = [Place(**place) for place in told.values()]
 
     machine = places[host.index].machine
     nodes_here = sum(len(place.processors) for place in places if place.machine == machine)
@@ -74,14 +74,14 @@ def measure(
         min(microbatches_in_memory(config, shape, free) for shape in set(shapes))
         for free in (free_bytes(d, devices.count(d), nodes_here) for d in devices)
     ]
-    size, deadline_s = activation_bytes(config), config.network.deadline_s
     measured_links = measure_links(host.index, links, devices[0], size, deadline_s, say)
     copy_s = measure_copy(devices, size) if own_nodes > 1 else None
     # Who has measured its links already must not disturb the others.
-    board.exchange("links", "measured")
+    tell(host, "measure/links", lambda: "measured")
+    _hear(host, "links", range(host.count), deadline_s)
     say("all links are measured; compiling the stages")
 
-    timings = _time_stages(config, devices, places, board)
+    timings = _time_stages(config, devices, places, host)
     report = HostReport(
         name=socket.gethostname(),
         links=measured_links,
@@ -90,43 +90,17 @@ def measure(
         processors=places[host.index].processors,
         timings=timings,
     )
-    board.tell("report", asdict(report))
+    tell(host, "measure/report", lambda: asdict(report))
     if host.index != 0:
         return None
-    reports = [_report_from(board.hear("report", other)) for other in range(host.count)]
+    reports = list(map(_report_from, _hear(host, "report", range(host.count), deadline_s)))
     say("all stages are timed")
     return profile_of(config, host_of, reports)
 
 
-class Board:
-    """What hosts tell each other while they measure: values that JSON can hold."""
-
-    def __init__(self, host: Membership, deadline_s: float):
-        """Nothing is waited for longer than `deadline_s` seconds."""
-        self.host = host
-        self.deadline_s = deadline_s
-
-    def tell(self, key: str, value: Any) -> None:
-        """Tell all hosts a value, once for each key."""
-        self.host.put(f"measure/{key}/{self.host.index}", json.dumps(value))
-
-    def hear(self, key: str, source: int) -> Any:
-        """What a host has told under a key, as soon as it has.
-
-        Raises:
-            DeadlinePassed: it has told nothing in time.
-        """
-        return json.loads(self.host.get(f"measure/{key}/{source}", self.deadline_s, source=source))
-
-    def wait_for(self, key: str, sources: Sequence[int]) -> None:
-        """Return when some hosts have told something under a key."""
-        for source in sources:
-            self.hear(key, source)
-
-    def exchange(self, key: str, value: Any) -> list[Any]:
-        """Tell all hosts a value, and hear theirs."""
-        self.tell(key, value)
-        return [self.hear(key, source) for source in range(self.host.count)]
+def _hear(host: Host, what: str, others: Iterable[int], deadline_s: float) -> list[Any]:
+    """What others tell of what they have done in turn: each has the whole deadline for itself."""
+    return [hear(host, f"measure/{what}", [other], deadline_s)[other] for other in others]
 
 
 def _place_of(devices: Sequence[jax.Device]) -> Place:
@@ -146,14 +120,14 @@ def _place_of(devices: Sequence[jax.Device]) -> Place:
 
 
 def _time_stages(
-    config: Config, devices: Sequence[jax.Device], places: Sequence[Place], board: Board
+    config: Config, devices: Sequence[jax.Device], places: Sequence[Place], host: Host
 ) -> dict[str, list[StageTimings]]:
     """The timings of all stages on each processor that is this host's to time.
 
     The first host that has a processor times it. Everyone compiles at the same time, and then the
     hosts of one machine take turns, since they would disturb each other's figures.
     """
-    own, place = board.host.index, places[board.host.index]
+    own, place = host.index, places[host.index]
     first_host = {p: h for h in reversed(range(len(places))) for p in places[h].processors}
     mine = {
         processor: device
@@ -164,11 +138,12 @@ def _time_stages(
     for device in mine.values():
         for shape in set(shapes):
             measure_stage(config, shape, device, 0.0)
-    board.tell("compiled", True)
+    tell(host, "measure/stages", lambda: "compiled")
     neighbours = [h for h, other in enumerate(places) if other.machine == place.machine]
-    board.wait_for("compiled", neighbours)
-    board.wait_for("report", [other for other in neighbours if other < own])
-    to_time = sum(host in neighbours for host in first_host.values()) * len(set(shapes))
+    deadline_s = config.network.deadline_s
+    _hear(host, "stages", neighbours, deadline_s)
+    _hear(host, "report", [other for other in neighbours if other < own], deadline_s)
+    to_time = sum(timing in neighbours for timing in first_host.values()) * len(set(shapes))
     budget_s = min(STAGE_S, ALL_STAGES_S / to_time)
     timings = {}
     for processor, device in mine.items():
@@ -179,7 +154,7 @@ def _time_stages(
 
 def _report_from(told: dict[str, Any]) -> HostReport:
     links = [
-        MeasuredLink(**link | {"transfers": [Transfer(**t) for t in link["transfers"]]})
+        MeasuredLink(**link | {"transfers": [MeasuredTransfer(**t) for t in link["transfers"]]})
         for link in told["links"]
     ]
     timings = {

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from skippipe_jax.cluster.membership import DeadlinePassed
+from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.transport import HostLink
 
@@ -43,7 +43,7 @@ CHECK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Transfer:
+class MeasuredTransfer:
     """So many bytes arrived so many seconds after what was sent just before them."""
 
     bytes: int
@@ -69,7 +69,7 @@ class MeasuredLink:
     bandwidth: float
     overhead_s: float | None
     round_trips_s: Sequence[float]
-    transfers: Sequence[Transfer]
+    transfers: Sequence[MeasuredTransfer]
 
 
 def measure_links(
@@ -292,15 +292,15 @@ def _measure(
     )
 
 
-def _transfer(way: _Conversation, size: int, round_trip_s: float) -> Transfer:
+def _transfer(way: _Conversation, size: int, round_trip_s: float) -> MeasuredTransfer:
     until_marker, after_marker = way.ask(size)
     if size <= PIECE_BYTES:
         # The marker may have waited for the bytes; then it took as long as they did.
         after_marker = max(after_marker, until_marker + after_marker - round_trip_s)
-    return Transfer(size, after_marker)
+    return MeasuredTransfer(size, after_marker)
 
 
-def _typical(transfers: Sequence[Transfer]) -> Transfer:
+def _typical(transfers: Sequence[MeasuredTransfer]) -> MeasuredTransfer:
     """The largest one that another one confirms, or the middle one of the large ones."""
     agreeing = _agreeing(transfers)
     if agreeing:
@@ -309,7 +309,7 @@ def _typical(transfers: Sequence[Transfer]) -> Transfer:
     return by_rate[len(by_rate) // 2]
 
 
-def _agreeing(transfers: Sequence[Transfer]) -> list[Transfer]:
+def _agreeing(transfers: Sequence[MeasuredTransfer]) -> list[MeasuredTransfer]:
     """Large transfers whose rate another one has too, the largest first.
 
     On a busy host, any transfer may be held up, or look quicker since the one before it was.
@@ -322,7 +322,7 @@ def _agreeing(transfers: Sequence[Transfer]) -> list[Transfer]:
     ]
 
 
-def _large(transfers: Sequence[Transfer]) -> list[Transfer]:
+def _large(transfers: Sequence[MeasuredTransfer]) -> list[MeasuredTransfer]:
     """Those of a quarter of the largest one or more, the largest and of these the fastest first."""
     most = max(transfer.bytes for transfer in transfers)
     large = [transfer for transfer in transfers if 4 * transfer.bytes >= most]

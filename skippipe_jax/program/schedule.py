@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import plan_best, with_prediction
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
@@ -99,6 +98,9 @@ def best_plan(cases: Sequence[Case], method: str, search: Search, recipe: Recipe
     Raises:
         InputError: if no case has a plan under its rules.
     """
+    # What searches needs SciPy, and whoever only reads a schedule does not.
+    from skippipe_sched.methods.planning import plan_best, with_prediction
+
     every = recipe.average_parameters_every
     if every is None:
         return plan_best(cases, method, search)

@@ -8,7 +8,8 @@ from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 from jaxtyping import Float, Int
-from skippipe_sched.figures.gantt import (
+from skippipe_sched.figures.svg import (
+    add_circle,
     add_line,
     add_text,
     add_title,
@@ -99,8 +100,7 @@ def curve(
         _add_polyline(svg, "line", zip(map(x, centres), map(y, smooth), strict=True))
         figures.append(f"mean over {round(window * len(values) / groups):,} steps")
     if len(values) == 1:
-        place = {"cx": rounded(x(centres[0])), "cy": rounded(y(means[0])), "r": "3"}
-        SubElement(svg, "circle", {"class": "dot", **place})
+        add_circle(svg, "dot", x(centres[0]), y(means[0]), 3)
     add_title(svg, title, " · ".join(figures))
     if mark is not None:
         label, level = mark

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from xml.etree.ElementTree import Element, SubElement
+from xml.etree.ElementTree import SubElement
 
 import numpy as np
-from skippipe_sched.figures.gantt import (
+from skippipe_sched.figures.svg import (
+    add_circle,
     add_line,
     add_text,
     add_tip,
     add_title,
+    point,
     round_ticks,
-    rounded,
     start_picture,
     svg_text,
 )
-
-from skippipe_jax.inference.partial import Order
 
 # Pixels.
 WIDTH = 440
@@ -29,6 +28,7 @@ TOP = 52
 BOTTOM = HEIGHT - 42
 TICKS_UP = 6
 CAP = 5
+DOT = 3.5
 
 STYLE = """
 .shares .each{fill:#2f6db5;fill-opacity:.3}
@@ -41,7 +41,7 @@ STYLE = """
 
 
 def picture(
-    perplexities: Mapping[int, Mapping[Order, float]], stages: int, full_perplexity: float
+    perplexities: Mapping[int, Mapping[tuple[int, ...], float]], stages: int, full_perplexity: float
 ) -> str:
     """Mean, standard deviation and every subset, for each number of the `stages` stages that run.
 
@@ -75,23 +75,18 @@ def picture(
     for kept, of_orders in sorted(perplexities.items()):
         across, values = x(kept / stages), list(of_orders.values())
         mean, deviation = float(np.mean(values)), float(np.std(values))
-        for order, perplexity in of_orders.items():
-            tip = f"stages {' '.join(map(str, order))}: {perplexity:.3f}"
-            _add_dot(svg, "each", (across, y(perplexity)), tip)
+        for stages_run, perplexity in of_orders.items():
+            tip = f"stages {' '.join(map(str, stages_run))}: {perplexity:.3f}"
+            add_tip(add_circle(svg, "each", across, y(perplexity), DOT), tip)
         ends = [y(mean - deviation), y(mean + deviation)]
         add_line(svg, "spread", (across, ends[0]), (across, ends[1]))
         for end in ends:
             add_line(svg, "spread", (across - CAP, end), (across + CAP, end))
         tip = f"{kept} of {stages} stages: {mean:.3f} ± {deviation:.3f}"
-        _add_dot(svg, "mean", (across, y(mean)), tip)
-        means.append(f"{rounded(across)},{rounded(y(mean))}")
+        add_tip(add_circle(svg, "mean", across, y(mean), DOT), tip)
+        means.append(point((across, y(mean))))
     SubElement(svg, "polyline", {"class": "line", "points": " ".join(means)})
     return svg_text(svg)
-
-
-def _add_dot(svg: Element, classes: str, centre: tuple[float, float], tip: str) -> None:
-    place = {"cx": rounded(centre[0]), "cy": rounded(centre[1]), "r": "3.5"}
-    add_tip(SubElement(svg, "circle", {"class": classes, **place}), tip)
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -17,7 +17,7 @@ from functools import partial
 
 import jax
 
-from skippipe_jax.cluster.membership import DeadlinePassed
+from skippipe_jax.cluster.agreement import DeadlinePassed
 
 Then = Callable[[float], None]
 """Called with the moment at which it was its turn."""

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from skippipe_jax.config import StageCut
 from skippipe_jax.runtime.stage_functions import Gauge, Gradients, Parameters, StageFunctions
 from skippipe_jax.runtime.topology import Topology
-from skippipe_jax.storage.checkpoint import Checkpoint, read_stage
+from skippipe_jax.storage.layout import Checkpoint
+from skippipe_jax.storage.reader import read_stage
 
 State = Mapping[str, PyTree]
 """What a checkpoint holds of a stage: "parameters" and "optimizer_state"."""

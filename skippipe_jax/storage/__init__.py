@@ -1,1 +1,5 @@
-"""What a run leaves on disk: its folder, checkpoints, their copy elsewhere, recordings."""
+"""What a run leaves on disk: its folder, checkpoints, their copy elsewhere, recordings.
+
+Others use `run_folder` and `layout`, which load no JAX, `reader` and `writer` of checkpoints,
+`mirror`, `recording`, `kept_tokenizer` and `new_folder`. All of Orbax is in `array_files`.
+"""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
@@ -19,7 +18,16 @@ from fsspec.implementations.local import LocalFileSystem
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import COMMITTED, latest_step, open_checkpoint, saved_steps
+from skippipe_jax.storage.layout import (
+    CHECKPOINTS,
+    COMMITTED,
+    latest_step,
+    open_checkpoint,
+    saved_steps,
+    step_name,
+    steps_named,
+)
+from skippipe_jax.storage.whole_file import PARTIAL
 
 
 class Mirror:
@@ -118,7 +126,7 @@ class Mirror:
         for folder in {str(PurePosixPath(target).parent) for target in targets}:
             self._files.makedirs(folder, exist_ok=True)
         self._files.put([str(checkpoint.folder / name) for name in checkpoint.files], targets)
-        mark = f"checkpoints/{checkpoint.folder.name}/{COMMITTED}"
+        mark = f"{CHECKPOINTS}/{checkpoint.folder.name}/{COMMITTED}"
         self._write(mark, (checkpoint.folder / COMMITTED).read_bytes())
 
     def _best(self, steps: Collection[int]) -> set[int]:
@@ -138,14 +146,14 @@ class Mirror:
         names = [
             name
             for name in found
-            if (name.parts[0] != "checkpoints" or any(map(name.is_relative_to, folders)))
+            if (name.parts[0] != CHECKPOINTS or any(map(name.is_relative_to, folders)))
             and name not in marks
         ]
         for name in (*names, *marks):
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         self._get(names, [run_dir / name for name in names])
         for name in marks:
-            partial = run_dir / f"{name}{run_folder.PARTIAL}"
+            partial = run_dir / f"{name}{PARTIAL}"
             self._get([name], [partial])
             os.replace(partial, run_dir / name)
 
@@ -156,20 +164,19 @@ class Mirror:
         """Write a small file, whole or not at all."""
         target = f"{self._root}/{name}"
         self._files.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
-        self._files.pipe_file(target + run_folder.PARTIAL, content)
-        self._files.mv(target + run_folder.PARTIAL, target)
+        self._files.pipe_file(target + PARTIAL, content)
+        self._files.mv(target + PARTIAL, target)
 
     def _path(self, step: int, name: str = "") -> str:
-        return f"{self._root}/checkpoints/{step:08d}/{name}".rstrip("/")
+        return f"{self._root}/{CHECKPOINTS}/{step_name(step)}/{name}".rstrip("/")
 
     def _step_folders(self) -> list[int]:
         """The steps of which there is anything here, ascending."""
         try:
-            paths = self._files.ls(f"{self._root}/checkpoints", detail=False)
+            paths = self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False)
         except FileNotFoundError:
             return []
-        names = (PurePosixPath(path).name for path in paths)
-        return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
+        return steps_named({PurePosixPath(path).name for path in paths})
 
     def _unusable(self, error: Exception) -> InputError:
         return InputError(

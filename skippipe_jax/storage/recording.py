@@ -9,7 +9,6 @@ A run folder holds `timelines/<step>/host_<i>.json` for every recorded iteration
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections import defaultdict
@@ -28,6 +27,7 @@ from skippipe_sched.timing.simulate import Averaging, Run, Timeline, Transfer
 
 from skippipe_jax.program.schedule import timeline_of
 from skippipe_jax.storage.run_folder import saved_schedule
+from skippipe_jax.storage.whole_file import write_whole
 
 TIMELINES = "timelines"
 
@@ -55,9 +55,7 @@ class Recording:
             "runs": [[*run.operation, run.arrived_s, run.start_s, run.end_s] for run in self.runs],
             "averagings": [[a.stage, a.start_s, a.end_s] for a in self.averagings],
         }
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(content) + "\n")
 
 
 def recording_path(folder: Path, step: int, host: int) -> Path:

@@ -19,7 +19,8 @@ from skippipe_sched.problem.plan import Plan, load_plan
 
 from skippipe_jax.config import NO_RECIPE, Config, parse_config, to_yaml
 from skippipe_jax.program.schedule import OWN, Schedule, timeline_of
-from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.layout import CHECKPOINTS, latest_step
+from skippipe_jax.storage.whole_file import PARTIAL, write_whole
 
 CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"
 PLANS = "plans"
@@ -28,8 +29,6 @@ CASE = "case.yaml"
 """Where a run that measured its cluster keeps the case."""
 BEST = "best.json"
 """Which checkpoint has the lowest held-out loss, in a run that computes it."""
-PARTIAL = ".partial"
-"""What the name of a file ends with until it is whole."""
 
 
 def is_run(folder: Path) -> bool:
@@ -117,14 +116,14 @@ def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
             path.with_suffix(".svg").write_text(pictures[name], encoding="utf-8")
         (folder / METRICS).touch()
         # Last: the config marks a folder as a run, whose own the plan then is.
-        _replace(folder / CONFIG, to_yaml(config))
+        write_whole(folder / CONFIG, to_yaml(config))
 
 
 def continue_run(folder: Path, config: Config, step: int) -> None:
     """Make the folder ready to go on after `step`: the metrics of later steps come again."""
-    _replace(folder / CONFIG, to_yaml(config))
+    write_whole(folder / CONFIG, to_yaml(config))
     kept = [line for line in read_metrics(folder) if line["step"] <= step]
-    _replace(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+    write_whole(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Config:
@@ -166,7 +165,7 @@ def saved_schedule(folder: Path) -> Schedule:
 
 def own_files(folder: Path) -> list[Path]:
     """The files that a run needs beside its checkpoints to be resumed or looked at."""
-    elsewhere = ("checkpoints", "timelines", "profile", "tensorboard", "wandb")
+    elsewhere = (CHECKPOINTS, "timelines", "profile", "tensorboard", "wandb")
     return [
         path
         for path in sorted(folder.rglob("*"))
@@ -210,7 +209,7 @@ def _read_line(text: str, field: str) -> dict[str, Any]:
 
 def write_best(folder: Path, step: int, loss: float) -> None:
     """Note which checkpoint has the lowest held-out loss."""
-    _replace(folder / BEST, json.dumps({"step": step, "validation_loss": loss}) + "\n")
+    write_whole(folder / BEST, json.dumps({"step": step, "validation_loss": loss}) + "\n")
 
 
 @contextmanager
@@ -225,10 +224,3 @@ def _accessible(folder: Path) -> Iterator[None]:
             f"cannot be used: {error.strerror}",
             "Give another folder, or mend that",
         ) from error
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, whole."""
-    partial = path.with_name(path.name + PARTIAL)
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.cluster.agreement import agree
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, StageCut
 from skippipe_jax.config.huggingface import folder_of
 from skippipe_jax.interop.huggingface import Weights, open_weights
-from skippipe_jax.runtime.state import Origin, State
+from skippipe_jax.runtime.state import State
 from skippipe_jax.runtime.topology import Topology
 
 
-def first_weights(config: Config) -> Weights | None:
+def find_weights(config: Config) -> Weights | None:
     """The weights that `init_from` names, if it does, found whole and of the model's shapes.
 
     Raises:
@@ -31,38 +31,41 @@ def first_weights(config: Config) -> Weights | None:
     return weights
 
 
-def from_weights(weights: Weights, cut: StageCut, digests: dict[int, str]) -> Origin:
-    """The parameters of the stages that `weights` hold; notes the digest of each that is read."""
+class FirstWeights:
+    """The parameters of stages as weights have them, which all hosts must read alike."""
 
-    def read(stage: int, shapes: State) -> State:
-        parameters = weights.read_stage(shapes["parameters"], cut.blocks(stage).start)
-        digests[stage] = _digest(parameters)
+    def __init__(self, weights: Weights, cut: StageCut, *, are_compared: bool):
+        """Nothing is read yet; what is read `are_compared` with what other hosts read."""
+        self.are_compared = are_compared
+        self.weights = weights
+        self.cut = cut
+        self.digests: dict[int, str] = {}
+
+    def read(self, stage: int, shapes: State) -> State:
+        """The parameters of a stage, of these shapes."""
+        parameters = self.weights.read_stage(shapes["parameters"], self.cut.blocks(stage).start)
+        if self.are_compared:
+            self.digests[stage] = _digest(parameters)
         return {"parameters": parameters}
 
-    return read
+    def require_same(self, config: Config, host: Membership, topology: Topology) -> None:
+        """Refuse a host that has read other weights for a stage than the first that serves it.
 
+        All hosts call this together.
+        """
+        for stage, digest in self.digests.items():
 
-def require_same_weights(
-    digests: Mapping[int, str], topology: Topology, config: Config, host: Membership
-) -> None:
-    """Refuse a host that has read other weights for a stage than the first host that has it.
+            def differing(first: int, stage: int = stage) -> InputError:
+                return InputError(
+                    "init_from",
+                    config.init_from,
+                    f"host {host.index} reads other weights for stage {stage} than host {first}",
+                    "Give all hosts the same files",
+                )
 
-    All hosts call this together.
-    """
-    if host.count == 1:
-        return
-    timeout_s = config.cluster.connect_timeout_s
-    for stage, digest in digests.items():
-        host.put(f"weights/{stage}/{host.index}", digest)
-    for stage, digest in digests.items():
-        first = topology.host_of[topology.plan.stages[stage][0]]
-        if digest != host.get(f"weights/{stage}/{first}", timeout_s, source=first):
-            raise InputError(
-                "init_from",
-                config.init_from,
-                f"host {host.index} reads other weights for stage {stage} than host {first}",
-                "Give all hosts the same files",
-            )
+            hosts = {topology.host_of[node] for node in topology.plan.stages[stage]}
+            timeout_s = config.cluster.connect_timeout_s
+            agree(host, f"weights/{stage}", digest, timeout_s, differing, hosts)
 
 
 def _digest(parameters: Any) -> str:

@@ -1,50 +1,22 @@
-"""What a run shows and writes while it trains: metrics, a progress bar, and what it checks."""
+"""What a run shows while it trains: a progress bar, what it says above it, and how it compiles."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.monitoring
-import jax.numpy as jnp
-import numpy as np
-from skippipe_sched.errors import InputError
-from skippipe_sched.problem.plan import Plan, microbatch_chain
-from skippipe_sched.timing.averaging import best_ring
 from tqdm import tqdm
 
 from skippipe_jax.config import Config
-from skippipe_jax.models.flops import iteration_flops
-from skippipe_jax.models.llama import parameter_count, stage_shapes
-from skippipe_jax.optim.adamw import learning_rate_schedule, updates_made
-from skippipe_jax.profiling.devices import (
-    peak_flops_per_second,
-    peak_memory_bytes,
-    peak_process_bytes,
-)
-from skippipe_jax.program.schedule import Schedule, predicted_s
-from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.stage_functions import (
-    LOSS,
-    SQUARED_NORM,
-    STOP,
-    TOKENS,
-    Z_LOSS,
-    activation,
-    skips_update,
-)
-from skippipe_jax.runtime.totals import Outcome
-from skippipe_jax.storage import run_folder
-from skippipe_jax.training.trackers import open_trackers
+from skippipe_jax.training.callback import Callback
+
+if TYPE_CHECKING:
+    from skippipe_jax.training.trainer import Trainer
 
 # Where there is no terminal to draw a bar on, a line is written this often.
 SECONDS_BETWEEN_LINES = 10.0
@@ -96,206 +68,40 @@ class CompilationCounter:
                 self.say(f"compiling: {now.count} programs so far, {now.seconds:.0f} s")
 
 
-@dataclass(frozen=True)
-class Finished:
-    """An iteration that has ended: its totals, this host's peaks in flight, and when it ended.
+class ProgressBar(Callback):
+    """Shows how far the run is, and says what is worth a line."""
 
-    `busy_s` is how long each node computed, where that was watched.
-    """
-
-    step: int
-    totals: np.ndarray
-    peaks: dict[int, int]
-    compilations: Compilations
-    busy_s: np.ndarray | None
-    at_s: float
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Of an iteration, by its plan: how long it takes, and bytes from one node to another."""
-
-    seconds: float
-    sent: dict[tuple[int, int], int]
-
-    @classmethod
-    def of(cls, plan: Plan, config: Config, averaged: int) -> Expected:
-        """Of one that averages so many numbers for each parameter."""
-        return cls(predicted_s(plan, averaged), bytes_per_link(plan, config, averaged))
-
-
-class Progress:
-    """Reads the outcome of each iteration, checks it, and shows and writes it on host 0."""
-
-    def __init__(
-        self,
-        config: Config,
-        schedule: Schedule,
-        runtime: Runtime,
-        step: int,
-        folder: Path | None,
-    ):
-        """Begin after `step`; `folder` is the run folder on host 0 and None on the others."""
+    def __init__(self, config: Config, step: int, skipped_updates: int):
+        """Begin after `step`, before which so many updates have been skipped."""
         self.config = config
-        self.schedule = schedule
-        self.folder = folder
-        # By the name of an iteration's plan, and how many numbers for each parameter it averages.
-        self.expected = {
-            (name, averaged): Expected.of(plan, config, averaged)
-            for name, plan in schedule.plans.items()
-            for averaged in {config.recipe.averaged(step) for step in (0, 1)}
-        }
-        self.devices = list(dict.fromkeys(d for own in runtime.topology.devices for d in own))
-        data = config.data
-        self.flops = {
-            name: iteration_flops(config.model, plan, data.microbatch_size, data.sequence_length)
-            for name, plan in schedule.plans.items()
-        }
-        self.peak_flops_per_second = peak_flops_per_second(d.device_kind for d in self.devices)
-        self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
-        self.learning_rate(step)  # Compiled now, not while training.
-        optimizer_state = next(iter(runtime.states.values())).optimizer_state
-        self.skipped_updates = step - updates_made(optimizer_state)
-        self.validations: dict[int, tuple[float | None, float]] = {}
-        self.trackers = [] if folder is None else open_trackers(config, folder, step)
-        self.watcher = ThreadPoolExecutor(1, thread_name_prefix="progress")
-        self.watched: deque[Future[Finished]] = deque()
-        self.last_s = time.perf_counter()
+        self.skipped_updates = skipped_updates
         self.last_line_s = -math.inf
-        self.bar = tqdm(
-            total=config.train.steps,
-            initial=step,
-            unit="iteration",
-            # None: no bar where stderr is no terminal.
-            disable=None if folder else True,
-        )
+        # None: no bar where stderr is no terminal.
+        self.bar = tqdm(total=config.train.steps, initial=step, unit="iteration", disable=None)
 
-    def watch(self, step: int, outcome: Outcome, compilations: Compilations) -> None:
-        """Wait in the background for the end of the iteration that leads to `step`."""
-
-        def wait() -> Finished:
-            totals = np.asarray(outcome.totals)
-            # NumPy indexes: on a device an index would be a program to compile.
-            peaks = {node: int(np.asarray(gauge)[1]) for node, gauge in outcome.gauges.items()}
-            busy_s = None if outcome.busy_s is None else np.asarray(outcome.busy_s)
-            return Finished(step, totals, peaks, compilations, busy_s, time.perf_counter())
-
-        self.watched.append(self.watcher.submit(wait))
-
-    def validated(self, step: int, loss: float | None) -> None:
-        """Note the held-out loss after `step`, if this host knows it, before that is reported."""
-        self.validations[step] = loss, time.perf_counter()
-
-    def report(self, leave: int = 0) -> bool:
-        """Report the watched iterations in order, but for the last `leave` of them.
-
-        Returns whether a host was asked to stop, by the last iteration reported.
-
-        Raises:
-            RuntimeError: if a node held more microbatches than its memory.
-            InputError: if the loss or its gradient is no finite number any more.
-        """
-        stop = False
-        while len(self.watched) > leave:
-            stop = self._report_one(self.watched.popleft().result())
-        return stop
-
-    def _report_one(self, finished: Finished) -> bool:
-        plan = self.schedule.plan(finished.step - 1)
-        for node, peak in finished.peaks.items():
-            if peak > plan.case.nodes[node].memory:
-                raise RuntimeError(
-                    f"node {node} had {peak} microbatches in flight; its memory holds "
-                    f"{plan.case.nodes[node].memory}. This is a defect of the program"
-                )
-        skipped_before = self.skipped_updates
-        line = self._line(finished)
-        if self.folder is not None:
-            run_folder.append_metrics(self.folder, line)
-            for tracker in self.trackers:
-                tracker.write(line)
-            if self.skipped_updates > skipped_before:
-                self._say(
-                    f"step {line['step']}: update skipped, its gradient norm is not within "
-                    f"optimizer.skip_above_norm = {self.config.optimizer.skip_above_norm:g} but "
-                    f"{line['gradient_norm'] or 'no finite number'} "
-                    f"({self.skipped_updates} skipped so far)"
-                )
-            if line["validation_loss"] is not None:
-                self._say(f"step {line['step']}: held-out loss {line['validation_loss']:.4f}")
-            self._show(line)
-        return bool(finished.totals[STOP] > 0)
-
-    def _line(self, finished: Finished) -> dict[str, Any]:
-        """The metrics of an iteration, and what follows from them for the next."""
-        step, totals, optimizer = finished.step, finished.totals, self.config.optimizer
-        name = self.schedule.name(step - 1)
-        expected = self.expected[name, self.config.recipe.averaged(step)]
-        seconds = finished.at_s - self.last_s
-        # Validation is no part of the next iteration.
-        held_out, self.last_s = self.validations.pop(step, (None, finished.at_s))
-        loss = float(totals[LOSS] / totals[TOKENS])
-        batch_tokens = self.config.data.microbatch_size * self.config.data.sequence_length
-        norm = float(np.sqrt(totals[SQUARED_NORM]) * batch_tokens / totals[TOKENS])
-        learning_rate = self.learning_rate(step - 1 - self.skipped_updates)
-        if skips_update(optimizer, totals, batch_tokens):
-            self.skipped_updates += 1
-        elif not (math.isfinite(loss) and math.isfinite(norm)):
-            raise InputError(
-                "optimizer.learning_rate",
-                optimizer.learning_rate,
-                f"the loss of step {step} is {loss}, and the norm of its gradient {norm}",
-                "Resume from the last checkpoint with a lower rate, or a lower clip_norm, or let "
-                "optimizer.skip_above_norm leave such updates out",
+    def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        """Move on by one iteration."""
+        if metrics["skipped_updates"] > self.skipped_updates:
+            self.skipped_updates = metrics["skipped_updates"]
+            self._say(
+                f"step {metrics['step']}: update skipped, its gradient norm is not within "
+                f"optimizer.skip_above_norm = {self.config.optimizer.skip_above_norm:g} but "
+                f"{metrics['gradient_norm'] or 'no finite number'} "
+                f"({self.skipped_updates} skipped so far)"
             )
-        return {
-            "step": step,
-            "loss": _finite(loss),
-            "z_loss": _finite(totals[Z_LOSS] / totals[TOKENS]) if optimizer.z_loss else None,
-            "validation_loss": _finite(held_out),
-            "tokens": int(totals[TOKENS]),
-            "tokens_per_second": float(totals[TOKENS]) / seconds,
-            "flops_utilisation": self._flops_utilisation(self.flops[name], seconds),
-            "seconds_per_iteration": seconds,
-            "plan": name,
-            "predicted_seconds": expected.seconds,
-            "network": self.config.network.mode,
-            "bytes_sent": sum(expected.sent.values()),
-            "bytes_per_link": {f"{a}-{b}": size for (a, b), size in expected.sent.items()},
-            "idle_share": _idle_share(finished.busy_s, seconds),
-            "gradient_norm": _finite(norm),
-            "skipped_updates": self.skipped_updates,
-            "learning_rate": float(np.asarray(learning_rate)),
-            "compilations": finished.compilations.count,
-            "compile_seconds": finished.compilations.seconds,
-            "peak_in_flight": finished.peaks,
-            "peak_memory_bytes": self._peak_memory_bytes(),
-            "peak_process_bytes": peak_process_bytes(),
-        }
+        if metrics["validation_loss"] is not None:
+            self._say(f"step {metrics['step']}: held-out loss {metrics['validation_loss']:.4f}")
+        self._show(metrics)
 
     def close(self) -> None:
-        """Leave the bar as it stands; an iteration that other hosts have left is not waited for."""
-        self.watcher.shutdown(wait=False)
+        """Leave the bar as it stands."""
         self.bar.close()
-        for tracker in self.trackers:
-            tracker.close()
-
-    def _flops_utilisation(self, flops: float, seconds: float) -> float | None:
-        """The share of what the devices could do that the model needed, if their peak is known."""
-        if self.peak_flops_per_second is None:
-            return None
-        return flops / seconds / self.peak_flops_per_second
-
-    def _peak_memory_bytes(self) -> dict[int, int | None]:
-        """The most memory in use so far on each device of this host, by its number."""
-        here = (device for device in self.devices if device.process_index == jax.process_index())
-        return {device.id: peak_memory_bytes(device) for device in here}
 
     def _say(self, text: str) -> None:
         """Print a line above the bar."""
         self.bar.write(text, file=sys.stderr)
 
-    def _show(self, line: dict[str, Any]) -> None:
+    def _show(self, line: Mapping[str, Any]) -> None:
         emulated = " on an emulated network" if line["network"] == "emulate" else ""
         speed = f"{line['tokens_per_second']:,.0f} tokens/s{emulated}"
         loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
@@ -314,41 +120,3 @@ class Progress:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def _finite(value: float | None) -> float | None:
-    """A number as JSON can hold it."""
-    return float(value) if value is not None and math.isfinite(value) else None
-
-
-def _idle_share(busy_s: np.ndarray | None, seconds: float) -> list[float] | None:
-    """The share of an iteration of so many seconds in which each node did not compute."""
-    if busy_s is None:
-        return None
-    return [round(max(0.0, 1.0 - busy / seconds), 4) for busy in busy_s.tolist()]
-
-
-def bytes_per_link(plan: Plan, config: Config, averaged: int = 1) -> dict[tuple[int, int], int]:
-    """Bytes that go from one node to another in an iteration: activations, gradients, averaging.
-
-    Nodes count as if each had its own device. A stage with n replicas averages round the planner's
-    ring, each node sending 2(n-1)/n of what is averaged to the next: `averaged` numbers for each
-    parameter.
-    """
-    network = config.network
-    travelling = jnp.dtype(network.activation_dtype or config.model.compute_dtype)
-    hop_bytes = activation(config.model, config.data).size * travelling.itemsize
-    sent: Counter[tuple[int, int]] = Counter()
-    for microbatch, path in enumerate(plan.microbatches):
-        for before, after in itertools.pairwise(microbatch_chain(microbatch, path)):
-            if before.node != after.node:
-                sent[before.node, after.node] += hop_bytes
-    element = jnp.dtype(network.averaging_dtype or jnp.float32).itemsize
-    for stage, shapes in enumerate(stage_shapes(config.model, len(plan.stages))):
-        ring = best_ring(plan.case, stage, plan.stages[stage])
-        size = averaged * parameter_count(shapes) * element
-        passed = 2 * (len(ring) - 1) * size // len(ring)
-        for position, node in enumerate(ring):
-            if passed:
-                sent[ring[position - 1], node] += passed
-    return dict(sent)

@@ -7,17 +7,25 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, LogConfig, to_tree
+from skippipe_jax.training.callback import Callback
+
+if TYPE_CHECKING:
+    from skippipe_jax.training.trainer import Trainer
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb_id"
 
 
-class Tracker(ABC):
-    """Something that follows a run."""
+class Tracker(Callback, ABC):
+    """Gets the metrics of a run."""
+
+    def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics."""
+        self.write(metrics)
 
     @abstractmethod
     def write(self, line: Mapping[str, Any]) -> None:

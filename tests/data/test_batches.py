@@ -24,8 +24,8 @@ from skippipe_jax.data.batches import (
 from skippipe_jax.data.corpus import Corpus, held_out_of
 from skippipe_jax.data.rows import NOT_COUNTED
 from skippipe_jax.data.tokenizer import ByteTokenizer
+from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.new_folder import new_folder
-from skippipe_jax.tokenize import write_tokens
 
 LENGTH = 7  # and with its last target, a window holds one of the 8-byte counters below
 

@@ -13,7 +13,7 @@ from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
 from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from skippipe_jax.tokenize import train_bpe
+from skippipe_jax.data.tokenizing import train_bpe
 
 SOURCE = DocumentSource("chat", "chat.jsonl")
 MESSAGES = [

@@ -24,7 +24,7 @@ from skippipe_jax.data.tokenizer import (
     load_tokenizer,
     token_dtype,
 )
-from skippipe_jax.tokenize import train_bpe
+from skippipe_jax.data.tokenizing import train_bpe
 
 TEXT = "Skipping pipeline stages brings skipped stages, and pipelines that skip.\n" * 20
 SOURCE = DocumentSource("text", "text")

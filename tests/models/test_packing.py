@@ -36,10 +36,10 @@ from skippipe_jax.models.document_mask import (
     within_documents,
 )
 from skippipe_jax.models.llama import DataStage, Stage, create_stage
-from skippipe_jax.profiling.case import activation_bytes
+from skippipe_jax.profiling.case import hop_bytes
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage, microbatches_in_memory
 from skippipe_jax.runtime.stage_functions import activation, stage_functions
-from skippipe_jax.training.progress import bytes_per_link
+from skippipe_jax.training.metrics import bytes_per_link
 from tests import oracle
 from tests.models.test_llama import random_module
 from tests.program.test_compiler import plan_of
@@ -186,7 +186,7 @@ def test_evaluation_keeps_documents_apart():
     parameters = [nnx.to_pure_dict(nnx.state(stage)) for stage in random_stages()]
     model = StagedModel(TURNING, parameters)
     together, apart = (
-        model.loss(model.run((0, 1, 2), own), jnp.asarray(own["targets"]))
+        model.sum_of_losses(model.run((0, 1, 2), own), jnp.asarray(own["targets"]))
         for own in (batch, oracle.one_by_one(batch))
     )
     assert together[1] == tokens.size
@@ -257,8 +257,8 @@ def test_a_mark_is_one_channel_of_what_is_sent():
     windows, documents = config_with("windows"), config_with("documents")
     assert activation(MODEL, windows.data).shape == (BATCH, TIME, MODEL.width)
     assert activation(MODEL, documents.data).shape == (BATCH, TIME, MODEL.width + 1)
-    assert activation_bytes(windows) == BATCH * TIME * MODEL.width * 4
-    assert activation_bytes(documents) == BATCH * TIME * (MODEL.width + 1) * 4
+    assert hop_bytes(windows) == BATCH * TIME * MODEL.width * 4
+    assert hop_bytes(documents) == BATCH * TIME * (MODEL.width + 1) * 4
     more = bytes_per_link(PLAN, documents)[0, 1] - bytes_per_link(PLAN, windows)[0, 1]
     assert more == 4 * BATCH * TIME
 

@@ -17,7 +17,7 @@ from experiments.paper import shapes
 from skippipe_jax import train
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.memory import what_is_planned
+from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import memory_of_node
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.storage import run_folder

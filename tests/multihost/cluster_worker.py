@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.membership import DeadlinePassed, Membership, joined
+from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.cluster.membership import Membership, joined
 from skippipe_jax.config import ClusterConfig
 
 

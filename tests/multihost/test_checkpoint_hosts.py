@@ -1,7 +1,5 @@
 """Two real processes write one checkpoint; run as a program, this file is one of them."""
 
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 
-from skippipe_jax.storage.checkpoint import (
-    CheckpointWriter,
-    latest_step,
-    open_checkpoint,
-    prepare_run,
-    read_data_state,
-    read_stage,
-    saved_steps,
-)
+from skippipe_jax.launch import free_port
+from skippipe_jax.storage.layout import latest_step, open_checkpoint, prepare_run, saved_steps
+from skippipe_jax.storage.reader import read_data_state, read_stage
+from skippipe_jax.storage.writer import CheckpointWriter
+from tests.multihost.processes import started_processes
+from tests.thread_hosts import ThreadHost
 
 STEPS = [2, 4, 6, 8]
 
@@ -36,24 +31,8 @@ class ProcessHost:
     def put(self, key, value):
         self._client.key_value_set(key, value)
 
-    def get(self, key, timeout_s):
+    def get(self, key, timeout_s, source=None):
         return self._client.blocking_key_value_get(key, int(timeout_s * 1000))
-
-
-class LoneHost:
-    """A host that shares its checkpoints with no other."""
-
-    index = 0
-    count = 1
-
-    def __init__(self):
-        self._said = {}
-
-    def put(self, key, value):
-        self._said[key] = value
-
-    def get(self, key, timeout_s):
-        return self._said[key]
 
 
 @jax.jit
@@ -95,7 +74,7 @@ def run_host(index, port, run_dir):
     writer.close()
 
     # Saves of one process must not meet those of another that happen to run at the same time.
-    writer = CheckpointWriter(run_dir / str(index), LoneHost(), stage_layers=(1,), keep=1)
+    writer = CheckpointWriter(run_dir / str(index), ThreadHost(), stage_layers=(1,), keep=1)
     for step in range(60):
         writer.save(step, {0: {"step": jnp.int32(step)}}, {})
     writer.close()
@@ -103,25 +82,11 @@ def run_host(index, port, run_dir):
 
 def test_two_processes_write_and_read_one_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "00000004" / "stage_0").mkdir(parents=True)  # left by a crash
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(index), str(port), tmp_path],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        outputs = [host.communicate(timeout=120)[0] for host in hosts]
-    finally:
-        for host in hosts:
-            host.kill()
-            host.wait()
-    assert [host.returncode for host in hosts] == [0, 0], "\n".join(outputs)
+    port = str(free_port())
+    with started_processes(tmp_path / "hosts") as processes:
+        for index in range(2):
+            processes.start(__file__, str(index), port, tmp_path)
+        assert processes.exit_codes(120.0) == [0, 0], processes.outputs()
     assert saved_steps(tmp_path) == STEPS[-2:]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 

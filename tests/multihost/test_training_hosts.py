@@ -20,7 +20,7 @@ from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.layout import latest_step
 from tests import oracle
 from tests.multihost.processes import Processes, name_of_host, started_processes
 from tests.training_runs import (

@@ -1,36 +1,55 @@
-"""One host of a run, by the real command; when it ends, its replicas are written as they are.
+"""One host of a run, as the real command trains; at its end its replicas are written as they are.
 
 Its arguments are the folder for them, and those of `python -m skippipe_jax.train`.
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from skippipe_sched.errors import run_command
 
-from skippipe_jax import train
-from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.training import trainer
+from skippipe_jax.config import load_config
+from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
+from skippipe_jax.training.callback import Callback
+from skippipe_jax.training.trainer import Trainer
 from tests.training_runs import by_name
 
 
+class Replicas(Callback):
+    """Writes the state of every replica on this host when the run has ended."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def end(self, trainer: Trainer) -> None:
+        self.folder.mkdir(exist_ok=True)
+        stage_of = trainer.runtime.topology.stage_of
+        for node, state in trainer.runtime.states.items():
+            arrays: dict[str, Any] = by_name(state.to_save())
+            np.savez(self.folder / f"stage{stage_of[node]}_node{node:03}.npz", **arrays)
+
+
 def main() -> int:
-    folder = Path(sys.argv.pop(1))
-    made: list[Runtime] = []
-    open_runtime = trainer.open_runtime
+    parser = argparse.ArgumentParser()
+    parser.add_argument("replicas", type=Path)
+    add_config_arguments(parser)
+    add_cluster_arguments(parser)
+    arguments = parser.parse_args()
+    return run_command(lambda: train(arguments))
 
-    def make_and_keep(*arguments: Any) -> Runtime:
-        made.append(open_runtime(*arguments))
-        return made[-1]
 
-    trainer.open_runtime = make_and_keep
-    code = train.main()
-    folder.mkdir(exist_ok=True)
-    for node, state in made[0].states.items():
-        arrays: dict[str, Any] = by_name(state.to_save())
-        np.savez(folder / f"stage{made[0].topology.stage_of[node]}_node{node:03}.npz", **arrays)
-    return code
+def train(arguments: argparse.Namespace) -> int:
+    config, folder = load_config(arguments.config, arguments.set), arguments.config.parent
+    with joined_by(arguments, config) as host:
+        callbacks = [Replicas(arguments.replicas)]
+        trainer = Trainer(
+            config, callbacks, host=host, resume=arguments.resume, config_folder=folder
+        )
+        ending = trainer.run()
+    return 0 if ending.cut_short_by is None else 128 + ending.cut_short_by
 
 
 if __name__ == "__main__":

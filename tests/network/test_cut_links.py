@@ -14,7 +14,7 @@ import pytest
 from experiments.benchmarks.shaped_network import ShapedNetwork
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.layout import latest_step
 from tests.multihost.processes import Processes, started_processes
 from tests.multihost.test_training_hosts import CRASHES
 from tests.network.test_shaped_network import needs_root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.averaging import quickest_averaging_s
 
-from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import (
     ModelConfig,
     OptimizerConfig,
@@ -32,8 +32,9 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, skips_update
 from skippipe_jax.runtime.totals import Outcome
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import saved_steps
-from skippipe_jax.training import trainer
+from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.training.callback import Callback
+from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER
@@ -306,24 +307,19 @@ def assert_same_run(run_dir: Path, whole: Path) -> None:
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]
 
 
-def test_a_run_that_is_told_to_stop_averages_first(
-    tmp_path: Path,
-    whole: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    run_iteration = Runtime.run
+class Stops(Callback):
+    """Tells the run to stop when its second iteration is under way."""
 
-    def run_and_be_told(self: Runtime, iteration: int, *given: Any, **named: Any):
-        if iteration == 2:
+    def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        if metrics["step"] == 1:
             signal.raise_signal(signal.SIGTERM)
-        return run_iteration(self, iteration, *given, **named)
 
+
+def test_a_run_that_is_told_to_stop_averages_first(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+):
     config = load_config(config_in(tmp_path, train={"steps": LONG}))
-    host = Membership(config.cluster, 0, 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(Runtime, "run", run_and_be_told)
-        ending = trainer.train(config, host, resume=False, config_folder=tmp_path)
+    ending = Trainer(config, [Stops()]).run()
     # It is told to all with the iteration after that, and known when the next one has begun.
     assert (ending.step, ending.cut_short_by) == (6, signal.SIGTERM)
     assert "asked to stop: ends when replicas have averaged" in capsys.readouterr().out

@@ -16,15 +16,13 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.problem.rules import violations
 from skippipe_sched.search.budget import Search
 
-from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Phase, RecipeConfig, load_config, parse_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.program.compiler import Compute, compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule, make_schedule, stage_shares
-from skippipe_jax.report import report
-from skippipe_jax.runtime.runtime import Runtime
+from skippipe_jax.reporting.page import report
 from skippipe_jax.storage import run_folder
-from skippipe_jax.training import trainer
+from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER, read_replicas
@@ -92,12 +90,11 @@ def config_in(folder: Path, **sections: Any) -> Path:
     return write_config(folder, **given | sections)
 
 
-def train_here(config: Path, *overrides: str, resume: bool = False) -> None:
+def train_here(config: Path, *overrides: str, resume: bool = False) -> Trainer:
     """Train in this process, the nodes spread over its devices."""
-    parsed = load_config(config, overrides)
-    host = Membership(parsed.cluster, 0, 1)
-    ending = trainer.train(parsed, host, resume=resume, config_folder=config.parent)
-    assert ending.cut_short_by is None
+    trainer = Trainer(load_config(config, overrides), resume=resume, config_folder=config.parent)
+    assert trainer.run().cut_short_by is None
+    return trainer
 
 
 def assert_plans_were_taken(run_dir: Path) -> None:
@@ -148,26 +145,17 @@ def expected_run(run_dir: Path) -> tuple[list[Any], list[float]]:
     ],
     ids=["at once", "ring", "emulated"],
 )
-def test_training_by_several_plans_equals_the_oracle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
-):
-    made: list[Runtime] = []
-    open_runtime = trainer.open_runtime
-
-    def make_and_keep(*arguments: Any) -> Runtime:
-        made.append(open_runtime(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(trainer, "open_runtime", make_and_keep)
+def test_training_by_several_plans_equals_the_oracle(tmp_path: Path, sections: dict[str, Any]):
     model = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
     recompute = {"recompute": "stage"} | sections.get("model", {})
     run_dir = tmp_path / "run"
-    train_here(config_in(tmp_path, **sections | {"model": model | recompute}))
+    trainer = train_here(config_in(tmp_path, **sections | {"model": model | recompute}))
 
     assert_plans_were_taken(run_dir)
     expected, losses = expected_run(run_dir)
-    for node, state in made[0].states.items():
-        error = oracle.relative_error(state.parameters, expected[made[0].topology.stage_of[node]])
+    for node, state in trainer.runtime.states.items():
+        stage = trainer.runtime.topology.stage_of[node]
+        error = oracle.relative_error(state.parameters, expected[stage])
         assert error < TOLERANCE, f"node {node}: {error}"
     lines = run_folder.read_metrics(run_dir)
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-5)

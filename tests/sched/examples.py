@@ -5,7 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 from skippipe_sched.problem.case import Case, parse_case
-from skippipe_sched.problem.plan import Operation, microbatch_chain
+from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
+from skippipe_sched.timing.simulate import Timeline, simulate
 
 PAPER = "experiments/paper/gcp20.yaml"
 LOCATIONS = ("Iowa", "Oregon", "Belgium", "Taiwan", "Australia")
@@ -42,6 +43,16 @@ def in_order(sizes) -> tuple[tuple[int, ...], ...]:
     """Nodes 0, 1, 2, ... on stages of these sizes."""
     ends = accumulate(sizes)
     return tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True))
+
+
+def planned(case: Case, stages, paths) -> tuple[Plan, Timeline]:
+    """A plan of these paths as the simulator dispatches them, with a bound of half its pipeline."""
+    stages, paths = tuple(map(tuple, stages)), tuple(map(tuple, paths))
+    timeline = simulate(case, stages, paths)
+    predicted = Predicted(
+        timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 0.5 * timeline.pipeline_s
+    )
+    return Plan("example", stages, paths, timeline.order, predicted, case), timeline
 
 
 @st.composite

@@ -17,10 +17,11 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, load_config
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
+from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.storage.mirror import Mirror
+from skippipe_jax.storage.writer import CheckpointWriter
+from skippipe_jax.training.callbacks import BestCheckpoint
 from skippipe_jax.training.trainer import train
-from skippipe_jax.training.validation import BestCheckpoint
 from tests.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,

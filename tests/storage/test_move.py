@@ -16,11 +16,13 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
-from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import open_checkpoint, read_data_state
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.reader import read_data_state
 from skippipe_jax.storage.recording import recorded_steps
-from skippipe_jax.training.trainer import plan_of, train
+from skippipe_jax.training.planning import plan_of
+from skippipe_jax.training.trainer import train
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.training_runs import (

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.layout import latest_step
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import (
     SMALL_CASE,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.layout import latest_step
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import (
     arrays_of_checkpoint,

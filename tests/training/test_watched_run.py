@@ -17,16 +17,18 @@ import wandb
 from skippipe_sched.errors import InputError
 from tensorboardX.proto import event_pb2
 
-from skippipe_jax import report
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import LogConfig, load_config, parse_config
-from skippipe_jax.evaluate import evaluate_run
+from skippipe_jax.inference.evaluation import evaluate_run
+from skippipe_jax.reporting.page import report
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.checkpoint import CheckpointWriter, saved_steps
+from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.storage.writer import CheckpointWriter
+from skippipe_jax.training.callbacks import BestCheckpoint
 from skippipe_jax.training.trackers import numbers, open_trackers, require_trackers
 from skippipe_jax.training.trainer import train
-from skippipe_jax.training.validation import BestCheckpoint
 from tests.multihost.processes import started_processes
+from tests.thread_hosts import ThreadHost
 from tests.training_runs import (
     arrays_of_checkpoint,
     assert_same_bits,
@@ -102,26 +104,11 @@ def test_the_best_checkpoint_is_noted(watched: Path):
     assert losses[6] < losses[4]
 
 
-class Board:
-    """A host alone."""
-
-    index, count = 0, 1
-
-    def __init__(self):
-        self.said: dict[str, str] = {}
-
-    def put(self, key: str, value: str) -> None:
-        self.said[key] = value
-
-    def get(self, key: str, timeout_s: float) -> str:
-        return self.said[key]
-
-
 def test_the_best_checkpoint_is_kept_until_a_better_one_comes(tmp_path: Path):
     run_folder.append_metrics(tmp_path, {"step": 0})
 
     def save(losses: dict[int, float | None]) -> None:
-        writer = CheckpointWriter(tmp_path, Board(), stage_layers=(1,), keep=1)
+        writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=(1,), keep=1)
         best = BestCheckpoint(writer, tmp_path)
         for step, loss in losses.items():
             run_folder.append_metrics(tmp_path, {"step": step, "validation_loss": loss})
@@ -315,4 +302,4 @@ def test_a_loss_that_is_no_number_ends_a_run_without_the_guard_alone(config: Pat
     assert [line["gradient_norm"] is None for line in lines] == [False, True, True]
     assert [line["skipped_updates"] for line in lines] == [0, 1, 2]
     assert "NaN" not in (tmp_path / "run" / run_folder.METRICS).read_text()
-    assert "Loss" in report.report(tmp_path / "run")
+    assert "Loss" in report(tmp_path / "run")

@@ -1,161 +1,42 @@
-"""What the links carry in one iteration, as figures and as a map of the cluster."""
+"""What the links carry in one iteration, as a map of the cluster."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
-from scipy.cluster.hierarchy import leaves_list, linkage
-from scipy.spatial.distance import squareform
 
-from skippipe_sched.figures.gantt import (
+from skippipe_sched.figures.amounts import seconds_text, size_text
+from skippipe_sched.figures.colours import GOLDEN_ANGLE, oklch
+from skippipe_sched.figures.svg import (
     CHARACTER,
-    GOLDEN_ANGLE,
     HALF_DIGIT_HEIGHT,
     MARGIN,
+    add_circle,
     add_text,
     add_tip,
     add_title,
-    oklch,
+    point,
     rounded,
+    shortened,
     start_picture,
     svg_text,
 )
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.timing.averaging import best_ring
 from skippipe_sched.timing.simulate import Timeline
-
-Place = TypeVar("Place", int, str)
-# What a link is used for: activations and their gradients, or the ring of a stage.
-Use = Literal["pipeline", "averaging"]
-
-
-@dataclass(frozen=True)
-class Flow(Generic[Place]):
-    """What one directed link carries in an iteration for one use.
-
-    `source` and `target` are nodes, or locations. `busy_s` is in how many seconds of the iteration
-    something is on its way there, which counts once what overlaps.
-    """
-
-    source: Place
-    target: Place
-    use: Use
-    bytes: float
-    busy_s: float
-
-
-def link_traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
-    """Bytes and busy seconds of every directed pair of nodes, the busiest first.
-
-    The pipeline's are those of the timeline's transfers. In the averaging of a stage with n
-    replicas each sends 2(n-1)/n of the stage's bytes to the next in the best ring; its link counts
-    as busy for as long as these bytes and the latency of each step take on it, even where it then
-    waits for a slower link of the ring.
-
-    Replicas of one stage never send each other activations, so each pair has one use.
-    """
-    return _added_up(_sendings(plan, timeline), lambda node: node)
-
-
-def location_traffic(plan: Plan, timeline: Timeline) -> list[Flow[str]]:
-    """As `link_traffic`, for directed pairs of locations; within a location, from it to itself."""
-    return _added_up(_sendings(plan, timeline), lambda node: plan.case.nodes[node].location)
-
-
-def wide_area_bytes(case: Case, flows: Iterable[Flow[int]]) -> float:
-    """Bytes that go from one location to another."""
-    return sum(
-        flow.bytes
-        for flow in flows
-        if case.nodes[flow.source].location != case.nodes[flow.target].location
-    )
-
-
-class _Sending(NamedTuple):
-    source: int
-    target: int
-    use: Use
-    bytes: float
-    start_s: float
-    end_s: float
-
-
-def _sendings(plan: Plan, timeline: Timeline) -> Iterator[_Sending]:
-    case = plan.case
-    for sent in timeline.transfers:
-        yield _Sending(
-            sent.source, sent.target, "pipeline", case.activation_bytes, sent.start_s, sent.end_s
-        )
-    latency, bandwidth = case.link_matrices
-    for averaging in timeline.averagings:
-        ring = best_ring(case, averaging.stage, plan.stages[averaging.stage])
-        if len(ring) < 2:
-            continue
-        steps = 2 * (len(ring) - 1)
-        size = steps / len(ring) * case.stage_bytes[averaging.stage]
-        for link in zip(ring, [*ring[1:], ring[0]], strict=True):
-            seconds = float(size / bandwidth[link] + steps * latency[link])
-            start_s = averaging.start_s
-            # A measured averaging may end before the case says that its links are free.
-            end_s = min(start_s + seconds, averaging.end_s)
-            yield _Sending(*link, "averaging", size, start_s, end_s)
-
-
-def _added_up(sendings: Iterable[_Sending], place_of: Callable[[int], Place]) -> list[Flow[Place]]:
-    groups: dict[tuple[Place, Place, Use], list[_Sending]] = defaultdict(list)
-    for sending in sendings:
-        groups[place_of(sending.source), place_of(sending.target), sending.use].append(sending)
-    flows = [
-        Flow(*key, sum(sending.bytes for sending in group), _covered_s(group))
-        for key, group in groups.items()
-    ]
-    return sorted(flows, key=lambda flow: (-flow.busy_s, flow.source, flow.target, flow.use))
-
-
-def _covered_s(sendings: Sequence[_Sending]) -> float:
-    covered_s, until_s = 0.0, 0.0
-    for start_s, end_s in sorted((sending.start_s, sending.end_s) for sending in sendings):
-        covered_s += max(0.0, end_s - max(start_s, until_s))
-        until_s = max(until_s, end_s)
-    return covered_s
-
-
-def link_name(case: Case, flow: Flow) -> str:
-    """A link in words: node 3 (Iowa) → node 8 (Singapore), or only the locations."""
-    places = (flow.source, flow.target)
-    return " → ".join(
-        f"node {place} ({case.nodes[place].location})" if isinstance(place, int) else place
-        for place in places
-    )
-
-
-def size_text(size: float) -> str:
-    """Bytes in a unit that leaves three digits, as 33.6 MB."""
-    units = iter(("B", "kB", "MB", "GB", "TB"))
-    unit = next(units)
-    while size >= 999.5 and unit != "TB":
-        size, unit = size / 1000, next(units)
-    return f"{_three_digits(size)} {unit}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds with three digits, as 12.3 s."""
-    return f"{_three_digits(seconds)} s"
-
-
-def _three_digits(value: float) -> str:
-    if value == 0 or value >= 999.5:
-        return f"{value:.0f}"
-    return f"{value:#.3g}".rstrip(".")
-
+from skippipe_sched.timing.traffic import (
+    Flow,
+    link_name,
+    link_traffic,
+    location_traffic,
+    wide_area_bytes,
+)
 
 # Above this many nodes the map shows locations.
 MOST_NODES = 60
@@ -318,6 +199,10 @@ def _near_side_by_side(case: Case) -> list[str]:
     names = sorted(node_at)
     if len(names) < 3:
         return names
+    # Slow to load, and only this picture needs it.
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
     nodes = [node_at[name] for name in names]
     hop_s = case.hop_s[np.ix_(nodes, nodes)]
     tree = linkage(squareform((hop_s + hop_s.T) / 2), "average", optimal_ordering=True)
@@ -347,7 +232,7 @@ def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
             text = add_text(svg, "end" if left else "start", 0, 4, _cut(name))
             turned = math.degrees(angle) - 90 + 180 * left
         place = layout.at(angle, layout.radius + LABEL)
-        text.set("transform", f"translate({_point(place)}) rotate({rounded(turned)})")
+        text.set("transform", f"translate({point(place)}) rotate({rounded(turned)})")
         nodes = sum(node.location == name for node in plan.case.nodes)
         add_tip(text, f"{name}: {nodes} node{'s' * (nodes > 1)}")
 
@@ -356,7 +241,7 @@ def _draw_arc(svg: Element, layout: _Layout, first: float, last: float) -> None:
     radius = layout.radius + ARC
     start, end = layout.at(first, radius), layout.at(last, radius)
     large = int(last - first > math.pi)
-    curve = f"M{_point(start)}A{_point((radius, radius))} 0 {large} 1 {_point(end)}"
+    curve = f"M{point(start)}A{point((radius, radius))} 0 {large} 1 {point(end)}"
     SubElement(svg, "path", {"class": "location", "d": curve})
 
 
@@ -410,11 +295,11 @@ def _draw_arrow(group: Element, curve: _Curve, width: float) -> None:
         group,
         "path",
         {
-            "d": f"M{_point(curve.start)}Q{_point(curve.control)} {_point(base)}",
+            "d": f"M{point(curve.start)}Q{point(curve.control)} {point(base)}",
             "stroke-width": rounded(width),
         },
     )
-    corners = " ".join(map(_point, (curve.end, base + aside, base - aside)))
+    corners = " ".join(map(point, (curve.end, base + aside, base - aside)))
     SubElement(group, "polygon", {"points": corners})
 
 
@@ -430,7 +315,7 @@ def _draw_places(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow
         else:
             classes, number = "place", sum(node.location == place for node in plan.case.nodes)
             about = f"{number} nodes in {place}: "
-        disc = _circle(svg, classes, x, y, DISC)
+        disc = add_circle(svg, classes, x, y, DISC)
         add_tip(disc, f"{about}sends {sent}, receives {received}")
         add_text(svg, "number", x, y + HALF_DIGIT_HEIGHT, str(number))
 
@@ -450,7 +335,7 @@ def _draw_badges(svg: Element, layout: _Layout, curves: Sequence[_Curve]) -> Non
 
 def _draw_badge(svg: Element, rank: int, x: float, y: float) -> None:
     badge = SubElement(svg, "g", {"class": "badge"})
-    _circle(badge, "", x, y, BADGE)
+    add_circle(badge, "", x, y, BADGE)
     add_text(badge, "", x, y + HALF_DIGIT_HEIGHT, str(rank))
 
 
@@ -470,12 +355,12 @@ def _draw_legend(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow
         add_text(svg, "", x + 48, y, f"{label}, up to {size_text(largest.bytes)}")
         y += LINE
     if isinstance(next(iter(layout.angles)), str):
-        _circle(svg, "place", x + DISC, y + 2, DISC)
+        add_circle(svg, "place", x + DISC, y + 2, DISC)
         add_text(svg, "", x + 48, y + 6, "a location, with its number of nodes")
         return y + LINE
     for stage in range(len(plan.stages)):
         left, down = x + stage % COLUMNS * PANEL / COLUMNS, y + 4 + LINE * (stage // COLUMNS)
-        _circle(svg, f"s{stage}", left + 5, down - 4, 5)
+        add_circle(svg, f"s{stage}", left + 5, down - 4, 5)
         add_text(svg, "", left + 14, down, f"stage {stage}" + " · data" * (stage == 0))
     return y + LINE * math.ceil(len(plan.stages) / COLUMNS)
 
@@ -534,17 +419,8 @@ def _location(plan: Plan, place: int | str) -> str:
 
 
 def _cut(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+    return shortened(name, LONGEST_NAME)
 
 
 def _direction(vector: np.ndarray) -> np.ndarray:
     return vector / max(float(np.hypot(*vector)), 1e-9)
-
-
-def _point(place: Iterable[float]) -> str:
-    return " ".join(map(rounded, place))
-
-
-def _circle(parent: Element, classes: str, x: float, y: float, radius: float) -> Element:
-    places = {"cx": rounded(x), "cy": rounded(y), "r": rounded(radius)}
-    return SubElement(parent, "circle", ({"class": classes} if classes else {}) | places)

@@ -1,4 +1,4 @@
-"""A timeline as a picture: one SVG that explains itself, with no script and no file beside it."""
+"""A timeline as a picture: a Gantt chart."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-import numpy as np
-
+from skippipe_sched.figures.colours import microbatch_colours
+from skippipe_sched.figures.svg import (
+    CHARACTER,
+    HALF_DIGIT_HEIGHT,
+    MARGIN,
+    WIDTH,
+    add_line,
+    add_rect,
+    add_text,
+    add_tip,
+    add_title,
+    round_ticks,
+    rounded,
+    shortened,
+    start_picture,
+    svg_text,
+)
 from skippipe_sched.problem.plan import Operation, Plan
 from skippipe_sched.timing.simulate import Timeline, Transfer
 
-# Pixels. The picture is as wide as the text of a README, so that it is shown at its own size.
-WIDTH = 900
-MARGIN = 16
-TITLE_Y = 32
+# Pixels.
 LEGEND_Y = 56
 PLOT_TOP = 100
 STAGE_HEADER = 20
@@ -27,45 +38,13 @@ BAR = 15
 LANES_TOP = 18.5
 LANES = 5
 AXIS = 30
-# Room for a character of a label and a digit in a bar, in the widest of the fonts of STYLE.
-CHARACTER = 6.2
+# Room for a digit in a bar.
 DIGIT = 5.6
-HALF_DIGIT_HEIGHT = 3
 
 LONGEST_LABEL = 24
-MOST_TICKS = 12
 NAMES = {"F": "Forward", "L": "Loss", "B": "Backward"}
 
-# Hues this many degrees apart lie evenly around the circle, however many there are.
-GOLDEN_ANGLE = 137.508
-CONES_FROM_OKLAB = np.array(
-    [
-        [1, 0.3963377774, 0.2158037573],
-        [1, -0.1055613458, -0.0638541728],
-        [1, -0.0894841775, -1.2914855480],
-    ]
-)
-RGB_FROM_CONES = np.array(
-    [
-        [4.0767416621, -3.3077115913, 0.2309699292],
-        [-1.2684380046, 2.6097574011, -0.3413193965],
-        [-0.0041960863, -0.7034186147, 1.7076147010],
-    ]
-)
 
-# SCOPE is the class of the picture. Every rule has it, for a picture inlined in a page (a notebook)
-# shares the page's styles.
-SHARED_STYLE = """
-.SCOPE text{font:11px system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#3d4450}
-.SCOPE .paper{fill:#fff;stroke:#d5d9e0}
-.SCOPE .band{fill:#f4f6f9}
-.SCOPE .title{font-size:15px;font-weight:600;fill:#171b22}
-.SCOPE .figures{font-size:12px;font-weight:400;fill:#3d4450}
-.SCOPE .stage{font-weight:600;fill:#171b22}
-.SCOPE .end{text-anchor:end}
-.SCOPE .middle{text-anchor:middle}
-.SCOPE .grid{stroke:#dde1e8}
-"""
 STYLE = """
 .gantt .number{font-size:9px;text-anchor:middle;fill:#10141a;pointer-events:none}
 .gantt .number.B{fill:#fff}
@@ -173,36 +152,7 @@ def _layout(plan: Plan, end_s: float) -> _Layout:
 def node_label(plan: Plan, node: int) -> str:
     """A node's number and place, shortened to what fits beside a plot."""
     label = f"node {node} · {plan.case.nodes[node].location}"
-    return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
-
-
-def start_picture(scope: str, size: tuple[float, float], about: str, styles: str) -> Element:
-    """An SVG of this width and height [pixels], with its paper and styles; `scope` is its class."""
-    width, height = size
-    attributes = {
-        "xmlns": "http://www.w3.org/2000/svg",
-        "class": scope,
-        "width": rounded(width),
-        "height": rounded(height),
-        "viewBox": f"0 0 {rounded(width)} {rounded(height)}",
-        "role": "img",
-        "aria-label": about,
-    }
-    svg = Element("svg", attributes)
-    SubElement(svg, "style").text = SHARED_STYLE.replace("SCOPE", scope) + styles
-    add_rect(svg, "paper", (0.5, width - 0.5), (0.5, height - 0.5), radius=8)
-    return svg
-
-
-def add_title(svg: Element, title: str, figures: str) -> None:
-    """The line at the top: what is shown, and beside it the figures that sum it up."""
-    text = add_text(svg, "title", MARGIN, TITLE_Y, title)
-    SubElement(text, "tspan", {"class": "figures", "dx": "10"}).text = figures
-
-
-def svg_text(svg: Element) -> str:
-    """The picture as it is written to a file."""
-    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+    return shortened(label, LONGEST_LABEL)
 
 
 def _draw_hatching(svg: Element) -> None:
@@ -262,14 +212,6 @@ def _draw_axis(svg: Element, layout: _Layout) -> None:
         add_line(svg, "grid", (x, PLOT_TOP), (x, layout.bottom + 4))
         add_text(svg, "middle", x, layout.bottom + 17, f"{tick_s:g}")
     add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
-
-
-def round_ticks(end: float, start: float = 0.0, most: int = MOST_TICKS) -> list[float]:
-    """Round numbers from `start` to `end`, at most `most` + 1 of them."""
-    span = end - start
-    power = 10.0 ** math.floor(math.log10(span / most))
-    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * most >= span)
-    return [step * index for index in range(math.ceil(start / step), math.floor(end / step) + 1)]
 
 
 class _Wait(NamedTuple):
@@ -417,74 +359,6 @@ def _microbatch_style(microbatch: int) -> str:
     )
 
 
-def microbatch_colours(microbatch: int) -> tuple[str, str]:
-    """A light and a dark colour, as #rrggbb, by which a microbatch is known in every picture.
-
-    Neighbours differ in lightness too, for readers who see few hues.
-    """
-    hue = 250 + GOLDEN_ANGLE * microbatch
-    shade = 0.04 * (microbatch % 3 - 1)
-    return oklch(0.82 + shade, 0.095, hue), oklch(0.49 + shade, 0.12, hue)
-
-
-def oklch(lightness: float, chroma: float, hue: float) -> str:
-    """An OKLCH colour as #rrggbb: the same lightness looks as light in every hue."""
-    a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
-    linear = (RGB_FROM_CONES @ (CONES_FROM_OKLAB @ [lightness, a, b]) ** 3).clip(0, 1)
-    encoded = np.where(linear < 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
-    return "#" + "".join(f"{round(255 * value):02x}" for value in encoded)
-
-
 def _bar(svg: Element, classes: str, start: float, end: float, row_top: float) -> Element:
     top = row_top + BAR_TOP
     return add_rect(svg, classes, (start, end), (top, top + BAR), radius=2)
-
-
-def add_rect(
-    parent: Element,
-    classes: str,
-    across: tuple[float, float],
-    down: tuple[float, float],
-    radius: int = 0,
-) -> Element:
-    """A rectangle from left to right and from top to bottom [pixels]."""
-    attributes = {
-        "class": classes,
-        "x": rounded(across[0]),
-        "y": rounded(down[0]),
-        "width": rounded(across[1] - across[0]),
-        "height": rounded(down[1] - down[0]),
-    }
-    return SubElement(parent, "rect", attributes | ({"rx": str(radius)} if radius else {}))
-
-
-def add_line(
-    parent: Element,
-    classes: str,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    width: float = 0,
-) -> Element:
-    """A line; `width` 0 leaves its width to the style."""
-    names = ("x1", "y1", "x2", "y2")
-    places = dict(zip(names, map(rounded, (*start, *end)), strict=True))
-    stroke = {"stroke-width": rounded(width)} if width else {}
-    return SubElement(parent, "line", {"class": classes, **places, **stroke})
-
-
-def add_text(parent: Element, classes: str, x: float, y: float, content: str) -> Element:
-    """A text whose baseline begins, or is anchored by its class, at x and y."""
-    attributes = {"class": classes} if classes else {}
-    text = SubElement(parent, "text", {**attributes, "x": rounded(x), "y": rounded(y)})
-    text.text = content
-    return text
-
-
-def add_tip(element: Element, content: str) -> None:
-    """What the reader sees who rests on the element."""
-    SubElement(element, "title").text = content
-
-
-def rounded(value: float) -> str:
-    """A coordinate, written to a hundredth of a pixel."""
-    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from xml.etree.ElementTree import Element, SubElement
 
-from skippipe_sched.figures.gantt import (
+from skippipe_sched.figures.colours import microbatch_colours
+from skippipe_sched.figures.gantt import node_label
+from skippipe_sched.figures.svg import (
     HALF_DIGIT_HEIGHT,
     MARGIN,
     WIDTH,
@@ -16,8 +18,6 @@ from skippipe_sched.figures.gantt import (
     add_text,
     add_tip,
     add_title,
-    microbatch_colours,
-    node_label,
     rounded,
     start_picture,
     svg_text,

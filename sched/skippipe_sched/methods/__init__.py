@@ -1,77 +1,59 @@
-"""The planning methods: one module each, all with the same interface, listed in `METHODS`.
+"""The planning methods, all with the same interface, and how they make a plan.
 
 A method takes a case and a `Search` and returns placement and paths, and the order of operations
 on every node if it searched that too; `make_plan` simulates them, which gives the order where the
-method left it open and the prediction, and checks the rules.
+method left it open and the prediction, and checks the rules. `plan_best` does it for an open case.
+
+`METHODS` tells of the methods without loading them: commands and configurations need the names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skippipe_sched.methods import balanced, dtfm_skip, full, joint, skippipe
-from skippipe_sched.methods.routes import Routes
-from skippipe_sched.problem.auto import choose
-from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.problem.rules import require
-from skippipe_sched.search.budget import Search
-from skippipe_sched.timing.bound import lower_bound_s
-from skippipe_sched.timing.simulate import simulate
+if TYPE_CHECKING:
+    from skippipe_sched.methods.planning import make_plan, plan_best, with_prediction
 
-METHODS: dict[str, Callable[[Case, Search], Routes]] = {
-    "joint": joint.routes,
-    "full-joint": joint.full_routes,
-    "full": full.routes,
-    "balanced": balanced.routes,
-    "dtfm-skip": dtfm_skip.routes,
-    "dtfm-skip-swaps": dtfm_skip.routes_with_swaps,
-    "skippipe-no-tc2": skippipe.routes_without_tc2,
-    "skippipe": skippipe.routes,
+__all__ = ["DEFAULT_METHOD", "METHODS", "make_plan", "plan_best", "with_prediction"]
+
+
+class Method(NamedTuple):
+    """A method: what it is, and in which module which function makes its routes."""
+
+    about: str
+    module: str
+    function: str = "routes"
+
+    def load(self) -> Callable[..., Any]:
+        """The function from a case and a search to `Routes`."""
+        return getattr(import_module(f"{__name__}.{self.module}"), self.function)
+
+
+METHODS = {
+    "joint": Method("placement, paths and order searched together (ours)", "joint"),
+    "full-joint": Method(
+        "the same search for full paths: what planning brings without skipping",
+        "joint",
+        "full_routes",
+    ),
+    "full": Method("DT-FM's placement, every microbatch visits every stage", "full"),
+    "balanced": Method("partial paths on the case's own order of nodes, greedily", "balanced"),
+    "dtfm-skip": Method("DT-FM's placement, random partial paths", "dtfm_skip"),
+    "dtfm-skip-swaps": Method("the same with random swaps", "dtfm_skip", "routes_with_swaps"),
+    "skippipe-no-tc2": Method(
+        "DT-FM's placement, the paper's search of paths, blind to collisions",
+        "skippipe",
+        "routes_without_tc2",
+    ),
+    "skippipe": Method("the same search of paths that do not collide", "skippipe"),
 }
-
-
 DEFAULT_METHOD = "joint"
-# What a look at each candidate of an open case may take of the budget, all together.
-CHOICE_SHARE = 0.3
 
 
-def plan_best(cases: Sequence[Case], method: str, search: Search) -> Plan:
-    """A plan of one of the `cases` that an open case may become, chosen by quick plans.
-
-    Raises:
-        InputError: if no case has a plan under its rules.
-    """
-    if len(cases) == 1:
-        return make_plan(cases[0], method, search)
-    share = CHOICE_SHARE / len(cases)
-    quick = choose(
-        cases,
-        lambda case: make_plan(case, method, search.part(share)).predicted.iteration_s,
-    )
-    return make_plan(quick, method, search.part(1 - CHOICE_SHARE))
-
-
-def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
-    """A plan of `case` by one of `METHODS`; the same seed and budget give the same plan.
-
-    Raises:
-        InputError: if the case's rules leave the method no plan.
-    """
-    return with_prediction(case, method, METHODS[method](case, search or Search()))
-
-
-def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
-    """The plan that these routes of a method are, simulated and checked.
-
-    Raises:
-        InputError: if it breaks a rule of the case.
-    """
-    timeline = simulate(case, routes.stages, routes.paths, routes.order)
-    predicted = Predicted(
-        iteration_s=timeline.iteration_s,
-        pipeline_s=timeline.pipeline_s,
-        averaging_s=timeline.averaging_s,
-        lower_bound_s=lower_bound_s(case, min(len(path) for path in routes.paths)),
-    )
-    return require(Plan(method, routes.stages, routes.paths, timeline.order, predicted, case))
+def __getattr__(name: str) -> Any:
+    """What makes plans, loaded when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.planning"), name)

@@ -1,1 +1,4 @@
-"""What searches share: a budget, annealing, and the timing model compiled."""
+"""Compiled search: annealing of candidates, judged by the timing model on arrays.
+
+Methods use `annealer` (chains at work), `budget` (what a search may take) and `compiled`.
+"""

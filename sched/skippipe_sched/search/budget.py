@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from skippipe_sched.errors import InputError
 
 DEFAULT_BUDGET_S = 10.0
@@ -58,6 +56,9 @@ class Search:
             raise InputError(
                 "--budget", self.budget_s, "must be a time in seconds", "Give a number above 0"
             )
+        # Only here: what knows a budget's default need not wait for NumPy.
+        import numpy as np
+
         self.random = np.random.default_rng(self.seed)
 
     def start_clock(self) -> None:

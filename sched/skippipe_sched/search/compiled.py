@@ -16,15 +16,10 @@ from typing import Any
 
 from numba import njit
 from numba.core import config
+from numba.extending import register_jitable
 
-# The modules that compiled code is made of.
-MODULES = (
-    "methods/dtfm.py",
-    "problem/rules.py",
-    "search/annealing.py",
-    "search/evaluator.py",
-    "timing/averaging.py",
-)
+# The modules that compiled code is made of, besides all of this room.
+MODULES = ("methods/dtfm.py", "problem/rules.py", "timing/averaging.py")
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -38,6 +33,11 @@ def compiled(function: Callable[..., Any]) -> Any:
         settings.CACHE_DIR = others_folder
 
 
+def compiled_within(function: Callable[..., Any]) -> None:
+    """Let compiled functions call one of plain Python, which stays as it is for everyone else."""
+    register_jitable(function)
+
+
 def is_compiled(function: Any) -> bool:
     """Whether a `compiled` function was compiled before on this machine, for this installation."""
     # numba has a folder for each place in which a module lies: another installation compiles anew.
@@ -49,7 +49,8 @@ def is_compiled(function: Any) -> bool:
 def _cache_folder() -> str:
     """A folder for this very code: the user's cache, or the system's temporary files."""
     here = Path(__file__).parents[1]
-    digest = hashlib.sha256(b"".join((here / name).read_bytes() for name in MODULES)).hexdigest()
+    modules = [*sorted(here.glob("search/*.py")), *(here / name for name in MODULES)]
+    digest = hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()
     name = f"skippipe_sched/{digest[:16]}"
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:

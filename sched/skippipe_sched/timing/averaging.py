@@ -1,7 +1,7 @@
 """How long the replicas of a stage take to average what they hold: a ring all-reduce.
 
 `ring_s` and `settle_ring` are plain code on arrays that runs as it is and also, compiled, within
-evaluator.py: there is one ring, whoever asks.
+`skippipe_sched.search`: there is one ring, whoever asks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float, Int
-from numba.extending import register_jitable
 
 from skippipe_sched.problem.case import Case
 
@@ -47,7 +46,6 @@ def best_ring(case: Case, stage: int, nodes: Sequence[int]) -> tuple[int, ...]:
     return tuple(ring.tolist())
 
 
-@register_jitable
 def ring_s(
     latency: Float[np.ndarray, "nodes nodes"],
     bandwidth: Float[np.ndarray, "nodes nodes"],
@@ -67,7 +65,6 @@ def ring_s(
     return seconds  # pyright: ignore[reportReturnType]
 
 
-@register_jitable
 def settle_ring(
     latency: Float[np.ndarray, "nodes nodes"],
     bandwidth: Float[np.ndarray, "nodes nodes"],
@@ -95,7 +92,6 @@ def settle_ring(
         least_s = seconds
 
 
-@register_jitable
 def _try_every_ring(latency, bandwidth, stage_bytes, ring):
     """Heap's algorithm: all orders of the replicas after the first, each one swap from the last."""
     replicas = len(ring)
@@ -119,7 +115,6 @@ def _try_every_ring(latency, bandwidth, stage_bytes, ring):
     ring[:] = best
 
 
-@register_jitable
 def _without_worst_link(latency, bandwidth, stage_bytes, ring, least_s):
     """Turn round the part of the ring that best replaces its slowest link; its seconds then."""
     replicas = len(ring)
@@ -142,3 +137,7 @@ def _without_worst_link(latency, bandwidth, stage_bytes, ring, least_s):
             ring[:] = start
     ring[:] = best
     return least_s
+
+
+# What is compiled together, where it is.
+ON_ARRAYS = (ring_s, settle_ring, _try_every_ring, _without_worst_link)

@@ -10,27 +10,21 @@ of nodes that can average equally soon, and the least of them holds for every pl
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
-from scipy.sparse.csgraph import connected_components, shortest_path
+from scipy.sparse.csgraph import shortest_path
 
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
+from skippipe_sched.timing.groups import Ring, groups_of, rings_of, round_trips
+from skippipe_sched.timing.one_node import NodeWork, busy_apart_s, busy_s
 
-# Round trips are listed by group of locations, with no more groups than keep the list this short.
-MOST_ROUND_TRIPS = 6_400
-MOST_GROUPS = 15
-# Beyond these a weaker bound must do: interleavings of one node's operations that are followed, and
-# how many nodes that differ are looked at so closely.
-MOST_INTERLEAVINGS = 1_000
+# Of more nodes that differ than this, the weaker bound must do.
 MOST_NODES_INTERLEAVED = 64
 
 
@@ -47,138 +41,13 @@ def lower_bound_s(case: Case, path_length: int) -> float:
       visited its share of times (CC3, TC1), so none can leave the far nodes out.
     - One node as a machine (`busy_s`): the data nodes, and the inner nodes (`_Bound.inner_s`) with
       the time before the first forward can be there and after the last backward.
-    - Averaging (`_rings`): a ring whose slowest link has bandwidth b joins nodes with two
+    - Averaging (`rings_of`): a ring whose slowest link has bandwidth b joins nodes with two
       neighbours each by links of b or more.
 
     The data stage averages after the pipeline, an inner stage after its own last backward, and a
     node that is no data node is in some inner stage.
     """
     return _Bound(case, path_length).seconds()
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """Nodes by location; where locations are many, by group of near ones.
-
-    `count[g]` nodes are in group g; between groups everything is the best of any pair of nodes.
-    """
-
-    of_node: Int[np.ndarray, " nodes"]
-    count: Int[np.ndarray, " groups"]
-    hop_s: Float[np.ndarray, "groups groups"]
-    there_and_back_s: Float[np.ndarray, "groups groups"]
-    latency: Float[np.ndarray, "groups groups"]
-    bandwidth: Float[np.ndarray, "groups groups"]
-
-
-def _groups(case: Case, path_length: int) -> _Groups:
-    names = sorted({node.location for node in case.nodes})
-    location = np.array([names.index(node.location) for node in case.nodes])
-    latency, bandwidth = case.link_table.matrices(names)
-    hop_s = latency + case.activation_bytes / bandwidth + case.hop_overhead_s
-    alone = np.flatnonzero(np.bincount(location) == 1)
-    hop_s[alone, alone] = np.inf
-    latency[alone, alone] = np.inf
-    bandwidth[alone, alone] = 0.0
-    bandwidth = np.maximum(bandwidth, bandwidth.T)
-    both_ways_s = hop_s + hop_s.T
-    group = np.arange(len(names))
-    most = _most_groups(path_length)
-    if len(names) > most:
-        # Slow to import, and needed here only.
-        from scipy.cluster.hierarchy import fcluster, linkage
-        from scipy.spatial.distance import squareform
-
-        apart_s = both_ways_s.copy()
-        np.fill_diagonal(apart_s, 0.0)
-        group = fcluster(linkage(squareform(apart_s), "average"), most, "maxclust") - 1
-    members = [np.flatnonzero(group == g) for g in range(group.max() + 1)]
-
-    def best(matrix: np.ndarray, choose: np.ufunc) -> np.ndarray:
-        return np.array([[choose.reduce(matrix[np.ix_(a, b)], None) for b in members]
-                         for a in members])  # fmt: skip
-
-    return _Groups(
-        group[location],
-        np.bincount(group[location]),
-        best(hop_s, np.minimum),
-        best(both_ways_s, np.minimum),
-        best(np.minimum(latency, latency.T), np.minimum),
-        best(bandwidth, np.maximum),
-    )
-
-
-def _most_groups(path_length: int) -> int:
-    """How many groups leave the round trips few: a group for the start, a multiset for the rest."""
-    inner = path_length - 1
-    return max(
-        groups
-        for groups in range(1, MOST_GROUPS + 1)
-        if groups * math.comb(groups + inner - 1, inner) <= MOST_ROUND_TRIPS
-    )
-
-
-@dataclass(frozen=True)
-class _RoundTrips:
-    """All choices of the groups that a microbatch starts from and visits, in the best order."""
-
-    start: Int[np.ndarray, " trips"]
-    visits: Int[np.ndarray, "trips groups"]
-    hops_s: Float[np.ndarray, " trips"]
-
-    def least_s(self, added_s: Float[np.ndarray, " groups"]) -> Float[np.ndarray, " groups"]:
-        """The quickest from each group if a visit to group g takes `added_s[g]` more."""
-        least = np.full(len(added_s), np.inf)
-        np.minimum.at(least, self.start, self.hops_s + self.visits @ added_s)
-        return least
-
-
-def _round_trips(
-    hop_s: Float[np.ndarray, "groups groups"], count: Int[np.ndarray, " groups"], path_length: int
-) -> _RoundTrips:
-    """Held and Karp's dynamic program, from every group; a group has nodes for `count` visits."""
-    groups = np.arange(len(count))
-    start = last = groups
-    visits = np.zeros((len(groups), len(groups)), dtype=np.int64)
-    cost_s = np.zeros(len(groups))
-    for _ in range(path_length - 1):
-        left = count - visits - (start[:, None] == groups) > 0
-        state, following = np.nonzero(left)
-        cost_s = cost_s[state] + hop_s[last[state], following]
-        start, last = start[state], following
-        visits = visits[state] + (groups == following[:, None])
-        (start, last, *_), visits, cost_s = _cheapest(np.stack([start, last]), visits, cost_s)
-    if path_length > 1:
-        cost_s = cost_s + hop_s[last, start]
-    (start, *_), visits, cost_s = _cheapest(start[None], visits, cost_s)
-    return _RoundTrips(start, visits, cost_s)
-
-
-def _cheapest(
-    ends: np.ndarray, visits: np.ndarray, cost_s: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the rows that agree in `ends` and `visits` the one that costs least."""
-    order = np.lexsort((cost_s, *visits.T, *ends))
-    rows = np.vstack([ends, visits.T])[:, order]
-    first = np.append(True, (rows[:, 1:] != rows[:, :-1]).any(axis=0))
-    kept = order[first]
-    return ends[:, kept], visits[kept], cost_s[kept]
-
-
-class NodeWork(NamedTuple):
-    """What one node must do: microbatches, how many at a time, and how long everything takes [s].
-
-    `away_s` passes at least between a forward and the loss, `away_back_s` between the loss and the
-    backward. On an inner node the loss takes no time.
-    """
-
-    microbatches: int
-    memory: int
-    forward_s: float
-    away_s: float
-    loss_s: float
-    away_back_s: float
-    backward_s: float
 
 
 def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
@@ -189,126 +58,12 @@ def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
     return np.array([seconds[work] for work in works])
 
 
-@lru_cache(maxsize=1024)
-def busy_s(work: NodeWork) -> float:
-    """The least time [s] from a node's first forward to its last backward, on a node by itself.
-
-    The node runs one operation at a time, and at most `memory` microbatches are between the start
-    of their forward and the end of their backward. Microbatches are alike but for when they are
-    away, so the first forward may be paired with the first loss and the first backward, and so
-    on: sorting keeps every least distance. What is left is how the three sequences interleave,
-    and every interleaving that no other outdoes is followed, unless they become too many.
-    """
-    microbatches, memory, forward_s, away_s, loss_s, away_back_s, backward_s = work
-    # By operations started of each kind: when the node is free, when losses and backwards may be.
-    states = {(0, 0, 0): [((0.0,), (), ())]}
-    followed = 0
-    for _ in range(3 * microbatches):
-        longer = defaultdict(set)
-        for (forwards, losses, backwards), futures in states.items():
-            followed += len(futures)
-            for (free_s,), to_loss, to_backward in futures:
-                if forwards < microbatches and forwards - backwards < memory:
-                    end_s = free_s + forward_s
-                    future = _future(end_s, (*to_loss, end_s + away_s), to_backward)
-                    longer[forwards + 1, losses, backwards].add(future)
-                if to_loss:
-                    end_s = max(free_s, to_loss[0]) + loss_s
-                    future = _future(end_s, to_loss[1:], (*to_backward, end_s + away_back_s))
-                    longer[forwards, losses + 1, backwards].add(future)
-                if to_backward:
-                    end_s = max(free_s, to_backward[0]) + backward_s
-                    future = _future(end_s, to_loss, to_backward[1:])
-                    longer[forwards, losses, backwards + 1].add(future)
-        if followed > MOST_INTERLEAVINGS:
-            return busy_apart_s(work)
-        states = {key: _undominated(futures) for key, futures in longer.items()}
-    (ends,) = states.values()
-    return min(free_s for (free_s,), _, _ in ends)
-
-
-_Future = tuple[tuple[float], tuple[float, ...], tuple[float, ...]]
-
-
-def _future(free_s: float, to_loss: tuple[float, ...], to_backward: tuple[float, ...]) -> _Future:
-    """What may be before the node is free makes no difference."""
-    return (
-        (free_s,),
-        tuple(max(free_s, time_s) for time_s in to_loss),
-        tuple(max(free_s, time_s) for time_s in to_backward),
-    )
-
-
-def _undominated(futures: set[_Future]) -> list[_Future]:
-    kept: list[tuple[float, ...]] = []
-    result = []
-    for future in sorted(futures):
-        times = sum(future, ())
-        if not any(all(a <= b for a, b in zip(k, times, strict=True)) for k in kept):
-            kept.append(times)
-            result.append(future)
-    return result
-
-
-def busy_apart_s(work: NodeWork) -> float:
-    """A bound [s] below `busy_s`: forwards, losses and backwards as if on a node of their own."""
-    microbatches, memory, forward_s, away_s, loss_s, away_back_s, backward_s = work
-    forward = loss = backward = 0.0
-    ends: list[float] = []
-    for number in range(microbatches):
-        forward += forward_s
-        if number >= memory:
-            forward = max(forward, ends[number - memory] + forward_s)
-        loss = max(loss, forward + away_s) + loss_s
-        backward = max(backward, loss + away_back_s) + backward_s
-        ends.append(backward)
-    return max(backward, microbatches * (forward_s + loss_s + backward_s))
-
-
-@dataclass(frozen=True)
-class _Ring:
-    """Groups whose nodes can average in `seconds` at best, if they do it with each other only."""
-
-    seconds: float
-    inside: Bool[np.ndarray, " groups"]
-
-
-def _rings(groups: _Groups, replicas: int, stage_bytes: float) -> list[_Ring]:
-    """For every set of `replicas` nodes one of these holds it and takes no longer than its ring.
-
-    The nodes of a ring whose slowest link has bandwidth b are all joined by links of at least b
-    and have two neighbours each, so they lie in one piece of the graph of such links that is left
-    when nodes with fewer neighbours are taken away again and again.
-    """
-    pieces: dict[bytes, _Ring] = {}
-    if replicas == 1:
-        return [_Ring(0.0, np.arange(len(groups.count)) == g) for g in range(len(groups.count))]
-    steps = 2 * (replicas - 1)
-    for bandwidth in np.unique(groups.bandwidth[groups.bandwidth > 0])[::-1]:
-        linked = groups.bandwidth >= bandwidth
-        inside = np.ones(len(groups.count), dtype=bool)
-        while True:
-            neighbours = linked @ (groups.count * inside) - np.diag(linked)
-            kept = inside & (neighbours >= min(replicas - 1, 2))
-            if (kept == inside).all():
-                break
-            inside = kept
-        _, piece = connected_components(linked & inside & inside[:, None], directed=False)
-        for label in np.unique(piece[inside]):
-            members = inside & (piece == label)
-            if groups.count[members].sum() >= replicas and members.tobytes() not in pieces:
-                latency = groups.latency[np.ix_(members, members)].min()
-                seconds = steps / replicas * stage_bytes / bandwidth + steps * latency
-                pieces[members.tobytes()] = _Ring(float(seconds), members)
-    return list(pieces.values())
-
-
 class _Bound:
     """One case and path length; what several parts of the bound need is reckoned once."""
 
     def __init__(self, case: Case, path_length: int):
         self.case = case
-        self.groups = _groups(case, path_length)
+        self.groups = groups_of(case, path_length)
         self.group = self.groups.of_node
         self.forward_s = np.array([node.forward_s for node in case.nodes])
         self.memory = np.array([node.memory for node in case.nodes])
@@ -318,12 +73,12 @@ class _Bound:
         # A visit costs at least the least of them, and what the others cost more comes once a path.
         self.visit_cost = costs[0] if costs else 0.0
         self.path_cost = sum(costs) - len(costs) * self.visit_cost
-        self.trips = _round_trips(self.groups.there_and_back_s, self.groups.count, path_length)
-        self.one_way = _round_trips(self.groups.hop_s, self.groups.count, path_length)
+        self.trips = round_trips(self.groups.there_and_back_s, self.groups.count, path_length)
+        self.one_way = round_trips(self.groups.hop_s, self.groups.count, path_length)
 
     def seconds(self) -> float:
         """The least over where the data nodes may be; quick estimates decide what to look at."""
-        rings = _rings(self.groups, self.case.stages[0], self.case.stage_bytes[0])
+        rings = rings_of(self.groups, self.case.stages[0], self.case.stage_bytes[0])
         prices = self.prices(np.ones(len(self.groups.count), dtype=bool))
         bounds = [ring.seconds + self.held_s(ring.inside[self.group], prices) for ring in rings]
         closer: set[int] = set()
@@ -332,7 +87,7 @@ class _Bound:
             closer.add(least)
         return max(bounds[least], self.busiest_stage_s)
 
-    def with_data_nodes(self, ring: _Ring) -> float:
+    def with_data_nodes(self, ring: Ring) -> float:
         """If all data nodes are in `ring`: they average last, or an inner stage does."""
         inside = ring.inside[self.group]
         ended_s, averaged_s = self.inner_s(ring)
@@ -395,24 +150,13 @@ class _Bound:
         for size in set(self.case.stages[1:]):
             least = self.visits // len(self.inner)
             most = -(-self.visits // len(self.inner))
-            slow, fast = (self.others(speed, size, sign) for sign in (1, -1))
+            slow, fast = (_others(speed, size, sign) for sign in (1, -1))
             low.append(np.floor(least * speed / (speed + fast) + SHARE_TOLERANCE / 2))
             high.append(np.ceil(most * speed / (speed + slow) - SHARE_TOLERANCE / 2))
         return np.min(low, axis=0), np.max(high, axis=0)
 
-    @staticmethod
-    def others(
-        speed: Float[np.ndarray, " nodes"], size: int, sign: int
-    ) -> Float[np.ndarray, " nodes"]:
-        """Speeds of the `size` - 1 slowest (`sign` 1) or fastest (-1) other nodes, together."""
-        order = np.argsort(sign * speed, kind="stable")
-        result = np.full(len(speed), speed[order[: size - 1]].sum())
-        near = order[: size - 1]
-        result[near] = speed[order[:size]].sum() - speed[near]
-        return result
-
     def inner_s(
-        self, ring: _Ring
+        self, ring: Ring
     ) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
         """For each node as an inner node: the end of the pipeline, and of its stage's averaging.
 
@@ -461,7 +205,7 @@ class _Bound:
         ):
             size, _, stage_bytes = kind
             least[kind] = np.full(len(self.groups.count), np.inf)
-            for ring in _rings(self.groups, size, stage_bytes):
+            for ring in rings_of(self.groups, size, stage_bytes):
                 least[kind][ring.inside] = np.minimum(least[kind][ring.inside], ring.seconds)
         return least
 
@@ -564,3 +308,14 @@ class _Bound:
         if solution.x is None:  # As an average, groups need not meet shares; any prices will do.
             return np.zeros(groups)
         return solution.eqlin.marginals[:groups]
+
+
+def _others(
+    speed: Float[np.ndarray, " nodes"], size: int, sign: int
+) -> Float[np.ndarray, " nodes"]:
+    """Speeds of the `size` - 1 slowest (`sign` 1) or fastest (-1) other nodes, together."""
+    order = np.argsort(sign * speed, kind="stable")
+    result = np.full(len(speed), speed[order[: size - 1]].sum())
+    near = order[: size - 1]
+    result[near] = speed[order[:size]].sum() - speed[near]
+    return result

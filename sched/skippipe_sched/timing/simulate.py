@@ -95,6 +95,11 @@ class Timeline:
             busy[run.operation.node] += run.end_s - run.start_s
         return tuple(busy)
 
+    @property
+    def idle_share(self) -> float:
+        """The share of the pipeline's time that the nodes do not compute."""
+        return 1.0 - sum(self.busy_s) / (self.nodes * self.pipeline_s)
+
 
 @dataclass(frozen=True, eq=False)
 class Stretch:

@@ -1,44 +1,25 @@
-"""What the links carry is what the plan sends, and the map shows all of it."""
+"""The map shows everything that the links carry."""
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import cache
 from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
-from skippipe_sched.figures.flows import (
-    flows_map,
-    link_name,
-    link_traffic,
-    location_traffic,
-    seconds_text,
-    size_text,
-    wide_area_bytes,
-)
-from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.timing.averaging import averaging_s
-from skippipe_sched.timing.simulate import Timeline, simulate
+from skippipe_sched.figures.amounts import seconds_text, size_text
+from skippipe_sched.figures.flows import flows_map
+from skippipe_sched.problem.plan import Plan
+from skippipe_sched.timing.simulate import Timeline
+from skippipe_sched.timing.traffic import link_name, link_traffic, location_traffic
 
-from tests.sched.examples import case_with, in_order, routed_cases, same_place
+from tests.sched.examples import case_with, in_order, planned, same_place
 
-GIBIBYTE = 2**30
 LOCATIONS = [
     *("Belgium", "Canada", "Germany", "Iowa", "Japan", "LA", "NL", "Oregon"),
     *("Singapore", "Taiwan", "London", "Australia"),
 ]
-
-
-def planned(case: Case, stages, paths) -> tuple[Plan, Timeline]:
-    stages, paths = tuple(map(tuple, stages)), tuple(map(tuple, paths))
-    timeline = simulate(case, stages, paths)
-    predicted = Predicted(
-        timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 0.5 * timeline.pipeline_s
-    )
-    return Plan("example", stages, paths, timeline.order, predicted, case), timeline
 
 
 def spread(
@@ -64,132 +45,6 @@ def spread(
         for node in stages[0]
     ]
     return planned(case, stages, paths)
-
-
-def test_activations_and_gradients_of_one_microbatch():
-    case = case_with(activation_bytes=GIBIBYTE)
-    plan, timeline = planned(case, [[0], [1]], [[0, 1]])
-    # F there, back for L, B there and back; each hop takes a second of latency and one to send.
-    flows = link_traffic(plan, timeline)
-    assert [(flow.source, flow.target, flow.use) for flow in flows] == [
-        (0, 1, "pipeline"),
-        (1, 0, "pipeline"),
-    ]
-    assert [flow.bytes for flow in flows] == [2 * GIBIBYTE] * 2
-    assert [flow.busy_s for flow in flows] == pytest.approx([4.0] * 2)
-    assert [flow.source for flow in location_traffic(plan, timeline)] == ["here", "there"]
-
-
-def test_what_overlaps_on_a_link_is_busy_once():
-    # Both forwards leave half a second apart and are under way for one.
-    alone, together = (
-        planned(
-            case_with(
-                activation_bytes=0,
-                forward_s=0.5,
-                contention="none",
-                microbatches_per_data_node=count,
-            ),
-            [[0], [1]],
-            [[0, 1]] * count,
-        )
-        for count in (1, 2)
-    )
-    assert link_traffic(*alone)[0].busy_s == pytest.approx(2.0)
-    there = next(flow for flow in link_traffic(*together) if flow.source == 0)
-    spans = sorted((t.start_s, t.end_s) for t in together[1].transfers if t.source == 0)
-    assert any(end > start for (_, end), (start, _) in pairwise(spans))
-    moments = [0.01 * step for step in range(int(100 * together[1].iteration_s))]
-    busy_s = 0.01 * sum(any(start <= m < end for start, end in spans) for m in moments)
-    assert there.busy_s == pytest.approx(busy_s, abs=0.05)
-    assert there.busy_s < sum(end - start for start, end in spans) - 0.4
-
-
-def test_replicas_send_around_their_ring():
-    links = [["a", "b", 100, 1], ["b", "c", 100, 1], ["c", "a", 100, 1]]
-    links += [["b", "a", 100, 0.25], ["c", "b", 100, 0.5], ["a", "c", 100, 0.5]]
-    case = case_with(
-        nodes=3,
-        locations=["a", "b", "c"],
-        links=links,
-        stages=[3],
-        path_length=1,
-        stage_bytes=3 * GIBIBYTE,
-    )
-    plan, timeline = planned(case, [[0, 1, 2]], [[0], [1], [2]])
-    flows = link_traffic(plan, timeline)
-    assert {(flow.source, flow.target) for flow in flows} == {(0, 1), (1, 2), (2, 0)}
-    assert {flow.use for flow in flows} == {"averaging"}
-    assert [flow.bytes for flow in flows] == [pytest.approx(4 * GIBIBYTE)] * 3
-    # Four steps of a tenth of a second, and 4 GiB at 1 GiB/s.
-    assert [flow.busy_s for flow in flows] == [pytest.approx(4.4)] * 3
-    assert wide_area_bytes(case, flows) == pytest.approx(12 * GIBIBYTE)
-
-
-@settings(deadline=None, max_examples=60)
-@given(routed_cases())
-def test_traffic_adds_up(routed):
-    case, stages, paths = routed
-    plan, timeline = planned(case, stages, paths)
-    flows = link_traffic(plan, timeline)
-    assert len({(flow.source, flow.target) for flow in flows}) == len(flows)
-    assert [flow.busy_s for flow in flows] == sorted((f.busy_s for f in flows), reverse=True)
-    hops = Counter()
-    for path in paths:
-        forward = [*pairwise(path), (path[-1], path[0])]
-        hops.update([*forward, *((b, a) for a, b in forward)] if len(path) > 1 else [])
-    assert {(flow.source, flow.target): flow.bytes for flow in flows if flow.use == "pipeline"} == {
-        link: pytest.approx(count * case.activation_bytes) for link, count in hops.items()
-    }
-    for stage, nodes in enumerate(stages):
-        ring = [f for f in flows if f.use == "averaging" and f.source in nodes]
-        expected = 2 * (len(nodes) - 1) * case.stage_bytes[stage]
-        assert sum(flow.bytes for flow in ring) == pytest.approx(expected)
-        following = {flow.source: flow.target for flow in ring}
-        assert sorted(following.values()) == sorted(nodes if len(nodes) > 1 else ())
-        if len(nodes) > 1:
-            order = [nodes[0]]
-            while len(order) < len(nodes):
-                order.append(following[order[-1]])
-            assert max(flow.busy_s for flow in ring) <= averaging_s(case, stage, order) * 1.0001
-    assert all(0 <= flow.busy_s <= timeline.iteration_s * 1.0001 for flow in flows)
-
-
-@settings(deadline=None, max_examples=40)
-@given(routed_cases())
-def test_traffic_of_locations_is_that_of_their_nodes(routed):
-    plan, timeline = planned(*routed)
-    members = defaultdict(list)
-    for flow in link_traffic(plan, timeline):
-        source, target = (plan.case.nodes[n].location for n in (flow.source, flow.target))
-        members[source, target, flow.use].append(flow)
-    between = location_traffic(plan, timeline)
-    assert {(flow.source, flow.target, flow.use) for flow in between} == set(members)
-    for flow in between:
-        group = members[flow.source, flow.target, flow.use]
-        assert flow.bytes == pytest.approx(sum(member.bytes for member in group))
-        assert flow.busy_s <= sum(member.busy_s for member in group) * 1.0001
-        assert flow.busy_s >= max(member.busy_s for member in group) * 0.9999
-    assert wide_area_bytes(plan.case, link_traffic(plan, timeline)) == pytest.approx(
-        sum(flow.bytes for flow in between if flow.source != flow.target)
-    )
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999.4, "999 B"), (999.6, "1.00 kB"), (33554432, "33.6 MB"), (4e15, "4000 TB")],
-)
-def test_sizes_have_three_digits(size, text):
-    assert size_text(size) == text
-
-
-def test_seconds_have_three_digits():
-    assert [seconds_text(s) for s in (0.00123, 2, 142.5, 4321)] == [
-        "0.00123 s",
-        "2.00 s",
-        "142 s",
-        "4321 s",
-    ]
 
 
 class _Map:

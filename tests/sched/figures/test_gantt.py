@@ -8,10 +8,12 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from skippipe_sched.figures.gantt import gantt, gantt_series, round_ticks
+from skippipe_sched.figures.gantt import gantt, gantt_series
 from skippipe_sched.problem.case import parse_case
-from skippipe_sched.problem.plan import Plan, Predicted, microbatch_chain, parse_plan
-from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate, simulate_plan
+from skippipe_sched.problem.plan import Plan, microbatch_chain, parse_plan
+from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate_plan
+
+from tests.sched.examples import planned
 
 LOCATIONS = [
     *("Belgium", "Canada", "Germany", "Iowa", "Japan", "LA", "NL", "Oregon"),
@@ -51,13 +53,7 @@ ONE = {
 
 
 def _planned(case_fields, stages, paths):
-    case = parse_case(BASE | case_fields)
-    timeline = simulate(case, stages, paths)
-    predicted = Predicted(
-        timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 0.5 * timeline.pipeline_s
-    )
-    stages, paths = tuple(map(tuple, stages)), tuple(map(tuple, paths))
-    return Plan("example", stages, paths, timeline.order, predicted, case), timeline
+    return planned(parse_case(BASE | case_fields), stages, paths)
 
 
 @cache
@@ -324,19 +320,6 @@ def test_an_end_far_to_the_left_is_named_on_the_paper():
     ]
     assert (early.get("class"), late.get("class")) == (None, "end")
     assert float(early.get("x", "")) > picture.left
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "most", "ticks"),
-    [
-        (0.0, 5.2, 12, [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5]),
-        (2.05, 3.01, 5, [2.2, 2.4, 2.6, 2.8, 3.0]),
-        (1, 2, 6, [1, 1.2, 1.4, 1.6, 1.8, 2]),
-        (-0.3, 0.3, 3, [-0.2, 0, 0.2]),
-    ],
-)
-def test_ticks_are_round_numbers(start, end, most, ticks):
-    assert round_ticks(end, start, most) == pytest.approx(ticks)
 
 
 def test_names_are_escaped():

@@ -7,22 +7,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from skippipe_sched.figures.trace import chrome_trace
-from skippipe_sched.problem.plan import Plan, Predicted, microbatch_chain
+from skippipe_sched.problem.plan import Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
 from skippipe_sched.timing.jitter import draw_stretch
-from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate, simulate_plan
+from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate_plan
 
-from tests.sched.examples import case_with, routed_cases, same_place
+from tests.sched.examples import case_with, planned, routed_cases, same_place
 
 # Half a nanosecond each for a start and an end, in microseconds.
 ROUNDING_US = 1.01e-3
-
-
-def planned(case, stages, paths) -> tuple[Plan, Timeline]:
-    stages, paths = tuple(map(tuple, stages)), tuple(map(tuple, paths))
-    timeline = simulate(case, stages, paths)
-    predicted = Predicted(timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 1.0)
-    return Plan("example", stages, paths, timeline.order, predicted, case), timeline
 
 
 class _Trace:

@@ -7,25 +7,20 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.search import annealing
-from skippipe_sched.search.annealing import (
-    MOVES,
-    candidate_of,
-    propose,
-    random_state,
-    revert,
-    undo_for,
-)
-from skippipe_sched.search.evaluator import (
-    NO_ORDER,
-    NO_STRETCH,
+from skippipe_sched.search.arrays import (
     Stretches,
     as_operations,
-    evaluate,
-    first_of_slots,
+    candidate_of,
+    copy_of,
+    no_order,
+    no_stretch,
+    order_for,
     problem_of,
     scratch_for,
 )
+from skippipe_sched.search.chance import random_state
+from skippipe_sched.search.evaluator import evaluate
+from skippipe_sched.search.moves import MOVES, PRIORITY, SWAP, propose, revert, undo_for
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import simulate
 
@@ -50,21 +45,21 @@ def stages_and_paths(case, candidate):
     return stages, tuple(map(tuple, nodes[candidate.paths].tolist()))
 
 
-def evaluated(case, candidate, order=NO_ORDER, ordered=False, stretch=NO_STRETCH, limit=np.inf):
+def evaluated(case, candidate, order=None, stretch=None, limit=np.inf):
+    """What the candidate costs in an order, or where dispatch decides."""
     problem = problem_of(case)
-    first = first_of_slots(candidate.paths, len(case.nodes))
     scratch = scratch_for(problem, *candidate.paths.shape)
-    arguments = (candidate.averaging_s, candidate.priority, order, first, ordered, stretch)
-    places = (candidate.node_of_slot, candidate.paths)
-    return evaluate(problem, *places, *arguments, scratch, limit, 0.0)
+    ordered = order is not None
+    rest = (ordered, stretch or no_stretch(), scratch, limit, 0.0)
+    return evaluate(problem, candidate, order or no_order(), *rest)
 
 
 def recorded(case, candidate):
-    order = np.zeros(candidate.priority.size, np.int64)
-    iteration_s = evaluated(case, candidate, order)
-    first = first_of_slots(candidate.paths, len(case.nodes))
+    problem, order = problem_of(case), order_for(candidate)
+    scratch = scratch_for(problem, *candidate.paths.shape)
+    iteration_s = evaluate(problem, candidate, order, False, no_stretch(), scratch, np.inf, 0.0)
     _, paths = stages_and_paths(case, candidate)
-    return iteration_s, order, as_operations(order, first, candidate.node_of_slot, paths)
+    return iteration_s, order, as_operations(order, candidate, paths)
 
 
 @given(cases(), st.integers(0, 2**30))
@@ -78,7 +73,7 @@ def test_dispatch_takes_as_long_as_the_simulator_says(case, seed):
     # Ascending paths cannot lock, so both dispatch alike but for what happens at the same instant;
     # in the same order of operations they must agree.
     assert simulate(case, stages, paths, operations).iteration_s == pytest.approx(iteration_s)
-    assert evaluated(case, candidate, order, True) == pytest.approx(iteration_s)
+    assert evaluated(case, candidate, order) == pytest.approx(iteration_s)
 
 
 def test_dispatch_is_the_simulators_where_nothing_happens_at_once():
@@ -107,7 +102,7 @@ def test_a_stretched_iteration_takes_as_long_as_the_simulator_says(case, seed, j
     luck = draw_stretch(len(paths), len(stages), jitter, seed, 0)
     expected_s = simulate(case, stages, paths, operations, luck).iteration_s
     stretch = Stretches(luck.operations, luck.hops, luck.averagings)
-    assert evaluated(case, candidate, order, True, stretch) == pytest.approx(expected_s)
+    assert evaluated(case, candidate, order, stretch) == pytest.approx(expected_s)
 
 
 @given(cases(), st.integers(0, 2**30), st.integers(1, 30))
@@ -118,7 +113,7 @@ def test_every_move_keeps_the_rules_and_can_be_taken_back(case, seed, moves):
         return
     problem, undo, state = problem_of(case), undo_for(candidate), random_state(seed)
     for number in range(moves):
-        before = candidate.copy()
+        before = copy_of(candidate)
         move = (seed + number) % MOVES
         made = propose(problem, candidate, undo, move, state)
         if made:
@@ -140,7 +135,7 @@ def test_a_candidate_that_locks_or_is_too_slow_costs_infinity(case, seed, moves)
         return
     problem, undo, state = problem_of(case), undo_for(candidate), random_state(seed)
     for _ in range(moves):
-        for move in (annealing.SWAP, annealing.PRIORITY):
+        for move in (SWAP, PRIORITY):
             made = propose(problem, candidate, undo, move, state)
             if not made:
                 revert(problem, candidate, undo, move, made)

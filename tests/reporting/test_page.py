@@ -1,7 +1,10 @@
 """The page of a run holds the run's figures, needs nothing beside it, and says what is wrong."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,13 @@ from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import Averaging, Timeline, simulate, simulate_plan
+from skippipe_sched.timing.traffic import link_traffic
 
-from skippipe_jax import report
+from skippipe_jax import report as command
 from skippipe_jax.config import RecipeConfig, parse_config
 from skippipe_jax.program.schedule import OWN, Schedule
+from skippipe_jax.reporting import page as page_of_run
+from skippipe_jax.reporting.page import load_timelines, report
 from skippipe_jax.storage import recording, run_folder
 
 PATHS = ((0, 1, 3), (0, 2, 4), (0, 4, 1), (0, 3, 2))
@@ -104,7 +110,7 @@ def record(folder: Path, step: int) -> Timeline:
 
 def run_main(monkeypatch, *arguments: Any) -> int:
     monkeypatch.setattr("sys.argv", ["report", *map(str, arguments)])
-    return report.main()
+    return command.main()
 
 
 def parsed(page: str) -> Element:
@@ -140,7 +146,7 @@ def pictures(root: Element, name: str) -> list[Element]:
 def test_the_page_holds_the_figures_of_the_run(tmp_path):
     folder = start_run(tmp_path / "far apart")
     write_metrics(folder, 101, predicted_seconds=4.0, network="real")
-    figures = figures_of(report.report(folder))
+    figures = figures_of(report(folder))
     assert figures["steps"] == "101 of 500"
     assert figures["loss"] == "2.030 nats per token, of the last step"
     assert figures["per iteration"] == "4.50 s median"
@@ -156,7 +162,7 @@ def test_the_page_holds_the_figures_of_the_run(tmp_path):
 def test_what_an_old_run_did_not_note_is_left_out(tmp_path):
     folder = start_run(tmp_path / "run")
     write_metrics(folder, 5)
-    page = report.report(folder)
+    page = report(folder)
     figures, text = figures_of(page), text_of(parsed(page))
     assert not {"predicted", "Network"} & set(figures)
     assert "Idle nodes" not in text
@@ -167,7 +173,7 @@ def test_what_an_old_run_did_not_note_is_left_out(tmp_path):
 
 def test_a_run_that_has_just_started_says_so(tmp_path):
     folder = start_run(tmp_path / "run")
-    root = parsed(report.report(folder))
+    root = parsed(report(folder))
     assert "No iteration has ended yet." in text_of(root)
     assert not pictures(root, "curve")
     assert len(pictures(root, "gantt")) == len(pictures(root, "flows")) == 1
@@ -178,7 +184,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     write_metrics(folder, 3)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    assert figures_of(report.report(folder))["steps"] == "3 of 500"
+    assert figures_of(report(folder))["steps"] == "3 of 500"
 
 
 def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_left_out(tmp_path):
@@ -187,7 +193,7 @@ def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_l
         held_out = 4.0 - step / 10 if step % 2 == 0 else None
         loss = None if step == 3 else 5.0
         run_folder.append_metrics(folder, metrics_line(step, loss=loss, validation_loss=held_out))
-    loss, held_out, _ = map(text_of, pictures(parsed(report.report(folder)), "curve"))
+    loss, held_out, _ = map(text_of, pictures(parsed(report(folder)), "curve"))
     assert "Loss" in loss
     assert "Held-out loss" in held_out
     assert "3.8" in held_out
@@ -201,7 +207,7 @@ def test_an_emulated_network_is_said_at_the_top(tmp_path, lines, words):
     for step in range(1, 4):
         network = "emulate" if step > 3 - lines else "real"
         run_folder.append_metrics(folder, metrics_line(step, network=network))
-    root = parsed(report.report(folder))
+    root = parsed(report(folder))
     [notice] = [p for p in root.iter("p") if p.get("class") == "notice"]
     assert text_of(notice).startswith(f"Emulated {words}")
 
@@ -212,7 +218,7 @@ def test_the_newest_recording_stands_below_the_prediction_and_others_are_folded(
     record(folder, 10)
     record(folder, 20)
     newest = record(folder, 30)
-    root = parsed(report.report(folder))
+    root = parsed(report(folder))
     shown, folded = [text_of(svg) for svg in pictures(root, "gantt")]
     assert shown.index("predicted") < shown.index("measured, step 30")
     assert f"end of iteration {newest.iteration_s:.2f} s" in shown
@@ -229,7 +235,7 @@ def test_a_recording_in_part_is_noted_and_another_shown(tmp_path):
     record(folder, 10)
     record(folder, 20)
     recording.recording_path(folder, 20, 1).unlink()
-    text = text_of(parsed(report.report(folder)))
+    text = text_of(parsed(report(folder)))
     assert "measured, step 10" in text
     assert "measured, step 20" not in text
     assert re.search(r"Not shown: timelines/00000020 .* missing of nodes 3, 4\.", text)
@@ -241,24 +247,24 @@ def test_of_many_recordings_some_are_shown_the_newest_among_them(tmp_path, monke
     for step in range(1, 21):
         record(folder, step)
     operations = sum(map(len, PLAN.order))
-    monkeypatch.setattr(report, "MOST_OPERATIONS", 3 * operations)
-    timelines, notes = report.load_timelines(folder, PLAN, recording.recorded_steps(folder))
+    monkeypatch.setattr(page_of_run, "MOST_OPERATIONS", 3 * operations)
+    timelines, notes = load_timelines(folder, PLAN, recording.recorded_steps(folder))
     assert list(timelines) == [1, 11, 20]
     assert notes == ["3 of 20 recorded iterations are shown."]
-    monkeypatch.setattr(report, "MOST_OPERATIONS", operations - 1)
-    assert list(report.load_timelines(folder, PLAN, recording.recorded_steps(folder))[0]) == [20]
+    monkeypatch.setattr(page_of_run, "MOST_OPERATIONS", operations - 1)
+    assert list(load_timelines(folder, PLAN, recording.recorded_steps(folder))[0]) == [20]
 
 
 def test_links_are_listed_with_what_went_over_them(tmp_path):
     folder = start_run(tmp_path / "run")
     write_metrics(folder, 3, bytes_per_link={"1-2": 12_300_000, "0-1": 4_560_000})
-    root = parsed(report.report(folder))
+    root = parsed(report(folder))
     [table] = [t for t in root.iter("table") if t.get("class") is None]
     heading, *rows = [[text_of(cell) for cell in row] for row in table]
     assert heading == ["link", "carries", "planned", "sent", "busy", "of iteration"]
     by_link = {row[0]: row for row in rows}
     timeline = simulate_plan(PLAN)
-    flow = next(f for f in report.link_traffic(PLAN, timeline) if (f.source, f.target) == (1, 2))
+    flow = next(f for f in link_traffic(PLAN, timeline) if (f.source, f.target) == (1, 2))
     assert by_link["node 1 (Oregon) → node 2 (Belgium)"][1:] == [
         "averaging",
         "40.0 MB",
@@ -271,13 +277,13 @@ def test_links_are_listed_with_what_went_over_them(tmp_path):
 
 
 def test_a_ring_that_was_quicker_than_planned_is_busy_no_longer_than_it_took(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "BUSIEST_LINKS", 100)
+    monkeypatch.setattr(page_of_run, "BUSIEST_LINKS", 100)
     folder = start_run(tmp_path / "run")
     write_metrics(folder, 10)
     runs = simulate_plan(PLAN).runs
     averagings = tuple(Averaging(stage, 30.0, 30.001) for stage in range(3))
     recording.Recording(runs, averagings).save(folder, 10, 0)
-    root = parsed(report.report(folder))
+    root = parsed(report(folder))
     [table] = [t for t in root.iter("table") if t.get("class") is None]
     rows = [[text_of(cell) for cell in row] for row in table][1:]
     assert {row[3] for row in rows if row[1] == "averaging"} == {"0.00100 s"}
@@ -292,7 +298,7 @@ def test_idle_nodes_are_bars_by_stage(tmp_path):
     for step, share in ((2, None), (3, 0.1), (4, 0.3), (5, 0.7)):
         shares = None if share is None else [share, 0.5, 0.5, 0.5, 1.0]
         run_folder.append_metrics(folder, metrics_line(step, idle_share=shares))
-    root = parsed(report.report(folder))
+    root = parsed(report(folder))
     assert "Share of an iteration, median of the last 3 iterations" in text_of(root)
     tables = [t for t in root.iter("table") if t.get("class") == "idle"]
     assert [text_of(table[0]) for table in tables] == ["Stage 0 · data", "Stage 1", "Stage 2"]
@@ -311,7 +317,7 @@ def test_idle_shares_come_from_a_recording_where_none_was_noted(tmp_path):
     folder = start_run(tmp_path / "run")
     write_metrics(folder, 10)
     timeline = record(folder, 10)
-    root = parsed(report.report(folder))
+    root = parsed(report(folder))
     shares = [text_of(row[2]) for row in root.iter("tr") if row[-1].get("class") == "number"]
     idle = 1 - np.array(timeline.busy_s) / timeline.iteration_s
     assert shares[-5:] == [f"{share:.0%}" for share in idle]
@@ -321,7 +327,7 @@ def test_names_are_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path):
     folder = start_run(tmp_path / "<i>&amp;")
     write_metrics(folder, 5, idle_share=[0.5] * 5, bytes_per_link={})
     record(folder, 5)
-    page = report.report(folder)
+    page = report(folder)
     assert "<b>" not in re.sub("<dd><b>", "", page)
     root = parsed(page)
     assert root.findtext("head/title") == "<i>&amp;"
@@ -339,7 +345,27 @@ def test_a_long_run_stays_small(tmp_path):
     folder = start_run(tmp_path / "run")
     line = json.dumps(metrics_line(2, predicted_seconds=4.0, idle_share=[0.5] * 5)) + "\n"
     (folder / "metrics.jsonl").write_text(line * 20_000)
-    assert len(report.report(folder)) < 200_000
+    assert len(report(folder)) < 200_000
+
+
+def test_a_page_needs_nothing_that_computes(tmp_path):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 2)
+    record(folder, 2)
+    loaded = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from skippipe_jax.report import main; main(); print(*sys.modules)",
+            folder,
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert "skippipe_jax.reporting.page" in loaded
+    assert not {"jax", "flax", "optax", "orbax", "grain", "numba"} & {*loaded}
 
 
 def test_the_command_writes_where_it_is_told(tmp_path, monkeypatch, capsys):

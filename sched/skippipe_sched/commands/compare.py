@@ -1,0 +1,37 @@
+"""The command `compare`: plan a case by all methods, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from skippipe_sched.commands.searching import progress
+from skippipe_sched.commands.writing import require_writable, write
+from skippipe_sched.compare import compare, picture, table, to_json
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.auto import load_cases
+from skippipe_sched.search.budget import Search
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a table, and write figures and a picture where they are asked for."""
+    require_writable("--json", arguments.json)
+    require_writable("--output", arguments.output)
+    cases = load_cases(arguments.case)
+    if len(cases) != 1:
+        raise InputError(
+            "case.stages", "auto", "methods are compared on one case",
+            "Run the plan command first and give the sizes and the length that it chose",
+        )  # fmt: skip
+    with progress("compare", None) as watch:
+        rows = compare(
+            cases[0],
+            arguments.methods,
+            lambda _: Search(arguments.seed, arguments.budget, watch=watch),
+        )
+    print(table(rows))
+    if arguments.json is not None:
+        write("--json", arguments.json, json.dumps(to_json(rows), indent=1) + "\n")
+    if arguments.output is not None:
+        write("--output", arguments.output, picture(rows, arguments.case.stem))
+    return 0

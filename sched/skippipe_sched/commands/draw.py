@@ -1,0 +1,39 @@
+"""The command `draw`: draw one iteration of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+from skippipe_sched.commands.writing import write
+from skippipe_sched.errors import InputError
+from skippipe_sched.figures.flows import flows_map
+from skippipe_sched.figures.gantt import gantt
+from skippipe_sched.figures.paths import paths_picture
+from skippipe_sched.figures.trace import chrome_trace
+from skippipe_sched.problem.plan import load_plan
+from skippipe_sched.timing.simulate import simulate_plan
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write every picture that is asked for."""
+    plan = load_plan(arguments.plan)
+    timeline = simulate_plan(plan)
+    pictures: dict[str, Callable[[], str]] = {
+        "output": lambda: gantt(plan, timeline),
+        "flows": lambda: flows_map(plan, timeline),
+        "paths": lambda: paths_picture(plan),
+        "trace": lambda: json.dumps(chrome_trace(plan, timeline)) + "\n",
+    }
+    asked = [name for name in pictures if getattr(arguments, name) is not None]
+    if not asked:
+        raise InputError(
+            "--output", None, "there is nothing to draw",
+            "Give -o, --flows, --paths or --trace, and a file",
+        )  # fmt: skip
+    for name in asked:
+        path = getattr(arguments, name)
+        write(f"--{name}", path, pictures[name]())
+        print(f"wrote {path}")
+    return 0

@@ -1,0 +1,74 @@
+"""The command `simulate`: simulate one iteration of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from skippipe_sched.problem.plan import Plan, load_plan
+from skippipe_sched.problem.rules import violations
+from skippipe_sched.timing.bound import lower_bound_s
+from skippipe_sched.timing.jitter import replay
+from skippipe_sched.timing.simulate import Timeline, simulate_plan
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the figures of the plan, and which rules it breaks."""
+    plan = load_plan(arguments.plan)
+    if arguments.contention:
+        plan = replace(plan, case=replace(plan.case, contention=arguments.contention))
+    timeline = simulate_plan(plan)
+    broken = violations(plan.case, plan.stages, plan.microbatches)
+    luck: dict[str, float] = {}
+    if arguments.jitter is not None:
+        draws_s = replay(plan, arguments.jitter, arguments.draws, arguments.seed)
+        luck = {
+            "jitter": arguments.jitter,
+            "draws": arguments.draws,
+            "median_s": float(np.median(draws_s)),
+            "percentile_95_s": float(np.percentile(draws_s, 95)),
+        }
+    if arguments.json:
+        problems = {"violations": [violation.problem for violation in broken]}
+        print(json.dumps(figures(plan, timeline) | luck | problems))
+        return 0
+    print(summary(plan, timeline))
+    if luck:
+        print(
+            f"with jitter {luck['jitter']:g}, {luck['draws']} draws: median "
+            f"{luck['median_s']:.2f} s, 95th percentile {luck['percentile_95_s']:.2f} s"
+        )
+    for violation in broken:
+        print(f"breaks a rule: {violation.problem}")
+    return 0
+
+
+def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    """The figures of one simulated iteration, as a JSON object; times in seconds."""
+    bound_s = lower_bound_s(plan.case, min(len(path) for path in plan.microbatches))
+    return {
+        "method": plan.method,
+        "iteration_s": timeline.iteration_s,
+        "pipeline_s": timeline.pipeline_s,
+        "averaging_s": timeline.averaging_s,
+        "lower_bound_s": bound_s,
+        "gap_to_bound": timeline.iteration_s / bound_s - 1.0,
+        "idle_share": timeline.idle_share,
+        "predicted_iteration_s": plan.predicted.iteration_s,
+    }
+
+
+def summary(plan: Plan, timeline: Timeline) -> str:
+    """The same as a line of text."""
+    told = figures(plan, timeline)
+    return (
+        f"{plan.method}: iteration {told['iteration_s']:.2f} s "
+        f"(pipeline {told['pipeline_s']:.2f} s, longest averaging "
+        f"{told['averaging_s']:.2f} s), lower bound {told['lower_bound_s']:.2f} s "
+        f"(gap {told['gap_to_bound']:z.0%}), nodes idle {told['idle_share']:z.0%} "
+        f"of the pipeline"
+    )

@@ -1,0 +1,47 @@
+"""Where a command writes what it was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched.errors import InputError
+
+
+def require_writable(option: str, path: Path | None) -> None:
+    """Refuse before a search, not after it, what cannot be written.
+
+    Raises:
+        InputError: naming the option.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(option, str(path), "this is a folder", "Give the path of a file")
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(
+            option, str(path), f"cannot write there: {existing} is no folder to write to",
+            "Give another path",
+        )  # fmt: skip
+
+
+def write(option: str, path: Path, content: str | Callable[[Path], Any]) -> None:
+    """Write text, or what a function of the path writes, with the folders that are missing.
+
+    Raises:
+        InputError: naming the option, if it cannot be written.
+    """
+    require_writable(option, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            path.write_text(content, encoding="utf-8")
+        else:
+            content(path)
+    except OSError as error:
+        raise InputError(
+            option, str(path), f"cannot write there: {error.strerror}", "Give another path"
+        ) from error

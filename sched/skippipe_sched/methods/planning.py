@@ -1,0 +1,61 @@
+"""From a case, or several that an open one may become, to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skippipe_sched.methods import METHODS
+from skippipe_sched.methods.routes import Routes
+from skippipe_sched.problem.auto import choose
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan, Predicted
+from skippipe_sched.problem.rules import require
+from skippipe_sched.search.budget import Search
+from skippipe_sched.timing.simulate import simulate
+
+# What a look at each candidate of an open case may take of the budget, all together.
+CHOICE_SHARE = 0.3
+
+
+def plan_best(cases: Sequence[Case], method: str, search: Search) -> Plan:
+    """A plan of one of the `cases` that an open case may become, chosen by quick plans.
+
+    Raises:
+        InputError: if no case has a plan under its rules.
+    """
+    if len(cases) == 1:
+        return make_plan(cases[0], method, search)
+    share = CHOICE_SHARE / len(cases)
+    quick = choose(
+        cases,
+        lambda case: make_plan(case, method, search.part(share)).predicted.iteration_s,
+    )
+    return make_plan(quick, method, search.part(1 - CHOICE_SHARE))
+
+
+def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
+    """A plan of `case` by one of `METHODS`; the same seed and budget give the same plan.
+
+    Raises:
+        InputError: if the case's rules leave the method no plan.
+    """
+    return with_prediction(case, method, METHODS[method].load()(case, search or Search()))
+
+
+def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
+    """The plan that these routes of a method are, simulated and checked.
+
+    Raises:
+        InputError: if it breaks a rule of the case.
+    """
+    # Slow to load, with SciPy: who only reads plans needs no bound.
+    from skippipe_sched.timing.bound import lower_bound_s
+
+    timeline = simulate(case, routes.stages, routes.paths, routes.order)
+    predicted = Predicted(
+        iteration_s=timeline.iteration_s,
+        pipeline_s=timeline.pipeline_s,
+        averaging_s=timeline.averaging_s,
+        lower_bound_s=lower_bound_s(case, min(len(path) for path in routes.paths)),
+    )
+    return require(Plan(method, routes.stages, routes.paths, timeline.order, predicted, case))

@@ -1,0 +1,210 @@
+"""Chains at work: how long, how hot, and the clock in between; what is compiled does the moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from skippipe_sched.search import moves
+from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, cost_of
+from skippipe_sched.search.arrays import (
+    NO_DRAWS,
+    Candidate,
+    Order,
+    Problem,
+    Stretches,
+    copy,
+    copy_of,
+    no_stretch,
+    order_for,
+)
+from skippipe_sched.search.evaluator import evaluate
+from skippipe_sched.search.polishing import cost_of_order, polish
+from skippipe_sched.search.settling import settle
+
+# A second of the budget pays for simulating so many operations on each of the threads, however
+# quick the machine is. The machine of the committed results does half as many again.
+OPERATIONS_PER_S = 13e6
+# What a move costs besides its simulation, in operations.
+OPERATIONS_OF_MOVE = 50
+# Beyond what the caches hold, an operation takes up to three times as long.
+CACHED_OPERATIONS = 5000
+# A chain looks at the clock whenever it has done about this many seconds of work.
+LOOK_S = 0.1
+
+# How often each move is tried, by its number in moves.py.
+WEIGHTS = {
+    moves.NODES: 2.0,
+    moves.REPLICAS: 3.0,
+    moves.STAGES: 2.0,
+    moves.SWAP: 1.0,
+    moves.TAILS: 2.0,
+    moves.PRIORITY: 2.0,
+    moves.URGENCY: 1.0,
+    moves.REPLICA: 0.5,
+    moves.STAGE: 0.5,
+}
+# The mean end of the data nodes guides the search where the maximum is flat.
+MEAN_WEIGHT = 0.3
+# The quick estimate is about seconds, whatever the case.
+SETTLE_HOTTEST_S, SETTLE_COLDEST_S = 2.0, 0.05
+POLISH_HOTTEST, POLISH_COLDEST = 0.01, 0.0003
+# With steps enough to reorder everything, polishing starts up to so many times hotter, on so many
+# more chains: few operations are searched for the best order as thoroughly as for the best paths.
+POLISH_MOST = 10
+STEPS_TO_REORDER = 5
+POLISH_MEAN_WEIGHT = 0.001
+
+
+@dataclass(frozen=True)
+class Round:
+    """The best chains go on, for a share of the work; temperatures as shares of the iteration."""
+
+    chains: int
+    share: float
+    hottest: float
+    coldest: float
+
+
+class Chain:
+    """A candidate on its way, how hot it starts, and what the best that it was costs [s]."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, seed: int, heat: float):
+        """A chain that begins at a candidate, with random numbers of its own."""
+        self.state: ChainState = chain_from(problem, candidate, seed)
+        self.heat = heat
+        self.order: Order | None = None
+        self.cost_s = np.inf
+
+    @property
+    def candidate(self) -> Candidate:
+        """Where it is now, which is where it was best when no work is going on."""
+        return self.state.candidate
+
+
+class Annealer:
+    """Lets chains work on one problem, until the work is done or `over` says that it is enough."""
+
+    def __init__(
+        self, problem: Problem, microbatches: int, path_length: int, over: Callable[[], bool]
+    ):
+        """Reckon what a step costs, in operations simulated."""
+        self.problem = problem
+        self.over = over
+        self.chain_length = 2 * path_length + 1
+        operations = microbatches * self.chain_length
+        slower = 1 + min(2.0, operations / CACHED_OPERATIONS)
+        self.operations = operations * slower + OPERATIONS_OF_MOVE
+        self.steps_to_reorder = STEPS_TO_REORDER * operations**2
+        self.weights = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
+        self.polish_moves = np.ones(moves.MOVES)
+        self.polish_moves[[moves.PRIORITY, moves.URGENCY]] = 0.0
+        if problem.unequal:  # Then a node's order is not another's.
+            self.polish_moves[moves.NODES] = 0.0
+        self.draws: Stretches = NO_DRAWS
+
+    def keep_placement(self) -> None:
+        """From now on nodes stay on their stages."""
+        self.weights[moves.NODES] = 0.0
+
+    def settle(self, chain: Chain, work: float) -> None:
+        """Anneal by the quick estimate, for so much work in operations."""
+        state = chain.state
+        start, start_s = copy_of(state.candidate), self.cost(chain, 0.0)
+        cost = 4 * self.chain_length + self.problem.first_slot[1]
+        weights = self.weights.copy()
+        # Swapping nodes costs as much as all microbatches do.
+        weights[moves.NODES] *= min(1.0, 5 * cost / self.operations)
+        weights[[moves.PRIORITY, moves.URGENCY]] = 0.0
+        work_of_step = cost + weights[moves.NODES] / weights.sum() * self.operations
+        hottest, coldest = chain.heat * SETTLE_HOTTEST_S, chain.heat * SETTLE_COLDEST_S
+        self.in_pieces(
+            int(work / work_of_step), work_of_step, (hottest, coldest),
+            lambda steps, hot, cooling: settle(
+                self.problem, state, Piece(steps, hot, cooling, weights, 0.0)
+            ),
+        )  # fmt: skip
+        copy(state.candidate, state.best)
+        self.judge(chain)
+        if not chain.cost_s <= start_s:  # The estimate does not see all, nor that nodes lock.
+            copy(start, state.best)
+            self.judge(chain)
+
+    def anneal(self, chain: Chain, round_: Round, steps: int, reference_s: float) -> None:
+        """Anneal by simulation, from the best that the chain was."""
+        state = chain.state
+        copy(state.best, state.candidate)
+        state.costs[:] = self.cost(chain, MEAN_WEIGHT)
+        hotter = chain.heat * round_.hottest * reference_s
+        colder = chain.heat * round_.coldest * reference_s
+        self.in_pieces(
+            steps, self.operations, (hotter, colder),
+            lambda number, hot, cooling: anneal(
+                self.problem, state, Piece(number, hot, cooling, self.weights, MEAN_WEIGHT)
+            ),
+        )  # fmt: skip
+        self.judge(chain)
+
+    def polish(self, chain: Chain, steps: int) -> None:
+        """Improve paths and order together, from the order that dispatch gives or the last one."""
+        state, candidate = chain.state, chain.candidate
+        if chain.order is None:
+            chain.order = self.dispatched(chain)
+        order = chain.order
+        before, order_before = copy_of(candidate), Order(*(array.copy() for array in order))
+
+        def cost_s() -> float:
+            draws = (self.draws, state.scratch, np.inf, 0.0)
+            return cost_of_order(self.problem, candidate, order, *draws)
+
+        chain.cost_s = cost_s()
+        hotter = np.clip(steps / self.steps_to_reorder, 1, POLISH_MOST)
+        hottest, coldest = hotter * POLISH_HOTTEST * chain.cost_s, POLISH_COLDEST * chain.cost_s
+        weights = self.weights * self.polish_moves
+        self.in_pieces(
+            steps, self.operations * max(1, len(self.draws.operations)), (hottest, coldest),
+            lambda number, hot, cooling: polish(
+                self.problem, state, order, self.draws,
+                Piece(number, hot, cooling, weights, POLISH_MEAN_WEIGHT),
+            ),
+        )  # fmt: skip
+        polished_s = cost_s()
+        if polished_s < chain.cost_s:
+            chain.cost_s = polished_s
+        else:
+            copy(before, candidate)
+            chain.order = order_before
+
+    def dispatched(self, chain: Chain) -> Order:
+        """The order in which dispatch runs a chain's candidate."""
+        order = order_for(chain.candidate)
+        rest = (False, no_stretch(), chain.state.scratch, np.inf, 0.0)
+        evaluate(self.problem, chain.candidate, order, *rest)
+        return order
+
+    def in_pieces(
+        self,
+        steps: int,
+        work_of_step: float,
+        temperatures: tuple[float, float],
+        run: Callable[[int, float, float], object],
+    ) -> None:
+        """Run steps with falling temperatures, and look at the clock in between."""
+        hottest, coldest = temperatures
+        piece = max(1, int(LOOK_S * OPERATIONS_PER_S / work_of_step))
+        cooling = (coldest / hottest) ** (1 / max(1, steps))
+        for done in range(0, max(1, steps), piece):
+            if done and self.over():
+                return
+            run(min(piece, steps - done), hottest * cooling**done, cooling)
+
+    def cost(self, chain: Chain, mean_weight: float) -> float:
+        """What a chain's candidate costs [s] where dispatch decides the order."""
+        return cost_of(self.problem, chain.candidate, chain.state.scratch, np.inf, mean_weight)
+
+    def judge(self, chain: Chain) -> None:
+        """Put down what the chain's best candidate costs, and go on from it."""
+        copy(chain.state.best, chain.candidate)
+        chain.cost_s = self.cost(chain, 0.0)

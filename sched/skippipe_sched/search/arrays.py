@@ -1,0 +1,236 @@
+"""What compiled code works on: a case, a candidate and an order as arrays.
+
+A candidate is placed on slots: slot q belongs to stage `stage_of_slot[q]`, and `node_of_slot[q]`
+is the node that serves it. Paths are written in slots, so that two nodes swap places by swapping
+two numbers. An operation is its position in the microbatch's chain (plan.microbatch_chain): with
+paths of `length` nodes, F at 0 .. length - 1, L at length, B at length + 1 .. 2 * length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import KINDS, NodePath, Operation, microbatch_chain
+from skippipe_sched.search.averaging import set_averaging
+from skippipe_sched.search.compiled import compiled
+
+
+class Problem(NamedTuple):
+    """A case as arrays; lengths in the comments."""
+
+    forward_s: np.ndarray  # nodes
+    memory: np.ndarray  # nodes
+    hop_s: np.ndarray  # nodes, nodes
+    latency_s: np.ndarray  # nodes, nodes
+    bandwidth: np.ndarray  # nodes, nodes
+    stage_of_slot: np.ndarray  # slots
+    first_slot: np.ndarray  # stages + 1
+    stage_cost: np.ndarray  # stages
+    stage_bytes: np.ndarray  # stages
+    rules: np.ndarray  # max_swaps, max_swap_distance, max_jump
+    backward_ratio: float
+    loss_ratio: float
+    one_after_another: bool  # on each directed link (contention "link")
+    unequal: bool  # nodes differ in speed
+
+
+class Candidate(NamedTuple):
+    """A placement, paths in slots, and what goes first where several operations wait."""
+
+    node_of_slot: np.ndarray  # slots
+    paths: np.ndarray  # microbatches, length
+    priority: np.ndarray  # microbatches, 2 * length + 1
+    averaging_s: np.ndarray  # stages
+    visits: np.ndarray  # slots
+
+
+class Order(NamedTuple):
+    """The operations of all slots, slot after slot; those of slot q begin at ``first[q]``.
+
+    An operation is its microbatch times 2 * length + 1, plus its position.
+    """
+
+    operations: np.ndarray
+    first: np.ndarray  # slots + 1
+
+
+class Stretches(NamedTuple):
+    """`simulate.Stretch` as arrays; several draws of it have one more axis in front."""
+
+    operations: np.ndarray  # microbatches, 2 * length + 1
+    hops: np.ndarray  # microbatches, 2 * length + 1
+    averagings: np.ndarray  # stages
+
+
+class Scratch(NamedTuple):
+    """What one simulation at a time writes to."""
+
+    position: np.ndarray
+    running: np.ndarray
+    waiting: np.ndarray
+    event_s: np.ndarray
+    event_of: np.ndarray
+    next_waiting: np.ndarray
+    first_waiting: np.ndarray
+    last_waiting: np.ndarray
+    busy: np.ndarray
+    free: np.ndarray
+    touched: np.ndarray
+    is_touched: np.ndarray
+    remaining_s: np.ndarray
+    stage_end_s: np.ndarray
+    data_end_s: np.ndarray
+    link_free_s: np.ndarray
+    next_in_order: np.ndarray
+
+
+def problem_of(case: Case) -> Problem:
+    """The arrays of a case."""
+    latency, bandwidth = case.link_matrices
+    forward = np.array([node.forward_s for node in case.nodes])
+    # Limits beyond the number of stages mean nothing more, and must fit a machine's integer.
+    rules = (case.rules.max_swaps, case.rules.max_swap_distance, case.rules.max_jump)
+    return Problem(
+        forward_s=forward,
+        memory=np.array([min(node.memory, sum(case.microbatches)) for node in case.nodes]),
+        hop_s=np.ascontiguousarray(case.hop_s),
+        latency_s=np.ascontiguousarray(latency),
+        bandwidth=np.ascontiguousarray(bandwidth),
+        stage_of_slot=np.repeat(np.arange(len(case.stages)), case.stages),
+        first_slot=np.cumsum([0, *case.stages]),
+        stage_cost=np.array(case.stage_cost),
+        stage_bytes=np.array(case.stage_bytes),
+        rules=np.array([min(limit, len(case.stages)) for limit in rules]),
+        backward_ratio=case.backward_ratio,
+        loss_ratio=case.loss_ratio,
+        one_after_another=case.contention == "link",
+        unequal=bool((forward != forward[0]).any()),
+    )
+
+
+def candidate_of(problem: Problem, node_of_slot: np.ndarray, paths: np.ndarray) -> Candidate:
+    """A candidate with the simulator's own dispatch."""
+    microbatches, length = paths.shape
+    averaging_s = np.zeros(len(problem.stage_bytes))
+    for stage in range(len(averaging_s)):
+        set_averaging(problem, node_of_slot, stage, averaging_s)
+    visits = np.bincount(paths.ravel(), minlength=len(node_of_slot))
+    priority = dispatch_priority(microbatches, length)
+    return Candidate(node_of_slot.copy(), paths.copy(), priority, averaging_s, visits)
+
+
+def dispatch_priority(microbatches: int, length: int) -> Float[np.ndarray, "microbatches chain"]:
+    """The priorities with which dispatch is that of `simulate`: backward before the others."""
+    of_kind = {kind: float(kind == "B") for kind in KINDS}
+    chain = microbatch_chain(0, range(length))
+    return np.tile([of_kind[operation.kind] for operation in chain], (microbatches, 1))
+
+
+def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
+    """Room for simulations of paths of `length` nodes."""
+    slots, stages = len(problem.stage_of_slot), len(problem.stage_bytes)
+    links = (slots, slots) if problem.one_after_another else (1, 1)
+    return Scratch(
+        position=np.zeros(microbatches, np.int64),
+        running=np.zeros(microbatches, np.bool_),
+        waiting=np.zeros(microbatches, np.bool_),
+        event_s=np.zeros(microbatches + 1),
+        event_of=np.zeros(microbatches + 1, np.int64),
+        next_waiting=np.zeros(microbatches, np.int64),
+        first_waiting=np.zeros(slots, np.int64),
+        last_waiting=np.zeros(slots, np.int64),
+        busy=np.zeros(slots, np.bool_),
+        free=np.zeros(slots, np.int64),
+        touched=np.zeros(slots, np.int64),
+        is_touched=np.zeros(slots, np.bool_),
+        remaining_s=np.zeros((microbatches, 2 * length + 1)),
+        stage_end_s=np.zeros(stages),
+        data_end_s=np.zeros(slots),
+        link_free_s=np.zeros(links),
+        next_in_order=np.zeros(slots, np.int64),
+    )
+
+
+def order_for(candidate: Candidate) -> Order:
+    """Room for an order of a candidate's operations: what dispatch chooses is written there."""
+    visits = 2 * candidate.visits + np.bincount(
+        candidate.paths[:, 0], minlength=len(candidate.visits)
+    )
+    first = np.concatenate([[0], np.cumsum(visits)])
+    return Order(np.zeros(first[-1], np.int64), first)
+
+
+def no_order() -> Order:
+    """The order of no operations: dispatch chooses, and nothing is written down."""
+    return Order(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def as_operations(
+    order: Order, candidate: Candidate, paths: Sequence[NodePath]
+) -> tuple[tuple[Operation, ...], ...]:
+    """An order on slots, as the order of every node; `paths` are the candidate's, in nodes."""
+    chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
+    count = len(chains[0])
+    of_node: list[tuple[Operation, ...]] = [()] * len(candidate.node_of_slot)
+    for slot, node in enumerate(candidate.node_of_slot):
+        codes = order.operations[order.first[slot] : order.first[slot + 1]]
+        of_node[node] = tuple(chains[code // count][code % count] for code in codes)
+    return tuple(of_node)
+
+
+@compiled
+def copy(source, target):
+    """Make a candidate equal to another."""
+    target.node_of_slot[:] = source.node_of_slot
+    target.paths[:] = source.paths
+    target.priority[:] = source.priority
+    target.averaging_s[:] = source.averaging_s
+    target.visits[:] = source.visits
+
+
+@compiled
+def copy_of(candidate):
+    """A candidate of its own."""
+    return Candidate(
+        candidate.node_of_slot.copy(),
+        candidate.paths.copy(),
+        candidate.priority.copy(),
+        candidate.averaging_s.copy(),
+        candidate.visits.copy(),
+    )
+
+
+@compiled
+def no_stretch():
+    """Nothing is late."""
+    nothing = np.ones((0, 0))
+    return Stretches(nothing, nothing, np.ones(0))
+
+
+@compiled
+def slot_at(paths, microbatch, position, length):
+    """The slot of the operation at a position of a microbatch's chain."""
+    if position < length:
+        return paths[microbatch, position]
+    if position == length:
+        return paths[microbatch, 0]
+    return paths[microbatch, 2 * length - position]
+
+
+@compiled
+def operation_s(problem, node, stage, position, length):
+    """Seconds of the operation at a position of a chain."""
+    forward_s = problem.forward_s[node] * problem.stage_cost[stage]
+    if position < length:
+        return forward_s
+    if position == length:
+        return forward_s * problem.loss_ratio
+    return forward_s * problem.backward_ratio
+
+
+NO_DRAWS = Stretches(np.ones((0, 1, 1)), np.ones((0, 1, 1)), np.ones((0, 1)))

@@ -1,0 +1,23 @@
+"""The averaging of a stage, compiled: the very ring of `skippipe_sched.timing.averaging`."""
+
+from __future__ import annotations
+
+from skippipe_sched.search.compiled import compiled, compiled_within
+from skippipe_sched.timing.averaging import ON_ARRAYS, ring_s, settle_ring
+
+for function in ON_ARRAYS:
+    compiled_within(function)
+
+
+@compiled
+def set_averaging(problem, node_of_slot, stage, averaging_s):
+    """Put down how long a stage averages over its best ring."""
+    begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
+    if end - begin < 2:
+        averaging_s[stage] = 0.0
+        return
+    ring = node_of_slot[begin:end].copy()
+    settle_ring(problem.latency_s, problem.bandwidth, problem.stage_bytes[stage], ring)
+    averaging_s[stage] = ring_s(
+        problem.latency_s, problem.bandwidth, problem.stage_bytes[stage], ring
+    )

@@ -1,0 +1,262 @@
+"""The moves of the search, compiled: small changes of a candidate that can be taken back.
+
+They keep the rules by construction: nodes change places, microbatches exchange replicas, stages or
+the rest of their paths, neighbours on a path change places, priorities shift.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from skippipe_sched.problem.rules import SHARE_TOLERANCE
+from skippipe_sched.search.arrays import Candidate
+from skippipe_sched.search.averaging import set_averaging
+from skippipe_sched.search.chance import below, uniform
+from skippipe_sched.search.compiled import compiled
+from skippipe_sched.search.rules import keeps_balance, keeps_rules, keeps_shares
+
+NODES, REPLICAS, STAGES, SWAP, TAILS, PRIORITY, URGENCY, REPLICA, STAGE = range(9)
+MOVES = 9
+# Of the moves of nodes, so many exchange all nodes of two stages and not two nodes alone.
+WHOLE_STAGES_SHARE = 0.2
+
+
+class Undo(NamedTuple):
+    """What the last move changed."""
+
+    microbatches: np.ndarray  # 2
+    slots: np.ndarray  # 2: the first of those whose nodes changed places
+    length: np.ndarray  # 1: how many slots these are, from each of the two
+    paths: np.ndarray  # 2, length
+    priority: np.ndarray  # 2, 2 * length + 1
+    averaging_s: np.ndarray  # 2
+    all_paths: np.ndarray  # microbatches, length; after a move of unequal nodes
+    visits: np.ndarray  # slots
+
+
+def undo_for(candidate: Candidate) -> Undo:
+    """Room for what a move changes."""
+    return Undo(
+        microbatches=np.zeros(2, np.int64),
+        slots=np.zeros(2, np.int64),
+        length=np.zeros(1, np.int64),
+        paths=candidate.paths[:2].copy() if len(candidate.paths) > 1 else candidate.paths[[0, 0]],
+        priority=np.zeros((2, candidate.priority.shape[1])),
+        averaging_s=np.zeros(2),
+        all_paths=candidate.paths.copy(),
+        visits=candidate.visits.copy(),
+    )
+
+
+@compiled
+def _share_out(problem, candidate, stage, state):
+    """Move microbatches between the replicas of a stage until each has its share (TC1)."""
+    begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
+    microbatches, length = candidate.paths.shape
+    total = 0
+    speeds = 0.0
+    for slot in range(begin, end):
+        total += candidate.visits[slot]
+        speeds += 1.0 / problem.forward_s[candidate.node_of_slot[slot]]
+    share = np.zeros(end - begin)
+    for slot in range(begin, end):
+        speed = 1.0 / problem.forward_s[candidate.node_of_slot[slot]]
+        share[slot - begin] = total * speed / speeds
+    while True:
+        # From the replica that is most above its share to the one most below.
+        over, under = begin, begin
+        for slot in range(begin, end):
+            excess = candidate.visits[slot] - share[slot - begin]
+            if excess > candidate.visits[over] - share[over - begin]:
+                over = slot
+            if excess < candidate.visits[under] - share[under - begin]:
+                under = slot
+        too_many = candidate.visits[over] > np.ceil(share[over - begin] - SHARE_TOLERANCE)
+        too_few = candidate.visits[under] < np.floor(share[under - begin] + SHARE_TOLERANCE)
+        if over == under or not (too_many or too_few):
+            return
+        m = below(state, microbatches)
+        moved = False
+        while not moved:
+            for i in range(1, length):
+                if candidate.paths[m, i] == over:
+                    candidate.paths[m, i] = under
+                    moved = True
+            m = (m + 1) % microbatches
+        candidate.visits[over] -= 1
+        candidate.visits[under] += 1
+
+
+@compiled
+def _swap_nodes(problem, candidate, undo, state):
+    slots = candidate.node_of_slot.shape[0]
+    x, y, count = below(state, slots), below(state, slots), 1
+    if x == y:
+        return False
+    a, b = problem.stage_of_slot[x], problem.stage_of_slot[y]
+    undo.averaging_s[0], undo.averaging_s[1] = candidate.averaging_s[a], candidate.averaging_s[b]
+    if problem.unequal:
+        undo.all_paths[:] = candidate.paths
+        undo.visits[:] = candidate.visits
+    if a != b and uniform(state) < WHOLE_STAGES_SHARE and _size(problem, a) == _size(problem, b):
+        x, y, count = problem.first_slot[a], problem.first_slot[b], _size(problem, a)
+    undo.slots[0], undo.slots[1], undo.length[0] = x, y, count
+    _exchange_nodes(candidate, undo)
+    if a != b:
+        set_averaging(problem, candidate.node_of_slot, a, candidate.averaging_s)
+        set_averaging(problem, candidate.node_of_slot, b, candidate.averaging_s)
+    if problem.unequal:
+        if a > 0:
+            _share_out(problem, candidate, a, state)
+        if b > 0 and b != a:
+            _share_out(problem, candidate, b, state)
+    return True
+
+
+@compiled
+def _size(problem, stage):
+    return problem.first_slot[stage + 1] - problem.first_slot[stage]
+
+
+@compiled
+def _exchange_nodes(candidate, undo):
+    """The nodes of some slots change places with others; once more, and they are back."""
+    nodes = candidate.node_of_slot
+    for i in range(undo.length[0]):
+        x, y = undo.slots[0] + i, undo.slots[1] + i
+        nodes[x], nodes[y] = nodes[y], nodes[x]
+
+
+@compiled
+def _exchange_replicas(problem, candidate, a, b, i):
+    """Two microbatches exchange the replicas on which they visit one stage."""
+    paths = candidate.paths
+    stage = problem.stage_of_slot[paths[a, i]]
+    for k in range(1, paths.shape[1]):
+        if problem.stage_of_slot[paths[b, k]] == stage and paths[b, k] != paths[a, i]:
+            paths[a, i], paths[b, k] = paths[b, k], paths[a, i]
+            return True
+    return False
+
+
+@compiled
+def _relocate(problem, candidate, a, i, target):
+    """One microbatch visits another slot instead, if the shares and the balance allow it."""
+    slot = candidate.paths[a, i]
+    if slot == target:
+        return False
+    candidate.paths[a, i] = target
+    candidate.visits[slot] -= 1
+    candidate.visits[target] += 1
+    stage, other = problem.stage_of_slot[slot], problem.stage_of_slot[target]
+    kept = keeps_shares(problem, candidate, stage)
+    if kept and other != stage:
+        kept = (
+            keeps_shares(problem, candidate, other)
+            and keeps_balance(problem, candidate)
+            and keeps_rules(problem, candidate.paths[a])
+        )
+    if not kept:
+        candidate.visits[slot] += 1
+        candidate.visits[target] -= 1
+    return kept
+
+
+@compiled
+def _shift_priority(candidate, a, position, state):
+    base = 1.0 if position > candidate.paths.shape[1] else 0.0
+    back = uniform(state) < 0.3
+    candidate.priority[a, position] = base if back else base + 2.5 * (uniform(state) - 0.5)
+
+
+@compiled
+def _shift_urgency(candidate, a, state):
+    """Prefer one microbatch to the others, or not, wherever it goes."""
+    shift = 0.0 if uniform(state) < 0.3 else uniform(state) - 0.5
+    for position in range(candidate.priority.shape[1]):
+        base = 1.0 if position > candidate.paths.shape[1] else 0.0
+        candidate.priority[a, position] = base + shift
+
+
+@compiled
+def draw_move(weights, state):
+    """One of the moves, as often as the weights say."""
+    drawn = uniform(state) * weights.sum()
+    for move in range(weights.shape[0] - 1):
+        drawn -= weights[move]
+        if drawn < 0.0:
+            return move
+    return weights.shape[0] - 1
+
+
+@compiled
+def propose(problem, candidate, undo, move, state):
+    """Make one move; False if it came to nothing (then `revert` must follow all the same)."""
+    if move == NODES:
+        return _swap_nodes(problem, candidate, undo, state)
+    paths = candidate.paths
+    microbatches, length = paths.shape
+    a, b = below(state, microbatches), below(state, microbatches)
+    undo.microbatches[0], undo.microbatches[1] = a, b
+    undo.paths[0], undo.paths[1] = paths[a], paths[b]
+    undo.priority[0], undo.priority[1] = candidate.priority[a], candidate.priority[b]
+    if move == PRIORITY:
+        _shift_priority(candidate, a, below(state, 2 * length + 1), state)
+        return True
+    if move == URGENCY:
+        _shift_urgency(candidate, a, state)
+        return True
+    if length == 1:
+        return False
+    i = 1 + below(state, length - 1)
+    if move == SWAP:
+        if i + 1 == length:
+            return False
+        paths[a, i], paths[a, i + 1] = paths[a, i + 1], paths[a, i]
+        return keeps_rules(problem, paths[a])
+    if move == REPLICA:
+        stage = problem.stage_of_slot[paths[a, i]]
+        begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
+        return _relocate(problem, candidate, a, i, begin + below(state, end - begin))
+    if move == STAGE:
+        begin, end = problem.first_slot[1], candidate.node_of_slot.shape[0]
+        return _relocate(problem, candidate, a, i, begin + below(state, end - begin))
+    if a == b:
+        return False
+    if move == REPLICAS:
+        return _exchange_replicas(problem, candidate, a, b, i)
+    if move == TAILS:
+        for k in range(i, length):
+            paths[a, k], paths[b, k] = paths[b, k], paths[a, k]
+    else:
+        k = 1 + below(state, length - 1)
+        if problem.stage_of_slot[paths[a, i]] == problem.stage_of_slot[paths[b, k]]:
+            return False
+        paths[a, i], paths[b, k] = paths[b, k], paths[a, i]
+    return keeps_rules(problem, paths[a]) and keeps_rules(problem, paths[b])
+
+
+@compiled
+def revert(problem, candidate, undo, move, made):
+    """Take the last move back; `made` is what `propose` said of it."""
+    if move == NODES:
+        if not made:
+            return
+        _exchange_nodes(candidate, undo)
+        for side in range(2):
+            stage = problem.stage_of_slot[undo.slots[side]]
+            candidate.averaging_s[stage] = undo.averaging_s[side]
+        if problem.unequal:
+            candidate.paths[:] = undo.all_paths
+            candidate.visits[:] = undo.visits
+        return
+    a, b = undo.microbatches[0], undo.microbatches[1]
+    if made and move in (REPLICA, STAGE):
+        for i in range(1, candidate.paths.shape[1]):
+            if candidate.paths[a, i] != undo.paths[0, i]:
+                candidate.visits[candidate.paths[a, i]] -= 1
+                candidate.visits[undo.paths[0, i]] += 1
+    candidate.paths[a], candidate.paths[b] = undo.paths[0], undo.paths[1]
+    candidate.priority[a], candidate.priority[b] = undo.priority[0], undo.priority[1]

@@ -1,0 +1,164 @@
+"""Nodes by groups of near locations: the quickest round trips and rings that they allow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from scipy.sparse.csgraph import connected_components
+
+from skippipe_sched.problem.case import Case
+
+# Round trips are listed by group of locations, with no more groups than keep the list this short.
+MOST_ROUND_TRIPS = 6_400
+MOST_GROUPS = 15
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Nodes by location; where locations are many, by group of near ones.
+
+    `count[g]` nodes are in group g; between groups everything is the best of any pair of nodes.
+    """
+
+    of_node: Int[np.ndarray, " nodes"]
+    count: Int[np.ndarray, " groups"]
+    hop_s: Float[np.ndarray, "groups groups"]
+    there_and_back_s: Float[np.ndarray, "groups groups"]
+    latency: Float[np.ndarray, "groups groups"]
+    bandwidth: Float[np.ndarray, "groups groups"]
+
+
+def groups_of(case: Case, path_length: int) -> Groups:
+    """The groups of a case's nodes, with few enough that their round trips can be listed."""
+    names = sorted({node.location for node in case.nodes})
+    location = np.array([names.index(node.location) for node in case.nodes])
+    latency, bandwidth = case.link_table.matrices(names)
+    hop_s = latency + case.activation_bytes / bandwidth + case.hop_overhead_s
+    alone = np.flatnonzero(np.bincount(location) == 1)
+    hop_s[alone, alone] = np.inf
+    latency[alone, alone] = np.inf
+    bandwidth[alone, alone] = 0.0
+    bandwidth = np.maximum(bandwidth, bandwidth.T)
+    both_ways_s = hop_s + hop_s.T
+    group = np.arange(len(names))
+    most = _most_groups(path_length)
+    if len(names) > most:
+        # Slow to import, and needed here only.
+        from scipy.cluster.hierarchy import fcluster, linkage
+        from scipy.spatial.distance import squareform
+
+        apart_s = both_ways_s.copy()
+        np.fill_diagonal(apart_s, 0.0)
+        group = fcluster(linkage(squareform(apart_s), "average"), most, "maxclust") - 1
+    members = [np.flatnonzero(group == g) for g in range(group.max() + 1)]
+
+    def best(matrix: np.ndarray, choose: np.ufunc) -> np.ndarray:
+        return np.array([[choose.reduce(matrix[np.ix_(a, b)], None) for b in members]
+                         for a in members])  # fmt: skip
+
+    return Groups(
+        group[location],
+        np.bincount(group[location]),
+        best(hop_s, np.minimum),
+        best(both_ways_s, np.minimum),
+        best(np.minimum(latency, latency.T), np.minimum),
+        best(bandwidth, np.maximum),
+    )
+
+
+def _most_groups(path_length: int) -> int:
+    """How many groups leave the round trips few: a group for the start, a multiset for the rest."""
+    inner = path_length - 1
+    return max(
+        groups
+        for groups in range(1, MOST_GROUPS + 1)
+        if groups * math.comb(groups + inner - 1, inner) <= MOST_ROUND_TRIPS
+    )
+
+
+@dataclass(frozen=True)
+class RoundTrips:
+    """All choices of the groups that a microbatch starts from and visits, in the best order."""
+
+    start: Int[np.ndarray, " trips"]
+    visits: Int[np.ndarray, "trips groups"]
+    hops_s: Float[np.ndarray, " trips"]
+
+    def least_s(self, added_s: Float[np.ndarray, " groups"]) -> Float[np.ndarray, " groups"]:
+        """The quickest from each group if a visit to group g takes `added_s[g]` more."""
+        least = np.full(len(added_s), np.inf)
+        np.minimum.at(least, self.start, self.hops_s + self.visits @ added_s)
+        return least
+
+
+def round_trips(
+    hop_s: Float[np.ndarray, "groups groups"], count: Int[np.ndarray, " groups"], path_length: int
+) -> RoundTrips:
+    """Held and Karp's dynamic program, from every group; a group has nodes for `count` visits."""
+    groups = np.arange(len(count))
+    start = last = groups
+    visits = np.zeros((len(groups), len(groups)), dtype=np.int64)
+    cost_s = np.zeros(len(groups))
+    for _ in range(path_length - 1):
+        left = count - visits - (start[:, None] == groups) > 0
+        state, following = np.nonzero(left)
+        cost_s = cost_s[state] + hop_s[last[state], following]
+        start, last = start[state], following
+        visits = visits[state] + (groups == following[:, None])
+        (start, last, *_), visits, cost_s = _cheapest(np.stack([start, last]), visits, cost_s)
+    if path_length > 1:
+        cost_s = cost_s + hop_s[last, start]
+    (start, *_), visits, cost_s = _cheapest(start[None], visits, cost_s)
+    return RoundTrips(start, visits, cost_s)
+
+
+def _cheapest(
+    ends: np.ndarray, visits: np.ndarray, cost_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the rows that agree in `ends` and `visits` the one that costs least."""
+    order = np.lexsort((cost_s, *visits.T, *ends))
+    rows = np.vstack([ends, visits.T])[:, order]
+    first = np.append(True, (rows[:, 1:] != rows[:, :-1]).any(axis=0))
+    kept = order[first]
+    return ends[:, kept], visits[kept], cost_s[kept]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Groups whose nodes can average in `seconds` at best, if they do it with each other only."""
+
+    seconds: float
+    inside: Bool[np.ndarray, " groups"]
+
+
+def rings_of(groups: Groups, replicas: int, stage_bytes: float) -> list[Ring]:
+    """For every set of `replicas` nodes one of these holds it and takes no longer than its ring.
+
+    The nodes of a ring whose slowest link has bandwidth b are all joined by links of at least b
+    and have two neighbours each, so they lie in one piece of the graph of such links that is left
+    when nodes with fewer neighbours are taken away again and again.
+    """
+    pieces: dict[bytes, Ring] = {}
+    if replicas == 1:
+        return [Ring(0.0, np.arange(len(groups.count)) == g) for g in range(len(groups.count))]
+    steps = 2 * (replicas - 1)
+    for bandwidth in np.unique(groups.bandwidth[groups.bandwidth > 0])[::-1]:
+        linked = groups.bandwidth >= bandwidth
+        inside = np.ones(len(groups.count), dtype=bool)
+        while True:
+            neighbours = linked @ (groups.count * inside) - np.diag(linked)
+            kept = inside & (neighbours >= min(replicas - 1, 2))
+            if (kept == inside).all():
+                break
+            inside = kept
+        _, piece = connected_components(linked & inside & inside[:, None], directed=False)
+        for label in np.unique(piece[inside]):
+            members = inside & (piece == label)
+            if groups.count[members].sum() >= replicas and members.tobytes() not in pieces:
+                latency = groups.latency[np.ix_(members, members)].min()
+                seconds = steps / replicas * stage_bytes / bandwidth + steps * latency
+                pieces[members.tobytes()] = Ring(float(seconds), members)
+    return list(pieces.values())

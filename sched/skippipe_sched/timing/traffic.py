@@ -1,0 +1,117 @@
+"""What the links carry in one iteration: bytes, and for how long they are in use."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan
+from skippipe_sched.timing.averaging import best_ring
+from skippipe_sched.timing.simulate import Timeline
+
+Place = TypeVar("Place", int, str)
+# What a link is used for: activations and their gradients, or the ring of a stage.
+Use = Literal["pipeline", "averaging"]
+
+
+@dataclass(frozen=True)
+class Flow(Generic[Place]):
+    """What one directed link carries in an iteration for one use.
+
+    `source` and `target` are nodes, or locations. `busy_s` is in how many seconds of the iteration
+    something is on its way there, which counts once what overlaps.
+    """
+
+    source: Place
+    target: Place
+    use: Use
+    bytes: float
+    busy_s: float
+
+
+def link_traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
+    """Bytes and busy seconds of every directed pair of nodes, the busiest first.
+
+    The pipeline's are those of the timeline's transfers. In the averaging of a stage with n
+    replicas each sends 2(n-1)/n of the stage's bytes to the next in the best ring; its link counts
+    as busy for as long as these bytes and the latency of each step take on it, even where it then
+    waits for a slower link of the ring.
+
+    Replicas of one stage never send each other activations, so each pair has one use.
+    """
+    return _added_up(_sendings(plan, timeline), lambda node: node)
+
+
+def location_traffic(plan: Plan, timeline: Timeline) -> list[Flow[str]]:
+    """As `link_traffic`, for directed pairs of locations; within a location, from it to itself."""
+    return _added_up(_sendings(plan, timeline), lambda node: plan.case.nodes[node].location)
+
+
+def wide_area_bytes(case: Case, flows: Iterable[Flow[int]]) -> float:
+    """Bytes that go from one location to another."""
+    return sum(
+        flow.bytes
+        for flow in flows
+        if case.nodes[flow.source].location != case.nodes[flow.target].location
+    )
+
+
+class _Sending(NamedTuple):
+    source: int
+    target: int
+    use: Use
+    bytes: float
+    start_s: float
+    end_s: float
+
+
+def _sendings(plan: Plan, timeline: Timeline) -> Iterator[_Sending]:
+    case = plan.case
+    for sent in timeline.transfers:
+        yield _Sending(
+            sent.source, sent.target, "pipeline", case.activation_bytes, sent.start_s, sent.end_s
+        )
+    latency, bandwidth = case.link_matrices
+    for averaging in timeline.averagings:
+        ring = best_ring(case, averaging.stage, plan.stages[averaging.stage])
+        if len(ring) < 2:
+            continue
+        steps = 2 * (len(ring) - 1)
+        size = steps / len(ring) * case.stage_bytes[averaging.stage]
+        for link in zip(ring, [*ring[1:], ring[0]], strict=True):
+            seconds = float(size / bandwidth[link] + steps * latency[link])
+            start_s = averaging.start_s
+            # A measured averaging may end before the case says that its links are free.
+            end_s = min(start_s + seconds, averaging.end_s)
+            yield _Sending(*link, "averaging", size, start_s, end_s)
+
+
+def _added_up(sendings: Iterable[_Sending], place_of: Callable[[int], Place]) -> list[Flow[Place]]:
+    groups: dict[tuple[Place, Place, Use], list[_Sending]] = defaultdict(list)
+    for sending in sendings:
+        groups[place_of(sending.source), place_of(sending.target), sending.use].append(sending)
+    flows = [
+        Flow(*key, sum(sending.bytes for sending in group), _covered_s(group))
+        for key, group in groups.items()
+    ]
+    return sorted(flows, key=lambda flow: (-flow.busy_s, flow.source, flow.target, flow.use))
+
+
+def _covered_s(sendings: Sequence[_Sending]) -> float:
+    covered_s, until_s = 0.0, 0.0
+    for start_s, end_s in sorted((sending.start_s, sending.end_s) for sending in sendings):
+        covered_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return covered_s
+
+
+def link_name(case: Case, flow: Flow) -> str:
+    """A link in words: node 3 (Iowa) → node 8 (Singapore), or only the locations."""
+    places = (flow.source, flow.target)
+    return " → ".join(
+        f"node {place} ({case.nodes[place].location})" if isinstance(place, int) else place
+        for place in places
+    )

@@ -1,0 +1,123 @@
+"""How commands begin, and the arguments that several of them share. Nothing here computes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skippipe_sched.errors import loading, run_command
+
+if TYPE_CHECKING:
+    from skippipe_jax.cluster.membership import Membership
+    from skippipe_jax.config import Config
+    from skippipe_jax.inference.staged_model import StagedModel
+
+INTERRUPTED = "interrupted; nothing is kept"
+
+
+def run_module(module: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> int:
+    """Parse the command line of `python -m MODULE` and run it; returns the exit code.
+
+    `add_arguments` tells a parser of the command's arguments, and what calls the command.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    add_arguments(parser)
+    return run_parsed(parser)
+
+
+def run_parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> int:
+    """Call the `command` that the parsed words name; returns the exit code.
+
+    A Ctrl-C that the command does not take itself becomes the line `interrupted`, if it has one.
+    """
+    arguments = parser.parse_args(words)
+    interrupted = getattr(arguments, "interrupted", INTERRUPTED)
+    return run_command(lambda: arguments.command(arguments), interrupted)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = True) -> None:
+    """The arguments that give the configuration, and that a run `resumes` if a command does so."""
+    parser.add_argument("--config", type=Path, required=True, help="the configuration, YAML")
+    add_overrides(parser, "override one key of the configuration; may be given often")
+    if resumes:
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="go on from the last checkpoint in run_dir, or in checkpoint.copy_to where there "
+            "is no run_dir any more",
+        )
+
+
+def add_overrides(parser: argparse.ArgumentParser, told: str) -> None:
+    """The argument that overrides keys of a configuration, with what is told of it."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY.SUB=VALUE", help=told)
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments by which a process finds the other hosts, as `joined_by` reads them."""
+    cluster = parser.add_argument_group("many hosts")
+    cluster.add_argument("--coordinator", metavar="HOST:PORT", help="where host 0 listens")
+    cluster.add_argument("--hosts", type=int, metavar="N", help="how many hosts there are")
+    cluster.add_argument("--host-id", type=int, metavar="I", help="which of them this is, from 0")
+    cluster.add_argument(
+        "--distributed",
+        action="store_true",
+        help="let JAX find the cluster (for TPU pods whose environment does not name the others)",
+    )
+
+
+def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextManager[Membership]:
+    """Keep compiled programs as `config` says, and be one of the hosts that `arguments` name."""
+    with loading():
+        from skippipe_jax.cluster.membership import joined
+        from skippipe_jax.runtime.compilation import keep_programs
+
+    keep_programs(config.compilation_cache)
+    return joined(
+        config.cluster,
+        arguments.coordinator,
+        arguments.hosts,
+        arguments.host_id,
+        arguments.distributed,
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *cut_flags: str) -> None:
+    """The arguments that name a model, as `named_model` reads them."""
+    from skippipe_jax.config.model import MOST_STAGES
+
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--run", type=Path, metavar="DIR", help="the folder of a run")
+    where.add_argument("--hf", type=Path, metavar="DIR", help="a folder from Hugging Face")
+    parser.add_argument("--step", type=int, help="which checkpoint of --run (default: the latest)")
+    parser.add_argument(
+        *cut_flags or ("--cut",),
+        dest="cut",
+        type=int,
+        metavar="N",
+        help=f"into how many stages an --hf model is cut (default: {MOST_STAGES}, or as many fewer "
+        "as its layers spread over evenly)",
+    )
+    add_overrides(parser, "override the configuration, as for training; may be given often")
+
+
+def named_model(arguments: argparse.Namespace) -> tuple[StagedModel, Config, int | None]:
+    """The model that the arguments name, as `read_model` reads it."""
+    with loading():
+        from skippipe_jax.inference.staged_model import read_model
+
+    return read_model(arguments.run, arguments.hf, arguments.step, arguments.cut, arguments.set)
+
+
+def add_stages_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name the stages that run, as `partial.chosen_order` reads them."""
+    stages = parser.add_mutually_exclusive_group()
+    stages.add_argument(
+        "--stages", metavar="0,2,1", help="which stages run, in this order (default: all)"
+    )
+    stages.add_argument(
+        "--keep", type=float, metavar="SHARE", help="this share of the stages, drawn by --seed"
+    )

@@ -1,0 +1,157 @@
+"""What hosts tell each other, and how they come to agree, in a few verbs.
+
+Every verb takes a name, which a run uses once, and values that JSON can hold: all hosts get them
+as JSON gives them back, whoever told them. A host that fails at making what it should tell says so,
+and raises its own error; those that hear of it raise `HostFailed`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+
+class DeadlinePassed(TimeoutError):
+    """Something was waited for too long: a run ends then as for a lost host."""
+
+
+class HostFailed(RuntimeError):
+    """Another host has failed at what this one waited for, and ends because of that."""
+
+
+class Host(Protocol):
+    """This host among those of a run, and short messages between them."""
+
+    @property
+    def index(self) -> int:
+        """Position among the hosts, from 0."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Number of hosts."""
+        ...
+
+    def put(self, key: str, value: str) -> None:
+        """Make a value known to all hosts."""
+        ...
+
+    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
+        """Return the value of a key, as soon as it is there.
+
+        `source` is the host that should put it, for the message of the error, a TimeoutError
+        such as `DeadlinePassed`, after `timeout_s` seconds.
+        """
+        ...
+
+
+def from_host_0(host: Host, name: str, make: Callable[[], Any], timeout_s: float) -> Any:
+    """What `make` returns on host 0, the only one to call it. All hosts call this together.
+
+    Raises:
+        HostFailed: `make` has failed on host 0, which raises its error itself.
+        TimeoutError: it has not ended within `timeout_s`.
+    """
+    if host.index == 0:
+        return tell(host, name, make)
+    return hear(host, name, [0], timeout_s)[0]
+
+
+def gather(
+    host: Host,
+    name: str,
+    make: Callable[[], Any],
+    timeout_s: float,
+    hosts: Iterable[int] | None = None,
+) -> dict[int, Any]:
+    """What `make` returns on all `hosts`, by host; every host by default.
+
+    Those of `hosts` call this together. Others may, to know what these tell: they make nothing.
+
+    Raises:
+        HostFailed: `make` has failed on another host, which raises its error itself.
+        TimeoutError: a host has not told within `timeout_s`, which counts for all together.
+    """
+    hosts = list(range(host.count) if hosts is None else hosts)
+    if host.index in hosts:
+        tell(host, name, make)
+    return hear(host, name, hosts, timeout_s)
+
+
+def agree(
+    host: Host,
+    name: str,
+    value: Any,
+    timeout_s: float,
+    differing: Callable[[int], Exception],
+    hosts: Iterable[int] | None = None,
+) -> None:
+    """Return if all `hosts`, every host by default, have the same value as the first of them.
+
+    These hosts call this together. The first goes on without waiting for the others.
+
+    Raises:
+        Exception: `differing(first)`, on a host whose value is not that of host `first`.
+        TimeoutError: the first has not told its value within `timeout_s`.
+    """
+    first = min(range(host.count) if hosts is None else hosts)
+    if host.index == first:
+        tell(host, name, lambda: value)
+    elif hear(host, name, [first], timeout_s)[first] != _as_heard(value):
+        raise differing(first)
+
+
+def barrier(host: Host, name: str, timeout_s: float) -> None:
+    """Return when every host has come to the barrier of this name.
+
+    Raises:
+        TimeoutError: a host has not come within `timeout_s`.
+    """
+    gather(host, name, lambda: None, timeout_s)
+
+
+def tell(host: Host, name: str, make: Callable[[], Any]) -> Any:
+    """Tell all hosts what `make` returns, or how it fails, and return it as they hear it.
+
+    For those that shall not wait: the others ask for it by `hear`.
+
+    Raises:
+        Exception: the error of `make`.
+    """
+    key = _key(name, host.index)
+    try:
+        text = json.dumps({"value": make()})
+    except Exception as error:
+        host.put(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    host.put(key, text)
+    return json.loads(text)["value"]
+
+
+def hear(host: Host, name: str, hosts: Iterable[int], timeout_s: float) -> dict[int, Any]:
+    """What some hosts tell under a name, by host, as soon as all of them have.
+
+    Raises:
+        HostFailed: one of them has failed at it.
+        TimeoutError: one of them has not told within `timeout_s`, which counts for all together.
+    """
+    end = time.monotonic() + timeout_s
+    heard = {}
+    for source in hosts:
+        key = _key(name, source)
+        message = json.loads(host.get(key, max(0.0, end - time.monotonic()), source))
+        if "error" in message:
+            raise HostFailed(f"host {source} has failed at {name!r}: {message['error']}")
+        heard[source] = message["value"]
+    return heard
+
+
+def _key(name: str, source: int) -> str:
+    return f"{name}/{source}"
+
+
+def _as_heard(value: Any) -> Any:
+    """What others make of a value: a tuple is a list to them, and a number among keys a text."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,70 @@
+"""Where this host belongs in a run: as it is told, or as the environment shows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster import jax_runtime
+from skippipe_jax.cluster.addresses import parse_address
+from skippipe_jax.config import ClusterConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this host belongs in a run of several."""
+
+    index: int
+    count: int
+    coordinator: tuple[str, int]  # where host 0 is reached
+
+
+def find_place(
+    config: ClusterConfig,
+    coordinator: str | None,
+    hosts: int | None,
+    host_id: int | None,
+    distributed: bool,
+) -> Place | None:
+    """Find this host's place from the arguments or the environment; None if it is alone.
+
+    Raises:
+        InputError: for arguments that contradict each other, or a cluster that JAX cannot detect.
+    """
+    if (coordinator, hosts, host_id) != (None, None, None):
+        return _given_place(coordinator, hosts, host_id)
+    if distributed or _is_launched_with_others():
+        return _detected_place(config)
+    return None
+
+
+def _given_place(coordinator: str | None, hosts: int | None, host_id: int | None) -> Place:
+    together = "give --coordinator HOST:PORT, --hosts N and --host-id I together, or none of them"
+    if coordinator is None:
+        raise InputError("--coordinator", None, "missing beside --hosts or --host-id", together)
+    if hosts is None:
+        raise InputError("--hosts", None, "missing beside --coordinator", together)
+    if host_id is None:
+        raise InputError("--host-id", None, "missing beside --coordinator", together)
+    if hosts < 1:
+        raise InputError("--hosts", hosts, "a run has at least one host", "give their number")
+    if not 0 <= host_id < hosts:
+        remedy = f"give each host its own id from 0 to {hosts - 1}"
+        raise InputError("--host-id", host_id, f"out of range for {hosts} hosts", remedy)
+    return Place(host_id, hosts, parse_address("--coordinator", coordinator))
+
+
+def _is_launched_with_others() -> bool:
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1"
+    # A batch script has tasks as well, but only in a step (srun) do they all run this program.
+    if "SLURM_STEP_NODELIST" in os.environ and int(tasks) > 1:
+        return True
+    addresses = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
+    return addresses is not None and "," in addresses
+
+
+def _detected_place(config: ClusterConfig) -> Place:
+    address, count, index = jax_runtime.detect(config)
+    return Place(index, count, parse_address("the detected coordinator", address))

@@ -1,0 +1,120 @@
+"""Every key of a configuration, with its meaning from the docstrings, its type and its default."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from skippipe_jax.config.choices import Choice, choices_of
+from skippipe_jax.config.parsing import to_tree
+from skippipe_jax.config.run import Config
+
+# One attribute in a docstring: its name, and what is told of it on this line and the ones below.
+ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
+NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key: its type, its default as YAML has it, what it means, the only words it may hold.
+
+    `path` is its name in full, as ``--set`` takes it.
+    """
+
+    name: str
+    path: str
+    hint: Any
+    default: Any
+    about: str
+    choices: Choice | None
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it holds keys of its own, always."""
+        return dataclasses.is_dataclass(self.hint)
+
+    def kind(self, section: str = "section") -> str:
+        """What it holds, in words, where a section is called so."""
+        return _in_words(self.hint, section, self.choices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A section: its place, which is empty for the outermost, what is told of it, its keys."""
+
+    name: str
+    about: str
+    keys: tuple[Key, ...]
+
+
+def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
+    """The section that a dataclass describes, at this place, and all within it."""
+    about, told_of_keys = described(kind)
+    hints, choices = typing.get_type_hints(kind), choices_of(kind)
+    keys = tuple(
+        Key(
+            name=field.name,
+            path=f"{name}.{field.name}".lstrip("."),
+            hint=hints[field.name],
+            default=_default(field),
+            about=told_of_keys[field.name],
+            choices=choices.get(field.name),
+        )
+        for field in dataclasses.fields(kind)
+    )
+    yield Section(name, about, keys)
+    for key in keys:
+        for inner in filter(dataclasses.is_dataclass, types_within(key.hint)):
+            yield from sections(inner, key.path)
+
+
+def described(kind: Any) -> tuple[str, dict[str, str]]:
+    """What the docstring of a dataclass tells of it, and of each of its attributes."""
+    about, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
+    return about, {name: " ".join(text.split()) for name, text in ATTRIBUTE.findall(attributes)}
+
+
+def types_within(hint: Any) -> Iterator[Any]:
+    """A type, and all that it is made of."""
+    yield hint
+    for part in parts(hint):
+        yield from types_within(part)
+
+
+def parts(hint: Any) -> tuple[Any, ...]:
+    """The types that a union or a tuple is made of."""
+    return tuple(part for part in typing.get_args(hint) if part is not Ellipsis)
+
+
+def keys_in_words() -> str:
+    """All keys as text: for each what it holds, its default and what it means."""
+    lines = []
+    for key in (key for section in sections() for key in section.keys):
+        value = "" if key.is_section else f" = {json.dumps(key.default)}"
+        lines.append(f"{key.path}{value}\n    {key.kind()}: {key.about}")
+    return "\n".join(lines)
+
+
+def _in_words(hint: Any, section: str, choices: Choice | None) -> str:
+    if dataclasses.is_dataclass(hint):
+        return section
+    if hint is types.NoneType:
+        return "null"
+    if hint is str and choices is not None:
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    inner = [_in_words(part, section, choices) for part in parts(hint)]
+    if typing.get_origin(hint) is tuple:
+        return f"list of {inner[0]}"
+    return ", ".join(inner[:-1]) + f" or {inner[-1]}" if inner else NAMES[hint]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return to_tree(field.default_factory())
+    return to_tree(field.default)

@@ -1,0 +1,186 @@
+"""Text becomes shards of tokens, in several processes; a tokenizer is trained on text."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64, Integer
+from skippipe_sched.errors import InputError
+from tqdm import tqdm
+
+from skippipe_jax.config import DocumentSource
+from skippipe_jax.config.extras import require
+from skippipe_jax.data.corpus import cut_in_two, groups, place_of, texts_of
+from skippipe_jax.data.documents import Document, read_documents, require_apart
+from skippipe_jax.data.token_shards import PARTS, PartWriter, TokenIndex, write_index
+from skippipe_jax.data.tokenizer import (
+    MARKS,
+    Tokenizer,
+    cut,
+    encode_documents,
+    load_tokenizer,
+    token_dtype,
+    write_tokenizer,
+)
+
+
+def train_bpe(
+    documents: Iterable[tuple[Document, DocumentSource]], vocabulary_size: int, folder: Path
+) -> None:
+    """Train a byte-level BPE and write it to `folder`, as Hugging Face tokenizers are written.
+
+    Raises:
+        InputError: if a document is not UTF-8, or the package is missing.
+    """
+    package = require("tokenizers", "hf", "--train-bpe", vocabulary_size)
+    byte_level = package.pre_tokenizers.ByteLevel
+    tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(MARKS.values()),
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    pieces = (piece for document, source in documents for piece in cut(document.decoded(source)))
+    tokenizer.train_from_iterator(pieces, trainer)
+    folder.mkdir(parents=True)
+    write_tokenizer(tokenizer, folder)
+
+
+def write_tokens(
+    folder: Path,
+    sources: Sequence[DocumentSource],
+    tokenizer_name: str,
+    held_out: float,
+    seed: int,
+    processes: int,
+) -> TokenIndex:
+    """Tokenize all documents into `folder`, which exists, and describe what was written.
+
+    The same text gives the same files, however many processes there are.
+
+    Raises:
+        InputError: if a document cannot be read, or is of two sources, or one part would have all.
+    """
+    tokenizer = load_tokenizer(tokenizer_name, "--tokenizer")
+    inputs, is_held_out = _inputs(sources, held_out, seed)
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    writers = [PartWriter(folder, part, dtype) for part in PARTS]
+    with tqdm(unit="B", unit_scale=True, disable=None, desc="tokenizing") as progress:
+        for documents, tokens, ends in _tokenized(inputs, tokenizer_name, tokenizer, processes):
+            lengths = np.diff(ends, prepend=0)
+            out = np.array([is_held_out(document) for document in documents])
+            for writer, chosen in zip(writers, (~out, out), strict=True):
+                writer.add(tokens[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
+            progress.update(sum(len(document.text) for document in documents))
+    parts = {part: writer.close() for part, writer in zip(PARTS, writers, strict=True)}
+    total = sum(part.documents for part in parts.values())
+    for name, part in parts.items():
+        if total and not part.documents:
+            raise InputError(
+                "--held-out",
+                held_out,
+                f"the {name.replace('_', '-')} part would have none of the documents",
+                "Give more of them, or another share or --seed",
+            )
+    index = TokenIndex(
+        tokenizer.digest, tokenizer.vocabulary_size, dtype.name, held_out, seed, parts
+    )
+    write_index(folder, index)
+    return index
+
+
+Inputs = Sequence[tuple[DocumentSource, Iterable[Document]]]
+
+
+def _inputs(
+    sources: Sequence[DocumentSource], held_out: float, seed: int
+) -> tuple[Inputs, Callable[[Document], bool]]:
+    """The documents of each source, and what tells whether one of them is held out."""
+    if len(sources) > 1:
+        require_apart(sources)
+    every = ((source, one) for source in sources for one in read_documents(source))
+    first = list(itertools.islice(every, 2))
+    if len(first) == 1:
+        [(source, document)] = first
+        beginning, end = cut_in_two(document, held_out)
+        return [(source, [beginning, end])], lambda document: document is end
+    inputs = [(source, read_documents(source)) for source in sources]
+    return inputs, lambda document: place_of(document.key, seed) < held_out
+
+
+Tokenized = tuple[Integer[np.ndarray, " token"], Int64[np.ndarray, " document"]]
+
+
+def _tokenized(
+    inputs: Inputs, name: str, tokenizer: Tokenizer, processes: int
+) -> Iterator[tuple[list[Document], *Tokenized]]:
+    """Groups of documents in their order, with their tokens and where each ends."""
+    work = (
+        (group, texts_of(group, source, tokenizer))
+        for source, documents in inputs
+        for group in groups(documents)
+    )
+    if processes == 1:
+        yield from ((group, *encode_documents(tokenizer, texts)) for group, texts in work)
+        return
+    running: deque[tuple[list[Document], Future[Tokenized]]] = deque()
+    # Spawned: the packages' threads would not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=_start_worker) as pool:
+        for group, texts in work:
+            running.append((group, pool.submit(_encode, name, texts)))
+            # What waits lies in memory, so it must not be all of the text.
+            if len(running) > 2 * processes:
+                done, tokens = running.popleft()
+                yield done, *tokens.result()
+        for done, tokens in running:
+            yield done, *tokens.result()
+
+
+def _start_worker() -> None:
+    """Let the parent alone handle Ctrl-C, and end when it has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _encode(name: str, texts: list[Any]) -> Tokenized:
+    return encode_documents(_tokenizer_of_worker(name), texts)
+
+
+@functools.cache
+def _tokenizer_of_worker(name: str) -> Tokenizer:
+    # There is a process for every core already.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return load_tokenizer(name)
+
+
+def training_documents(
+    sources: Sequence[DocumentSource], held_out: float, seed: int
+) -> Iterator[tuple[Document, DocumentSource]]:
+    """The documents that are not held out, each with its source."""
+    inputs, is_held_out = _inputs(sources, held_out, seed)
+    for source, documents in inputs:
+        yield from ((document, source) for document in documents if not is_held_out(document))

@@ -1,0 +1,100 @@
+"""Whole models from Hugging Face's format to the folder of a run, and back, stage by stage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from skippipe_sched import fields
+from tqdm import tqdm
+
+from skippipe_jax.config import Config, DataConfig, ModelConfig, to_yaml
+from skippipe_jax.config.model import LAYERS_OF_STAGE
+from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
+from skippipe_jax.data.tokenizer import write_byte_tokenizer
+from skippipe_jax.interop import huggingface
+from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.runtime.stage_functions import Parameters
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.new_folder import new_folder
+from skippipe_jax.storage.reader import read_stage
+from skippipe_jax.storage.writer import write_checkpoint
+
+
+def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Config:
+    """Write the model in `source` as a run cut into `stages` stages; returns its configuration.
+
+    Raises:
+        InputError: if the model cannot be read, or `run` is not new.
+    """
+    weights = huggingface.open_weights(source)
+    model = weights.model
+    if stages is None:
+        stages = max(1, model.layers // LAYERS_OF_STAGE)
+    model = _cut(model, fields.integer(stages, "--stages", 1, model.layers))
+    length = min(DataConfig.sequence_length, model.context)
+    config = Config(run_dir=str(run), model=model, data=DataConfig(sequence_length=length))
+    layers, shapes = model.layers_of_stages(stages), stage_shapes(model, stages)
+
+    with (
+        new_folder(run, "--output") as folder,
+        tqdm(total=stages, unit="stage", disable=None, leave=False) as bar,
+    ):
+
+        def state_of(stage: int) -> dict[str, Parameters]:
+            bar.update(stage - bar.n)
+            parameters = weights.read_stage(shapes[stage], sum(layers[:stage]))
+            return {"parameters": jax.device_put(parameters)}
+
+        weights.copy_companions(folder / TOKENIZER_FOLDER)
+        write_checkpoint(folder, 0, layers, state_of)
+        (folder / run_folder.CONFIG).write_text(to_yaml(config), encoding="utf-8")
+    return config
+
+
+def to_huggingface(
+    run: Path, target: Path, step: int | None = None, dtype: str | None = None
+) -> int:
+    """Write a checkpoint of a run, by default the latest, as a model; returns its step.
+
+    Raises:
+        InputError: if the checkpoint cannot be read, or `target` is not new.
+    """
+    model = run_folder.saved_config(run, "RUN").model
+    checkpoint = open_checkpoint(run, step)
+    cut = checkpoint.stage_layers
+    # The run may have cut its model otherwise since.
+    model = replace(model, stage_layers=cut)
+    shapes = stage_shapes(model, len(cut))
+    dtype = dtype or model.parameter_dtype
+    companions = run / TOKENIZER_FOLDER
+
+    def parameters_of(stage: int) -> Parameters:
+        return read_stage(checkpoint, cut, stage, {"parameters": shapes[stage]})["parameters"]
+
+    with new_folder(target, "--output") as folder:
+        huggingface.write_weights(folder, model, len(cut), parameters_of, dtype)
+        description = huggingface.config_json(model, dtype, companions)
+        text = json.dumps(description, indent=2) + "\n"
+        (folder / huggingface.CONFIG).write_text(text, encoding="utf-8")
+        if companions.exists():
+            huggingface.copy_companions(companions, folder)
+        else:
+            write_byte_tokenizer(folder, "--output")
+    return checkpoint.step
+
+
+def _cut(model: ModelConfig, stages: int) -> ModelConfig:
+    """The model cut into `stages` stages of equal layers, or of one more in the first of them."""
+    each, more = divmod(model.layers, stages)
+    if not more:
+        return model
+    return replace(model, stage_layers=(each + 1,) * more + (each,) * (stages - more))
+
+
+def parameters_in_all(model: ModelConfig) -> int:
+    """How many parameters a model has, however it is cut."""
+    return parameter_count(stage_shapes(replace(model, stage_layers=None), 1))

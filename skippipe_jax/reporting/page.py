@@ -1,0 +1,195 @@
+"""One page that shows a run; `page.html` says how it looks, this module what stands in it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from skippipe_sched import fields
+from skippipe_sched.figures.amounts import seconds_text, size_text
+from skippipe_sched.figures.flows import flows_map
+from skippipe_sched.figures.gantt import gantt_series
+from skippipe_sched.problem.plan import Plan
+from skippipe_sched.timing.simulate import Timeline
+from skippipe_sched.timing.traffic import Flow, link_name, link_traffic
+
+from skippipe_jax.config import ModelConfig
+from skippipe_jax.models.footprint import stage_parameters
+from skippipe_jax.program.schedule import OWN, timeline_of
+from skippipe_jax.reporting.curves import curve
+from skippipe_jax.reporting.metrics import Metrics, load_metrics
+from skippipe_jax.storage.recording import (
+    IncompleteRecordingError,
+    measured_timeline,
+    measured_title,
+    recorded_steps,
+)
+from skippipe_jax.storage.run_folder import CONFIG, METRICS, saved_config, saved_schedule
+
+BUSIEST_LINKS = 12
+# The recordings shown hold so many operations at most, but the newest is always shown.
+MOST_OPERATIONS = 2_000
+
+
+def report(folder: Path) -> str:
+    """The page of a run, as HTML that is well-formed XML too.
+
+    Where iterations take several plans, all but the curves is about the plan of the newest one.
+
+    Raises:
+        InputError: if the folder holds no run, or something in it is damaged.
+    """
+    config, schedule = saved_config(folder, "RUN"), saved_schedule(folder)
+    whole = load_metrics(folder)
+    steps = whole.figures["step"].tolist()
+    plans = [schedule.name(step - 1) for step in steps]
+    name = plans[-1] if plans else OWN
+    plan, metrics = schedule.plans[name], whole.of([other == name for other in plans])
+    predicted = timeline_of(plan, config.recipe.averaged(steps[-1] if steps else 0))
+    recorded = recorded_steps(folder)
+    shown = [step for step in recorded if schedule.name(step - 1) == name]
+    measured, notes = load_timelines(folder, plan, shown)
+    if len(shown) < len(recorded):
+        notes.append(f"{len(recorded) - len(shown)} recorded iterations had other plans.")
+    newest, *others = sorted(measured, reverse=True) or [None]
+    newest_timeline = None if newest is None else measured[newest]
+    timeline = newest_timeline or predicted
+    return _template().render(
+        name=folder.resolve().name,
+        evaluate=f"python -m skippipe_jax.evaluate --run {shlex.quote(str(folder))}",
+        config=config,
+        configuration=fields.read_text(folder / CONFIG, CONFIG),
+        parameters=_count_text(_parameters(config.model, len(plan.stages))),
+        plan=plan,
+        locations=len({node.location for node in plan.case.nodes}),
+        visited=sorted({len(path) for path in plan.microbatches}),
+        metrics=metrics,
+        curves=curves(whole) if steps else [],
+        newest=newest,
+        timelines=gantt_series(plan, {"predicted": predicted} | _titled(measured, newest)),
+        others=len(others),
+        other_timelines=gantt_series(plan, _titled(measured, *others)) if others else "",
+        notes=notes,
+        flows=flows_map(plan, predicted),
+        iteration_s=timeline.iteration_s,
+        links=[
+            (link_name(plan.case, flow), flow, _bytes_on(metrics.bytes_per_link, flow))
+            for flow in link_traffic(plan, timeline)[:BUSIEST_LINKS]
+        ],
+        idle=_idle_shares(newest_timeline, metrics, predicted.nodes),
+        expected_idle=_idle_of(predicted),
+    )
+
+
+def _template() -> Any:
+    environment = Environment(
+        loader=PackageLoader(__package__ or "", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "grouped": lambda number: f"{number:,.0f}",
+        "median": np.median,
+        "percent": lambda share: f"{share:.0%}",
+        "seconds": seconds_text,
+        "size": size_text,
+    }
+    return environment.get_template("page.html")
+
+
+def load_timelines(
+    folder: Path, plan: Plan, steps: Sequence[int]
+) -> tuple[dict[int, Timeline], list[str]]:
+    """Iterations recorded at `steps`, which took this plan: the newest, and others spread evenly.
+
+    With them come notes on what is not shown.
+    """
+    shown = MOST_OPERATIONS // sum(map(len, plan.order))
+    chosen = steps
+    if len(steps) > shown:
+        chosen = [steps[round(i)] for i in np.linspace(len(steps) - 1, 0, max(1, shown))]
+    timelines, notes = {}, []
+    for step in sorted(set(chosen)):
+        try:
+            timelines[step] = measured_timeline(folder, plan, step)
+        except IncompleteRecordingError as error:
+            notes.append(f"Not shown: {error}")
+    if len(steps) > len(chosen):
+        notes.append(f"{len(chosen)} of {len(steps)} recorded iterations are shown.")
+    return timelines, notes
+
+
+def curves(metrics: Metrics) -> list[str]:
+    """Loss, held-out loss where there is any, and seconds per iteration, each as an SVG.
+
+    There must be one iteration at least.
+    """
+    figures, predicted = metrics.figures, metrics.predicted_seconds
+    # The first iterations compile, and would leave the others no room.
+    top = float(np.quantile(metrics.settled["seconds"], 0.99)) * 1.25
+    mark = None
+    if predicted is not None:
+        top = max(top, 1.15 * predicted)
+        mark = (f"predicted {seconds_text(predicted)}", predicted)
+    losses = {"Loss": figures["loss"], "Held-out loss": figures["held_out"]}
+    pictures = [
+        _loss_curve(title, figures["step"][known], values[known])
+        for title, values in losses.items()
+        if (known := np.isfinite(values)).any()
+    ]
+    time = curve("Seconds per iteration", "", figures["step"], figures["seconds"], (0.0, top), mark)
+    return [*pictures, time]
+
+
+def _loss_curve(title: str, steps: Int[np.ndarray, " n"], values: Float[np.ndarray, " n"]) -> str:
+    low, high = float(values.min()), float(values.max())
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return curve(title, "nats per token", steps, values, (low - margin, high + margin))
+
+
+def _titled(measured: Mapping[int, Timeline], *steps: int | None) -> dict[str, Timeline]:
+    return {measured_title(step): measured[step] for step in steps if step is not None}
+
+
+def _bytes_on(sent: Mapping[str, Any] | None, flow: Flow[int]) -> float | None:
+    """What went over a link in the last iteration, if the run has noted it."""
+    link = f"{flow.source}-{flow.target}"
+    field = f"{METRICS}, bytes_per_link.{link}"
+    return None if sent is None else fields.number(sent.get(link, 0), field, 0.0)
+
+
+def _idle_shares(
+    newest: Timeline | None, metrics: Metrics, nodes: int
+) -> tuple[str, Float[np.ndarray, " nodes"]] | None:
+    """How much of an iteration each node does not compute, and where that was measured."""
+    noted = metrics.idle_share(nodes)
+    if noted is not None:
+        return f"median of the last {noted[0]} iterations", noted[1]
+    return None if newest is None else ("newest recorded iteration", _idle_of(newest))
+
+
+def _idle_of(timeline: Timeline) -> Float[np.ndarray, " nodes"]:
+    return 1.0 - np.array(timeline.busy_s) / timeline.iteration_s
+
+
+def _parameters(model: ModelConfig, stages: int) -> int:
+    layers = model.layers_of_stages(stages)
+    return sum(
+        stage_parameters(model, count, is_data_stage=stage == 0)
+        for stage, count in enumerate(layers)
+    )
+
+
+def _count_text(count: int) -> str:
+    """A count in millions or billions, with three digits."""
+    for size, word in ((10**9, " billion"), (10**6, " million")):
+        if count >= size:
+            return f"{count / size:.3g}{word}"
+    return f"{count:,}"

@@ -1,0 +1,122 @@
+"""Arrays in files, as Orbax writes them: what is here is all that knows Orbax.
+
+A folder holds the leaves of a tree, each by its path. Every process writes and reads by itself, at
+the same time as others or not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+PyTree = Any
+
+Writing = ocp.AsyncCheckpointer
+"""What is being written: a context whose end waits for the files, and raises what went wrong."""
+
+# Orbax narrates each save, and prints the traceback of any error that it raises too, through a
+# logger that it shares with other libraries.
+logging.getLogger("absl").addFilter(
+    lambda record: record.levelno == logging.WARNING or "/orbax/" not in record.pathname
+)
+
+
+def leaves_by_name(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves by path, such as "params/blocks/0/w": independent of container types."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+
+
+def begin_writing(folder: Path, tree: PyTree) -> Writing:
+    """Begin to write the jax.Array leaves of a tree, each of which is on one device.
+
+    Returns once they have left the devices or are held there, so that they may be donated.
+    """
+    writer = ocp.AsyncCheckpointer(
+        _handler(),
+        # In the background, folders would be announced under keys that all processes share: one
+        # that saves at the same time takes or clears the other's announcement, which then hangs.
+        async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+        multiprocessing_options=_this_process(),
+    )
+    arrays = {name: _as_global(leaf) for name, leaf in leaves_by_name(tree).items()}
+    writer.save(folder, args=ocp.args.PyTreeSave(arrays))
+    return writer
+
+
+class ArrayFiles:
+    """The arrays of a folder, open for reading for the length of a block."""
+
+    def __init__(self, folder: Path):
+        """Open the folder, which `begin_writing` has written."""
+        self.folder = folder
+        self._reader = ocp.Checkpointer(_handler(), multiprocessing_options=_this_process())
+
+    def __enter__(self) -> ArrayFiles:
+        """Nothing is read yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the folder."""
+        self._reader.close()
+
+    def described(self) -> Mapping[str, Any]:
+        """All arrays by name, each with its `shape` and `dtype`."""
+        found = self._reader.metadata(self.folder).item_metadata
+        assert found is not None
+        return found.tree
+
+    def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+        """Some arrays by name, whose shapes and types are those of the files."""
+        as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
+        return self._reader.restore(
+            self.folder,
+            args=ocp.args.PyTreeRestore(
+                item=dict(wanted), restore_args=as_numpy, partial_restore=True
+            ),
+        )
+
+
+def _this_process() -> ocp.options.MultiprocessingOptions:
+    """Let this process save and restore by itself, with no barrier across processes."""
+    index = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
+    )
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Return what writes a flat mapping of jax.Array, one copy of each, or reads it as NumPy's."""
+    arrays = ocp.type_handlers.ArrayHandler(
+        primary_host=jax.process_index(),
+        use_replica_parallel=False,
+        enable_write_sharding_file=False,
+    )
+    return ocp.PyTreeCheckpointHandler(
+        use_compression=False,  # trained numbers shrink by 8%, and training needs the cores
+        multiprocessing_options=_this_process(),
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        ),
+    )
+
+
+def _as_global(array: jax.Array) -> jax.Array:
+    """Present an array of this process as the first copy of one that another process shares.
+
+    Among several processes Orbax refuses arrays that only one can see. It writes the first copy
+    only, so the other process, which never hears of this, has nothing to do.
+    """
+    if jax.process_count() == 1:
+        return array
+    (device,) = array.devices()
+    elsewhere = next(d for d in jax.devices() if d.process_index != device.process_index)
+    copies = NamedSharding(Mesh(np.array([device, elsewhere]), ("copy",)), PartitionSpec())
+    return jax.make_array_from_single_device_arrays(array.shape, copies, [array])

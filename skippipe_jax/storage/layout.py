@@ -1,0 +1,216 @@
+"""Where a run's checkpoints lie, and which of them are whole.
+
+In the run folder, which all hosts share:
+
+    checkpoints/00000020/     one step
+        stage_0/ stage_1/ ..  an Orbax checkpoint of each stage's state, written by one host
+        data.json             how far the data had been read
+        COMMITTED             written last: what the checkpoint holds, with a digest of every file
+
+A folder without COMMITTED is not a checkpoint. COMMITTED says how many blocks each stage held, so
+that `read_stage` can put the stages of any other cut together from those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster.agreement import Host, from_host_0
+from skippipe_jax.storage.whole_file import synchronize, write_whole
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that holds them."""
+COMMITTED, DATA = "COMMITTED", "data.json"
+"""Of the files of a checkpoint, the mark that it is whole, and how far the data had been read."""
+FORMAT, VERSION = "skippipe-checkpoint", 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint of stages with ``stage_layers`` blocks.
+
+    ``files`` gives the digest of each file in ``folder``.
+    """
+
+    folder: Path
+    step: int
+    stage_layers: tuple[int, ...]
+    files: Mapping[str, str]
+
+
+# Names.
+
+
+def step_name(step: int) -> str:
+    """The name of the folder of a step."""
+    return f"{step:08d}"
+
+
+def steps_named(names: Collection[str]) -> list[int]:
+    """The steps whose folders are among these names, ascending."""
+    steps = {int(name) for name in names if name.isdecimal()}
+    return sorted(step for step in steps if step_name(step) in names)
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    """The folder of a step, as an absolute path: Orbax takes no others."""
+    return run_dir.absolute() / CHECKPOINTS / step_name(step)
+
+
+def stage_name(stage: int) -> str:
+    """The name of the folder of a stage, in that of a step."""
+    return f"stage_{stage}"
+
+
+def part_of(name: str) -> str:
+    """Of a file of a checkpoint, the part to which it belongs: a stage, or the file itself."""
+    return name.split("/")[0]
+
+
+# What is there.
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Return the steps that have a committed checkpoint, ascending."""
+    return [step for step in _steps(run_dir) if is_committed(step_folder(run_dir, step))]
+
+
+def latest_step(run_dir: Path) -> int | None:
+    """Return the last step that has a committed checkpoint, or None."""
+    return max(saved_steps(run_dir), default=None)
+
+
+def is_committed(folder: Path) -> bool:
+    """Whether the folder of a step holds a whole checkpoint."""
+    return (folder / COMMITTED).exists()
+
+
+def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """Open the checkpoint of ``step``, by default the latest.
+
+    Raises InputError when there is none, its COMMITTED does not describe a checkpoint, or it was
+    written by another version of this program.
+    """
+    steps = saved_steps(run_dir)
+    chosen = latest_step(run_dir) if step is None else step
+    if chosen is None or chosen not in steps:
+        raise InputError(
+            str(run_dir / CHECKPOINTS),
+            "latest" if step is None else step,
+            "there is no such checkpoint",
+            f"Choose one of the steps {steps}" if steps else "Name a run that has saved one",
+        )
+    folder = step_folder(run_dir, chosen)
+    text = (folder / COMMITTED).read_bytes()
+    try:
+        record = json.loads(text)
+        if record["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        if record["version"] != VERSION:
+            raise InputError(
+                f"{folder / COMMITTED}: version",
+                record["version"],
+                f"another version of this program wrote it; this one reads version {VERSION}",
+                "Resume with the version that wrote it, or start a new run",
+            )
+        if record["step"] != chosen:
+            raise ValueError(f"it speaks of step {record['step']}")
+        files = dict(record["files"].items())
+        return Checkpoint(folder, chosen, tuple(map(int, record["stage_layers"])), files)
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            str(folder / COMMITTED),
+            text.decode(errors="replace"),
+            f"does not describe a checkpoint: {error!r}",
+            _go_back(folder),
+        ) from error
+
+
+def require_intact(checkpoint: Checkpoint, part: str) -> None:
+    """Raise InputError unless every file of ``part`` is as it was committed."""
+    recorded = {name: told for name, told in checkpoint.files.items() if part_of(name) == part}
+    # A part without files is one that COMMITTED forgot: then its folder counts as missing.
+    for name, told in (recorded or {part: "nothing"}).items():
+        path = checkpoint.folder / name
+        found = digest(path) if path.is_file() else "missing"
+        if found != told:
+            raise InputError(
+                str(path), found, f"was committed as {told}", _go_back(checkpoint.folder)
+            )
+
+
+def digest(path: Path) -> str:
+    """Tell a file from any that was damaged by accident; sha1 is the fastest that does."""
+    with path.open("rb") as file:
+        sha1 = hashlib.file_digest(file, lambda: hashlib.sha1(usedforsecurity=False)).hexdigest()
+    return f"{path.stat().st_size} bytes, sha1 {sha1}"
+
+
+# What comes and goes.
+
+
+def declare_whole(folder: Path, stage_layers: Sequence[int], files: Mapping[str, str]) -> None:
+    """Write COMMITTED, with the digest of every file of the checkpoint in `folder`."""
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": int(folder.name),
+        "stage_layers": list(stage_layers),
+        "files": files,
+    }
+    write_whole(folder / COMMITTED, json.dumps(record, indent=1), durably=True)
+    synchronize(folder.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove the folder of a step, whole or not."""
+    # The mark goes first: what an interruption leaves is then no checkpoint.
+    (folder / COMMITTED).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def prepare_run(
+    run_dir: Path, host: Host, step: int | None = None, timeout_s: float = 600
+) -> Checkpoint | None:
+    """Make the run folder ready to go on from ``step``, by default from its latest checkpoint.
+
+    Every host calls this before it trains. Host 0 removes folders that a crash left without a
+    COMMITTED, and checkpoints after ``step``, whose steps the run will take anew. When that is
+    done all hosts return the checkpoint to resume from, or None when the run has none.
+    Raises InputError, before anything is removed, when ``step`` cannot be opened.
+    """
+    if step is not None:
+        open_checkpoint(run_dir, step)
+
+    def clear() -> int | None:
+        last = latest_step(run_dir) if step is None else step
+        for found in _steps(run_dir):
+            folder = step_folder(run_dir, found)
+            if last is None or found > last or not is_committed(folder):
+                remove(folder)
+        return last
+
+    last = from_host_0(host, "checkpoint/prepared", clear, timeout_s)
+    return None if last is None else open_checkpoint(run_dir, last)
+
+
+def _steps(run_dir: Path) -> list[int]:
+    """The steps that have a folder, ascending, committed or not."""
+    return steps_named({path.name for path in (run_dir / CHECKPOINTS).glob("*")})
+
+
+def _go_back(folder: Path) -> str:
+    """Say what to do about a damaged checkpoint."""
+    earlier = [step for step in saved_steps(folder.parent.parent) if step < int(folder.name)]
+    if earlier:
+        return f"Move {folder} away to go on from the checkpoint before: {step_name(earlier[-1])}"
+    return "There is no checkpoint before it: start a new run"

@@ -1,0 +1,160 @@
+"""The state of a stage from a checkpoint, however the model was cut when it was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.storage.array_files import ArrayFiles, PyTree, leaves_by_name
+from skippipe_jax.storage.layout import (
+    COMMITTED,
+    DATA,
+    Checkpoint,
+    require_intact,
+    stage_name,
+)
+
+
+def read_stage(
+    checkpoint: Checkpoint,
+    stage_layers: Sequence[int],
+    stage: int,
+    abstract: Mapping[str, PyTree],
+) -> PyTree:
+    """Read the state of one stage, bit for bit as it was saved, under any cut of the model.
+
+    What belongs to blocks (whose path holds "blocks") has a row for each block, and is put together
+    from the saved stages that hold these blocks, of which one at a time is in memory. All else is
+    the same in every stage that has it (counters), or is the data stage's alone.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        stage_layers: the blocks of each stage as the model is cut now; their sum is that of
+            `Checkpoint.stage_layers`.
+        stage: index of the stage in this cut.
+        abstract: tree of jax.ShapeDtypeStruct to read. Each of its top-level entries (say
+            "parameters") is read whole; saved entries that it leaves out are not read at all.
+            A leaf without a sharding goes to the first local device.
+
+    Raises:
+        InputError: the checkpoint is of a model with other layers, a file of it is missing or
+            damaged, or the saved arrays are not those of `abstract`.
+    """
+    if sum(checkpoint.stage_layers) != sum(stage_layers):
+        raise InputError(
+            f"{checkpoint.folder / COMMITTED}: stage_layers",
+            list(checkpoint.stage_layers),
+            f"the checkpoint has {sum(checkpoint.stage_layers)} layers, and the configured model "
+            f"has {sum(stage_layers)}",
+            "Configure the model that was saved, or start a new run",
+        )
+    wanted = leaves_by_name(abstract)
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
+    for saved, rows in _rows_of_saved_stages(checkpoint.stage_layers, stage_layers, stage):
+        missing = {n: leaf for n, leaf in wanted.items() if _is_of_blocks(n) or not pieces[n]}
+        both_data_stages = stage == saved == 0
+        for name, array in _read_saved(checkpoint, saved, missing, both_data_stages).items():
+            # A copy, since a view of some rows would hold on to all.
+            pieces[name].append(array[rows].copy() if _is_of_blocks(name) else array)
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    placed = [
+        jax.device_put(
+            own[0] if len(own) == 1 else np.concatenate(own),
+            wanted[name].sharding or here,
+            # An array that training donates has to be JAX's own.
+            may_alias=False,
+        )
+        for name, own in pieces.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract), placed)
+
+
+def read_data_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read how far the data had been read; raises InputError like `read_stage`."""
+    require_intact(checkpoint, DATA)
+    return json.loads((checkpoint.folder / DATA).read_text())
+
+
+def _is_of_blocks(name: str) -> bool:
+    """Whether an array has a row for each block of its stage."""
+    return "blocks" in name.split("/")
+
+
+def _entry(name: str) -> str:
+    """The top-level entry of the tree to which an array belongs."""
+    return name.split("/")[0]
+
+
+def _rows_of_saved_stages(
+    saved_layers: Sequence[int], stage_layers: Sequence[int], stage: int
+) -> list[tuple[int, slice]]:
+    """The saved stages that hold blocks of a stage, in order, and which of their rows these are."""
+    first = sum(stage_layers[:stage])
+    last = first + stage_layers[stage]
+    found = []
+    for saved, layers in enumerate(saved_layers):
+        before = sum(saved_layers[:saved])
+        rows = slice(max(0, first - before), min(layers, last - before))
+        if rows.start < rows.stop:
+            found.append((saved, rows))
+    return found
+
+
+def _read_saved(
+    checkpoint: Checkpoint,
+    stage: int,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    both_data_stages: bool,
+) -> dict[str, np.ndarray]:
+    """Read arrays of a saved stage; refuse one that lacks some, or has others of blocks.
+
+    With ``both_data_stages`` it may have no others at all.
+    """
+    require_intact(checkpoint, stage_name(stage))
+    layers = checkpoint.stage_layers[stage]
+    expected = {
+        name: jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype)
+        if _is_of_blocks(name)
+        else leaf
+        for name, leaf in wanted.items()
+    }
+    entries = {_entry(name) for name in wanted}
+    with ArrayFiles(checkpoint.folder / stage_name(stage)) as files:
+        comparable = {
+            name: leaf
+            for name, leaf in files.described().items()
+            if _entry(name) in entries
+            and (name in wanted or _is_of_blocks(name) or both_data_stages)
+        }
+        _require_same(files.folder, comparable, expected)
+        return files.read(expected)
+
+
+def _require_same(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise InputError unless both have arrays of the same names, shapes and types."""
+
+    def describe(arrays: Mapping[str, Any], name: str) -> str:
+        if name not in arrays:
+            return "no such array"
+        return f"{np.dtype(arrays[name].dtype).name}{list(arrays[name].shape)}"
+
+    differing = [
+        name
+        for name in sorted(saved.keys() | wanted.keys())
+        if describe(saved, name) != describe(wanted, name)
+    ]
+    if differing:
+        raise InputError(
+            f"{folder}: {differing[0]}",
+            describe(saved, differing[0]),
+            f"the configured model has {describe(wanted, differing[0])}"
+            f" ({len(differing)} of its arrays differ)",
+            "Configure the model that was saved, or start a new run",
+        )

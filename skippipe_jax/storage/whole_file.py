@@ -1,0 +1,33 @@
+"""A file that is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PARTIAL = ".partial"
+"""What the name of a file ends with until it is whole."""
+
+
+def write_whole(path: Path, text: str, *, durably: bool = False) -> None:
+    """Write a file so that a crash leaves the old one, if there is one, or the new one.
+
+    With `durably` a power cut does so too, and the file is on the disk when this returns.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    partial.write_text(text, encoding="utf-8")
+    if durably:
+        synchronize(partial)
+    os.replace(partial, path)
+    if durably:
+        synchronize(path.parent)
+
+
+def synchronize(*paths: Path) -> None:
+    """Return once these files, and the entries of these folders, are on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,287 @@
+"""A checkpoint that hosts write together, and commit once all of it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster.agreement import Host, from_host_0, gather
+from skippipe_jax.storage.array_files import PyTree, Writing, begin_writing
+from skippipe_jax.storage.layout import (
+    DATA,
+    declare_whole,
+    digest,
+    is_committed,
+    part_of,
+    remove,
+    saved_steps,
+    stage_name,
+    step_folder,
+)
+from skippipe_jax.storage.whole_file import synchronize
+
+# Why a file cannot be written that is no fault of this program's.
+OF_THE_DISK = [
+    os.strerror(number)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
+]
+
+
+class Copy(Protocol):
+    """A copy of a run elsewhere; it may raise whatever a file system raises."""
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        ...
+
+    @property
+    def copied(self) -> frozenset[int]:
+        """The steps whose checkpoints were there when it was last looked at or written."""
+        ...
+
+    def steps(self) -> list[int]:
+        """Look which steps have whole checkpoints there."""
+        ...
+
+    def update(self, run_dir: Path, steps: Collection[int]) -> None:
+        """Copy the run, with the checkpoints of these steps and no others."""
+        ...
+
+
+class CheckpointWriter:
+    """Writes the parts that this host owns and, with its peers, commits each checkpoint once."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        host: Host,
+        *,
+        stage_layers: Sequence[int],
+        keep: int,
+        keep_every: int | None = None,
+        mirror: Copy | None = None,
+        timeout_s: float = 1200,
+    ):
+        """Write below ``run_dir``, holding on to the last ``keep`` checkpoints.
+
+        Those of every ``keep_every`` steps are kept for good. On host 0, ``mirror`` is brought up
+        to date after each checkpoint, before older ones are removed. A checkpoint is whole with
+        a stage for each of ``stage_layers``, their blocks, and the state of the data. Hosts wait
+        ``timeout_s`` at most for one another's parts.
+        """
+        self._run_dir = run_dir
+        self._host = host
+        self._stage_layers = tuple(stage_layers)
+        self._keep = keep
+        self._keep_every = keep_every
+        self._protected: int | None = None
+        self._mirror = mirror
+        self._timeout_s = timeout_s
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._last_save: Future[None] | None = None
+        # Slow links hold up neither training nor the next checkpoint.
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_copy")
+        self._copies: list[Future[None]] = []
+
+    def save(
+        self,
+        step: int,
+        stages: Mapping[int, Mapping[str, PyTree]],
+        data: Mapping[str, Any] | None,
+    ) -> None:
+        """Begin a checkpoint; on return its arrays may be donated, and the writing goes on.
+
+        Every host calls this, at the same steps. One checkpoint is written at a time: this waits
+        for the one before.
+
+        Args:
+            step: iterations done so far.
+            stages: by index, the state of each stage that this host writes: trees under a few
+                top-level names, whose leaves are jax.Array on one device each.
+            data: how far the data has been read, fit for JSON, from one host and None from others.
+
+        Raises:
+            InputError: the step is saved already.
+            Exception: the checkpoint before was not committed, see `wait`.
+        """
+        self.wait()
+        folder = step_folder(self._run_dir, step)
+        if is_committed(folder):
+            raise InputError(
+                str(folder), step, "is saved already", "Resume the run, or name a new run folder"
+            )
+        texts = {} if data is None else {DATA: json.dumps(data)}
+        writes: Future[dict[str, Writing]] = Future()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            parts = {stage_name(stage): state for stage, state in stages.items()}
+            writes.set_result({name: begin_writing(folder / name, parts[name]) for name in parts})
+        except Exception as error:
+            # Raised by the background thread, which tells the other hosts that wait for this part.
+            writes.set_exception(error)
+        self._last_save = self._background.submit(self._finish, step, writes, texts)
+
+    def protect(self, step: int) -> None:
+        """Hold on to the checkpoint of ``step`` too, and no longer to the one protected before.
+
+        Called on host 0, which removes checkpoints.
+        """
+        self._protected = step
+
+    def wait(self) -> None:
+        """Wait until the last save is committed.
+
+        Raises:
+            InputError: it was not, since the run folder cannot be written any more.
+            TimeoutError: it was not, since another host has not done its part in time.
+            RuntimeError: it was not, for another reason, on this host or another.
+        """
+        last_save, self._last_save = self._last_save, None
+        if last_save is None:
+            return
+        try:
+            last_save.result()
+        except TimeoutError:
+            raise
+        except Exception as error:
+            # Of this host or another; some come through Orbax, which knows no OSError.
+            reason = next((text for text in OF_THE_DISK if text in str(error)), None)
+            if reason is None:
+                problem = f"{type(error).__name__}: {error}"
+                raise RuntimeError(f"a checkpoint is not committed: {problem}") from error
+            raise InputError(
+                "run_dir",
+                str(self._run_dir),
+                f"a checkpoint cannot be written there: {reason}",
+                "Mend that, and --resume goes on from the checkpoint before",
+            ) from error
+
+    def close(self) -> None:
+        """Wait for the last save and its copy, and end the background threads.
+
+        Says which of the checkpoints that are held on to could not be copied.
+        """
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            self._copying.shutdown()
+        for copy in self._copies:
+            copy.result()
+        here = saved_steps(self._run_dir)
+        if self._mirror is not None and (missing := self._kept(here) - self._mirror.copied):
+            _warn(f"not copied to {self._mirror.url}: the checkpoints of steps {sorted(missing)}")
+
+    def _finish(
+        self,
+        step: int,
+        writes: Future[dict[str, Writing]],
+        texts: Mapping[str, str],
+    ) -> None:
+        """Complete this host's part, and have host 0 commit once all parts are there."""
+        folder = step_folder(self._run_dir, step)
+        parts = gather(
+            self._host,
+            f"checkpoint/{step}/part",
+            lambda: _complete_part(folder, writes.result(), texts),
+            self._timeout_s,
+        )
+        from_host_0(
+            self._host,
+            f"checkpoint/{step}/whole",
+            lambda: self._commit(folder, dict(ChainMap(*parts.values()))),
+            self._timeout_s,
+        )
+
+    def _commit(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Declare the checkpoint of these files whole, if it is; drop old ones."""
+        expected = {stage_name(stage) for stage in range(len(self._stage_layers))}
+        expected.add(DATA)
+        written = {part_of(name) for name in files}
+        if written != expected:
+            raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
+        declare_whole(folder, self._stage_layers, files)
+        if self._mirror is None:
+            self._remove_old()
+        else:
+            self._copies.append(self._copying.submit(self._copy, self._mirror))
+
+    def _copy(self, mirror: Copy) -> None:
+        """Bring the copy up to date, and only then remove what it may have been copying."""
+        try:
+            # Where the run was fetched from there, it has not brought all of its checkpoints.
+            mirror.update(self._run_dir, self._kept([*saved_steps(self._run_dir), *mirror.steps()]))
+        except Exception as error:
+            # Training goes on whatever a remote file system raises, and the next copy tries again.
+            _warn(f"checkpoints not copied to {mirror.url}: {type(error).__name__}: {error}")
+        self._remove_old()
+
+    def _kept(self, steps: Iterable[int]) -> set[int]:
+        """Of these saved steps, those to hold on to."""
+        ordered = sorted(set(steps))
+        return {
+            step
+            for step in ordered
+            if step in ordered[-self._keep :]
+            or step == self._protected
+            or (self._keep_every is not None and step % self._keep_every == 0)
+        }
+
+    def _remove_old(self) -> None:
+        steps = saved_steps(self._run_dir)
+        for old in set(steps) - self._kept(steps):
+            remove(step_folder(self._run_dir, old))
+
+
+def write_checkpoint(
+    run_dir: Path,
+    step: int,
+    stage_layers: Sequence[int],
+    state_of: Callable[[int], Mapping[str, PyTree]],
+) -> None:
+    """Write a whole checkpoint from this process alone, when no data has been read.
+
+    The states, like those of `CheckpointWriter.save`, are asked for and written one by one: no two
+    need be held at a time.
+    """
+    folder = step_folder(run_dir, step)
+    folder.mkdir(parents=True)
+    files: dict[str, str] = {}
+    for stage in range(len(stage_layers)):
+        name = stage_name(stage)
+        files |= _complete_part(folder, {name: begin_writing(folder / name, state_of(stage))}, {})
+    declare_whole(folder, stage_layers, files)
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def _complete_part(
+    folder: Path, writes: Mapping[str, Writing], texts: Mapping[str, str]
+) -> dict[str, str]:
+    """Wait for the stages, write the texts, and return the digest of every file.
+
+    All of it is on the disk then: a checkpoint that counts is whole even after a power cut.
+    """
+    with contextlib.ExitStack() as stack:
+        for write in writes.values():
+            stack.enter_context(write)  # leaving it waits for its files
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    paths = [folder / name for name in texts]
+    paths += [path for name in writes for path in (folder / name).rglob("*") if path.is_file()]
+    folders = {folder / above for path in paths for above in path.relative_to(folder).parents}
+    synchronize(*paths, *folders)
+    return {path.relative_to(folder).as_posix(): digest(path) for path in paths}

@@ -1,0 +1,23 @@
+"""What host 0 says while a run is set up and goes on; the other hosts say nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    print(text, flush=True)
+
+
+def say_meanwhile(text: str) -> None:
+    """Say what takes so long, above the bar if there is one."""
+    tqdm.write(text, file=sys.stderr)
+
+
+def on_host_0(host: int, tell: Callable[[str], None]) -> Callable[[str], None]:
+    """A way to tell something, which is used on host 0 alone."""
+    return tell if host == 0 else lambda _: None

@@ -1,0 +1,96 @@
+"""The plans of a run: read from a file, or made for a case that was given or measured. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import DEFAULT_METHOD
+from skippipe_sched.problem.auto import candidates, load_cases
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan, load_plan
+from skippipe_sched.problem.rules import require
+from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
+
+from skippipe_jax.config import NO_RECIPE, Config, PlanConfig, RecipeConfig
+from skippipe_jax.program.schedule import Schedule, best_plan, make_schedule
+from skippipe_jax.training.messages import say, say_meanwhile
+from skippipe_jax.training.signals import interrupts_that_end
+
+
+def make_plan(
+    case: Mapping[str, Any] | str | Path,
+    method: str = DEFAULT_METHOD,
+    *,
+    seed: int = 0,
+    budget_s: float = DEFAULT_BUDGET_S,
+) -> Plan:
+    """A plan for a case, which is given as a mapping or as the path of a YAML file.
+
+    `budget_s` are the seconds that the search may take; the first search on a machine compiles for
+    half a minute before. The link table of a mapping lies in the current folder.
+
+    Raises:
+        InputError: if the case is none, or has no plan under its rules.
+    """
+    given = dict(case) if isinstance(case, Mapping) else str(case)
+    config = PlanConfig(case=given, method=method, seed=seed, budget_s=budget_s)
+    return best_plan(_cases(config, Path()), method, Search(seed, budget_s), NO_RECIPE)
+
+
+def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] | None) -> Schedule:
+    """The run's own plan, for the case that was measured if one was, and those of its recipe.
+
+    Raises:
+        InputError: as `plan_of` does, or if a plan of the recipe breaks a rule.
+    """
+    if measured is not None:
+        cases = candidates(measured)
+        own = _planned(config.plan, cases, config.recipe, "what was measured")
+    else:
+        own = plan_of(config.plan, config_folder, config.recipe)
+    search = config.plan.method, config.plan.seed, config.plan.budget_s
+    with interrupts_that_end():
+        return make_schedule(config.recipe, own, *search, say)
+
+
+def plan_of(config: PlanConfig, config_folder: Path, recipe: RecipeConfig = NO_RECIPE) -> Plan:
+    """The plan that a configuration names, or one made for the case that it names.
+
+    Raises:
+        InputError: if it names neither, or the plan breaks a rule of its case.
+    """
+    if config.file is not None:
+        return require(load_plan(Path(config.file)))
+    return _planned(config, _cases(config, config_folder), recipe, "plan.case")
+
+
+def _cases(config: PlanConfig, config_folder: Path) -> Sequence[Case]:
+    if config.case is None:
+        raise InputError(
+            "plan.case", None, "there is no plan to train by", "Give plan.case or plan.file"
+        )
+    if isinstance(config.case, str):
+        return load_cases(Path(config.case))
+    return candidates(config.case, config_folder)
+
+
+def _planned(config: PlanConfig, cases: Sequence[Case], recipe: RecipeConfig, what: str) -> Plan:
+    if config.method != "balanced":  # Which is instant.
+        say_meanwhile(f"planning for {what} by {config.method}, {config.budget_s:g} s at most")
+    with interrupts_that_end():
+        return best_plan(cases, config.method, Search(config.seed, config.budget_s), recipe)
+
+
+def require_patience(config: Config, longest_s: float) -> None:
+    """Refuse a deadline that passes while everything goes as planned."""
+    if config.network.deadline_s <= longest_s:
+        raise InputError(
+            "network.deadline_s",
+            config.network.deadline_s,
+            f"a host may have to wait for most of an iteration, which takes "
+            f"{longest_s:.3g} s by the plan",
+            f"Write {2 * longest_s:.0f} or more",
+        )

@@ -1,0 +1,341 @@
+"""What all hosts settle before the first step, in the order in which they do it.
+
+Host 0 writes the run folder, and nothing before all that was given has been found good. The other
+hosts read there what it has written. All that can be wrong with the input is found here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.plan import Plan
+
+from skippipe_jax.cluster.agreement import agree, from_host_0, hear, tell
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    StageCut,
+    require_same_run,
+    to_tree,
+)
+from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
+from skippipe_jax.data.batches import TrainingBatches, check_vocabulary, tokenizer_of
+from skippipe_jax.data.tokenizer import load_tokenizer
+from skippipe_jax.interop.huggingface import Weights
+from skippipe_jax.profiling.case import Profile, check_template
+from skippipe_jax.profiling.cluster import measure
+from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
+from skippipe_jax.program.schedule import OWN, Schedule
+from skippipe_jax.runtime.runtime import Runtime, give_collectives_threads, open_runtime
+from skippipe_jax.runtime.state import from_checkpoint
+from skippipe_jax.runtime.topology import sharding_of
+from skippipe_jax.runtime.transport import Transfers, open_transfers
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
+from skippipe_jax.storage.layout import Checkpoint, latest_step
+from skippipe_jax.storage.mirror import Mirror
+from skippipe_jax.storage.recording import draw_recorded, remove_recordings
+from skippipe_jax.storage.writer import CheckpointWriter
+from skippipe_jax.training.first_weights import FirstWeights, find_weights
+from skippipe_jax.training.messages import on_host_0, say
+from skippipe_jax.training.planning import make_plans, require_patience
+from skippipe_jax.training.trackers import require_trackers
+
+# How long hosts wait for host 0 while it fetches a run from its copy, or completes the copy.
+COPYING_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the hosts of a run have settled.
+
+    Attributes:
+        schedule: the plans of the run.
+        host_of: the host of each node.
+        programs: those of this host, by the names of the plans.
+        data: the microbatches of the run, if a data node is served here.
+        weights: those that a new run begins with, if it is told where they come from.
+        transfers: the transfer servers of this host.
+        mirror: the copy of the run folder, on host 0, if there shall be one.
+    """
+
+    schedule: Schedule
+    host_of: tuple[int, ...]
+    programs: Mapping[str, Program]
+    data: TrainingBatches | None
+    weights: Weights | None
+    transfers: Transfers
+    mirror: Mirror | None
+
+    @property
+    def plan(self) -> Plan:
+        """The run's own plan."""
+        return self.schedule.plans[OWN]
+
+
+def settle(
+    config: Config,
+    host: Membership,
+    hold: run_folder.Hold,
+    *,
+    resume: bool,
+    config_folder: Path,
+) -> Settled:
+    """Settle all that the run needs; all hosts call this together.
+
+    `hold` is taken on host 0. `config_folder` is where the link table of a case inside the config
+    lies.
+
+    Raises:
+        InputError: if the configuration, the plan, the data or the weights cannot be used.
+    """
+    # Whose plans? A run that is resumed goes on under its own, unless it is told of others.
+    url = config.checkpoint.copy_to
+    mirror = Mirror(url) if url is not None and host.index == 0 else None
+    plans_anew = from_host_0(
+        host,
+        "plans_anew",
+        lambda: _opened_folder(config, mirror, hold, resume=resume),
+        config.cluster.connect_timeout_s + (0.0 if url is None else COPYING_S),
+    )
+    # For what cluster? One that is not described is measured, by its own links.
+    transfers, profile = None, None
+    if config.plan.measure and plans_anew:
+        nodes = check_template(config, host.count).count(host.index)
+        transfers = _open_transfers(config, host, nodes)
+        links = transfers.links({host.index: sharding_of((jax.local_devices()[0],))})
+        profile = measure(config, host, links, on_host_0(host.index, say))
+    # By which plans? Host 0 makes them; the others go on when it has written them.
+    if host.index != 0:
+        schedule = _schedule_of_host_0(config, host)
+    elif plans_anew:
+        schedule = make_plans(config, config_folder, None if profile is None else profile.case)
+    else:
+        schedule = run_folder.saved_schedule(Path(config.run_dir))
+    plan = schedule.plans[OWN]
+    require_patience(config, schedule.longest_s)
+    host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
+    compiled = compile_plans(schedule.plans, host_of)
+    programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
+    # On what text, and from what weights?
+    data = _open_data(config, plan, programs[OWN])
+    config.model.layers_of_stages(len(plan.stages))
+    _require_attention(config.model)
+    weights = None if resume else find_weights(config)
+    if host.index == 0:
+        require_trackers(config.log)
+        if not resume:
+            hold.take()
+            run_folder.require_new(Path(config.run_dir))  # Another may have been quicker.
+        _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
+        tell(host, "run", lambda: _description(config, schedule))
+    if data is not None:
+        data_hosts = {host_of[node] for node in plan.stages[0]}
+        _require_same_text(config, host, data_hosts, data)
+    if transfers is None:
+        transfers = _open_transfers(config, host, len(programs[OWN].nodes))
+    return Settled(schedule, host_of, programs, data, weights, transfers, mirror)
+
+
+def open_stages(
+    config: Config, host: Membership, settled: Settled, checkpoint: Checkpoint | None
+) -> Runtime:
+    """The runtime, its stages as the checkpoint has them, or as a run begins; on all hosts.
+
+    Raises:
+        InputError: if they cannot be read, or this host reads other weights than others.
+    """
+    cut = config.model.layers_of_stages(len(settled.plan.stages))
+    # A run that stopped before its first checkpoint begins anew when it is resumed.
+    weights = None if checkpoint is not None else settled.weights or find_weights(config)
+    first = None if weights is None else FirstWeights(weights, cut, are_compared=host.count > 1)
+    origin = first and first.read
+    if checkpoint is not None:
+        origin = from_checkpoint(checkpoint, cut)
+    given = settled.schedule, settled.programs, settled.host_of
+    runtime = open_runtime(config, *given, host, settled.transfers, origin)
+    if first is not None:
+        first.require_same(config, host, runtime.topology)
+    return runtime
+
+
+def go_on(config: Config, step: int) -> None:
+    """Make the folder of a run ready to go on after `step`; on host 0."""
+    folder, steps = Path(config.run_dir), config.train.steps
+    if step >= steps:
+        say(f"nothing is left to do: the run is at step {step} of {steps}")
+    run_folder.continue_run(folder, config, step)
+    remove_recordings(folder, after=step)
+
+
+def open_writer(
+    config: Config, host: Membership, cut: StageCut, mirror: Mirror | None
+) -> CheckpointWriter:
+    """What writes the checkpoints of the run; all hosts open one."""
+    return CheckpointWriter(
+        Path(config.run_dir),
+        host,
+        stage_layers=cut,
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+        mirror=mirror,
+    )
+
+
+def data_config(config: Config) -> DataConfig:
+    """What is read, with the tokenizer that the run keeps."""
+    if tokenizer_of(config.data) == BYTES:
+        return config.data
+    return with_tokenizer_of_run(config.data, Path(config.run_dir))
+
+
+def _opened_folder(
+    config: Config, mirror: Mirror | None, hold: run_folder.Hold, *, resume: bool
+) -> bool:
+    """Refuse a folder that holds another run, or fetch the run from its copy.
+
+    Returns whether the configuration makes the plans: it does for a new run, and for one that is
+    resumed if its section `plan` or `recipe` is another.
+    """
+    folder = Path(config.run_dir)
+    if not resume:
+        run_folder.require_new(folder)
+    message = None if mirror is None else mirror.prepare(folder, resume=resume)
+    if message is not None:
+        say(message)
+    if run_folder.is_run(folder):
+        hold.take()
+    if not resume:
+        return True
+    saved = run_folder.saved_config(folder, "run_dir")
+    for name, now, before in require_same_run(config, saved):
+        say(f"the run goes on with {name} = {now!r}, before it was {before!r}")
+    return (config.plan, config.recipe) != (saved.plan, saved.recipe)
+
+
+def _open_transfers(config: Config, host: Membership, nodes: int) -> Transfers:
+    give_collectives_threads(config, host, nodes)
+    return open_transfers(config, host)
+
+
+def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
+    """The plans that host 0 has put into the run folder, if this host was started like host 0."""
+    # Host 0 may search for plans first, and compile the search for half a minute before.
+    searches = 1 + config.recipe.most_searches
+    patience_s = config.cluster.connect_timeout_s + 2 * searches * config.plan.budget_s
+    theirs = hear(host, "run", [0], patience_s)[0]
+    for section, value in to_tree(config).items():
+        if _digest(value) != theirs["config"][section]:
+            raise InputError(
+                section,
+                value,
+                f"host {host.index} has this, and host 0 has something else",
+                "Start all hosts with the same configuration",
+            )
+    folder = Path(config.run_dir)
+    shared = (folder / run_folder.PLAN).exists()
+    schedule = run_folder.saved_schedule(folder) if shared else None
+    if schedule is None or _digest_of_plans(schedule) != theirs["plans"]:
+        raise InputError(
+            "run_dir",
+            config.run_dir,
+            f"host {host.index} does not find there what host 0 has written",
+            "Name a folder that all hosts share",
+        )
+    return schedule
+
+
+def _description(config: Config, schedule: Schedule) -> dict[str, Any]:
+    """What the other hosts compare their configuration and plans with."""
+    sections = {section: _digest(value) for section, value in to_tree(config).items()}
+    return {"config": sections, "plans": _digest_of_plans(schedule)}
+
+
+def _digest_of_plans(schedule: Schedule) -> str:
+    return _digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
+    """The microbatches of the run, if a data node is served here."""
+    data = data_config(config)
+    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
+    if not set(plan.stages[0]) & set(program.nodes):
+        return None
+    return TrainingBatches(data)
+
+
+def _require_attention(model: ModelConfig) -> None:
+    """Refuse an implementation of attention that this machine does not have."""
+    if model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise InputError(
+            "model.attention",
+            model.attention,
+            f"needs a GPU, and JAX found {jax.default_backend()} devices only",
+            "Write xla",
+        )
+
+
+def _write_folder(
+    config: Config,
+    schedule: Schedule,
+    weights: Weights | None,
+    profile: Profile | None,
+    *,
+    resume: bool,
+    plans_anew: bool,
+) -> None:
+    """Begin the folder of a new run, or leave in that of a run the plans it goes on under."""
+    folder = Path(config.run_dir)
+    if resume and plans_anew:
+        _leave_plan(folder, schedule.plans[OWN])
+    if plans_anew:
+        run_folder.start_run(folder, config, schedule)
+    if weights is not None and tokenizer_of(config.data) in (BYTES, str(weights.folder)):
+        weights.copy_companions(folder / TOKENIZER_FOLDER)
+    if profile is not None:
+        profile.save(folder / run_folder.CASE)
+    keep_tokenizer(config.data, folder)
+
+
+def _leave_plan(folder: Path, plan: Plan) -> None:
+    """Say that a run goes on under another plan, and draw what was recorded under its own."""
+    own = run_folder.saved_plan(folder)
+    say(
+        f"the run goes on under another plan: from {_extent(own)} to {_extent(plan)}, after step "
+        f"{latest_step(folder) or 0}"
+    )
+    draw_recorded(folder)
+    remove_recordings(folder, after=0)
+
+
+def _extent(plan: Plan) -> str:
+    return f"{len(plan.stages)} stages on {len(plan.case.nodes)} nodes"
+
+
+def _require_same_text(
+    config: Config, host: Membership, data_hosts: set[int], data: TrainingBatches
+) -> None:
+    """Data nodes read parts of one text: refuse a host with a data node that reads another."""
+
+    def differing(first: int) -> InputError:
+        return InputError(
+            "data.source",
+            config.data.source,
+            f"host {host.index} reads other text than host {first}",
+            "Give all hosts with data nodes the same files",
+        )
+
+    agree(host, "text", data.fingerprint, config.cluster.connect_timeout_s, differing, data_hosts)

@@ -1,0 +1,34 @@
+"""Which errors can come from another host, so that a host waits to learn whether one is lost."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster.agreement import DeadlinePassed, HostFailed
+from skippipe_jax.cluster.jax_runtime import may_stem_from_a_peer
+
+
+def following(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: the peer closed the connection"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        (ValueError("UNKNOWN: Gloo all-reduce failed"), True),
+        (ConnectionResetError(), True),
+        (DeadlinePassed("waited in vain"), True),
+        # The other host raises the error itself, and its verdict gives the reason.
+        (HostFailed("host 0 has failed at 'run'"), True),
+        (following(RuntimeError("a checkpoint is not committed"), HostFailed("host 1")), True),
+        (RuntimeError("mine"), False),
+        (InputError("plan.case", None, "missing", "Give one"), False),
+    ],
+)
+def test_what_may_stem_from_a_peer(error: Exception, expected: bool):
+    assert may_stem_from_a_peer(error) == expected

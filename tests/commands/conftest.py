@@ -1,0 +1,60 @@
+"""Commands run in this process, in a folder with what they need."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import load_config
+from skippipe_jax.training import trainer
+from tests.commands.examples import Command, Result, write_inputs
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a configuration that can be trained."""
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process: its `main` with these arguments."""
+
+    def run(module: Any, *arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
+        capfd.readouterr()
+        try:
+            code = module.main()
+        except SystemExit as exit:  # argparse
+            code = int(exit.code or 0)
+        printed = capfd.readouterr()
+        return Result(code, printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run has been trained to its end; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_inputs(folder)
+    with contextlib.chdir(folder):
+        config = load_config(Path("config.yaml"))
+        alone = Membership(config.cluster, index=0, count=1)
+        trainer.train(config, alone, resume=False, config_folder=folder)
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, folder: Path) -> Path:
+    """A copy of the trained run, in the current directory."""
+    shutil.copytree(trained / "run", folder / "run")
+    return folder / "run"

@@ -1,0 +1,259 @@
+"""All commands under one name: what they say of themselves, how they load, how they end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from skippipe_sched.errors import INTERRUPTED_EXIT_CODE
+from skippipe_sched.methods import make_plan
+from skippipe_sched.problem.case import parse_case
+
+from experiments.benchmarks import start
+from skippipe_jax import __main__ as skippipe
+from skippipe_jax import evaluate, launch, train
+from tests.commands.examples import CASE, Command
+
+PLANNING = {command.name for command in skippipe.PLANNING}
+OWN = skippipe.ABOUT.keys() - PLANNING - {"completion", "config"}
+# What takes seconds to load, and what no command loads that computes nothing.
+HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "numba"}
+# Runs the commands of its arguments, which + separates, and says which packages were loaded.
+IN_TURN = """
+import contextlib, importlib, itertools, sys
+module, *words = sys.argv[1:]
+for plus, group in itertools.groupby(words, lambda word: word == "+"):
+    if not plus:
+        sys.argv = [module, *group]
+        with contextlib.suppress(SystemExit):
+            importlib.import_module(module).main()
+if not words:
+    importlib.import_module(module)
+print(*sorted(name for name in sys.modules if "." not in name), sep="\\n")
+"""
+
+
+def loaded(module: str, *words: str) -> set[str]:
+    """The packages that a new process has loaded after these commands of a module."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TURN, module, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return set(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    "package", ["skippipe_sched", "skippipe_jax", "skippipe_jax.config", "skippipe_jax.program"]
+)
+def test_packages_without_arrays_of_jax_are_light(package: str):
+    assert not loaded(package) & (HEAVY | {"scipy"})
+
+
+def test_programs_are_made_without_jax():
+    assert not loaded("skippipe_jax.program.compiler") & HEAVY
+    assert not loaded("skippipe_jax.program.schedule") & HEAVY
+
+
+def test_commands_that_compute_nothing_are_light(folder: Path):
+    helps = [[name, "--help", "+"] for name in skippipe.ABOUT]
+    wrong = ["launch", "--config", "config.yaml", "--hosts", "2", "--set", "train.stepz=3", "+"]
+    words = ["--help", "+", *itertools.chain(*helps), *wrong, "config", "--print", "config.yaml"]
+    found = loaded("skippipe_jax.__main__", *words)
+    assert not found & (HEAVY | {"scipy"})
+    assert "yaml" in found  # It did run.
+    (folder / "wrong.yaml").write_text("trian: {steps: 3}")
+    assert not loaded("skippipe_jax.train", "--config", "wrong.yaml") & (HEAVY | {"scipy"})
+
+
+def test_a_plan_is_drawn_without_what_searches(folder: Path):
+    make_plan(parse_case(CASE), "balanced").save(folder / "plan.json")
+    found = loaded("skippipe_jax.__main__", "draw", "plan.json", "-o", "plan.svg")
+    assert (folder / "plan.svg").is_file()
+    assert not found & (HEAVY | {"scipy"})
+
+
+def test_a_report_is_written_without_jax(run: Path):
+    found = loaded("skippipe_jax.__main__", "report", str(run))
+    assert (run / "report.html").is_file()
+    assert not found & HEAVY
+
+
+def test_the_benchmark_says_what_starting_takes(run: Path, command: Command):
+    result = command(start, "--run", "run", "--starts", "1", "--against", str(start.ROOT))
+    assert result.code == 0, result.err
+    figures = json.loads(result.out.splitlines()[-1])["commands"]
+    assert {name.split()[1] for name in figures} >= {"train", "report", "draw", "--help"}
+    for name, row in figures.items():
+        assert row["here_s"] > 0
+        assert (row["there_s"] is None) == (start.COMMANDS[name][1] is None)
+    assert figures["skippipe report RUN"]["at_most_s"] == 1.5
+
+
+def test_the_list_has_every_command(command: Command):
+    listed = command(skippipe, "--help")
+    assert listed.code == 0
+    for name, about in skippipe.ABOUT.items():
+        assert name in listed.out.split()
+        assert about.split()[0] in listed.out
+    assert {path.stem for path in Path(skippipe.__file__).parent.glob("*.py")} == {
+        *OWN,
+        "__init__",
+        "__main__",
+        "arguments",
+    }
+
+
+@pytest.mark.parametrize("name", sorted(skippipe.ABOUT))
+def test_a_command_is_the_same_under_both_names(name: str, command: Command):
+    inside = command(skippipe, name, "--help")
+    assert inside.code == 0
+    assert inside.out.startswith(f"usage: skippipe {name} ")
+    if name == "completion":
+        return
+    if name in PLANNING:
+        alone = command(import_module("skippipe_sched.__main__"), name, "--help")
+        prog = f"python -m skippipe_sched {name}"
+    else:
+        module = f"skippipe_jax.{name}" + ".__main__" * (name == "config")
+        alone = command(import_module(module), "--help")
+        prog = f"python -m skippipe_jax.{name}"
+    assert alone.out.startswith(f"usage: {prog} ")
+    assert options(inside.out) == options(alone.out)
+
+
+def options(told: str) -> list[str]:
+    """What --help says below the usage, which is wrapped otherwise under a longer name."""
+    return told.split("\n\n")[1:]
+
+
+def test_a_command_runs_under_the_one_name(folder: Path, command: Command):
+    shown = command(skippipe, "memory", "--config", "config.yaml")
+    assert shown.code == 0
+    assert "node in all" in shown.out
+    wrong = command(skippipe, "memory", "--config", "config.yaml", "--set", "model.depth=3")
+    assert wrong.code == 2
+    assert wrong.err.startswith("error: model.depth = 3: unknown key.")
+
+
+def test_a_command_that_there_is_not_is_refused(command: Command):
+    result = command(skippipe, "trian")
+    assert result.code == 2
+    assert "invalid choice: 'trian'" in result.err
+
+
+COMPLETE = """
+source ./script
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${#COMP_LINE}
+function=$(complete -p skippipe | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+$function skippipe "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, str]:
+    """What lets each shell complete."""
+    found = {}
+    for shell in skippipe.SHELLS:
+        words = [sys.executable, "-m", "skippipe_jax", "completion", shell]
+        found[shell] = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return found
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        (["tr"], ["train"]),
+        (["train", "--res"], ["--resume"]),
+        (["train", "--config", "conf"], ["config.yaml"]),
+        (["plan", "--method", "sk"], ["skippipe-no-tc2", "skippipe"]),
+        (["convert", "to"], ["to-hf"]),
+    ],
+)
+def test_bash_completes(
+    typed: list[str], completed: list[str], scripts: dict[str, str], folder: Path
+):
+    (folder / "script").write_text(scripts["bash"])
+    words = ["bash", "-c", COMPLETE, "bash", "skippipe", *typed]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == sorted(completed)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_are_told_of_commands_and_options(
+    shell: str, scripts: dict[str, str], tmp_path: Path
+):
+    script = scripts[shell]
+    assert all(name in script for name in skippipe.ABOUT)
+    assert "resume" in script
+    if shutil.which(shell) is not None:
+        (tmp_path / "script").write_text(script)
+        subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
+
+
+@pytest.mark.parametrize("module", [train, evaluate, launch])
+def test_help_explains_the_command(module: Any, command: Command):
+    result = command(module, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert f"python -m {module.__name__}" in result.out
+    wanted = {
+        train: ["--config", "YAML", "--set KEY.SUB=VALUE", "--resume", "exit codes", "75"],
+        evaluate: ["--run", "folder of a run", "--step", "--json", "perplexity"],
+        launch: ["--config", "YAML", "--hosts N", "--grace", "machine"],
+    }
+    for words in wanted[module]:
+        assert words in result.out
+
+
+@pytest.mark.parametrize("module", [train, evaluate, launch])
+def test_unknown_arguments_are_refused(module: Any, command: Command):
+    result = command(module, "--config", "config.yaml", "--run", "run", "--fast")
+    assert result.code == 2
+    assert "usage: " in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("last", ["skippipe_jax", "jax._src.core", "treescope"])
+def test_an_interrupt_while_a_command_loads_leaves_no_traceback(last: str, folder: Path):
+    """Some packages would take a KeyboardInterrupt for an import that has failed, and go on."""
+    command = [sys.executable, "-X", "importtime", "-m", "skippipe_jax"]
+    command += ["generate", "--run", "nowhere", "--prompt", "x"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = list(
+            itertools.takewhile(lambda line: line.split("|")[-1].strip() != last, process.stderr)
+        )
+        process.send_signal(signal.SIGINT)
+        said += process.stderr
+        # Between two imports it is the command that ends.
+        assert process.wait() in (-signal.SIGINT, INTERRUPTED_EXIT_CODE)
+    assert not any("Traceback" in line for line in said)
+
+
+def test_an_interrupt_while_the_search_is_compiled_ends_training(folder: Path):
+    """numba calls back from C, where a KeyboardInterrupt would be lost."""
+    command = [sys.executable, "-m", "skippipe_jax.train", "--config", "config.yaml"]
+    command += ["--set", "plan.method=joint", "--set", "plan.budget_s=1000"]
+    uncompiled = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+    with subprocess.Popen(
+        command, env=uncompiled, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stderr is not None
+        said = list(itertools.takewhile(lambda line: "compiling" not in line, process.stderr))
+        process.send_signal(signal.SIGINT)
+        said += process.stderr
+        assert process.wait() == -signal.SIGINT
+    assert [line.split()[0] for line in said] == ["planning"]
+    assert not (folder / "run").exists()

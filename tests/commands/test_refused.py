@@ -1,0 +1,207 @@
+"""What commands refuse before anything is written, and in which words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from skippipe_sched.methods import make_plan
+from skippipe_sched.problem.case import parse_case
+
+from skippipe_jax import launch, train
+from tests.commands.examples import CASE, Command, expect_one_error
+
+
+def case_with(**changes: Any) -> str:
+    return f"plan.case={json.dumps(CASE | changes)}"
+
+
+# Each: arguments of --set, and words of the error: the field, the value, the remedy.
+WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
+    "unknown key": (["model.depth=3"], ["model.depth = 3", "unknown key", "use one of: "]),
+    "unknown section": (["modle.layers=3"], ["config.modle", "unknown key", "model"]),
+    "text for a number": (["train.steps=many"], ["train.steps = 'many'", "whole number"]),
+    "fraction": (["train.steps=2.5"], ["train.steps = 2.5", "whole number"]),
+    "no equals sign": (["train.steps"], ["--set = 'train.steps'", "Write --set"]),
+    "override of no mapping": (["run_dir.sub=3"], ["run_dir holds no keys"]),
+    "no steps": (["train.steps=0"], ["train.steps = 0", "at least 1"]),
+    "negative learning rate": (
+        ["optimizer.learning_rate=-1e-3"],
+        ["optimizer.learning_rate = -0.001", "at least 0"],
+    ),
+    "no checkpoint interval": (["checkpoint.every=0"], ["checkpoint.every = 0", "Write 1"]),
+    "no checkpoints kept": (["checkpoint.keep=0"], ["checkpoint.keep = 0", "Write 1"]),
+    "heads and width": (["model.heads=3"], ["model.heads = 3", "width 16", "Choose heads"]),
+    "heads and kv heads": (["model.kv_heads=3"], ["model.kv_heads = 3", "Choose a divisor"]),
+    "layers and stages": (["model.layers=3"], ["model.layers = 3", "2 stages", "multiple"]),
+    "stage layers": (
+        ["model.stage_layers=[1, 2]"],
+        ["model.stage_layers = [1, 2]", "adds up to 3", "Make the two agree"],
+    ),
+    "small vocabulary": (["model.vocabulary_size=100"], ["vocabulary_size = 100", "Write 259"]),
+    "long sequence": (
+        ["data.sequence_length=64"],
+        ["data.sequence_length = 64", "model.context = 32", "Shorten it"],
+    ),
+    "no such text": (["data.path=nowhere"], ["data.path = ", "nowhere", "No such file"]),
+    "too little text": (["data.held_out=1e-6"], ["data.sequence_length = 32", "held-out text"]),
+    "no cuDNN": (
+        ["model.attention=cudnn", "model.compute_dtype=bfloat16"],
+        ["model.attention = 'cudnn'", "needs a GPU", "Write xla"],
+    ),
+    "no plan": (["plan.case=null"], ["plan.case = None", "Give plan.case or plan.file"]),
+    "two plans": (["plan.file=plan.json"], ["plan.file = 'plan.json'", "Remove one"]),
+    "unknown method": (["plan.method=best"], ["plan.method = 'best'", "Use one of: "]),
+    "missing plan": (
+        ["plan.case=null", "plan.file=plan.json"],
+        ["plan = 'plan.json'", "No such file", "Check the path"],
+    ),
+    "missing case": (["plan.case=case.yaml"], ["case = 'case.yaml'", "No such file"]),
+    "long paths": ([case_with(path_length=3)], ["case.path_length = 3", "only 2 stages"]),
+    "no memory": ([case_with(memory=0)], ["case.memory = 0", "at least 1"]),
+    "nodes and stages": ([case_with(stages=[2, 3])], ["case.stages = [2, 3]", "3 nodes"]),
+    "unknown link table": ([case_with(links="gcp13")], ["case.links = 'gcp13'"]),
+    "unknown location": (
+        [case_with(links="gcp12", locations=["Atlantis", "Iowa"])],
+        ["case.links = 'Atlantis to Iowa'", "Add a row"],
+    ),
+    "hosts of nodes": (
+        ["cluster.host_of_node=[0, 0]"],
+        ["cluster.host_of_node = [0, 0]", "3 nodes", "Give the host of each node"],
+    ),
+    "hosts that are not there": (
+        ["cluster.host_of_node=[0, 1, 0]"],
+        ["cluster.host_of_node", "1 hosts", "Start 2 hosts"],
+    ),
+    "folder below a file": (["run_dir=text/run"], ["run_dir = 'text/run'", "Give another folder"]),
+    "folder that is a file": (["run_dir=text"], ["run_dir = 'text'", "Give another folder"]),
+    "folder of no name": (
+        ["run_dir=" + "a" * 300],
+        ["run_dir = 'aaa", "name too long", "Give another folder"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_wrong_values_are_refused_before_anything_is_written(
+    name: str, folder: Path, command: Command
+):
+    overrides, words = WRONG_VALUES[name]
+    before = sorted(folder.rglob("*"))
+    result = command(
+        train, "--config", "config.yaml", *(word for text in overrides for word in ("--set", text))
+    )
+    expect_one_error(result, *words)
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("module", [train, launch])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["--config = 'config.yaml'", "No such file", "Check the path"]),
+        ("model: {layers: 2", ["--config = 'config.yaml'", "not valid YAML at line 1"]),
+        ("- model\n- data\n", ["--config = 'config.yaml'", "is not a mapping"]),
+        ("seed: 1\ntrain: {steps: 3}\nseed: 2\n", ["line 3", "'seed' is given twice"]),
+        ("train: {steps: x}\n", ["train.steps = 'x'"]),
+        ("train:\n\tsteps: 3\n", ["not valid YAML at line 2"]),
+    ],
+)
+def test_configurations_that_cannot_be_read_are_refused(
+    module: Any, text: str | None, words: list[str], folder: Path, command: Command
+):
+    (folder / "config.yaml").unlink()
+    if text is not None:
+        (folder / "config.yaml").write_text(text)
+    hosts = ["--hosts", "2"] if module is launch else []
+    expect_one_error(command(module, "--config", "config.yaml", *hosts), *words)
+    assert not (folder / "run").exists()
+
+
+def damaged_plan(damage: Callable[[dict[str, Any]], Any]) -> str:
+    plan = make_plan(parse_case(CASE), "balanced").to_json()
+    damage(plan)
+    return json.dumps(plan)
+
+
+def put(*places: Any) -> Callable[[Any], None]:
+    """Sets the entry at all but the last of `places` to the last."""
+    *parents, key, value = places
+
+    def damage(plan: Any) -> None:
+        for parent in parents:
+            plan = plan[parent]
+        plan[key] = value
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (put("microbatches", 0, [0, 2, 1]), ["plan.microbatches[0][2] = 1", "stage 0 twice"]),
+        (put("microbatches", 0, [0, 9]), ["plan.microbatches[0][1] = 9", "at most 2"]),
+        (put("microbatches", 0, [2, 0]), ["plan.microbatches[0][0] = 2", "begins at a data node"]),
+        (put("stages", [[0, 1], [3]]), ["plan.stages[1][0] = 3", "at most 2"]),
+        (put("stages", [[0, 1], [2, 2]]), ["plan.stages[1][1] = 2", "already"]),
+        (put("order", 0, []), ["plan.order[0]", "lacks the"]),
+        (put("case", "memory", 0), ["case.memory = 0"]),
+        (put("format", "csv"), ["plan.format = 'csv'"]),
+        (put("version", 2), ["plan.version = 2"]),
+        (put("speed", 3), ["plan.speed = 3", "unknown key"]),
+        (lambda plan: plan.pop("order"), ["plan.order", "is missing"]),
+        (lambda plan: plan["order"][2].reverse(), ["plan.order"]),
+    ],
+)
+def test_plans_that_mean_nothing_are_refused(
+    damage: Callable[[Any], Any], words: list[str], folder: Path, command: Command
+):
+    (folder / "plan.json").write_text(damaged_plan(damage))
+    result = command(
+        train, "--config", "config.yaml", "--set", "plan.case=null", "--set", "plan.file=plan.json"
+    )
+    expect_one_error(result, *words)
+    assert not (folder / "run").exists()
+
+
+def test_a_plan_file_that_is_no_json_is_refused(folder: Path, command: Command):
+    (folder / "plan.json").write_text('{"format": ')
+    result = command(
+        train, "--config", "config.yaml", "--set", "plan.case=null", "--set", "plan.file=plan.json"
+    )
+    expect_one_error(result, "plan = 'plan.json'", "not valid JSON")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--coordinator", "nowhere"], ["--coordinator"]),
+        (["--coordinator", "host:port", "--hosts", "2", "--host-id", "0"], ["host:port"]),
+        (["--coordinator", "127.0.0.1:1", "--hosts", "2"], ["--host-id"]),
+        (["--coordinator", "127.0.0.1:1", "--hosts", "2", "--host-id", "2"], ["--host-id = 2"]),
+        (["--coordinator", "127.0.0.1:1", "--hosts", "0", "--host-id", "0"], ["--hosts = 0"]),
+        (["--hosts", "2"], ["--coordinator"]),
+    ],
+)
+def test_hosts_that_make_no_cluster_are_refused(
+    arguments: list[str], words: list[str], folder: Path, command: Command
+):
+    expect_one_error(command(train, "--config", "config.yaml", *arguments), *words)
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hosts", "0"], ["--hosts = 0", "at least 1"]),
+        (["--hosts", "2", "--grace", "-1"], ["--grace = -1", "at least 0"]),
+        (["--hosts", "2", "--set", "train.stepz=3"], ["train.stepz = 3", "unknown key"]),
+    ],
+)
+def test_launcher_says_what_is_wrong_once(
+    arguments: list[str], words: list[str], folder: Path, command: Command
+):
+    expect_one_error(command(launch, "--config", "config.yaml", *arguments), *words)

@@ -1,0 +1,215 @@
+"""Runs as commands leave and find them: resumed, damaged, over, evaluated."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import yaml
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import evaluate, train
+from skippipe_jax.config import load_config, parse_config
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.training import progress
+from tests.commands.examples import Command, expect_one_error
+
+
+def test_a_corrected_start_needs_no_resume(folder: Path, command: Command):
+    """A refused start leaves nothing; a start over a run is refused and leaves that run alone."""
+    wrong = command(train, "--config", "config.yaml", "--set", "data.path=nowhere")
+    expect_one_error(wrong, "data.path")
+    assert command(train, "--config", "config.yaml", "--set", "train.steps=1").code == 0
+    files = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    again = command(train, "--config", "config.yaml")
+    expect_one_error(again, "run_dir = 'run'", "holds a run already", "--resume")
+    assert files == {p: p.read_bytes() for p in (folder / "run").rglob("*") if p.is_file()}
+
+
+def test_training_tells_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch):
+    said = []
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    with progress.CompilationCounter(said.append):
+        jax.jit(lambda x: x - 17)(1.5)
+    assert said[-1].startswith(f"compiling: {len(said)} programs so far")
+
+
+def test_training_tells_how_to_go_on(folder: Path, command: Command):
+    result = command(train, "--config", "config.yaml")
+    assert result.code == 0
+    # What differs from the defaults, as a file that could be given again.
+    shown, _, last = result.out.rstrip().rpartition("\n")
+    assert parse_config(yaml.safe_load(shown)) == load_config(Path("config.yaml"))
+    assert "optimizer" not in shown
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["beta2"] == 0.999
+    assert "python -m skippipe_jax.evaluate --run run" in last
+    assert saved_steps(folder / "run") == [2, 3]
+    lines = run_folder.read_metrics(folder / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["tokens"] == 2 * 2 * 32 for line in lines)
+
+
+def test_resuming_a_run_that_is_over_changes_nothing(run: Path, command: Command):
+    metrics = (run / "metrics.jsonl").read_bytes()
+    for steps in ("3", "2"):
+        result = command(
+            train, "--config", "config.yaml", "--resume", "--set", f"train.steps={steps}"
+        )
+        assert (result.code, result.err) == (0, "")
+        assert "trained to step 3" in result.out
+        assert f"the run is at step 3 of {steps}" in result.out
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert saved_steps(run) == [2, 3]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, command: Command):
+    result = command(
+        train,
+        "--config",
+        "config.yaml",
+        *("--set", "optimizer.learning_rate=1e38"),
+        *("--set", "optimizer.warmup_steps=0"),
+        *("--set", "checkpoint.every=1"),
+        *("--set", "train.steps=9"),
+    )
+    assert result.code == 2
+    assert "Traceback" not in result.err
+    [line] = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert "optimizer.learning_rate = 1e+38: the loss of step" in line
+    assert "Resume from the last checkpoint with a lower rate" in line
+    reported = run_folder.read_metrics(folder / "run")
+    assert saved_steps(folder / "run")[-1] == reported[-1]["step"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.ffn_width=32"], ["model.ffn_width = 32", "has 24", "Set model.ffn_width=24"]),
+        (["seed=1"], ["seed = 1", "Set seed=0"]),
+        (["data.held_out=0.1"], ["data.held_out = 0.1", "another run_dir"]),
+        (["run_dir=elsewhere"], ["run_dir = 'elsewhere'", "no config.yaml"]),
+    ],
+)
+def test_a_run_cannot_be_resumed_as_another(
+    overrides: list[str], words: list[str], run: Path, command: Command
+):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    result = command(
+        train,
+        *("--config", "config.yaml", "--resume"),
+        *(word for text in overrides for word in ("--set", text)),
+    )
+    expect_one_error(result, *words)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_text_that_has_changed_is_refused(run: Path, command: Command):
+    Path("text").write_text(Path("text").read_text().replace("stage", "steps"))
+    result = command(train, "--config", "config.yaml", "--resume", "--set", "train.steps=5")
+    expect_one_error(result, "data_state.fingerprint", "other data")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def largest_file(folder: Path) -> Path:
+    return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated stage": lambda step: truncate(largest_file(step / "stage_1")),
+    "missing stage": lambda step: shutil.rmtree(step / "stage_0"),
+    "truncated record": lambda step: truncate(step / "COMMITTED"),
+    "truncated config": lambda step: truncate(step.parents[1] / "config.yaml"),
+    "empty config": lambda step: (step.parents[1] / "config.yaml").write_text(""),
+    "config of a list": lambda step: (step.parents[1] / "config.yaml").write_text("- model"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("module", [train, evaluate])
+def test_a_damaged_run_is_refused(name: str, module: Any, run: Path, command: Command):
+    DAMAGES[name](run / "checkpoints" / "00000003")
+    arguments = {
+        train: ["--config", "config.yaml", "--resume", "--set", "train.steps=5"],
+        evaluate: ["--run", "run"],
+    }
+    result = command(module, *arguments[module])
+    expect_one_error(result, *["run/config.yaml"] * ("config" in name))
+    assert [line["step"] for line in run_folder.read_metrics(run)] == [1, 2, 3]
+
+
+def test_a_cache_that_cannot_be_used_costs_time_only(run: Path, command: Command):
+    result = command(
+        *(train, "--config", "config.yaml", "--resume", "--set", "compilation_cache=text")
+    )
+    assert result.code == 0
+    assert result.err.startswith("warning: compilation_cache = 'text': cannot be used: File exists")
+    assert result.err.count("\n") == 1
+
+
+def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
+    words = "another training is writing it", "give another folder"
+    resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=4"
+    new = "--config", "config.yaml", "--set", "run_dir=new"
+    with run_folder.Hold(run) as hold, run_folder.Hold(Path("new")) as other:
+        hold.take()
+        other.take()
+        expect_one_error(command(train, *resumed), "run_dir = 'run'", *words)
+        expect_one_error(command(train, *new), "run_dir = 'new'", *words)
+    assert command(train, *resumed).code == 0
+    assert command(train, *new).code == 0
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1]", "{}", '{"step": "two"}'])
+def test_a_damaged_line_of_the_metrics_is_named(line: str, run: Path):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[2]]))
+    with pytest.raises(InputError, match=r"run/metrics.jsonl, line 2 = .*Remove this line"):
+        run_folder.read_metrics(run)
+
+
+def test_a_damaged_position_in_the_text_is_refused(run: Path, command: Command):
+    truncate(run / "checkpoints" / "00000003" / "data.json")
+    result = command(train, "--config", "config.yaml", "--resume", "--set", "train.steps=5")
+    expect_one_error(
+        result, "data.json", "was committed as", "to go on from the checkpoint before: 00000002"
+    )
+
+
+@pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
+def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command):
+    (run / name).unlink()
+    result = command(train, "--config", "config.yaml", "--resume", "--set", "train.steps=5")
+    expect_one_error(result, f"run/{name}", "No such file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--run", "nowhere"], ["--run = 'nowhere'", "no config.yaml", "folder of a run"]),
+        (["--run", "text"], ["--run = 'text'", "holds no run"]),
+        (["--run", "a" * 300], ["--run = 'aaa", "holds no run"]),
+        (["--run", "run", "--step", "1"], ["checkpoints = 1", "one of the steps [2, 3]"]),
+        (["--run", "run", "--step", "-1"], ["checkpoints = -1"]),
+        (["--run", "run", "--sequences", "0"], ["--sequences = 0", "at least 1"]),
+        (["--run", "run", "--keep", "1", "--plot", "folder.svg"], ["--plot = ", "is a folder"]),
+        (["--run", "run", "--keep", "1", "--plot", "a.pdf"], ["--plot = 'a.pdf'", "no name of"]),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    arguments: list[str], words: list[str], run: Path, command: Command
+):
+    Path("folder.svg").mkdir()
+    expect_one_error(command(evaluate, *arguments), *words)
+
+
+def test_a_run_without_a_checkpoint_cannot_be_evaluated(run: Path, command: Command):
+    shutil.rmtree(run / "checkpoints")
+    expect_one_error(command(evaluate, "--run", "run"), "no such checkpoint", "has saved one")

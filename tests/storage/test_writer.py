@@ -1,0 +1,226 @@
+"""A checkpoint is written by all hosts, and counts once it is whole, whoever fails or is killed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.storage.layout import latest_step, open_checkpoint, prepare_run, saved_steps
+from skippipe_jax.storage.reader import read_data_state, read_stage
+from skippipe_jax.storage.writer import CheckpointWriter
+from tests.multihost.processes import started_processes
+from tests.storage.checkpoints import LAYERS, abstract, stage_state, write
+from tests.thread_hosts import ThreadHost
+
+
+def test_arrays_may_be_donated_once_save_returns(tmp_path):
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=(1,), keep=9)
+    state = {"params": {f"w{i}": jnp.full((512, 1024), i, jnp.float32) for i in range(8)}}
+    expected = jax.tree.map(np.array, state)
+    writer.save(1, {0: state}, {})
+    for _ in range(5):
+        state = overwrite(state)
+    jax.block_until_ready(state)
+    writer.save(2, {0: state}, {})
+    writer.close()
+    saved = read_stage(open_checkpoint(tmp_path, 1), (1,), 0, abstract(state))
+    jax.tree.map(np.testing.assert_array_equal, saved, expected)
+    saved = read_stage(open_checkpoint(tmp_path, 2), (1,), 0, abstract(state))
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, -1), saved)
+
+
+def test_the_last_checkpoints_are_kept(tmp_path):
+    write(tmp_path, [1, 2, 5, 7], keep=2)
+    assert saved_steps(tmp_path) == [5, 7]
+    assert latest_step(tmp_path) == 7
+    assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"00000005", "00000007"}
+
+
+def test_some_checkpoints_are_kept_for_good(tmp_path):
+    write(tmp_path, [2, 3, 4, 6, 8, 9], keep=1, keep_every=4)
+    assert saved_steps(tmp_path) == [4, 8, 9]
+
+
+def test_the_checkpoint_that_is_protected_last_is_kept(tmp_path):
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=(1,), keep=1)
+    for step in range(1, 6):
+        writer.save(step, {0: stage_state(step)}, {})
+        if step in (1, 3):
+            writer.wait()
+            writer.protect(step)
+    writer.close()
+    assert saved_steps(tmp_path) == [3, 5]
+
+
+def test_a_step_is_not_saved_twice(run_dir):
+    with pytest.raises(InputError, match="is saved already"):
+        write(run_dir, [20])
+
+
+def test_orbax_is_quiet_where_others_are_not(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        write(tmp_path, [1])
+        read_stage(open_checkpoint(tmp_path), LAYERS, 0, abstract(stage_state(10)))
+        logging.getLogger("absl").info("another library")
+    assert [record.getMessage() for record in caplog.records] == ["another library"]
+
+
+# Hosts.
+
+
+def two_writers(run_dir, **options):
+    host = ThreadHost(count=2)
+    return [
+        CheckpointWriter(run_dir, h, stage_layers=LAYERS, keep=3, **options)
+        for h in (host, host.peer(1))
+    ]
+
+
+def test_a_checkpoint_waits_for_every_host_and_save_does_not(tmp_path):
+    first, second = two_writers(tmp_path)
+    first.save(3, {0: stage_state(0)}, {})
+    time.sleep(0.3)
+    assert latest_step(tmp_path) is None
+    second.save(3, {1: stage_state(1)}, None)
+    second.wait()
+    assert latest_step(tmp_path) == 3
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_every_host_learns_that_one_failed(tmp_path, broken):
+    writers = two_writers(tmp_path)
+    obstacle = tmp_path / "checkpoints" / "00000003" / f"stage_{broken}"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("in the way")
+    for stage, writer in enumerate(writers):
+        writer.save(3, {stage: stage_state(stage)}, None if stage else {})
+    for writer in writers:
+        with pytest.raises(RuntimeError, match=r"ValueError.*already exists") as caught:
+            writer.wait()
+        named = f"host {broken} has failed at 'checkpoint/3/part'" in str(caught.value)
+        assert named == (writer is not writers[broken])
+    assert latest_step(tmp_path) is None
+    for stage, writer in enumerate(writers):  # and the next checkpoint is none the worse
+        writer.save(4, {stage: stage_state(stage)}, None if stage else {})
+    for writer in writers:
+        writer.close()
+    assert latest_step(tmp_path) == 4
+
+
+def test_a_failed_save_surfaces_in_the_next_one(tmp_path):
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=LAYERS, keep=3)
+    writer.save(1, {0: stage_state(0)}, {})
+    with pytest.raises(RuntimeError, match=r"expected \['data.json', 'stage_0', 'stage_1'\]"):
+        writer.save(2, {0: stage_state(0)}, {})
+    writer.close()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_folder_that_cannot_be_written_any_more_is_named(tmp_path, capfd, host):
+    """A limit on the size of files stands for a disk that is full."""
+    writers = two_writers(tmp_path)
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+    try:
+        for stage, writer in enumerate(writers):
+            writer.save(3, {stage: stage_state(stage)}, None if stage else {})
+        with pytest.raises(InputError, match=r"run_dir = .*written there: File too large"):
+            writers[host].wait()
+        with pytest.raises(InputError):
+            writers[1 - host].close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writers[host].close()
+    assert latest_step(tmp_path) is None
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_host_that_never_comes(tmp_path):
+    first, second = two_writers(tmp_path, timeout_s=0.3)
+    first.save(1, {0: stage_state(0)}, {})
+    with pytest.raises(TimeoutError, match="checkpoint/1/part/1"):
+        first.close()
+    second.close()
+
+
+# Sudden death.
+
+
+def test_all_is_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch):
+    synchronized = []
+
+    def fsync(descriptor):
+        committed = any(tmp_path.glob("checkpoints/*/COMMITTED"))
+        synchronized.append((os.fstat(descriptor).st_ino, committed))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(tmp_path, [1])
+    [folder] = (tmp_path / "checkpoints").iterdir()
+    before = {number for number, committed in synchronized if not committed}
+    below = {path.stat().st_ino: path for path in [folder, *folder.rglob("*")]}
+    assert {below[number].name for number in below.keys() - before} == set()
+    after = {number for number, committed in synchronized if committed}
+    assert after == {path.stat().st_ino for path in (folder, folder.parent)}
+
+
+def save_forever(run_dir):
+    writer = CheckpointWriter(run_dir, ThreadHost(), stage_layers=LAYERS, keep=2)
+    for step in itertools.count(1):
+        state = {"params": {"w": jnp.full((256, 1024), step, jnp.float32)}}
+        writer.save(step, {0: state, 1: state}, {"step": step})
+
+
+def is_saving(run_dir):
+    newest = max((run_dir / "checkpoints").iterdir())
+    return not (newest / "COMMITTED").exists() or any(newest.glob("*tmp*"))
+
+
+def test_killed_while_saving(tmp_path):
+    runs = [tmp_path / str(i) for i in range(4)]
+    chance = random.Random(0)
+    deadline = time.monotonic() + 120
+    with started_processes(tmp_path / "processes") as processes:
+        for run in runs:
+            processes.start(__file__, run)
+        processes.wait_until(lambda: all((latest_step(run) or 0) >= 3 for run in runs), 120)
+        for run, process in zip(runs, processes.processes, strict=True):
+            while True:  # stop it at random moments, until one lies within a save
+                assert time.monotonic() < deadline
+                time.sleep(chance.uniform(0.05, 0.3))
+                process.send_signal(signal.SIGSTOP)
+                if is_saving(run):
+                    break
+                process.send_signal(signal.SIGCONT)
+            process.kill()
+    for run in runs:
+        last = latest_step(run)
+        assert last is not None
+        checkpoint = prepare_run(run, ThreadHost())
+        assert checkpoint is not None
+        assert checkpoint.step == last
+        assert {int(f.name) for f in (run / "checkpoints").iterdir()} == set(saved_steps(run))
+        shape = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+        for stage in range(2):
+            state = read_stage(checkpoint, LAYERS, stage, {"params": {"w": shape}})
+            np.testing.assert_array_equal(state["params"]["w"], last)
+        assert read_data_state(checkpoint) == {"step": last}
+
+
+if __name__ == "__main__":  # the process that test_killed_while_saving kills
+    save_forever(Path(sys.argv[1]))

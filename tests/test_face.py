@@ -1,0 +1,261 @@
+"""`import skippipe_jax as sp`: what it offers, what it loads, and what its page shows."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import skippipe_jax as sp
+from docs.follow import blocks
+from tests.training_runs import SMALL_CASE, arrays_of_checkpoint, assert_same_bits, write_config
+
+STEPS = 4
+
+
+def config_in(folder: Path, *overrides: str, **sections: Any) -> sp.Config:
+    given: dict[str, Any] = {
+        "run_dir": str(folder / "run"),
+        "plan": {"case": SMALL_CASE, "method": "balanced"},
+        "train": {"steps": STEPS},
+        "checkpoint": {"every": 3},
+    }
+    return sp.load_config(write_config(folder, **given | sections), overrides)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the examples of the page leave behind, run one after the other."""
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path_factory.mktemp("page"))
+        for block in blocks("api_runtime.md"):
+            if block.language == "python" and block.runs:
+                exec(block.text, names)
+        names["metrics"] = names["run"].metrics
+        names["saved"] = names["run"].steps
+    return names
+
+
+def test_the_page_trains_evaluates_and_generates_through_sp_alone(page: dict[str, Any]):
+    imported = {
+        name.name
+        for block in blocks("api_runtime.md")
+        if block.language == "python" and block.runs
+        for statement in ast.walk(ast.parse(block.text))
+        if isinstance(statement, ast.Import)
+        for name in statement.names
+    }
+    assert imported == {"skippipe_jax"}
+    assert [line["step"] for line in page["metrics"]] == list(range(1, 11))
+    assert page["saved"][-1] == 10
+    # The model knows bytes, and after ten steps little else.
+    model = page["model"]
+    loss = np.mean([model.loss(batch) for batch in page["held_out"]])
+    assert loss < math.log(model.config.vocabulary_size)
+    assert page["model"].generate("def ", 20, how=sp.Sampling(seed=3)) == page["model"].generate(
+        "def ", 20, (0, 1, 2), sp.Sampling(seed=3)
+    )
+
+
+def test_the_held_out_loss_is_that_of_validation(page: dict[str, Any]):
+    [last] = [line["validation_loss"] for line in page["metrics"] if line["step"] == 9]
+    losses = [page["run"].model(9).loss(batch) for batch in page["held_out"]]
+    # All batches have equally many targets.
+    assert np.mean(losses) == pytest.approx(last, rel=1e-5)
+
+
+def test_logits_are_those_of_the_loss(page: dict[str, Any]):
+    model, tokens = page["model"], [5, 9, 200, 7]
+    chances = model.logits(tokens, (0, 2)).astype(np.float64)
+    chances -= np.log(np.exp(chances).sum(-1, keepdims=True))
+    expected = -np.mean([chances[place, tokens[place + 1]] for place in range(3)])
+    assert model.loss(tokens, (0, 2)) == pytest.approx(expected, rel=1e-5)
+    assert model.loss([tokens, tokens], (0, 2)) == pytest.approx(expected, rel=1e-5)
+    assert model.loss(tokens) != pytest.approx(expected, rel=1e-4)
+    # A text has the begin mark in front.
+    text = [model.tokenizer.begin, *b"text"]
+    np.testing.assert_allclose(model.logits("text"), model.logits(text))
+    np.testing.assert_allclose(model.logits([text, text])[1], model.logits(text), atol=1e-6)
+
+
+def test_the_likeliest_token_is_generated(page: dict[str, Any]):
+    model, prompt = page["model"], [5, 9, 200]
+    [token] = model.generate(prompt, 1, how=sp.Sampling(temperature=0))
+    assert token == model.logits(prompt)[-1].argmax()
+
+
+def test_orders_keep_a_share_of_the_stages(page: dict[str, Any]):
+    model = page["model"]
+    assert model.orders(2 / 3) == [(0, 1), (0, 2)]
+    assert model.orders(1.0) == [(0, 1, 2)]
+    assert len(model.orders(2 / 3, most=1)) == 1
+
+
+@pytest.mark.parametrize("order", [(), (1, 2), (0, 3), (0, 1, 1)])
+def test_an_order_that_is_none_is_refused(page: dict[str, Any], order: tuple[int, ...]):
+    with pytest.raises(sp.InputError) as caught:
+        page["model"].loss([1, 2, 3], order)
+    assert caught.value.field == "order"
+
+
+def test_sequences_that_do_not_fit_are_refused(page: dict[str, Any]):
+    model, context = page["model"], page["model"].config.context
+    model.loss([1] * (context + 1))
+    for tokens in ([1] * (context + 2), [1]):
+        with pytest.raises(sp.InputError, match=f"2 to {context + 1} tokens"):
+            model.loss(tokens)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path):
+    with pytest.raises(sp.InputError, match="holds no run"):
+        sp.Run(tmp_path)
+
+
+# Callbacks.
+
+
+class Told(sp.Callback):
+    """Notes what it is told, in order."""
+
+    def __init__(self, end_at: int | None = None):
+        self.end_at = end_at
+        self.told: list[Any] = []
+
+    def begin(self, trainer: sp.Trainer) -> None:
+        self.told.append(("begin", trainer.steps_done))
+
+    def after_step(self, trainer: sp.Trainer, metrics: Mapping[str, Any]) -> None:
+        self.told.append(("step", metrics["step"]))
+        if metrics["step"] == self.end_at:
+            raise OSError("as told")
+
+    def after_validation(self, trainer: sp.Trainer, step: int, loss: float | None) -> None:
+        assert loss is not None
+        self.told.append(("validation", step))
+
+    def after_save(self, trainer: sp.Trainer, step: int) -> None:
+        self.told.append(("save", step))
+
+    def end(self, trainer: sp.Trainer) -> None:
+        self.told.append(("end", sp.Run(trainer.folder).steps))
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+def test_callbacks_are_told_in_order(tmp_path: Path):
+    callback = Told()
+    sp.Trainer(config_in(tmp_path, validation={"every": 2, "sequences": 2}), [callback]).run()
+    # A step is told of when the next one is under way, or nothing else can come first.
+    assert callback.told == [
+        ("begin", 0),
+        ("validation", 2),
+        ("step", 1),
+        ("step", 2),
+        ("step", 3),
+        ("save", 3),
+        ("validation", 4),
+        ("step", 4),
+        ("save", 4),
+        "close",
+        ("end", [3, 4]),
+    ]
+
+
+def test_an_error_of_a_callback_leaves_the_last_checkpoint_and_lets_the_folder_go(tmp_path: Path):
+    config, callback = config_in(tmp_path, "train.steps=9"), Told(end_at=5)
+    with pytest.raises(OSError, match="as told"):
+        sp.Trainer(config, [callback]).run()
+    assert callback.told[-2:] == [("step", 5), "close"]
+    assert sp.Run(tmp_path / "run").steps == [3]
+    ending = sp.Trainer(config_in(tmp_path), resume=True).run()
+    assert ending == sp.Ending(STEPS, None)
+
+
+# Step by step.
+
+
+def test_steps_one_by_one_are_a_run(tmp_path: Path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    sp.Trainer(config_in(whole)).run()
+    with sp.Trainer(config_in(parts)) as trainer:
+        assert [trainer.step(), trainer.step()] == [1, 2]
+    with pytest.raises(RuntimeError, match="resume=True"):
+        trainer.step()
+    with sp.Trainer(config_in(parts), resume=True) as trainer:
+        trainer.setup()
+        assert trainer.steps_done == 2
+        while not trainer.is_over:
+            trainer.step()
+    for found, expected in zip(
+        arrays_of_checkpoint(parts / "run", STEPS),
+        arrays_of_checkpoint(whole / "run", STEPS),
+        strict=True,
+    ):
+        assert_same_bits(found, expected)
+    lines, others = (sp.Run(folder / "run").metrics for folder in (parts, whole))
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+
+
+def test_a_trainer_that_is_closed_saves_nothing_more_and_lets_the_folder_go(tmp_path: Path):
+    trainer = sp.Trainer(config_in(tmp_path))
+    trainer.step()
+    with pytest.raises(sp.InputError, match="another training is writing it"):
+        sp.Trainer(config_in(tmp_path), resume=True).setup()
+    trainer.close()
+    assert sp.Run(tmp_path / "run").steps == []
+    with sp.Trainer(config_in(tmp_path), resume=True) as again:
+        again.setup()
+        assert again.steps_done == 0
+
+
+def test_signals_are_those_of_the_caller_again_after_a_run(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    sp.Trainer(config_in(tmp_path)).run()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+# What is loaded.
+
+LOADED = """
+import json, sys
+import skippipe_jax as sp
+HEAVY = ("jax", "flax", "orbax", "grain", "numba", "numpy")
+told = [[name for name in HEAVY if name in sys.modules]]
+sp.make_plan({case}, "balanced")
+sp.parse_config({{"run_dir": "run"}})
+told.append([name for name in HEAVY[:4] if name in sys.modules])
+sp.Trainer
+told.append([name for name in HEAVY[:1] if name in sys.modules])
+print(json.dumps(told))
+"""
+
+
+def test_nothing_is_loaded_before_it_is_used():
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(case=SMALL_CASE)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [[], [], ["jax"]]
+
+
+def test_every_name_is_there():
+    assert set(sp.__all__) <= set(dir(sp))
+    for name in sp.__all__:
+        assert getattr(sp, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        sp.Trainr  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
