@@ -77,7 +77,7 @@ def generate_tokens(
             start,
             last,
             key,
-            sampling.temperature,
+            float(sampling.temperature),
             sampling.top_p,
         )
         token = int(tokens[0, 0])
