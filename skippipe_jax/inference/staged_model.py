@@ -42,7 +42,7 @@ from skippipe_jax.storage.kept_tokenizer import with_tokenizer_of_run
 from skippipe_jax.storage.layout import open_checkpoint
 from skippipe_jax.storage.reader import read_stage
 
-Tokens = Sequence[int] | Int[np.ndarray, "*sequence position"]
+Tokens = Sequence[int] | Sequence[Sequence[int]] | Int[np.ndarray, "*sequence position"]
 """A sequence of tokens, or several of one length."""
 
 
