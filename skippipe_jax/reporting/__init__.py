@@ -1,4 +1,5 @@
 """Pictures and pages of what runs measured. No JAX.
 
-Others use `page.report`, `metrics.load_metrics`, `curves.curve` and `evaluation_plot.picture`.
+Others use `page.report`, `metrics.load_metrics`, `curves.curve`, `evaluation_plot.picture` and
+`timelines.draw_recorded`.
 """

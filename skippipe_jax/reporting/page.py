@@ -23,10 +23,10 @@ from skippipe_jax.models.footprint import stage_parameters
 from skippipe_jax.program.schedule import OWN, timeline_of
 from skippipe_jax.reporting.curves import curve
 from skippipe_jax.reporting.metrics import Metrics, load_metrics
+from skippipe_jax.reporting.timelines import measured_title
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
     measured_timeline,
-    measured_title,
     recorded_steps,
 )
 from skippipe_jax.storage.run_folder import CONFIG, METRICS, saved_config, saved_schedule

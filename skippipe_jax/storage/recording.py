@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +19,9 @@ from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.figures.gantt import gantt_series
-from skippipe_sched.figures.trace import chrome_trace
 from skippipe_sched.problem.plan import KINDS, Operation, Plan, microbatch_chain
 from skippipe_sched.timing.simulate import Averaging, Run, Timeline, Transfer
 
-from skippipe_jax.program.schedule import timeline_of
-from skippipe_jax.storage.run_folder import saved_schedule
 from skippipe_jax.storage.whole_file import write_whole
 
 TIMELINES = "timelines"
@@ -107,41 +102,6 @@ def measured_timeline(run_dir: Path, plan: Plan, step: int) -> Timeline:
         transfers=_transfers(plan, runs),
         averagings=_averagings(plan, runs, averagings),
     )
-
-
-def draw_recorded(run_dir: Path) -> list[Path]:
-    """Draw every recorded iteration below the prediction of its plan; returns what was written.
-
-    For each step `timelines/<step>.svg`, and `timelines/<step>.trace.json` for Perfetto. A step
-    that is recorded in part is left out, and stderr says so.
-
-    Raises:
-        InputError: if the plan or a recording is damaged.
-    """
-    schedule = saved_schedule(run_dir)
-    written = []
-    for step in recorded_steps(run_dir):
-        plan = schedule.plan(step - 1)
-        predicted = timeline_of(plan, schedule.recipe.averaged(step))
-        try:
-            measured = measured_timeline(run_dir, plan, step)
-        except IncompleteRecordingError as error:
-            print(f"not drawn: {error}", file=sys.stderr)
-            continue
-        titles = {"predicted": predicted, measured_title(step): measured}
-        for ending, content in (
-            (".svg", gantt_series(plan, titles)),
-            (".trace.json", json.dumps(chrome_trace(plan, predicted, measured)) + "\n"),
-        ):
-            path = recording_path(run_dir, step, 0).parent.with_suffix(ending)
-            path.write_text(content, encoding="utf-8")
-            written.append(path)
-    return written
-
-
-def measured_title(step: int) -> str:
-    """What a recorded iteration is called in pictures."""
-    return f"measured, step {step}"
 
 
 def _load(path: Path, plan: Plan) -> Recording:

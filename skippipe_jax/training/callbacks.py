@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skippipe_jax.cluster.agreement import barrier
+from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
-from skippipe_jax.storage.recording import draw_recorded
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.progress import ProgressBar

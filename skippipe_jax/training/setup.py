@@ -35,6 +35,7 @@ from skippipe_jax.profiling.case import Profile, check_template
 from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
+from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.runtime.runtime import Runtime, give_collectives_threads, open_runtime
 from skippipe_jax.runtime.state import from_checkpoint
 from skippipe_jax.runtime.topology import sharding_of
@@ -43,7 +44,7 @@ from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
 from skippipe_jax.storage.layout import Checkpoint, latest_step
 from skippipe_jax.storage.mirror import Mirror
-from skippipe_jax.storage.recording import draw_recorded, remove_recordings
+from skippipe_jax.storage.recording import remove_recordings
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.first_weights import FirstWeights, find_weights
 from skippipe_jax.training.messages import on_host_0, say

@@ -15,10 +15,10 @@ from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 
+from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
     Recording,
-    draw_recorded,
     measured_timeline,
     recorded_steps,
     recording_path,

@@ -1,0 +1,54 @@
+"""Pictures of recorded iterations: what happened below what was predicted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from skippipe_sched.figures.gantt import gantt_series
+from skippipe_sched.figures.trace import chrome_trace
+
+from skippipe_jax.program.schedule import timeline_of
+from skippipe_jax.storage.recording import (
+    IncompleteRecordingError,
+    measured_timeline,
+    recorded_steps,
+    recording_path,
+)
+from skippipe_jax.storage.run_folder import saved_schedule
+
+
+def draw_recorded(run_dir: Path) -> list[Path]:
+    """Draw every recorded iteration below the prediction of its plan; returns what was written.
+
+    For each step `timelines/<step>.svg`, and `timelines/<step>.trace.json` for Perfetto. A step
+    that is recorded in part is left out, and stderr says so.
+
+    Raises:
+        InputError: if the plan or a recording is damaged.
+    """
+    schedule = saved_schedule(run_dir)
+    written = []
+    for step in recorded_steps(run_dir):
+        plan = schedule.plan(step - 1)
+        predicted = timeline_of(plan, schedule.recipe.averaged(step))
+        try:
+            measured = measured_timeline(run_dir, plan, step)
+        except IncompleteRecordingError as error:
+            print(f"not drawn: {error}", file=sys.stderr)
+            continue
+        titles = {"predicted": predicted, measured_title(step): measured}
+        for ending, content in (
+            (".svg", gantt_series(plan, titles)),
+            (".trace.json", json.dumps(chrome_trace(plan, predicted, measured)) + "\n"),
+        ):
+            path = recording_path(run_dir, step, 0).parent.with_suffix(ending)
+            path.write_text(content, encoding="utf-8")
+            written.append(path)
+    return written
+
+
+def measured_title(step: int) -> str:
+    """What a recorded iteration is called in pictures."""
+    return f"measured, step {step}"
