@@ -197,14 +197,6 @@ class Membership:
                 )
             return self._board[key]
 
-    def barrier(self, name: str, timeout_s: float) -> None:
-        """Wait until every host has come to the barrier of this name, which is used only once.
-
-        Raises:
-            DeadlinePassed: names a host that did not come within ``timeout_s`` seconds.
-        """
-        barrier(self, f"barrier/{name}", timeout_s)
-
     def transfer_addresses(self) -> tuple[str, str]:
         """Where this host's transfer servers take requests and send arrays: ``IP:PORT`` each.
 
@@ -245,7 +237,7 @@ class Membership:
         """
         if self.count == 1:
             return
-        self.barrier("leave", self._config.connect_timeout_s)
+        barrier(self, "leave", self._config.connect_timeout_s)
         # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients. A
         # host that is lost meanwhile ends this process by its verdict.
         jax_runtime.stop()

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 from skippipe_sched.problem.plan import Plan
 
+from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch
@@ -180,7 +181,7 @@ def open_runtime(
     clock_offset_s = host.clock_offset_s() if config.trace != "never" else 0.0
     runtime = Runtime(config, schedule, programs, topology, links, origin, clock_offset_s)
     # Nobody waits in a collective, or for activations, of a host that still reads or compiles.
-    host.barrier("runtime", config.cluster.connect_timeout_s)
+    barrier(host, "runtime", config.cluster.connect_timeout_s)
     open_collectives(topology)
     return runtime
 

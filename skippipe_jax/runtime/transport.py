@@ -13,6 +13,7 @@ import jax
 from jax.experimental import transfer
 from jax.sharding import Sharding
 
+from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import NUMBER_BITS, Hop
@@ -110,12 +111,8 @@ def open_transfers(config: Config, host: Membership) -> Transfers:
     """The transfer servers of this host; all hosts call this together."""
 
     def exchange(address: str) -> list[str]:
-        host.put(f"transfer_server/{host.index}", address)
-        timeout_s = config.cluster.connect_timeout_s
-        return [
-            host.get(f"transfer_server/{index}", timeout_s, source=index)
-            for index in range(host.count)
-        ]
+        told = gather(host, "transfer_server", lambda: address, config.cluster.connect_timeout_s)
+        return [told[index] for index in range(host.count)]
 
     backend = jax.local_devices()[0].client
     return Transfers(host.index, host.count, backend, host.transfer_addresses(), exchange)

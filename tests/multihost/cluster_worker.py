@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.cluster.agreement import DeadlinePassed, barrier
 from skippipe_jax.cluster.membership import Membership, joined
 from skippipe_jax.config import ClusterConfig
 
@@ -60,7 +60,7 @@ def exchange(membership: Membership) -> None:
     """Every host tells every other its index, and replaces what it told."""
     membership.put(f"square/{membership.index}", "unknown")
     membership.put(f"square/{membership.index}", str(membership.index**2))
-    membership.barrier("told", 30.0)
+    barrier(membership, "told", 30.0)
     for host in range(membership.count):
         assert membership.get(f"square/{host}", 30.0, source=host) == str(host**2)
 

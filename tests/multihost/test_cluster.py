@@ -15,6 +15,7 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.addresses import BIND_VARIABLE, reachable_address
+from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE, Membership, joined
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.launch import PORTS, free_port
@@ -191,7 +192,7 @@ def test_a_host_alone_talks_with_itself():
         membership.put("key", "old")
         membership.put("key", "new")
         assert membership.get("key", 0.0) == "new"
-        membership.barrier("all", 0.0)
+        barrier(membership, "all", 0.0)
         threading.Timer(0.1, membership.put, ("later", "value")).start()
         assert membership.get("later", 10.0) == "value"
         with pytest.raises(TimeoutError, match=r"waited for 'never' from host 3 since .*, 0.1 s"):
