@@ -77,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _evaluate(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.inference.evaluation import evaluate, subsets, table, visited_shares
-        from skippipe_jax.inference.staged_model import tokenizer_for
         from skippipe_jax.reporting.evaluation_plot import picture
 
     sequences = fields.integer(arguments.sequences, "--sequences", 1)
@@ -85,7 +84,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     model, config, step = named_model(arguments)
     if arguments.scale:
         model = replace(model, scales=visited_shares(arguments.run, step, model.stages))
-    tokenizer_for(config)
+    _ = model.tokenizer  # Which is refused before anything is evaluated.
     questions = _questions(arguments, shares, model.stages)
     found = evaluate(model, step, config.data, sequences, questions)
     if arguments.plot is not None:

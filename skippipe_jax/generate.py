@@ -56,13 +56,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.inference.decoding import generate_tokens, text_pieces
         from skippipe_jax.inference.partial import chosen_order
-        from skippipe_jax.inference.staged_model import tokenizer_for
 
     count = fields.integer(arguments.tokens, "--tokens", 1)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    model, config, _ = named_model(arguments)
+    model, _, _ = named_model(arguments)
     order = chosen_order(arguments.stages, arguments.keep, model.stages, arguments.seed)
-    tokenizer = tokenizer_for(config)
+    tokenizer = model.tokenizer
     text = _prompt(arguments.prompt)
     prompt = [tokenizer.begin, *map(int, tokenizer.encode(text))]
     tokens = generate_tokens(model, order, prompt, count, sampling, tokenizer.end)

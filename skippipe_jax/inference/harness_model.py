@@ -27,7 +27,7 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED
 from skippipe_jax.inference.decoding import generate_tokens, padded_length, text_pieces
 from skippipe_jax.inference.partial import chosen_order
-from skippipe_jax.inference.staged_model import read_model, tokenizer_for
+from skippipe_jax.inference.staged_model import read_model
 from skippipe_jax.models.llama import DataStage
 
 # What the harness itself takes where a task does not say how much is generated.
@@ -67,11 +67,11 @@ class HarnessModel(LM):
         """
         super().__init__()
         run, hf = (None if folder is None else Path(folder) for folder in (run, hf))
-        self.model, config, _ = read_model(run, hf, step, cut, overrides)
+        self.model, _, _ = read_model(run, hf, step, cut, overrides)
         # The harness's own arguments are separated by commas.
         named = None if stages is None else str(stages).replace(" ", ",")
         self.order = chosen_order(named, keep, self.model.stages, seed)
-        self.tokenizer = tokenizer_for(config)
+        self.tokenizer = self.model.tokenizer
         self.batch_size = fields.integer(int(batch_size), "--batch-size", 1)
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:

@@ -311,14 +311,3 @@ def _require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
                 "text would be held out here that the run has trained on",
                 f"Leave it at {getattr(of_run, key)}, or name other text",
             )
-
-
-def tokenizer_for(config: Config) -> Tokenizer:
-    """The tokenizer that the model's tokens come from.
-
-    Raises:
-        InputError: if the model has too few tokens for it.
-    """
-    tokenizer = load_tokenizer(tokenizer_of(config.data))
-    check_vocabulary(config.model.vocabulary_size, tokenizer)
-    return tokenizer
