@@ -68,7 +68,7 @@ FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FIELD = re.compile(r"`(\w+)`")
 # Whose commands are started for real; those of others are forked.
-FOLLOWED_REALLY = {"recipes.md", "timing.md"}
+FOLLOWED_REALLY = {"timing.md"}
 
 
 @pytest.fixture(scope="module")

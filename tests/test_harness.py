@@ -129,10 +129,10 @@ def test_likelihoods_equal_those_computed_one_by_one(stages: str | None, run: Pa
 
 def test_the_likeliest_continuation_is_greedy(run: Path):
     model = HarnessModel(run)
-    likeliest = {
-        chr(letter): logits_of(model.model, model.order, np.array([[256, letter]]))[0, -1].argmax()
-        for letter in range(97, 123)
-    }
+    likeliest = {}
+    for letter in range(97, 123):
+        tokens = np.array([[256, letter]], np.int32)
+        likeliest[chr(letter)] = logits_of(model.model, model.order, tokens)[0, -1].argmax()
     letter, best = next((letter, best) for letter, best in likeliest.items() if 64 < best < 128)
     continuations = [chr(best), chr(best - 1)]
     found = model.loglikelihood([request("loglikelihood", letter, c) for c in continuations])

@@ -115,7 +115,7 @@ def test_one_process_writes_the_same(written, jsonl, tmp_path, monkeypatch):
         (["{jsonl}", "--train-bpe", "100"], "--train-bpe = 100: must be at least 259"),
         (["{jsonl}", "--held-out", "1"], "--held-out = 1.0: must be below 1"),
         (["{jsonl}", "--tokenizer-only"], "--tokenizer-only = True: bytes need no tokenizer"),
-        (["tests", "--source", "jsonl"], "INPUT = 'tests': holds 0 documents, and none with text"),
+        (["docs", "--source", "jsonl"], "INPUT = 'docs': holds 0 documents, and none with text"),
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing(jsonl, tmp_path, monkeypatch, capsys, words, error):

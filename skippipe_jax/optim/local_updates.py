@@ -22,7 +22,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 
@@ -46,7 +45,7 @@ def _is_number(leaf: Array) -> bool:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _means(
-    summed: list[Array], replicas: Float[np.ndarray, ""], dtypes: tuple[jnp.dtype, ...]
+    summed: list[Array], replicas: Float[Array, ""], dtypes: tuple[jnp.dtype, ...]
 ) -> list[Array]:
     # Not donated: replicas that share a device share the sum.
     return [(leaf / replicas).astype(dtype) for leaf, dtype in zip(summed, dtypes, strict=True)]

@@ -15,18 +15,18 @@ import pytest
 def test_iterations_of_four_hosts_take_as_long_as_planned(tmp_path: Path):
     found = tmp_path / "wan.json"
     command = [sys.executable, "-m", "experiments.benchmarks.wan", "--hosts", "4"]
-    settings = ["--methods", "joint", "--iterations", "2", "--budget", "3"]
+    settings = ["--methods", "skippipe", "--iterations", "2", "--budget", "3"]
     ended = subprocess.run(
         [*command, *settings, "--json", found], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(found.read_text())
     assert result["bandwidth_deviation"] < 0.15
-    [joint] = result["methods"]
-    assert joint["method"] == "joint"
+    [skippipe] = result["methods"]
+    assert skippipe["method"] == "skippipe"
     # A machine that is busy with other things computes slower than it measured, now and then.
-    assert joint["measured_s"] > 0.85 * joint["predicted_s"], joint
-    assert min(joint["measured_each_s"]) < 1.25 * joint["predicted_s"], joint
+    assert skippipe["measured_s"] > 0.85 * skippipe["predicted_s"], skippipe
+    assert min(skippipe["measured_each_s"]) < 1.25 * skippipe["predicted_s"], skippipe
 
 
 def test_a_table_of_links_that_is_not_there_is_refused(tmp_path: Path):
