@@ -22,7 +22,7 @@ from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.new_folder import new_folder
 from skippipe_jax.tokenize import main
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 def command(*words: str | Path) -> list[str]:

@@ -123,7 +123,7 @@ def test_a_forward_that_ran_keeps_what_the_formula_says(recompute: str, is_data_
 
 def test_the_page_shows_what_the_command_prints(command: Any):
     """And its example is the configuration of experiments/paper, told in short."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     page = (root / "docs" / "memory.md").read_text(encoding="utf-8")
     blocks = dict(re.findall(r"^```(\w+)[^\n]*\n(.*?)^```$", page, re.M | re.S))
     _, said, _ = command(yaml.safe_load(blocks["yaml"]))
