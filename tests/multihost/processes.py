@@ -111,11 +111,12 @@ class Processes:
     def kill(self) -> None:
         """End all that still run, and what they have started."""
         for process in self.processes:
-            # It may end at any moment, as may what it has started.
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        child.kill()
+            if process.poll() is None:
+                # It may end at any moment, as may what it has started.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for child in psutil.Process(process.pid).children(recursive=True):
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            child.kill()
             process.kill()
             process.wait()
 
