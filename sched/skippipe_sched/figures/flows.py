@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement
 
@@ -194,19 +194,32 @@ def _level_names_fit(arcs: Mapping[str, tuple[float, float]], radius: float) -> 
 
 
 def _near_side_by_side(case: Case) -> list[str]:
-    """The locations in an order in which those with quick hops between them are neighbours."""
+    """The locations in an order in which neighbours on the circle have quick hops between them.
+
+    From the first name the way round goes on to what is nearest, and is then shortened by turning
+    pieces of it around.
+    """
     node_at = {node.location: index for index, node in reversed([*enumerate(case.nodes)])}
     names = sorted(node_at)
-    if len(names) < 3:
-        return names
-    # Slow to load, and only this picture needs it.
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
-
     nodes = [node_at[name] for name in names]
     hop_s = case.hop_s[np.ix_(nodes, nodes)]
-    tree = linkage(squareform((hop_s + hop_s.T) / 2), "average", optimal_ordering=True)
-    return [names[leaf] for leaf in leaves_list(tree)]
+    apart_s = ((hop_s + hop_s.T) / 2).tolist()
+    order, left = [0], set(range(1, len(names)))
+    while left:
+        order.append(min(left, key=lambda place: (apart_s[order[-1]][place], place)))
+        left.remove(order[-1])
+    improved = True
+    while improved:
+        improved = False
+        for first, last in combinations(range(1, len(names)), 2):
+            before, after = order[first - 1], order[(last + 1) % len(names)]
+            now_s = apart_s[before][order[first]] + apart_s[order[last]][after]
+            turned_s = apart_s[before][order[last]] + apart_s[order[first]][after]
+            # Shorter by more than rounding, so that this ends.
+            if turned_s < now_s * (1 - 1e-9):
+                order[first : last + 1] = order[first : last + 1][::-1]
+                improved = True
+    return [names[place] for place in order]
 
 
 def _stage_style(stage: int) -> str:

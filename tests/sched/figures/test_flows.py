@@ -1,6 +1,7 @@
 """The map shows everything that the links carry."""
 
 import math
+import random
 import re
 from collections import Counter
 from functools import cache
@@ -220,3 +221,20 @@ def test_it_needs_no_other_file_and_is_the_same_every_time():
     assert "<script" not in svg
     assert "url(" not in svg
     assert len(svg.encode()) < 200_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_neighbours_of_a_ring_of_places_are_neighbours_on_the_map(seed: int):
+    # As far apart as places on a circle: then the shortest way round is that of the circle.
+    places = 12
+    around = list(range(places))
+    random.Random(seed).shuffle(around)
+    links = [
+        [LOCATIONS[a], LOCATIONS[b], 1000 * math.sin(math.pi * ((a - b) % places) / places), 1]
+        for a, b in combinations(around, 2)
+    ]
+    plan, timeline = spread(24, [LOCATIONS[a] for a in around], links)
+    drawn = _Map(flows_map(plan, timeline))
+    shown = [LOCATIONS.index(name.text or "") for name in drawn.names]
+    steps = {(b - a) % places for a, b in pairwise([*shown, shown[0]])}
+    assert steps in ({1}, {places - 1})
