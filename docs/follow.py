@@ -37,6 +37,8 @@ NAMED = re.compile(r"# (\S+\.py)\n")
 PICTURE = re.compile(r"\]\(pictures/([^)]+)\)")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 EXAMPLE = "for example"
+# The reader's machine has one device, and compiles as JAX does by itself.
+NOT_THE_READERS = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 PATIENCE_S = 300
 
 
@@ -103,7 +105,8 @@ def follow(page: str, folder: Path, programs: Path | None = None) -> list[Answer
     path = os.pathsep.join([*first, str(Path(sys.executable).parent), os.environ["PATH"]])
     sources = os.pathsep.join(map(str, (ROOT, ROOT / "sched")))
     environment = os.environ | {"PATH": path, "PYTHONPATH": sources, "HF_HUB_OFFLINE": "1"}
-    environment.pop("XLA_FLAGS", None)  # the reader's machine has one device
+    for variable in NOT_THE_READERS:
+        environment.pop(variable, None)
     answers: list[Answer] = []
     for block in blocks(page):
         named = NAMED.match(block.text)

@@ -1,8 +1,9 @@
 """Python with the program imported already: what a test would start is forked from it.
 
 To start Python and to import JAX takes seconds of a processor, and tests do so hundreds of times. A
-child of the fork server gets arguments, environment, folder and streams, and a session of its own.
-It goes on as `python ARGUMENTS` would: its module is `__main__`, and the interpreter ends as ever.
+child of the fork server gets arguments, environment, folder and streams, a session of its own, and
+a network namespace if one is named. It goes on as `python ARGUMENTS` would: its module is
+`__main__`, and the interpreter ends as ever.
 
 Two things differ. What JAX reads of the environment when it is imported has been read, so that such
 variables must be the server's. And a module that lacks an import finds it made; so every kind of
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -21,6 +23,7 @@ import os
 import pkgutil
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -34,10 +37,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("skippipe_sched", "skippipe_jax")
+# Whose programs are forked.
+OWN = (*PACKAGES, "experiments")
 # Not imported by a module of the packages before it is needed.
 LIBRARIES = ("jax.experimental.transfer",)
-# Read when JAX is imported, which the server has done.
+# From Linux's sched.h and mount.h: what `setns`, `unshare` and `mount` are asked for.
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
+MS_BIND, MS_REC, MS_SLAVE = 4096, 16384, 1 << 19
+# Read when JAX is imported, which the server has done; but of one of them JAX can be told later.
 READ_ONCE = "JAX_"
+TOLD_LATER = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+NAMESPACES = Path("/run/netns")
 LENGTH = struct.Struct("!I")
 START_S = 120.0
 
@@ -90,11 +100,21 @@ class Forked:
         return self.returncode
 
 
+class Refused(Exception):
+    """A process cannot be forked, but has to be started for real."""
+
+
 class ForkServer:
-    """The server of this process; it ends with it, whichever way that comes."""
+    """The server of this process; it ends with it, whichever way that comes.
+
+    `programs` is a folder with a `python` that forks commands of this project, and `skippipe`.
+    """
 
     def __init__(self) -> None:
-        self.address = os.path.join(tempfile.mkdtemp(prefix="fork_server_"), "socket")
+        self.programs = Path(tempfile.mkdtemp(prefix="fork_server_"))
+        self.address = str(self.programs / "socket")
+        for name, first in (("python", []), ("skippipe", ["-m", "skippipe_jax"])):
+            self._put_program(name, first)
         # Its standard input closes with this process.
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.fork_server", self.address],
@@ -112,12 +132,11 @@ class ForkServer:
         """End the server, and with it all that it has forked."""
         self._server.communicate()
 
-    def put_python(self, folder: Path) -> None:
-        """Put a program `python` into `folder` whose commands of this project are forked."""
-        program = folder / "python"
+    def _put_program(self, name: str, first: list[str]) -> None:
+        program = self.programs / name
         program.write_text(
             f"#!{sys.executable} -IS\n"
-            f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[1:1] = {first!r}\n"
             f"from tests.fork_server import stand_in\n"
             f"stand_in({self.address!r}, {sys.executable!r})\n"
         )
@@ -139,31 +158,43 @@ def fork(
     environment: Mapping[str, str],
     folder: str,
     streams: Sequence[int] = (0, 1, 2),
+    namespace: str | None = None,
 ) -> Forked:
     """Have the server at `address` fork `python ARGUMENTS`, with these three streams.
 
+    With a `namespace` it runs as `ip netns exec NAMESPACE` would have it run.
+
     Raises:
-        RuntimeError: if it refuses, and why.
+        Refused: the environment has other variables that JAX reads when it is imported.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    request = [list(map(str, arguments)), dict(environment), folder]
+    request = [list(map(str, arguments)), dict(environment), folder, namespace]
     body = json.dumps(request).encode()
     socket.send_fds(connection, [LENGTH.pack(len(body))], list(streams))
     connection.sendall(body)
     answer = _line(connection)
     if not answer.isdigit():
-        raise RuntimeError(answer)
+        raise Refused(answer)
     return Forked(connection, int(answer))
 
 
 def stand_in(address: str, python: str) -> None:
-    """Be the Python that `ForkServer.put_python` has put into a folder; does not return."""
+    """Be the Python that a `ForkServer` has among its programs; does not return."""
     arguments = sys.argv[1:]
-    own = arguments[:1] == ["-m"] and arguments[1].split(".")[0] in PACKAGES
-    if not own:
+    own = arguments[:1] == ["-m"] and arguments[1].split(".")[0] in OWN
+    process = None
+    if own:
+        with contextlib.suppress(Refused):
+            process = fork(
+                address,
+                arguments,
+                environment=os.environ,
+                folder=os.getcwd(),
+                namespace=own_namespace(),
+            )
+    if process is None:
         os.execv(python, [python, *arguments])
-    process = fork(address, arguments, environment=os.environ, folder=os.getcwd())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: process.send_signal(number))
     code = process.wait()
@@ -171,6 +202,16 @@ def stand_in(address: str, python: str) -> None:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
+
+
+def own_namespace() -> str | None:
+    """The name of this process's network namespace; None if it has none, as the machine's own."""
+    own = os.stat("/proc/self/ns/net")
+    for name in NAMESPACES.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            if os.path.samestat(own, name.stat()):
+                return name.name
+    return None
 
 
 def _line(connection: socket.socket) -> str:
@@ -193,14 +234,18 @@ class Request(NamedTuple):
     arguments: list[str]
     environment: dict[str, str]
     folder: str
+    namespace: str | None
     streams: list[int]
 
 
 def main() -> None:
     """Serve; in each child, run what it was forked for."""
     import_all()
-    request = serve(sys.argv[1])
+    address = sys.argv[1]
+    request = serve(address)
     if request is not None:
+        # So that the processes which it starts are forked, too.
+        sys.executable = os.path.join(os.path.dirname(address), "python")
         take_over(request)
         run(request.arguments)
 
@@ -242,8 +287,7 @@ def serve(address: str) -> Request | None:
     while True:
         for key, _ in events.select():
             if key.fileobj == 0:
-                os.unlink(address)
-                os.rmdir(os.path.dirname(address))
+                shutil.rmtree(os.path.dirname(address))
                 for pid in running:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
@@ -292,13 +336,13 @@ def _received(connection: socket.socket) -> Request:
     body = b""
     while len(body) < length:
         body += connection.recv(length - len(body))
-    arguments, environment, folder = json.loads(body)
-    return Request(arguments, environment, folder, streams)
+    arguments, environment, folder, namespace = json.loads(body)
+    return Request(arguments, environment, folder, namespace, streams)
 
 
 def _refusal(request: Request, once: Mapping[str, str]) -> str | None:
     found = {k: v for k, v in request.environment.items() if k.startswith(READ_ONCE)}
-    differing = sorted(key for key, _ in found.items() ^ once.items())
+    differing = sorted({key for key, _ in found.items() ^ once.items()} - {TOLD_LATER})
     if differing:
         return f"{', '.join(differing)}: read when JAX is imported, so start a process for real"
     return None
@@ -306,16 +350,38 @@ def _refusal(request: Request, once: Mapping[str, str]) -> str | None:
 
 def take_over(request: Request) -> None:
     """Be the process that was asked for, in all but its program."""
+    import jax
+
     os.setsid()
     for number, stream in enumerate(request.streams):
         os.dup2(stream, number)
         os.close(stream)
+    if request.namespace is not None:
+        enter(request.namespace)
     os.chdir(request.folder)
     for name in os.environ.keys() - request.environment.keys():
         del os.environ[name]
     os.environ.update(request.environment)
+    jax.config.update(TOLD_LATER.lower(), os.environ.get(TOLD_LATER, "0") == "1")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def enter(namespace: str) -> None:
+    """Go into a network namespace, and see its file of hosts, if it has one, as the system's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: object) -> None:
+        if getattr(libc, function)(*arguments):
+            raise OSError(ctypes.get_errno(), function, namespace)
+
+    with open(NAMESPACES / namespace, "rb") as entry:
+        call("setns", entry.fileno(), CLONE_NEWNET)
+    hosts = f"/etc/netns/{namespace}/hosts"
+    if os.path.exists(hosts):
+        call("unshare", CLONE_NEWNS)
+        call("mount", b"", b"/", None, ctypes.c_ulong(MS_REC | MS_SLAVE), None)
+        call("mount", hosts.encode(), b"/etc/hosts", None, ctypes.c_ulong(MS_BIND), None)
 
 
 def run(arguments: list[str]) -> None:

@@ -75,8 +75,7 @@ FOLLOWED_REALLY = {"timing.md"}
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Followed]:
     """Follows a page, once, in a folder of its own."""
     known: dict[str, Followed] = {}
-    forking = tmp_path_factory.mktemp("programs")
-    fork_server().put_python(forking)
+    forking = fork_server().programs
 
     def at_most_once(page: str) -> Followed:
         if page not in known:

@@ -89,7 +89,11 @@ class ShapedNetwork:
 
     def command(self, host: int) -> list[str]:
         """The words before a command that run it on a host."""
-        return ["ip", "netns", "exec", self._namespace(host)]
+        return ["ip", "netns", "exec", self.namespace(host)]
+
+    def namespace(self, host: int) -> str:
+        """The name of a host's network namespace."""
+        return f"{self._prefix}-{host}"
 
     def address(self, host: int) -> str:
         """The IP address of a host, known inside the network only."""
@@ -112,7 +116,7 @@ class ShapedNetwork:
         """
         _check_rate("bytes_per_s", bytes_per_s)
         self.rates[source, target] = bytes_per_s
-        _batch("tc", self._namespace(source), _link(target, bytes_per_s))
+        _batch("tc", self.namespace(source), _link(target, bytes_per_s))
 
     def __enter__(self) -> Self:
         """Make the network.
@@ -135,22 +139,22 @@ class ShapedNetwork:
 
     def _make(self) -> None:
         hosts = range(len(self.rates))
-        namespaces = [self._switch, *map(self._namespace, hosts)]
+        namespaces = [self._switch, *map(self.namespace, hosts)]
         _batch("ip", None, [f"netns add {namespace}" for namespace in namespaces])
         _batch("ip", self._switch, ["link add bridge type bridge", "link set bridge up"])
         _batch("ip", self._switch, (line for host in hosts for line in self._cable(host)))
         for host in hosts:
-            folder = NETWORK_FILES / self._namespace(host)
+            folder = NETWORK_FILES / self.namespace(host)
             folder.mkdir(parents=True)
             # Or else libraries that look up the host's own name find an address of the machine.
             names = HOSTS_FILE.format(address=self.address(host), hostname=socket.gethostname())
             (folder / "hosts").write_text(names)
-            _batch("ip", self._namespace(host), self._interface(host))
-            _batch("tc", self._namespace(host), self._shapes(host))
+            _batch("ip", self.namespace(host), self._interface(host))
+            _batch("tc", self.namespace(host), self._shapes(host))
 
     def _cable(self, host: int) -> list[str]:
         port = _port(host)
-        end = f"name {INTERFACE} address {_hardware(host)} netns {self._namespace(host)}"
+        end = f"name {INTERFACE} address {_hardware(host)} netns {self.namespace(host)}"
         return [f"link add {port} type veth peer {end}", f"link set {port} master bridge up"]
 
     def _interface(self, host: int) -> list[str]:
@@ -180,9 +184,6 @@ class ShapedNetwork:
 
     def _links(self) -> Iterable[tuple[int, int]]:
         return itertools.permutations(range(len(self.rates)), 2)
-
-    def _namespace(self, host: int) -> str:
-        return f"{self._prefix}-{host}"
 
     def _remove(self) -> None:
         _remove(name for name in _names() if name.startswith(f"{self._prefix}-"))

@@ -31,19 +31,26 @@ class Processes:
         self.really = really
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
 
-    def start(self, *command: str | Path, before: Sequence[str] = (), **environment: str) -> None:
-        """Have Python run these arguments, in a session of its own.
+    def start(
+        self,
+        *command: str | Path,
+        folder: str | Path | None = None,
+        namespace: str | None = None,
+        **environment: str,
+    ) -> None:
+        """Have Python run these arguments, in a session of its own, here or in a `folder`.
 
-        `before` are the words before Python, of a command that becomes it: then it is not forked.
+        With a network `namespace` the process is in that, and is always forked.
         """
         variables = {**os.environ, **environment}
         with (
             open(self.folder / f"output{len(self.processes)}", "wb") as output,
             open(os.devnull, "rb") as nothing,
         ):
-            if self.really or before:
+            if self.really and namespace is None:
                 process = subprocess.Popen(
-                    [*before, sys.executable, *command],
+                    [sys.executable, *command],
+                    cwd=folder,
                     stdin=nothing,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -55,8 +62,9 @@ class Processes:
                     fork_server().address,
                     command,
                     environment=variables,
-                    folder=os.getcwd(),
+                    folder=str(folder or os.getcwd()),
                     streams=[nothing.fileno(), output.fileno(), output.fileno()],
+                    namespace=namespace,
                 )
             self.processes.append(process)
 

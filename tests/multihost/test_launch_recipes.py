@@ -22,6 +22,7 @@ import yaml
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.launch import PORTS, free_port
 from skippipe_jax.storage import run_folder
+from tests.fork_server import fork_server
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import settings, steps_done, write_config
 
@@ -84,6 +85,11 @@ def programs(tmp_path: Path) -> Iterator[Processes]:
         yield processes
 
 
+def run_python(python: str | None = None) -> str:
+    """A script that is this Python, or the one whose commands of this project are forked."""
+    return f'exec "{python or fork_server().programs / "python"}" "$@"\n'
+
+
 def stand_in(folder: Path, name: str, script: str) -> None:
     """Put a program into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,9 +97,9 @@ def stand_in(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def environment(folder: Path, **variables: str) -> dict[str, str]:
+def environment(folder: Path, python: str | None = None, **variables: str) -> dict[str, str]:
     """The environment in which the programs of `folder` come before those of this machine."""
-    stand_in(folder, "python", f'exec "{sys.executable}" "$@"\n')
+    stand_in(folder, "python", run_python(python))
     path = f"{folder}:{os.environ['PATH']}"
     # In whatever folder a recipe starts Python.
     return {"PATH": path, "PYTHONPATH": str(LAUNCH.parents[1]), **variables}
@@ -161,9 +167,9 @@ def hosts_file(folder: Path, *destinations: str) -> Path:
     return path
 
 
-def ssh(folder: Path) -> dict[str, str]:
+def ssh(folder: Path, python: str | None = None) -> dict[str, str]:
     stand_in(folder / "bin", "ssh", SSH)
-    return environment(folder / "bin", PORT=str(free_port()), DIRECTORY=str(folder))
+    return environment(folder / "bin", python, PORT=str(free_port()), DIRECTORY=str(folder))
 
 
 def test_ssh_hosts_listen_on_their_addresses_and_stop_together(
@@ -171,7 +177,9 @@ def test_ssh_hosts_listen_on_their_addresses_and_stop_together(
 ):
     many = settings(run_dir=tmp_path / "run", train__steps=MANY_STEPS)
     hosts = hosts_file(tmp_path, "alice@belgium", "bob@tokyo")
-    start(*(programs, "bash", LAUNCH / "ssh.sh", hosts, "--config", config, *many), **ssh(tmp_path))
+    command = ("bash", LAUNCH / "ssh.sh", hosts, "--config", config, *many)
+    # They are told by their command lines.
+    start(programs, *command, **ssh(tmp_path, sys.executable))
     programs.wait_until(lambda: steps_done(tmp_path / "run") > 0, PATIENCE_S)
     listening = {
         index: {
@@ -283,7 +291,7 @@ def test_jobset_trains_and_goes_on_after_a_lost_pod(
 
 
 def test_tpu_workers_train(tmp_path: Path, config: Path):
-    stand_in(tmp_path / "skippipe-jax/.venv/bin", "python", f'exec "{sys.executable}" "$@"\n')
+    stand_in(tmp_path / "skippipe-jax/.venv/bin", "python", run_python())
     variables = environment(
         tmp_path / "bin",
         NAME="slice",

@@ -82,7 +82,7 @@ def start(
     command += ("--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS))
     for host in range(HOSTS):
         own = (*command, "--host-id", str(host))
-        processes.start(*own, before=network.command(host), **virtual_devices(1))
+        processes.start(*own, namespace=network.namespace(host), **virtual_devices(1))
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from skippipe_sched.timing.simulate import Run, Timeline, simulate_plan
 
 from experiments.benchmarks import loopback
+from tests.fork_server import fork_server
 from tests.network.test_shaped_network import needs_root
 from tests.program.test_compiler import plan_of
 
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def result_of(module: str, folder: Path, *words: str) -> dict[str, Any]:
     file = folder / "result.json"
-    command = [sys.executable, "-m", f"experiments.benchmarks.{module}", *words]
+    command = [fork_server().programs / "python", "-m", f"experiments.benchmarks.{module}", *words]
     finished = subprocess.run(
         [*command, "--json", str(file)],
         cwd=REPOSITORY,

@@ -30,7 +30,7 @@ def test_every_bandwidth_is_within_a_tenth_of_its_rate(tmp_path: Path):
         cluster = ["--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS)]
         command = ["-m", "skippipe_jax.profile", "--config", config, "-o", output, *cluster]
         for host in range(HOSTS):
-            processes.start(*command, "--host-id", str(host), before=network.command(host))
+            processes.start(*command, "--host-id", str(host), namespace=network.namespace(host))
         assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
     measured = json.loads((tmp_path / "case.measured.json").read_text())
     links = {(a["source"], a["target"]): a for host in measured["hosts"] for a in host["links"]}

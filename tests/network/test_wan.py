@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.fork_server import fork_server
 
 
 @pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_iterations_of_four_hosts_take_as_long_as_planned(tmp_path: Path):
     found = tmp_path / "wan.json"
-    command = [sys.executable, "-m", "experiments.benchmarks.wan", "--hosts", "4"]
+    command = [
+        fork_server().programs / "python",
+        "-m",
+        "experiments.benchmarks.wan",
+        "--hosts",
+        "4",
+    ]
     settings = ["--methods", "skippipe", "--iterations", "2", "--budget", "3"]
     ended = subprocess.run(
         [*command, *settings, "--json", found], capture_output=True, text=True, check=False
@@ -30,7 +37,13 @@ def test_iterations_of_four_hosts_take_as_long_as_planned(tmp_path: Path):
 
 
 def test_a_table_of_links_that_is_not_there_is_refused(tmp_path: Path):
-    command = [sys.executable, "-m", "experiments.benchmarks.wan", "--hosts", "4"]
+    command = [
+        fork_server().programs / "python",
+        "-m",
+        "experiments.benchmarks.wan",
+        "--hosts",
+        "4",
+    ]
     ended = subprocess.run(
         [*command, "--links", tmp_path / "none.csv"], capture_output=True, text=True, check=False
     )

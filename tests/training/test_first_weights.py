@@ -166,7 +166,7 @@ def test_hosts_read_the_same_weights_of_their_own_stages(llama: Path, run_config
                     *("--set", f"run_dir={folder / run}", "--coordinator", coordinator),
                     *("--set", "cluster.host_of_node=[0, 0, 1, 1]"),
                     *("--hosts", str(len(places)), "--host-id", str(host)),
-                    before=("env", f"--chdir={place}"),
+                    folder=place,
                 )
             codes = processes.exit_codes(120)
             return [f"exit code {code}\n{processes.output(i)}" for i, code in enumerate(codes)]
