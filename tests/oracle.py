@@ -74,9 +74,7 @@ def train_by(
         return [create_stage(model, stage, layers, key) for stage in range(len(layers))]
 
     parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules(phases[0].layers)]
-    transformation = optax.chain(
-        optax.clip_by_global_norm(optimizer.clip_norm), adamw(optimizer, steps)
-    )
+    transformation = clipped_adamw(optimizer, steps)
     state = transformation.init(parameters)
     losses = []
     step_of_cut: dict[tuple[int, ...], Any] = {}
@@ -133,7 +131,8 @@ def train_apart(
         squares = [float(optax.tree.norm(own)) ** 2 for own in local]
         norm = sum(np.mean([squares[node] for node in of_stage]) for of_stage in stages) ** 0.5
         if optimizer.skip_above_norm is None or norm <= optimizer.skip_above_norm:
-            scale = min(1.0, optimizer.clip_norm / norm)
+            bound = norm if optimizer.clip_norm is None else optimizer.clip_norm
+            scale = min(1.0, bound / norm)
             for node in nodes:
                 clipped = jax.tree.map(lambda leaf: scale * leaf, local[node])  # noqa: B023
                 updates, states[node] = update(clipped, states[node], parameters[node])
@@ -238,6 +237,14 @@ def _step(loss: Callable[..., Any], transformation: Any, optimizer: OptimizerCon
         return *update(parameters, state, gradients), value
 
     return step
+
+
+def clipped_adamw(optimizer: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The update of a whole model, clipped by Optax if it is clipped."""
+    update = adamw(optimizer, steps)
+    if optimizer.clip_norm is None:
+        return update
+    return optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), update)
 
 
 def one_by_one(batch: Batch) -> Batch:

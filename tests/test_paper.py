@@ -91,6 +91,13 @@ def test_a_committed_plan_is_one_of_its_case(name: str):
     assert max(swaps) <= kind.max_swaps
 
 
+def test_committed_configurations_do_not_change_with_the_defaults_of_the_optimizer():
+    configs = [*CONFIGS.glob("*.yaml"), REPOSITORY / "experiments" / "quickstart.yaml"]
+    for path in configs:
+        optimizer = yaml.safe_load(path.read_text())["optimizer"]
+        assert {"learning_rate", "beta2", "weight_decay"} <= optimizer.keys(), path
+
+
 def test_equal_time_is_that_of_the_control():
     steps = config_of("full")["train"]["steps"]
     time_of_control = steps * plans.plan_of("full").predicted.iteration_s

@@ -63,7 +63,8 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.runtime.topology import Topology
 
-OPTIMIZER = OptimizerConfig()
+CLIP_NORM = 1.0
+OPTIMIZER = OptimizerConfig(beta2=0.999, weight_decay=0.0, clip_norm=CLIP_NORM)
 STEPS = 1000
 SEED = 0
 
@@ -152,7 +153,7 @@ def one_device(workload: Workload, *, scanned: bool, accumulating: bool) -> Iter
     parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules]
     structures = [nnx.graphdef(module) for module in modules]
     transformation = optax.chain(
-        optax.clip_by_global_norm(OPTIMIZER.clip_norm), adamw(OPTIMIZER, STEPS)
+        optax.clip_by_global_norm(CLIP_NORM), adamw(OPTIMIZER, STEPS)
     )
     state = transformation.init(parameters)
     scans_stages = scanned and model.recompute == "stage"

@@ -34,7 +34,8 @@ class OptimizerConfig:
         weight_decay: of matrices. Scales of norms and biases never decay.
         decay_embeddings: whether the embedding decays, which is also a head that is tied to it.
         decay_head: whether the head decays.
-        clip_norm: gradients are scaled so that their norm over all stages is at most this.
+        clip_norm: gradients are scaled so that their norm over all stages is at most this. null:
+            they are left as they are.
         skip_above_norm: an update whose gradient norm, before clipping, is greater or no finite
             number is left out: parameters, moments and the schedule stay as they are. null: none
             is, and a run ends when its loss or gradient is no finite number.
@@ -50,12 +51,12 @@ class OptimizerConfig:
     decay_shape: Annotated[str, DECAY_SHAPES] = "linear"
     final_ratio: float = 0.1
     beta1: float = 0.9
-    beta2: float = 0.999
+    beta2: float = 0.95
     epsilon: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float = 0.1
     decay_embeddings: bool = True
     decay_head: bool = True
-    clip_norm: float = 1.0
+    clip_norm: float | None = 1.0
     skip_above_norm: float | None = None
     z_loss: float = 0.0
 
@@ -67,10 +68,12 @@ class OptimizerConfig:
         require_choices(self, "optimizer")
         for name in ("learning_rate", "final_ratio", "beta1", "beta2", "weight_decay", "z_loss"):
             fields.number(getattr(self, name), f"optimizer.{name}", 0.0)
-        if self.skip_above_norm is not None:
-            fields.number(self.skip_above_norm, "optimizer.skip_above_norm", 0.0, above=True)
-        # At 0 a clip norm stops all learning, and epsilon divides 0 by 0 where a gradient is 0.
-        for name in ("clip_norm", "epsilon", "decay_fraction"):
+        # At 0 a clip norm stops all learning.
+        for name in ("clip_norm", "skip_above_norm"):
+            if getattr(self, name) is not None:
+                fields.number(getattr(self, name), f"optimizer.{name}", 0.0, above=True)
+        # At 0 epsilon divides 0 by 0 where a gradient is 0.
+        for name in ("epsilon", "decay_fraction"):
             fields.number(getattr(self, name), f"optimizer.{name}", 0.0, above=True)
         for name, in_range, bound in (
             ("beta1", self.beta1 < 1.0, "less than 1"),

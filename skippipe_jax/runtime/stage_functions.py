@@ -194,8 +194,9 @@ def stage_functions(
         factor: Float[Array, ""] | None = None,
     ):
         scale = microbatch_tokens / totals[TOKENS]
-        norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
-        scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm)
+        if optimizer.clip_norm is not None:
+            norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
+            scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm)
         if factor is not None:
             scale = scale * factor
         mean = jax.tree.map(lambda leaf: leaf * scale, gradients)

@@ -170,7 +170,7 @@ class Metrics:
                 "optimizer.learning_rate",
                 optimizer.learning_rate,
                 f"the loss of step {step} is {loss}, and the norm of its gradient {norm}",
-                "Resume from the last checkpoint with a lower rate, or a lower clip_norm, or let "
+                "Resume from the last checkpoint with a lower rate or clip_norm, or let "
                 "optimizer.skip_above_norm leave such updates out",
             )
         return {

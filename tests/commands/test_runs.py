@@ -46,7 +46,7 @@ def test_training_tells_how_to_go_on(folder: Path, command: Command):
     shown, _, last = result.out.rstrip().rpartition("\n")
     assert parse_config(yaml.safe_load(shown)) == load_config(Path("config.yaml"))
     assert "optimizer" not in shown
-    assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["beta2"] == 0.999
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["beta2"] == 0.95
     assert "python -m skippipe_jax.evaluate --run run" in last
     assert saved_steps(folder / "run") == [2, 3]
     lines = run_folder.read_metrics(folder / "run")

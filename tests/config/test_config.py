@@ -309,7 +309,7 @@ def test_how_a_run_goes_on_may_change():
             "plan": {"method": "full", "case": {"nodes": 3}},
         }
     )
-    assert require_same_run(now, Config()) == []
+    assert require_same_run(now, Config()) == [("optimizer.learning_rate", 1.0, 3e-4)]
 
 
 def test_how_the_model_is_cut_and_computed_may_change():

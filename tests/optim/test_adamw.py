@@ -33,6 +33,12 @@ def rates(config: OptimizerConfig, steps: int, count: int) -> list[float]:
     return [float(np.asarray(schedule(step))) for step in range(count)]
 
 
+def test_defaults_are_those_of_language_models():
+    defaults = OptimizerConfig()
+    assert (defaults.beta1, defaults.beta2, defaults.weight_decay) == (0.9, 0.95, 0.1)
+    assert defaults.clip_norm == 1.0
+
+
 def test_learning_rate_rises_in_equal_steps_and_falls_along_a_cosine():
     expected = [0.1 * (step + 1) / 4 for step in range(3)]
     for step in range(3, 12):

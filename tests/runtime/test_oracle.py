@@ -40,7 +40,7 @@ TOLERANCE = 2e-5
 OPTIMIZER = OptimizerConfig(
     learning_rate=3e-2, warmup_steps=1, decay_steps=10, weight_decay=0.1, epsilon=1e-2
 )
-CLIPPING, NOT_CLIPPING = 0.05, 100.0
+CLIPPING, NOT_CLIPPING = 0.05, None
 
 
 @st.composite
