@@ -152,9 +152,7 @@ def one_device(workload: Workload, *, scanned: bool, accumulating: bool) -> Iter
     modules = [create_stage(model, s, layers, jax.random.key(SEED)) for s in range(len(layers))]
     parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules]
     structures = [nnx.graphdef(module) for module in modules]
-    transformation = optax.chain(
-        optax.clip_by_global_norm(CLIP_NORM), adamw(OPTIMIZER, STEPS)
-    )
+    transformation = optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw(OPTIMIZER, STEPS))
     state = transformation.init(parameters)
     scans_stages = scanned and model.recompute == "stage"
 

@@ -121,8 +121,9 @@ class ModelConfig:
         tied_head: the head is the embedding.
         norm_epsilon: added to mean squares before their root is taken.
         stage_layers: blocks of each stage. null: spread over the stages evenly.
-        parameter_dtype: `float32` or `bfloat16`.
-        compute_dtype: the same choice, for activations and their gradients.
+        parameter_dtype: `float32`; or `bfloat16`, which is for evaluating, generating and
+            converting alone: training refuses it, as most of its updates would be rounded away.
+        compute_dtype: `float32` or `bfloat16`, for activations and their gradients.
         recompute: what the backward pass computes again: `none`, each `block` from its input, or
             the whole `stage` from its input.
         attention: `xla`, or `cudnn`: the fused kernel of NVIDIA GPUs.

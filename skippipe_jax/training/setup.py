@@ -99,6 +99,7 @@ def settle(
     Raises:
         InputError: if the configuration, the plan, the data or the weights cannot be used.
     """
+    _require_fine_parameters(config.model)
     # Whose plans? A run that is resumed goes on under its own, unless it is told of others.
     url = config.checkpoint.copy_to
     mirror = Mirror(url) if url is not None and host.index == 0 else None
@@ -276,6 +277,18 @@ def _open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches 
     if not set(plan.stages[0]) & set(program.nodes):
         return None
     return TrainingBatches(data)
+
+
+def _require_fine_parameters(model: ModelConfig) -> None:
+    """Refuse to train parameters that are too coarse to take up what a step adds to them."""
+    if model.parameter_dtype != "float32":
+        raise InputError(
+            "model.parameter_dtype",
+            model.parameter_dtype,
+            "cannot be trained: most updates are smaller than what it tells apart, and would be "
+            "rounded away",
+            "Leave it out, and write model.compute_dtype: bfloat16 to compute in that",
+        )
 
 
 def _require_attention(model: ModelConfig) -> None:

@@ -52,6 +52,10 @@ WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
         ["model.attention=cudnn", "model.compute_dtype=bfloat16"],
         ["model.attention = 'cudnn'", "needs a GPU", "Write xla"],
     ),
+    "parameters too coarse to learn": (
+        ["model.parameter_dtype=bfloat16"],
+        ["model.parameter_dtype = 'bfloat16'", "rounded away", "compute_dtype: bfloat16"],
+    ),
     "no plan": (["plan.case=null"], ["plan.case = None", "Give plan.case or plan.file"]),
     "two plans": (["plan.file=plan.json"], ["plan.file = 'plan.json'", "Remove one"]),
     "unknown method": (["plan.method=best"], ["plan.method = 'best'", "Use one of: "]),

@@ -195,6 +195,15 @@ def test_there_and_back_every_bit_is_the_same(
     assert again.config.eos_token_id == first.config.eos_token_id
 
 
+def test_a_run_in_bfloat16_is_evaluated(tmp_path: Path):
+    run = tmp_path / "run"
+    config = from_huggingface(save(random_llama("llama-3.1", torch.bfloat16), tmp_path / "hf"), run)
+    assert config.model.parameter_dtype == "bfloat16"
+    logits, loss = our_logits_and_loss(run)
+    assert np.isfinite(logits).all()
+    assert 0 < loss < 10
+
+
 def test_halves_become_floats_and_floats_are_rounded_as_torch_does(tmp_path: Path):
     model = random_llama("llama-3.1", torch.float16)
     from_huggingface(save(model, tmp_path / "hf"), tmp_path / "run")

@@ -124,6 +124,28 @@ def test_update_equals_adamw_by_hand():
     assert updates_made(state) == 6
 
 
+def test_parameters_in_bfloat16_would_hardly_move():
+    """Why training refuses them: most updates are rounded away."""
+    config = OptimizerConfig(learning_rate=1e-5, warmup_steps=0, final_ratio=1.0)
+    transformation = adamw(config, steps=50)
+    drawn = 0.02 * jax.random.normal(jax.random.key(0), (64, 64))
+
+    @jax.jit
+    def moved(parameters: Any) -> Any:
+        def update(step: Any, carried: Any) -> Any:
+            parameters, state = carried
+            gradients = {"kernel": jax.random.normal(jax.random.key(step), (64, 64))}
+            updates, state = transformation.update(gradients, state, parameters)
+            return optax.apply_updates(parameters, updates), state
+
+        carried = parameters, transformation.init(parameters)
+        after, _ = jax.lax.fori_loop(0, 50, update, carried)
+        return jnp.mean(after["kernel"] != parameters["kernel"])
+
+    assert moved({"kernel": drawn}) == 1.0
+    assert moved({"kernel": drawn.astype(jnp.bfloat16)}) < 0.2
+
+
 @pytest.mark.parametrize("tied_head", [False, True])
 @pytest.mark.parametrize(
     ("switches", "more"),
