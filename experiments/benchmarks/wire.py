@@ -59,7 +59,7 @@ def run(rounded: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def give_every_node_a_device(overrides: Sequence[str]) -> None:
     """Must be called before JAX has looked for devices."""
-    plan = plan_of(load_config(QUICKSTART, overrides).plan, QUICKSTART.parent)
+    plan = plan_of(load_config(QUICKSTART, overrides), QUICKSTART.parent)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", len(plan.case.nodes))
 

@@ -23,7 +23,8 @@ class PlanConfig:
     Attributes:
         file: a plan (JSON).
         case: a case: the path of a YAML file, or the case itself, whose link table then lies beside
-            the config file.
+            the config file. `activation_bytes` and `stage_bytes` follow from the model, the data
+            and the network where it leaves them out or says `auto`.
         measure: links, seconds, bytes and memory are measured when the run starts, and `case` says
             only what cannot be: stages, path lengths, microbatches and rules, as far as the
             defaults of `skippipe_jax.profile` do not suit.

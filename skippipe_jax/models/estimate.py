@@ -9,12 +9,18 @@ from typing import Any
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.flows import size_text
-from skippipe_sched.problem.auto import candidates, load_cases
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config
-from skippipe_jax.models.footprint import NodeMemory, Traffic, stage_parameters
+from skippipe_jax.models.footprint import (
+    NodeMemory,
+    Traffic,
+    averaged_bytes,
+    hop_bytes,
+    stage_parameters,
+)
+from skippipe_jax.models.planned_case import cases_of
 
 # Methods whose paths visit every stage, whatever the case says.
 FULL_PATHS = ("full", "full-joint")
@@ -39,12 +45,7 @@ def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
     if config.plan.file is not None:
         plan = load_plan(Path(config.plan.file))
         return plan.case, sum(len(path) for path in plan.microbatches)
-    if config.plan.case is None:
-        raise InputError("plan.case", None, "there are no nodes", "Give plan.case or plan.file")
-    if isinstance(config.plan.case, str):
-        case, *_ = load_cases(Path(config.plan.case))
-    else:
-        case, *_ = candidates(config.plan.case, config_folder)
+    case, *_ = cases_of(config, config_folder)
     length = len(case.stages) if config.plan.method in FULL_PATHS else case.path_length
     return case, length * sum(case.microbatches)
 
@@ -68,7 +69,14 @@ def to_json(
             for stage, own in enumerate(memory)
         ],
         "bytes_per_iteration": asdict(sent),
+        "case": _sizes(config, case),
     }
+
+
+def _sizes(config: Config, case: Case) -> dict[str, Any]:
+    """What follows from the configuration, and a case for the planner alone has to say."""
+    averaged = averaged_bytes(config, len(case.stages))
+    return {"activation_bytes": hop_bytes(config), "stage_bytes": averaged}
 
 
 HEADINGS = (
@@ -86,7 +94,7 @@ HEADINGS = (
 
 
 def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic) -> str:
-    """The figures as aligned text: a line for each stage, then what an iteration sends."""
+    """The figures as aligned text: a line for each stage, then what is sent, in all and by a case."""
     layers = config.model.layers_of_stages(len(case.stages))
     lines: list[tuple[str, ...]] = [HEADINGS]
     for stage, own in enumerate(memory):
@@ -119,5 +127,7 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
             f"an iteration of {sum(case.microbatches)} microbatches sends "
             f"{size_text(sent.pipeline)} of activations and gradients, {size_text(sent.hop)} a "
             f"hop, and {size_text(sent.averaging)} for averaging",
+            "in a case for the planner alone: "
+            + ", ".join(f"{key}: {size}" for key, size in _sizes(config, case).items()),
         ]
     )

@@ -76,6 +76,25 @@ def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
     return _tokens(data) * channels * DTYPE_BYTES[dtype]
 
 
+def hop_bytes(config: Config) -> int:
+    """Of what one microbatch sends from stage to stage, in the dtype that travels."""
+    dtype = config.network.activation_dtype or config.model.compute_dtype
+    return activation_bytes(config.model, config.data, dtype)
+
+
+def averaged_bytes(config: Config, stages: int) -> list[int]:
+    """Of what the replicas of each stage average, in the dtype that travels.
+
+    Raises:
+        InputError: if the layers do not spread over the stages.
+    """
+    width = DTYPE_BYTES[config.network.averaging_dtype or "float32"]
+    return [
+        width * stage_parameters(config.model, count, is_data_stage=stage == 0)
+        for stage, count in enumerate(config.model.layers_of_stages(stages))
+    ]
+
+
 def memory_of_stages(config: Config, case: Case) -> list[NodeMemory]:
     """What a node of each stage holds, on a device of its own.
 
@@ -140,20 +159,12 @@ def traffic(config: Config, case: Case, visits: int) -> Traffic:
     node, and as many gradients. A microbatch that stays on its data node sends nothing, and is not
     meant here.
     """
-    network, model = config.network, config.model
-    hop = activation_bytes(model, config.data, network.activation_dtype or model.compute_dtype)
-    averaged = DTYPE_BYTES[network.averaging_dtype or "float32"]
-    layers = model.layers_of_stages(len(case.stages))
-    counts = (
-        stage_parameters(model, count, is_data_stage=stage == 0)
-        for stage, count in enumerate(layers)
-    )
+    hop, averaged = hop_bytes(config), averaged_bytes(config, len(case.stages))
     return Traffic(
         hop=hop,
         pipeline=2 * visits * hop,
         averaging=sum(
-            2 * (replicas - 1) * averaged * count
-            for replicas, count in zip(case.stages, counts, strict=True)
+            2 * (replicas - 1) * size for replicas, size in zip(case.stages, averaged, strict=True)
         ),
     )
 

@@ -22,7 +22,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
 import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
@@ -31,8 +30,7 @@ from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, to_tree
-from skippipe_jax.models.footprint import activation_bytes
-from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.footprint import averaged_bytes, hop_bytes
 from skippipe_jax.profiling.links import MeasuredLink
 from skippipe_jax.profiling.stages import (
     BACKWARD,
@@ -181,8 +179,7 @@ def case_of(
     memory = [min(most, count) for count in _of_nodes(host_of, [r.memory for r in reports])]
     links = [link for report in reports for link in report.links if link.source != link.target]
     overheads_s = [link.overhead_s for link in links if link.overhead_s is not None]
-    stages = stage_shapes(config.model, len(costs.stage_cost))
-    averaged = jnp.dtype(config.network.averaging_dtype or jnp.float32).itemsize
+    stages = len(costs.stage_cost)
     case: dict[str, Any] = {
         "nodes": [
             {"location": names[host], "forward_s": _short(forward_s), "memory": fits}
@@ -191,9 +188,9 @@ def case_of(
         "locations": names,
         "stages": AUTO,
         "path_length": AUTO,
-        "rules": {"max_swaps": 1, "max_swap_distance": 1, "max_jump": len(stages)},
+        "rules": {"max_swaps": 1, "max_swap_distance": 1, "max_jump": stages},
         "activation_bytes": hop_bytes(config),
-        "stage_bytes": [averaged * parameter_count(stage) for stage in stages],
+        "stage_bytes": averaged_bytes(config, stages),
         "forward_s": _short(statistics.median(costs.forward_s)),
         "stage_cost": [_short(cost) for cost in costs.stage_cost],
         "backward_ratio": _short(costs.backward_ratio),
@@ -204,7 +201,7 @@ def case_of(
         **template,
     }
     if case["stages"] == AUTO:
-        case["stage_count"] = len(stages)
+        case["stage_count"] = stages
     if case["path_length"] == AUTO:
         case.setdefault("skip_ratio", DEFAULT_SKIP_RATIO)
     if not {"microbatches", "microbatches_per_data_node"} & template.keys():
@@ -271,12 +268,6 @@ def _names(given: Any, hosts: int) -> list[str]:
         others = (f"{name} {number}" for number in itertools.count(2))
         names[next(n for n in itertools.chain([name], others) if n not in names)] = None
     return list(names)
-
-
-def hop_bytes(config: Config) -> int:
-    """What one microbatch sends from stage to stage, in the dtype that travels."""
-    dtype = config.network.activation_dtype or config.model.compute_dtype
-    return activation_bytes(config.model, config.data, dtype)
 
 
 def _costs(reports: Sequence[HostReport], host_of: Sequence[int]) -> Costs:

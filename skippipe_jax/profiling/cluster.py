@@ -13,11 +13,11 @@ import jax
 
 from skippipe_jax.cluster.agreement import Host, gather, hear, tell
 from skippipe_jax.config import Config
+from skippipe_jax.models.footprint import hop_bytes
 from skippipe_jax.profiling.case import (
     HostReport,
     Profile,
     check_template,
-    hop_bytes,
     profile_of,
     stage_count,
 )

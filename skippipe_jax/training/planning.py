@@ -15,6 +15,7 @@ from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
 
 from skippipe_jax.config import NO_RECIPE, Config, PlanConfig, RecipeConfig
+from skippipe_jax.models.planned_case import cases_of
 from skippipe_jax.program.schedule import Schedule, best_plan, make_schedule
 from skippipe_jax.training.messages import say, say_meanwhile
 from skippipe_jax.training.signals import interrupts_that_end
@@ -35,9 +36,9 @@ def make_plan(
     Raises:
         InputError: if the case is none, or has no plan under its rules.
     """
-    given = dict(case) if isinstance(case, Mapping) else str(case)
-    config = PlanConfig(case=given, method=method, seed=seed, budget_s=budget_s)
-    return best_plan(_cases(config, Path()), method, Search(seed, budget_s), NO_RECIPE)
+    PlanConfig(method=method, seed=seed, budget_s=budget_s)  # which refuses what is none
+    cases = candidates(dict(case)) if isinstance(case, Mapping) else load_cases(Path(case))
+    return best_plan(cases, method, Search(seed, budget_s), NO_RECIPE)
 
 
 def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] | None) -> Schedule:
@@ -50,31 +51,21 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
         cases = candidates(measured)
         own = _planned(config.plan, cases, config.recipe, "what was measured")
     else:
-        own = plan_of(config.plan, config_folder, config.recipe)
+        own = plan_of(config, config_folder)
     search = config.plan.method, config.plan.seed, config.plan.budget_s
     with interrupts_that_end():
         return make_schedule(config.recipe, own, *search, say)
 
 
-def plan_of(config: PlanConfig, config_folder: Path, recipe: RecipeConfig = NO_RECIPE) -> Plan:
+def plan_of(config: Config, config_folder: Path) -> Plan:
     """The plan that a configuration names, or one made for the case that it names.
 
     Raises:
         InputError: if it names neither, or the plan breaks a rule of its case.
     """
-    if config.file is not None:
-        return require(load_plan(Path(config.file)))
-    return _planned(config, _cases(config, config_folder), recipe, "plan.case")
-
-
-def _cases(config: PlanConfig, config_folder: Path) -> Sequence[Case]:
-    if config.case is None:
-        raise InputError(
-            "plan.case", None, "there is no plan to train by", "Give plan.case or plan.file"
-        )
-    if isinstance(config.case, str):
-        return load_cases(Path(config.case))
-    return candidates(config.case, config_folder)
+    if config.plan.file is not None:
+        return require(load_plan(Path(config.plan.file)))
+    return _planned(config.plan, cases_of(config, config_folder), config.recipe, "plan.case")
 
 
 def _planned(config: PlanConfig, cases: Sequence[Case], recipe: RecipeConfig, what: str) -> Plan:

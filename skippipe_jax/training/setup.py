@@ -31,6 +31,7 @@ from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.batches import TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.interop.huggingface import Weights
+from skippipe_jax.models.planned_case import differing_sizes
 from skippipe_jax.profiling.case import Profile, check_template
 from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
@@ -47,7 +48,7 @@ from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.recording import remove_recordings
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.first_weights import FirstWeights, find_weights
-from skippipe_jax.training.messages import on_host_0, say
+from skippipe_jax.training.messages import on_host_0, say, say_meanwhile
 from skippipe_jax.training.planning import make_plans, require_patience
 from skippipe_jax.training.trackers import require_trackers
 
@@ -124,6 +125,9 @@ def settle(
     else:
         schedule = run_folder.saved_schedule(Path(config.run_dir))
     plan = schedule.plans[OWN]
+    if host.index == 0:
+        for sentence in differing_sizes(config, plan.case):
+            say_meanwhile(f"warning: {sentence}")
     require_patience(config, schedule.longest_s)
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
     compiled = compile_plans(schedule.plans, host_of)

@@ -14,7 +14,7 @@ CASE: dict[str, Any] = {
     "locations": ["here"],
     "links": [],
     "activation_bytes": 4096,
-    "stage_bytes": 8192,
+    "stage_bytes": 41024,
     "forward_s": 0.1,
     "stages": [2, 1],
     "path_length": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,15 @@ import jax
 import pytest
 import yaml
 from skippipe_sched.errors import InputError
+from skippipe_sched.methods import make_plan
+from skippipe_sched.problem.case import parse_case
 
 from skippipe_jax import evaluate, train
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.training import progress
-from tests.commands.examples import Command, expect_one_error
+from tests.commands.examples import CASE, Command, expect_one_error
 
 
 def test_a_corrected_start_needs_no_resume(folder: Path, command: Command):
@@ -52,6 +55,53 @@ def test_training_tells_how_to_go_on(folder: Path, command: Command):
     lines = run_folder.read_metrics(folder / "run")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["tokens"] == 2 * 2 * 32 for line in lines)
+
+
+def test_a_plan_for_other_sizes_is_warned_of(folder: Path, command: Command):
+    """Both numbers, the key and what to do; a ready plan, and a run that goes on, are told too."""
+    invented = CASE | {"activation_bytes": 1, "stage_bytes": 7}
+    make_plan(parse_case(invented), "balanced").save(folder / "plan.json")
+    once = ("--config", "config.yaml", "--set", "train.steps=1")
+    of_case = command(train, *once, "--set", f"plan.case={json.dumps(invented)}")
+    of_file = command(
+        train,
+        *(*once, "--set", "run_dir=other", "--set", "plan.case=null"),
+        *("--set", "plan.file=plan.json"),
+    )
+    again = command(train, *once, "--resume", "--set", f"plan.case={json.dumps(invented)}")
+    for result, remedies in (
+        (of_case, ("Leave it out, or write activation_bytes: auto", "stage_bytes: auto")),
+        (of_file, ("Make the plan again with activation_bytes: 4096", "[41024, 7808]")),
+        (again, ("activation_bytes: auto", "stage_bytes: auto")),
+    ):
+        assert result.code == 0
+        warned = [line for line in result.err.splitlines() if line.startswith("warning: ")]
+        assert len(warned) == 2
+        for line, words, remedy in zip(
+            warned,
+            (
+                "case.activation_bytes = 1, and by the configuration it is 4096: ",
+                "case.stage_bytes[0] = 7, and by the configuration it is 41024: ",
+            ),
+            remedies,
+            strict=True,
+        ):
+            assert words in line
+            assert line.endswith(remedy)
+
+
+@pytest.mark.parametrize("sizes", ["right", "auto", "left out"])
+def test_a_plan_for_these_sizes_is_not_warned_of(sizes: str, folder: Path, command: Command):
+    case = dict(CASE)
+    for key in ("activation_bytes", "stage_bytes"):
+        if sizes == "auto":
+            case[key] = "auto"
+        elif sizes == "left out":
+            del case[key]
+    given = ("--set", f"plan.case={json.dumps(case)}", "--set", "train.steps=1")
+    result = command(train, "--config", "config.yaml", *given)
+    assert result.code == 0
+    assert "warning" not in result.err
 
 
 def test_resuming_a_run_that_is_over_changes_nothing(run: Path, command: Command):

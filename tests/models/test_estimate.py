@@ -64,17 +64,22 @@ def test_one_object_with_all_figures(command: Any):
     # Two microbatches go to the other stage and back, and their gradients do.
     assert sent["pipeline"] == 2 * 4 * sent["hop"]
     assert sent["averaging"] == 2 * 4 * 2 * block
+    assert figures["case"] == {
+        "activation_bytes": sent["hop"],
+        "stage_bytes": [4 * data["parameters"], 4 * inner["parameters"]],
+    }
 
 
 def test_a_table_for_people(command: Any):
     code, said, _ = command(CONFIG, "--set", "model.recompute=stage")
-    head, data, inner, sent = said.splitlines()
+    head, data, inner, sent, in_a_case = said.splitlines()
     assert code == 0
     assert head.split()[:3] == ["stage", "layers", "nodes"]
     assert data.startswith("0 (data)")
     assert inner.split()[:4] == ["1", "2", "2", "3,904"]
     assert "2 x 4.10 kB" in inner
     assert "2 microbatches" in sent
+    assert in_a_case.endswith("activation_bytes: 4096, stage_bytes: [48832, 15616]")
 
 
 def test_a_plan_counts_by_its_own_paths(command: Any, tmp_path: Path):

@@ -119,7 +119,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
     train_here(config, resume=False)
 
     before = run_folder.saved_plan(folder / "run")
-    after = plan_of(load(path, folder, 1, AFTER).plan, Path())
+    after = plan_of(load(path, folder, 1, AFTER), Path())
     batches = TrainingBatches(config.data)
     phases = [
         oracle.Phase(

@@ -17,9 +17,8 @@ from jaxtyping import Float
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.case import REQUIRED, Case, node_count, parse_case
+from skippipe_sched.problem.case import AUTO, REQUIRED, Case, node_count, parse_case
 
-AUTO = "auto"
 DEFAULT_SKIP_RATIO = (0.0, 0.5)
 # Ratios are written as rounded percentages: 0.33 allows a third.
 RATIO_TOLERANCE = 0.005

@@ -42,6 +42,8 @@ OPTIONAL = (
     "contention",
     "rules",
 )
+# What leaves a choice open. Of bytes it leaves open what only a model decides.
+AUTO = "auto"
 # What is greater is a mistake, and would only fill the memory.
 MOST_NODES, MOST_MICROBATCHES = 10_000, 100_000
 DEFAULT_SAME_LOCATION = {"latency_ms": 1.0, "bandwidth_GiB_per_s": 2.0}
@@ -165,8 +167,10 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
     return Case(
         nodes=nodes,
         link_table=link_table,
-        activation_bytes=fields.number(given["activation_bytes"], "case.activation_bytes", 0.0),
-        stage_bytes=_of_each_stage(given["stage_bytes"], "case.stage_bytes", len(stages)),
+        activation_bytes=fields.number(
+            _known(given, "activation_bytes"), "case.activation_bytes", 0.0
+        ),
+        stage_bytes=_of_each_stage(_known(given, "stage_bytes"), "case.stage_bytes", len(stages)),
         stage_cost=_of_each_stage(
             given.get("stage_cost", 1.0), "case.stage_cost", len(stages), above=True
         ),
@@ -253,6 +257,19 @@ def _of_each_stage(
             "Write one number, or one number for each stage",
         )  # fmt: skip
     return tuple(fields.number(v, f"{field}[{s}]", 0.0, above=above) for s, v in enumerate(value))
+
+
+def _known(given: Mapping[str, Any], key: str) -> Any:
+    """A size in bytes, which a case has to give where no model is known."""
+    if given[key] == AUTO:
+        raise InputError(
+            f"case.{key}",
+            AUTO,
+            "follows from a model, and a case by itself has none",
+            "Write the bytes, which python -m skippipe_jax.memory says for a configuration that "
+            "has this case as plan.case",
+        )
+    return given[key]
 
 
 def _link_arguments(same: Mapping[str, Any]) -> dict[str, Any]:

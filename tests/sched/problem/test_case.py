@@ -156,6 +156,14 @@ def test_numbers_that_would_fill_the_memory_are_refused(given):
         case_with(**given)
 
 
+@pytest.mark.parametrize("key", ["activation_bytes", "stage_bytes"])
+def test_bytes_that_follow_from_a_model_are_asked_for_where_there_is_none(key):
+    with pytest.raises(InputError) as caught:
+        parse_case(TWO_NODES | {key: "auto"})
+    assert (caught.value.field, caught.value.value) == (f"case.{key}", "auto")
+    assert "python -m skippipe_jax.memory" in caught.value.remedy
+
+
 def test_links_of_locations_without_nodes_may_be_missing():
     case_with(locations=["here", "there", "nowhere"])
     with pytest.raises(InputError, match="here to nowhere"):

@@ -1,0 +1,144 @@
+"""What a case says of bytes follows from the configuration that it is in, or is held against it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.case import Case
+
+from experiments.paper import shapes
+from experiments.paper.campaign import REPOSITORY
+from skippipe_jax.config import Config, load_config, parse_config
+from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.planned_case import cases_of, differing_sizes
+
+MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
+OPEN: dict[str, Any] = {
+    "nodes": 5,
+    "locations": ["Belgium", "Iowa"],
+    "links": "gcp12",
+    "forward_s": 0.1,
+    "stages": [2, 3],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+    "memory": 2,
+}
+HOP = 2 * 32 * 16 * 4
+FORMATS = [
+    ({}, 4, 4, 0),
+    ({"network": {"activation_dtype": "bfloat16", "averaging_dtype": "bfloat16"}}, 2, 2, 0),
+    ({"data": {"packing": "documents"}}, 4, 4, 1),
+]
+
+
+def config_of(case: Any, **sections: Any) -> Config:
+    data = {"sequence_length": 32, "microbatch_size": 2, **sections.pop("data", {})}
+    plan = {"case": case, "method": "balanced"}
+    return parse_config({"model": MODEL, "plan": plan, "data": data, **sections})
+
+
+def case_of(config: Config, folder: Path = Path()) -> Case:
+    case, *_ = cases_of(config, folder)
+    return case
+
+
+@pytest.mark.parametrize("said", [{}, {"activation_bytes": "auto", "stage_bytes": "auto"}])
+@pytest.mark.parametrize(("sections", "hop_width", "averaged_width", "marks"), FORMATS)
+def test_bytes_follow_from_the_configuration(
+    said: dict[str, str],
+    sections: dict[str, Any],
+    hop_width: int,
+    averaged_width: int,
+    marks: int,
+):
+    config = config_of(OPEN | said, **sections)
+    case, stages = case_of(config), stage_shapes(config.model, 2)
+    assert case.activation_bytes == 2 * 32 * (16 + marks) * hop_width
+    assert list(case.stage_bytes) == [averaged_width * parameter_count(stage) for stage in stages]
+    assert case.stage_bytes[0] > 2 * case.stage_bytes[1]
+    # The plan carries figures, whoever reads it then.
+    assert case.source["activation_bytes"] == case.activation_bytes
+    assert differing_sizes(config, case) == []
+
+
+def test_a_case_may_leave_open_its_stages_too():
+    open_stages = {"stages": "auto", "stage_count": 4, "path_length": "auto"}
+    config = config_of(OPEN | open_stages)
+    for case in cases_of(config, Path()):
+        assert len(case.stage_bytes) == len(case.stages) == 4
+
+
+def test_a_case_in_a_file_is_filled_in_too(tmp_path: Path):
+    links = "location_a,location_b,latency_ms,bandwidth_GiB_per_s\nBelgium,Iowa,50,0.1\n"
+    (tmp_path / "mine.csv").write_text(links)
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(OPEN | {"links": "mine.csv"}))
+    assert case_of(config_of(str(tmp_path / "case.yaml"))).activation_bytes == HOP
+
+
+def test_a_figure_of_its_own_is_compared():
+    inner = int(case_of(config_of(OPEN)).stage_bytes[1])
+
+    def said_of(activation_bytes: float, stage_bytes: Any) -> list[str]:
+        given = OPEN | {"activation_bytes": activation_bytes, "stage_bytes": stage_bytes}
+        config = config_of(given)
+        return differing_sizes(config, case_of(config))
+
+    right = list(case_of(config_of(OPEN)).stage_bytes)
+    assert said_of(HOP, right) == said_of(0.96 * HOP, [1.04 * size for size in right]) == []
+    [of_hop] = said_of(1, right)
+    assert of_hop.startswith(f"case.activation_bytes = 1, and by the configuration it is {HOP}")
+    assert "activation_bytes: auto" in of_hop
+    [of_stage] = said_of(HOP, [right[0], 7])
+    assert of_stage.startswith(f"case.stage_bytes[1] = 7, and by the configuration it is {inner}")
+    assert "stage_bytes: auto" in of_stage
+
+
+def test_what_no_plan_depends_on_is_not_compared():
+    """A stage with one replica averages nothing, and a pipeline of one stage sends nothing."""
+    case = OPEN | {"nodes": 3, "stages": [1, 2], "activation_bytes": HOP}
+    config = config_of(case | {"stage_bytes": [7, case_of(config_of(case)).stage_bytes[1]]})
+    assert differing_sizes(config, case_of(config)) == []
+    alone = OPEN | {"nodes": 1, "stages": [1], "path_length": 1}
+    config = config_of(alone | {"activation_bytes": 0, "stage_bytes": 0})
+    assert differing_sizes(config, case_of(config)) == []
+
+
+def test_a_plan_that_was_made_before_is_told_the_right_figures():
+    given = OPEN | {"activation_bytes": 1, "stage_bytes": 7}
+    case = case_of(config_of(given))
+    right = [int(size) for size in case_of(config_of(OPEN)).stage_bytes]
+    config = parse_config({"model": MODEL, "plan": {"file": "plan.json"}, "data": {
+        "sequence_length": 32, "microbatch_size": 2}})  # fmt: skip
+    of_hop, of_stages = differing_sizes(config, case)
+    assert of_hop.endswith(f"activation_bytes: {HOP}")
+    assert of_stages.endswith(f"stage_bytes: {json.dumps(right)}")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"stages": 3}, "case.stages"),
+        ({"stages": []}, "case.stages"),
+        ({"stages": "auto", "stage_count": "two"}, "case.stage_count"),
+        ({"stages": [2, 2, 1]}, "model.layers"),
+        ({"activation_bytes": "much"}, "case.activation_bytes"),
+        ({"stage_bytes": None}, "case.stage_bytes"),
+        ({"depth": 3}, "case.depth"),
+    ],
+)
+def test_a_wrong_case_is_refused_for_what_is_wrong_with_it(change: dict[str, Any], field: str):
+    with pytest.raises(InputError) as caught:
+        cases_of(config_of(OPEN | change), Path())
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["quickstart", *(f"paper/configs/{m}" for m in shapes.MODELS)])
+def test_committed_configurations_are_planned_for_what_they_train(name: str):
+    path = REPOSITORY / "experiments" / f"{name}.yaml"
+    config = load_config(path)
+    assert differing_sizes(config, case_of(config, path.parent)) == []
