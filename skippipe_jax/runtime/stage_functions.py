@@ -81,8 +81,10 @@ class StageFunctions:
 
     create: Callable[[PRNGKeyArray, int], tuple[Parameters, PyTree, Gradients]]
     """(key, first layer) -> parameters, optimizer state, zero gradients"""
-    begin: Callable[[Parameters], tuple[PyTree, Gradients]]
-    """parameters -> optimizer state before the first update, zero gradients"""
+    begin: Callable[[Parameters], PyTree]
+    """parameters -> optimizer state before the first update"""
+    no_gradients: Callable[[Parameters], Gradients]
+    """parameters -> zero gradients"""
     forward: Callable[..., tuple[Array, PyTree, Gauge]]
     """(parameters, gauge, inputs, share or None) -> outputs, saved, gauge; with a share, what the
     stage adds is divided by it (see `scaled`)"""
@@ -136,10 +138,10 @@ def stage_functions(
 
     def create(key: PRNGKeyArray, first_layer: int):
         parameters = nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
-        return parameters, *begin(parameters)
+        return parameters, begin(parameters), zero_gradients(parameters)
 
-    def begin(parameters: Parameters) -> tuple[PyTree, Gradients]:
-        return transformation.init(parameters), zero_gradients(parameters)
+    def begin(parameters: Parameters) -> PyTree:
+        return transformation.init(parameters)
 
     def forward(parameters: Parameters, gauge: Gauge, inputs: Array, share: Share | None = None):
         in_flight = gauge[0] + 1
@@ -217,6 +219,7 @@ def stage_functions(
     return StageFunctions(
         create=jax.jit(create),
         begin=jax.jit(begin),
+        no_gradients=jax.jit(zero_gradients),
         forward=jax.jit(forward),
         loss=jax.jit(loss, donate_argnums=(1, 2, 4)),
         backward=jax.jit(backward, donate_argnums=overwritten),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,13 +14,16 @@ from skippipe_jax.config import StageCut
 from skippipe_jax.runtime.stage_functions import Gauge, Gradients, Parameters, StageFunctions
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.layout import Checkpoint
-from skippipe_jax.storage.reader import read_stage
+from skippipe_jax.storage.reader import read_arrays
 
 State = Mapping[str, PyTree]
 """What a checkpoint holds of a stage: "parameters" and "optimizer_state"."""
 
 Origin = Callable[[int, State], State]
-"""(stage, the shapes of its state) -> its state, or its parameters alone before the first update"""
+"""(stage, the shapes of its state) -> its state, or its parameters alone before the first update
+
+In this host's own memory, as NumPy arrays: replicas copy from there.
+"""
 
 
 @dataclass
@@ -53,7 +55,7 @@ class NodeState:
 
 def from_checkpoint(checkpoint: Checkpoint, stage_layers: Sequence[int]) -> Origin:
     """The state that a checkpoint holds, under any cut of the model."""
-    return lambda stage, shapes: read_stage(checkpoint, stage_layers, stage, shapes)
+    return lambda stage, shapes: read_arrays(checkpoint, stage_layers, stage, shapes)
 
 
 def make_states(
@@ -93,15 +95,19 @@ def _drawn(
 
 
 def _placed(functions: StageFunctions, read: State, topology: Topology, node: int) -> StageState:
-    """A replica's own copy of what was read: updates write over it."""
+    """A replica with its own copy of what was read, since updates write over it.
 
-    def put(tree: PyTree) -> Any:
-        return jax.device_put(tree, topology.sharding(node), may_alias=False)
-
-    parameters = put(read["parameters"])
-    optimizer_state, gradients = functions.begin(parameters)
-    if "optimizer_state" in read:
-        optimizer_state = put(read["optimizer_state"])
+    What was not read is all that is allocated besides, so a device never holds more than what the
+    replicas there go on with.
+    """
+    copy = jax.device_put(dict(read), topology.sharding(node), may_alias=False)
+    parameters = copy["parameters"]
+    # Zeros depend on no parameter, so they would not follow them to their device.
+    with jax.default_device(topology.devices[node][0]):
+        gradients = functions.no_gradients(parameters)
+        begun = None if "optimizer_state" in copy else functions.begin(parameters)
+    gradients, begun = jax.device_put((gradients, begun), topology.sharding(node))
+    optimizer_state = copy["optimizer_state"] if begun is None else begun
     return StageState(functions, parameters, optimizer_state, gradients)
 
 

@@ -28,11 +28,30 @@ def read_stage(
     stage: int,
     abstract: Mapping[str, PyTree],
 ) -> PyTree:
+    """Read what `read_arrays` reads onto devices, as arrays of JAX's own, which may be donated.
+
+    A leaf of `abstract` without a sharding goes to the first local device.
+    """
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+        lambda array, leaf: jax.device_put(array, leaf.sharding or here, may_alias=False),
+        read_arrays(checkpoint, stage_layers, stage, abstract),
+        abstract,
+    )
+
+
+def read_arrays(
+    checkpoint: Checkpoint,
+    stage_layers: Sequence[int],
+    stage: int,
+    abstract: Mapping[str, PyTree],
+) -> PyTree:
     """Read the state of one stage, bit for bit as it was saved, under any cut of the model.
 
-    What belongs to blocks (whose path holds "blocks") has a row for each block, and is put together
-    from the saved stages that hold these blocks, of which one at a time is in memory. All else is
-    the same in every stage that has it (counters), or is the data stage's alone.
+    It comes as NumPy arrays: no device holds it before it is put there. What belongs to blocks
+    (whose path holds "blocks") has a row for each block, and is put together from the saved stages
+    that hold these blocks, of which one at a time is in memory. All else is the same in every stage
+    that has it (counters), or is the data stage's alone.
 
     Args:
         checkpoint: from `open_checkpoint`.
@@ -41,7 +60,6 @@ def read_stage(
         stage: index of the stage in this cut.
         abstract: tree of jax.ShapeDtypeStruct to read. Each of its top-level entries (say
             "parameters") is read whole; saved entries that it leaves out are not read at all.
-            A leaf without a sharding goes to the first local device.
 
     Raises:
         InputError: the checkpoint is of a model with other layers, a file of it is missing or
@@ -63,21 +81,15 @@ def read_stage(
         for name, array in _read_saved(checkpoint, saved, missing, both_data_stages).items():
             # A copy, since a view of some rows would hold on to all.
             pieces[name].append(array[rows].copy() if _is_of_blocks(name) else array)
-    here = SingleDeviceSharding(jax.local_devices()[0])
-    placed = [
-        jax.device_put(
-            own[0] if len(own) == 1 else np.concatenate(own),
-            wanted[name].sharding or here,
-            # An array that training donates has to be JAX's own.
-            may_alias=False,
-        )
-        for name, own in pieces.items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(abstract), placed)
+    whole = []
+    for name in wanted:
+        own = pieces.pop(name)  # Put together, they are not needed any more.
+        whole.append(own[0] if len(own) == 1 else np.concatenate(own))
+    return jax.tree.unflatten(jax.tree.structure(abstract), whole)
 
 
 def read_data_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read how far the data had been read; raises InputError like `read_stage`."""
+    """Read how far the data had been read; raises InputError like `read_arrays`."""
     require_intact(checkpoint, DATA)
     return json.loads((checkpoint.folder / DATA).read_text())
 

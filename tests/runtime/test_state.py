@@ -1,0 +1,135 @@
+"""The state of a run that goes on: what is read, how often, and what room that takes."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from skippipe_jax.config import Config, DataConfig, ModelConfig
+from skippipe_jax.runtime.runtime import Runtime
+from skippipe_jax.runtime.stage_functions import functions_of_stages
+from skippipe_jax.runtime.state import Origin, StageState, from_checkpoint, make_states
+from skippipe_jax.storage import reader
+from skippipe_jax.storage.array_files import ArrayFiles
+from skippipe_jax.storage.layout import Checkpoint, open_checkpoint
+from skippipe_jax.storage.writer import write_checkpoint
+from tests.one_host import open_alone
+from tests.program.test_compiler import plan_of
+from tests.training_runs import assert_same_bits, by_name
+
+# Three replicas of the second stage, each on a device of its own.
+PLAN = plan_of([[0], [1, 2, 3]], [[0, 1], [0, 2], [0, 3]])
+MODEL = ModelConfig(width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=32)
+CONFIG = Config(model=MODEL, data=DataConfig(sequence_length=32, microbatch_size=2))
+CUT = MODEL.layers_of_stages(2)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return open_alone(CONFIG, PLAN, devices=4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Of numbers that no new run begins with."""
+    random = np.random.default_rng(0)
+
+    def drawn(leaf: jax.Array) -> jax.Array:
+        return jax.numpy.asarray(random.uniform(1, 99, leaf.shape), leaf.dtype)
+
+    folder = tmp_path_factory.mktemp("run")
+    stages = runtime.owned_stages()
+    write_checkpoint(folder, 7, CUT, lambda stage: jax.tree.map(drawn, stages[stage]))
+    return open_checkpoint(folder)
+
+
+def resumed(runtime: Runtime, origin: Checkpoint | Origin) -> dict[int, StageState]:
+    """The states of all replicas, as a checkpoint or another origin has them."""
+    if isinstance(origin, Checkpoint):
+        origin = from_checkpoint(origin, CUT)
+    tokens = CONFIG.data.microbatch_size * CONFIG.data.sequence_length
+    functions = functions_of_stages(2, MODEL, CONFIG.optimizer, CONFIG.train.steps, tokens)
+    return make_states(runtime.topology, functions, CUT, 0, origin)
+
+
+def bytes_of(tree: Any) -> int:
+    """Of the buffers of arrays, some of which may have several arrays."""
+    buffers = {leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(tree)}
+    return sum(buffers.values())
+
+
+def test_every_replica_goes_on_with_what_was_saved(runtime: Runtime, checkpoint: Checkpoint):
+    states = resumed(runtime, checkpoint)
+    assert list(states) == [0, 1, 2, 3]
+    for node, state in states.items():
+        stage = PLAN.stage_of[node]
+        saved = runtime.owned_stages()[stage]
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
+        expected = reader.read_stage(checkpoint, CUT, stage, shapes)
+        assert_same_bits(by_name(state.to_save()), by_name(expected))
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.gradients))
+        # Zeros too lie where they are used, not all on the first device.
+        device = runtime.topology.devices[node][0]
+        everything = (state.to_save(), state.gradients)
+        assert {d for leaf in jax.tree.leaves(everything) for d in leaf.devices()} == {device}
+
+
+def test_a_stage_is_read_and_hashed_once_however_many_replicas_it_has(
+    runtime: Runtime, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    hashed, read = Counter[str](), Counter[str]()
+
+    def require_intact(checkpoint: Checkpoint, part: str) -> None:
+        hashed[part] += 1
+
+    def read_arrays(files: ArrayFiles, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        read[files.folder.name] += 1
+        return own_read(files, wanted)
+
+    own_read: Callable[..., dict[str, np.ndarray]] = ArrayFiles.read
+    monkeypatch.setattr(reader, "require_intact", require_intact)
+    monkeypatch.setattr(ArrayFiles, "read", read_arrays)
+    resumed(runtime, checkpoint)
+    assert hashed == read == {"stage_0": 1, "stage_1": 1}
+
+
+def test_a_run_that_begins_with_weights_has_zeros_where_they_are_used(runtime: Runtime):
+    def origin(stage: int, shapes: Any) -> Any:
+        return {
+            "parameters": jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes["parameters"])
+        }
+
+    for node, state in resumed(runtime, origin).items():
+        [device] = runtime.topology.devices[node]
+        everything = (state.to_save(), state.gradients)
+        assert {d for leaf in jax.tree.leaves(everything) for d in leaf.devices()} == {device}
+        moments = jax.tree.leaves(state.optimizer_state)
+        assert not any(np.any(leaf) for leaf in moments)
+
+
+def test_devices_never_hold_more_than_the_state_that_they_go_on_with(
+    runtime: Runtime, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing is allocated to be overwritten, and what is read does not pass through a device."""
+    resumed(runtime, checkpoint)  # What compiling leaves is there before.
+    gc.collect()
+    before, peak = bytes_of(jax.live_arrays()), 0
+    own_put = jax.device_put
+
+    def device_put(*arguments: Any, **options: Any) -> Any:
+        nonlocal peak
+        placed = own_put(*arguments, **options)
+        peak = max(peak, bytes_of(jax.live_arrays()) - before)
+        return placed
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    states = resumed(runtime, checkpoint)
+    monkeypatch.undo()
+    held = sum(bytes_of((state.to_save(), state.gradients)) for state in states.values())
+    assert 0 < peak <= held
