@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import yaml
 from skippipe_sched.errors import InputError
+from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.case import Case
+from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.paper import shapes
 from experiments.paper.campaign import REPOSITORY
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.models.planned_case import cases_of, differing_sizes
+from skippipe_jax.training.planning import plan_of
 
 MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
 OPEN: dict[str, Any] = {
@@ -142,3 +145,10 @@ def test_committed_configurations_are_planned_for_what_they_train(name: str):
     path = REPOSITORY / "experiments" / f"{name}.yaml"
     config = load_config(path)
     assert differing_sizes(config, case_of(config, path.parent)) == []
+
+
+def test_the_first_picture_of_the_docs_is_of_the_quickstart():
+    path = REPOSITORY / "experiments" / "quickstart.yaml"
+    plan = plan_of(load_config(path), path.parent)
+    shown = REPOSITORY / "experiments" / "results" / "quickstart_plan.svg"
+    assert shown.read_text() == gantt(plan, simulate_plan(plan))
