@@ -94,7 +94,7 @@ HEADINGS = (
 
 
 def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic) -> str:
-    """The figures as aligned text: a line for each stage, then what is sent, and sizes for a case."""
+    """The figures as aligned text: a line for each stage, then traffic, and sizes for a case."""
     layers = config.model.layers_of_stages(len(case.stages))
     lines: list[tuple[str, ...]] = [HEADINGS]
     for stage, own in enumerate(memory):
