@@ -125,9 +125,6 @@ def settle(
     else:
         schedule = run_folder.saved_schedule(Path(config.run_dir))
     plan = schedule.plans[OWN]
-    if host.index == 0:
-        for sentence in differing_sizes(config, plan.case):
-            say_meanwhile(f"warning: {sentence}")
     require_patience(config, schedule.longest_s)
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
     compiled = compile_plans(schedule.plans, host_of)
@@ -142,6 +139,8 @@ def settle(
         if not resume:
             hold.take()
             run_folder.require_new(Path(config.run_dir))  # Another may have been quicker.
+        for sentence in differing_sizes(config, plan.case):
+            say_meanwhile(f"warning: {sentence}")
         _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
         tell(host, "run", lambda: _description(config, schedule))
     if data is not None:
