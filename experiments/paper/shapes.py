@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
@@ -34,11 +33,16 @@ from skippipe_jax.config.extras import require
 from skippipe_jax.config.model import ATTENTION, RECOMPUTE
 from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import memory_of_node, memory_of_stages, traffic
-from skippipe_jax.models.llama import DataStage, parameter_count, stage_shapes
+from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.ring import Ring
-from skippipe_jax.runtime.stage_functions import StageFunctions, activation, stage_functions
+from skippipe_jax.runtime.stage_functions import (
+    TOTALS,
+    StageFunctions,
+    activation,
+    stage_functions,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,7 +133,7 @@ def counted_working(config: Config, layers: int, is_data_stage: bool) -> int:
     keeping = with_model(config, recompute="none")
     made = size(saved(keeping, again, False)) if again else 0
     if is_data_stage:
-        made = max(made, 2 * size(logits(config, layers)))
+        made = max(made, made_by_loss(config, layers))
     return max(size(parameters) + made, size(gradients))
 
 
@@ -158,12 +162,31 @@ def saved(config: Config, layers: int, is_data_stage: bool) -> Any:
     return jax.eval_shape(own.forward, parameters, gauge, inputs)[1]
 
 
-def logits(config: Config, layers: int) -> Any:
-    """Shape of what a data stage gives for the loss of one microbatch."""
+def made_by_loss(config: Config, layers: int) -> int:
+    """Bytes of the logits that are there at a time, and of their gradient as it is multiplied.
+
+    They are found in the program of the loss, whose products are those of the head: the first
+    gives logits, and the two others share the gradient.
+    """
+    own = functions(config, layers, True)
+    parameters, _, gradients = shapes(config, layers, True)
     inputs = activation(config.model, config.data)
-    stage = nnx.eval_shape(lambda: DataStage(config.model, layers, 0, jax.random.key(0)))
-    structure, parameters = nnx.split(stage)
-    return jax.eval_shape(lambda p, x: nnx.merge(structure, p).logits(x), parameters, inputs)
+    totals, gauge = (jax.ShapeDtypeStruct(*of) for of in (((TOTALS,), jnp.float32), ((2,), int)))
+    targets = jax.ShapeDtypeStruct(inputs.shape[:2], jnp.int32)
+    traced = jax.make_jaxpr(own.loss)(parameters, gradients, totals, gauge, inputs, targets)
+    first, *others = _products(traced.jaxpr)
+    [gradient] = set.intersection(*(set(product.invars) for product in others))
+    return size([first.outvars[0].aval, gradient.aval])
+
+
+def _products(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a program, and of those within it, that multiply matrices."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in equation.params.values():
+            if hasattr(inner, "jaxpr"):
+                yield from _products(inner.jaxpr)
 
 
 def counted_traffic(config: Config, plan: Plan) -> dict[str, int]:
