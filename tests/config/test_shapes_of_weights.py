@@ -55,6 +55,7 @@ def config_of(init_from: str, **model: Any) -> Config:
 def test_the_comment_in_8b_yaml_does_what_it_says(context: int, tmp_path: Path):
     path = ROOT / "experiments" / "paper" / "configs" / "8b.yaml"
     [line] = [line for line in path.read_text().splitlines() if "--set init_from=" in line]
+    assert line.startswith("#")
     override = line.partition("--set ")[2].replace("LLAMA_3_FOLDER", str(tmp_path))
     weights(tmp_path, LLAMA | {"max_position_embeddings": context})
     config = load_config(path, [override])
