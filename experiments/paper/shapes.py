@@ -9,8 +9,9 @@ models   for each of configs/{500m,1.5b,8b}.yaml: memory of a node of each stage
          microbatch in flight keeps under each recomputation; bytes of an iteration
 cuts     for each model and size of memory, how many blocks a data node and an inner node hold at
          most, and the cut into fewest stages whose nodes all fit
-compiled what XLA plans for one backward pass on this machine's processor, without running it, as a
-         check of the formula for what an operation makes while it runs (not in a quick run)
+compiled what XLA plans for one backward pass and one loss on this machine's processor, without
+         running it, as a check of the formulas for what an operation makes while it runs (not in a
+         quick run)
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from skippipe_jax.config import Config, load_config
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.model import ATTENTION, RECOMPUTE
 from skippipe_jax.models.estimate import what_is_planned
-from skippipe_jax.models.footprint import memory_of_node, memory_of_stages, traffic
+from skippipe_jax.models.footprint import (
+    bytes_of_loss,
+    memory_of_node,
+    memory_of_stages,
+    traffic,
+)
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
@@ -168,15 +174,20 @@ def made_by_loss(config: Config, layers: int) -> int:
     They are found in the program of the loss, whose products are those of the head: the first
     gives logits, and the two others share the gradient.
     """
-    own = functions(config, layers, True)
-    parameters, _, gradients = shapes(config, layers, True)
-    inputs = activation(config.model, config.data)
-    totals, gauge = (jax.ShapeDtypeStruct(*of) for of in (((TOTALS,), jnp.float32), ((2,), int)))
-    targets = jax.ShapeDtypeStruct(inputs.shape[:2], jnp.int32)
-    traced = jax.make_jaxpr(own.loss)(parameters, gradients, totals, gauge, inputs, targets)
+    loss = functions(config, layers, True).loss
+    traced = jax.make_jaxpr(loss)(*arguments_of_loss(config, layers))
     first, *others = _products(traced.jaxpr)
     [gradient] = set.intersection(*(set(product.invars) for product in others))
     return size([first.outvars[0].aval, gradient.aval])
+
+
+def arguments_of_loss(config: Config, layers: int) -> list[Any]:
+    """Shapes of what the loss of a data stage takes."""
+    parameters, _, gradients = shapes(config, layers, True)
+    totals, gauge = (jax.ShapeDtypeStruct(*of) for of in (((TOTALS,), jnp.float32), ((2,), int)))
+    inputs = activation(config.model, config.data)
+    targets = jax.ShapeDtypeStruct(inputs.shape[:2], jnp.int32)
+    return [parameters, gradients, totals, gauge, inputs, targets]
 
 
 def _products(jaxpr: Any) -> Iterator[Any]:
@@ -228,9 +239,12 @@ def size(tree: Any) -> int:
 
 
 def compiled_working(config: Config, case: Case) -> dict[str, dict[str, int]]:
-    """Bytes that a backward pass needs for a while, as XLA plans it and by formula."""
-    result = {}
+    """Bytes that a backward pass and a loss need for a while, as XLA plans it and by formula."""
     layers, memory = config.model.layers_of_stages(len(case.stages)), memory_of_stages(config, case)
+    loss: Any = functions(config, layers[0], True).loss
+    planned = loss.lower(*arguments_of_loss(config, layers[0])).compile().memory_analysis()
+    formula = memory[0].parameters + bytes_of_loss(config.model, config.data)
+    result = {"loss": {"xla": planned.temp_size_in_bytes, "formula": formula}}
     for stage, kind in ((0, "data"), (1, "inner")):
         own = functions(config, layers[stage], stage == 0)
         parameters, _, gradients = shapes(config, layers[stage], stage == 0)
