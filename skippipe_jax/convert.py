@@ -16,7 +16,8 @@ from skippipe_jax.arguments import run_module
 from skippipe_jax.config.model import DTYPES, LAYERS_OF_STAGE
 
 DESCRIPTION = """\
-Convert models of the Llama 2 and 3 family between the format of Hugging Face and a run's folder.
+Convert models between the format of Hugging Face and a run's folder: those of the Llama 2 and 3
+family, and Mistrals without a sliding window, which become Llamas.
 
 from-hf reads config.json and safetensors files (one or many; float32, bfloat16 or float16) and
 writes a run folder with its configuration, a checkpoint of step 0 and, in tokenizer/, the files of

@@ -1,14 +1,20 @@
-"""Small Llamas with random weights: those of transformers, and what they compute."""
+"""Small Llamas and Mistrals with random weights: those of transformers, and what they compute."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from skippipe_jax.data.batches import NOT_COUNTED
 
@@ -62,15 +68,28 @@ def llama_config(**values: Any) -> LlamaConfig:
 
 
 def random_llama(kind: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """A model with weights so large, scales of norms too, that whatever is left out shows."""
-    model = LlamaForCausalLM(llama_config(**LLAMAS[kind]))
+    """A Llama with random weights."""
+    return in_dtype(randomized(LlamaForCausalLM(llama_config(**LLAMAS[kind]))), dtype)
+
+
+def random_mistral(window: int | None) -> MistralForCausalLM:
+    """A Mistral with random weights, whose tokens see no more than so many before them."""
+    values = LLAMAS["llama-2"] | {"num_key_value_heads": 2, "rope_theta": 1e6}
+    return randomized(MistralForCausalLM(MistralConfig(**values, sliding_window=window)))
+
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def randomized(model: Model) -> Model:
+    """The model itself, its weights so large, and scales of norms too, that what is lost shows."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2, generator=draw)
             if parameter.ndim == 1:
                 parameter += 1.0
-    return in_dtype(model, dtype)
+    return model
 
 
 def in_dtype(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -79,7 +98,7 @@ def in_dtype(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
     return model
 
 
-def save(model: LlamaForCausalLM, folder: Path, max_shard_size: str = "1GB") -> Path:
+def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> Path:
     """The folder, in which transformers has written the model."""
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -94,7 +113,7 @@ def random_text() -> tuple[np.ndarray, np.ndarray]:
     return tokens, targets
 
 
-def logits_and_loss(model: LlamaForCausalLM) -> tuple[np.ndarray, float]:
+def logits_and_loss(model: LlamaForCausalLM | MistralForCausalLM) -> tuple[np.ndarray, float]:
     """What transformers computes in float32 for `random_text`."""
     tokens, targets = (torch.from_numpy(array).long() for array in random_text())
     with torch.no_grad():

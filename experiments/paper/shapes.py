@@ -9,8 +9,9 @@ models   for each of configs/{500m,1.5b,8b}.yaml: memory of a node of each stage
          microbatch in flight keeps under each recomputation; bytes of an iteration
 cuts     for each model and size of memory, how many blocks a data node and an inner node hold at
          most, and the cut into fewest stages whose nodes all fit
-compiled what XLA plans for one backward pass on this machine's processor, without running it, as a
-         check of the formula for what an operation makes while it runs (not in a quick run)
+compiled what XLA plans for one backward pass and one loss on this machine's processor, without
+         running it, as a check of the formulas for what an operation makes while it runs (not in a
+         quick run)
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
@@ -33,12 +33,22 @@ from skippipe_jax.config import Config, load_config
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.model import ATTENTION, RECOMPUTE
 from skippipe_jax.models.estimate import what_is_planned
-from skippipe_jax.models.footprint import memory_of_node, memory_of_stages, traffic
-from skippipe_jax.models.llama import DataStage, parameter_count, stage_shapes
+from skippipe_jax.models.footprint import (
+    bytes_of_loss,
+    memory_of_node,
+    memory_of_stages,
+    traffic,
+)
+from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.ring import Ring
-from skippipe_jax.runtime.stage_functions import StageFunctions, activation, stage_functions
+from skippipe_jax.runtime.stage_functions import (
+    TOTALS,
+    StageFunctions,
+    activation,
+    stage_functions,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,7 +139,7 @@ def counted_working(config: Config, layers: int, is_data_stage: bool) -> int:
     keeping = with_model(config, recompute="none")
     made = size(saved(keeping, again, False)) if again else 0
     if is_data_stage:
-        made = max(made, 2 * size(logits(config, layers)))
+        made = max(made, made_by_loss(config, layers))
     return max(size(parameters) + made, size(gradients))
 
 
@@ -158,12 +168,36 @@ def saved(config: Config, layers: int, is_data_stage: bool) -> Any:
     return jax.eval_shape(own.forward, parameters, gauge, inputs)[1]
 
 
-def logits(config: Config, layers: int) -> Any:
-    """Shape of what a data stage gives for the loss of one microbatch."""
+def made_by_loss(config: Config, layers: int) -> int:
+    """Bytes of the logits that are there at a time, and of their gradient as it is multiplied.
+
+    They are found in the program of the loss, whose products are those of the head: the first
+    gives logits, and the two others share the gradient.
+    """
+    loss = functions(config, layers, True).loss
+    traced = jax.make_jaxpr(loss)(*arguments_of_loss(config, layers))
+    first, *others = _products(traced.jaxpr)
+    [gradient] = set.intersection(*(set(product.invars) for product in others))
+    return size([first.outvars[0].aval, gradient.aval])
+
+
+def arguments_of_loss(config: Config, layers: int) -> list[Any]:
+    """Shapes of what the loss of a data stage takes."""
+    parameters, _, gradients = shapes(config, layers, True)
+    totals, gauge = (jax.ShapeDtypeStruct(*of) for of in (((TOTALS,), jnp.float32), ((2,), int)))
     inputs = activation(config.model, config.data)
-    stage = nnx.eval_shape(lambda: DataStage(config.model, layers, 0, jax.random.key(0)))
-    structure, parameters = nnx.split(stage)
-    return jax.eval_shape(lambda p, x: nnx.merge(structure, p).logits(x), parameters, inputs)
+    targets = jax.ShapeDtypeStruct(inputs.shape[:2], jnp.int32)
+    return [parameters, gradients, totals, gauge, inputs, targets]
+
+
+def _products(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a program, and of those within it, that multiply matrices."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in equation.params.values():
+            if hasattr(inner, "jaxpr"):
+                yield from _products(inner.jaxpr)
 
 
 def counted_traffic(config: Config, plan: Plan) -> dict[str, int]:
@@ -205,9 +239,12 @@ def size(tree: Any) -> int:
 
 
 def compiled_working(config: Config, case: Case) -> dict[str, dict[str, int]]:
-    """Bytes that a backward pass needs for a while, as XLA plans it and by formula."""
-    result = {}
+    """Bytes that a backward pass and a loss need for a while, as XLA plans it and by formula."""
     layers, memory = config.model.layers_of_stages(len(case.stages)), memory_of_stages(config, case)
+    loss: Any = functions(config, layers[0], True).loss
+    planned = loss.lower(*arguments_of_loss(config, layers[0])).compile().memory_analysis()
+    formula = memory[0].parameters + bytes_of_loss(config.model, config.data)
+    result = {"loss": {"xla": planned.temp_size_in_bytes, "formula": formula}}
     for stage, kind in ((0, "data"), (1, "inner")):
         own = functions(config, layers[stage], stage == 0)
         parameters, _, gradients = shapes(config, layers[stage], stage == 0)

@@ -30,10 +30,20 @@ SHAPES = (
 )
 
 
+# By model_type: what is one and the same network under two names, and what config.json may leave
+# out because transformers knows it by the name.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+}
+
+
 # Keys of config.json that must hold this, or nothing: it is all that our model can be.
 EXPRESSIBLE = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -74,21 +84,16 @@ def folder_of(init_from: str) -> Path:
 def read_model(folder: Path) -> ModelConfig:
     """The shapes that config.json in `folder` gives, everything else by default.
 
+    Whoever uses the model calls `require_no_window` for the longest sequence that it takes.
+
     Raises:
         InputError: if there is no config.json, or it describes what our model cannot be.
     """
-    path = folder / CONFIG
-    given = fields.load_json(path, CONFIG)
-    if not isinstance(given, dict):
-        raise InputError(CONFIG, str(path), "is not a mapping", "Name the folder of a model")
-    for key, value in EXPRESSIBLE.items():
+    path, given = folder / CONFIG, _load(folder)
+    known = FAMILIES[given["model_type"]]
+    for key, value in (EXPRESSIBLE | {"architectures": known["architectures"]}).items():
         if given.get(key) not in (None, value):
-            raise InputError(
-                f"{path}: {key}",
-                given[key],
-                f"is not supported: only {json.dumps(value)} is",
-                "Choose a model of the Llama 2 or 3 family, not quantized",
-            )
+            raise _not_supported(path, key, given[key], value)
 
     def integer(key: str, default: int | None = None) -> int:
         value = given.get(key)
@@ -114,13 +119,65 @@ def read_model(folder: Path) -> ModelConfig:
         width=width,
         layers=integer("num_hidden_layers"),
         heads=heads,
-        kv_heads=integer("num_key_value_heads", heads),
+        kv_heads=integer("num_key_value_heads", known.get("num_key_value_heads", heads)),
         ffn_width=integer("intermediate_size"),
         context=integer("max_position_embeddings"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tied_head=tied_head,
         norm_epsilon=fields.number(given.get("rms_norm_eps", 1e-6), f"{path}: rms_norm_eps"),
+    )
+
+
+def require_shapes(folder: Path, of_weights: ModelConfig, given: Mapping[str, Any]) -> None:
+    """Refuse keys of `model` that differ from those of the weights; the context may be shorter."""
+    for key in SHAPES:
+        theirs = getattr(of_weights, key)
+        own = given.get(key, theirs)
+        if own != theirs and not (key == "context" and own < theirs):
+            raise InputError(
+                f"model.{key}",
+                own,
+                f"{folder / CONFIG} says {theirs!r}",
+                "Leave it out: with init_from, shapes come from there",
+            )
+
+
+def require_no_window(folder: Path, context: int) -> None:
+    """Refuse a model whose tokens do not see all before them, in sequences of this length."""
+    given, name = _load(folder), f"{folder / CONFIG}: sliding_window"
+    # What is missing is what transformers takes for the family, and null is no window.
+    known = FAMILIES[given["model_type"]].get("sliding_window")
+    window = None if known is None else given.get("sliding_window", known)
+    if window is not None and fields.integer(window, name, 1) < context:
+        raise InputError(
+            name,
+            window,
+            f"is shorter than a sequence of model.context = {context} tokens, whose last ones "
+            "would not see the first: that is not supported",
+            f"Give model.context: {window} or less, or write so in config.json, where it is "
+            "max_position_embeddings",
+        )
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    """What config.json says; its model_type is one of those that our model can be."""
+    path = folder / CONFIG
+    given = fields.load_json(path, CONFIG)
+    if not isinstance(given, dict):
+        raise InputError(CONFIG, str(path), "is not a mapping", "Name the folder of a model")
+    family = given.get("model_type")
+    if family is not None and family not in list(FAMILIES):
+        raise _not_supported(path, "model_type", family, *FAMILIES)
+    return given | {"model_type": family or "llama"}
+
+
+def _not_supported(path: Path, key: str, value: Any, *supported: Any) -> InputError:
+    return InputError(
+        f"{path}: {key}",
+        value,
+        f"is not supported: only {' or '.join(map(json.dumps, supported))} is",
+        "Choose a model of the Llama 2 or 3 family, or a Mistral, not quantized",
     )
 
 

@@ -108,7 +108,7 @@ class ModelConfig:
     """Shape and numerics of the model.
 
     Attributes:
-        preset: fills in every shape that is not given.
+        preset: fills in every shape that neither is given nor comes with `init_from`.
         vocabulary_size: tokens that there are; at least those of the tokenizer.
         width: of the residual stream.
         layers: blocks of attention and feed-forward.

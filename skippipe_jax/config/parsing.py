@@ -14,8 +14,14 @@ import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.huggingface import SHAPES, folder_of, read_model
-from skippipe_jax.config.model import PRESETS
+from skippipe_jax.config.huggingface import (
+    SHAPES,
+    folder_of,
+    read_model,
+    require_no_window,
+    require_shapes,
+)
+from skippipe_jax.config.model import PRESETS, ModelConfig
 from skippipe_jax.config.run import Config
 from skippipe_jax.config.tokenizer import has_tokenizer
 
@@ -39,24 +45,34 @@ def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
     tree = dict(_mapping(tree, "config", tree))
     for override in overrides:
         _override(tree, override)
-    model = tree.get("model")
-    if isinstance(model, dict) and model.get("preset") is not None:
-        preset = fields.text(model["preset"], "model.preset", PRESETS)
-        tree["model"] = PRESETS[preset] | model
     if tree.get("init_from") is not None:
         init_from = fields.text(tree["init_from"], "init_from")
-        tree["model"] = _with_shapes(_mapping(tree.get("model", {}), "model", model), init_from)
-        data = tree.get("data", {})
+        model, data = tree.get("model", {}), tree.get("data", {})
+        tree["model"] = _with_shapes(_mapping(model, "model", model), init_from)
         tree["data"] = _with_tokenizer(_mapping(data, "data", data), init_from)
+    model = tree.get("model")
+    if isinstance(model, dict) and model.get("preset") is not None:
+        # What the weights have said is given now, so it goes before the preset.
+        preset = fields.text(model["preset"], "model.preset", PRESETS)
+        tree["model"] = PRESETS[preset] | model
     return _parse(Config, tree, "")
 
 
 def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
-    """The model section, with the shapes that it leaves out taken from the weights."""
+    """The model section, with the shapes that it leaves out taken from the weights.
+
+    Raises:
+        InputError: if it says otherwise than they do, other than that its context is shorter.
+    """
     if all(key in model for key in SHAPES):
         return model
-    of_weights = to_tree(read_model(folder_of(init_from)))
-    return {key: of_weights[key] for key in SHAPES} | model
+    folder, hints = folder_of(init_from), typing.get_type_hints(ModelConfig)
+    of_weights = read_model(folder)
+    given = {key: _parse(hints[key], model[key], f"model.{key}") for key in SHAPES if key in model}
+    require_shapes(folder, of_weights, given)
+    require_no_window(folder, given.get("context", of_weights.context))
+    shapes = to_tree(of_weights)
+    return {key: shapes[key] for key in SHAPES} | model
 
 
 def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:

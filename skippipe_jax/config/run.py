@@ -96,7 +96,8 @@ class Config:
         run_dir: the folder that the run writes.
         seed: draws the first parameters.
         init_from: where the first parameters come from instead: `hf:DIR`, the folder of a Hugging
-            Face model, which gives the shapes in `model` too.
+            Face model, which gives the shapes in `model` too, before a preset does. Of
+            these only the context may be chosen: a shorter one.
         execution: with `strict` every node keeps to the plan's order, and a run gives the same bits
             each time. With `ready-first` a node takes, among the operations whose inputs have
             arrived, the earliest in the plan's order, so that it does not stand still when a

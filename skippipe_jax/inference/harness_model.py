@@ -191,9 +191,5 @@ def _score(
 ) -> tuple[Float[Array, " batch"], Array]:
     """Log-likelihood in nats of each row's targets, and whether each is the likeliest token."""
     data_stage: DataStage = nnx.merge(structure, parameters)
-    logits = data_stage.logits(x)
-    counted = targets >= 0
-    chosen = jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[..., None], axis=-1)
-    nats = chosen[..., 0] - jax.nn.logsumexp(logits, axis=-1)
-    greedy = (jnp.argmax(logits, axis=-1) == targets) | ~counted
-    return jnp.sum(jnp.where(counted, nats, 0.0), axis=-1), jnp.all(greedy, axis=-1)
+    nats, likeliest = data_stage.scores(x, targets)
+    return -jnp.sum(nats, axis=-1), jnp.all(likeliest, axis=-1)

@@ -22,6 +22,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, parse_config, to_tree
+from skippipe_jax.config.huggingface import require_no_window
 from skippipe_jax.config.model import MOST_STAGES
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.config.tokenizer import BYTES, has_tokenizer
@@ -261,6 +262,7 @@ def _read_huggingface(
     if has_tokenizer(folder):
         tree["data"]["tokenizer"] = str(folder)
     config = parse_config(tree, overrides)
+    require_no_window(folder, config.model.context)
     if cut is None:
         cut = next(n for n in range(MOST_STAGES, 0, -1) if config.model.layers % n == 0)
     layers = config.model.layers_of_stages(fields.integer(cut, "--cut", 1))

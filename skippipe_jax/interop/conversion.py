@@ -11,6 +11,7 @@ from skippipe_sched import fields
 from tqdm import tqdm
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, to_yaml
+from skippipe_jax.config.huggingface import require_no_window
 from skippipe_jax.config.model import LAYERS_OF_STAGE
 from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
@@ -32,6 +33,7 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
     """
     weights = huggingface.open_weights(source)
     model = weights.model
+    require_no_window(source, model.context)
     if stages is None:
         stages = max(1, model.layers // LAYERS_OF_STAGE)
     model = _cut(model, fields.integer(stages, "--stages", 1, model.layers))

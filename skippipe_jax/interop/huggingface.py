@@ -1,5 +1,6 @@
-"""Hugging Face's form of a LLaMA, config.json and safetensors, read and written stage by stage.
+"""Hugging Face's form of a model, config.json and safetensors, read and written stage by stage.
 
+Read are LLaMAs, and Mistrals without a window, which are the same network; LLaMAs are written.
 Their weights are [out, in], a tensor for each layer; ours are [in, out], stacked over the layers of
 a stage. `tensors_of_stage` says which is which, in both directions.
 """
@@ -26,7 +27,14 @@ from skippipe_sched.problem.links import GIBIBYTE
 from tqdm import tqdm
 
 from skippipe_jax.config import ModelConfig
-from skippipe_jax.config.huggingface import EXPRESSIBLE, LLAMA3_ROPE, SHAPES, read_model
+from skippipe_jax.config.huggingface import (
+    EXPRESSIBLE,
+    FAMILIES,
+    LLAMA3_ROPE,
+    read_model,
+    require_no_window,
+    require_shapes,
+)
 from skippipe_jax.config.tokenizer import BYTES
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.llama import stage_shapes
@@ -122,6 +130,9 @@ def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, A
     scaling = model.rope_scaling
     rope = {theirs: getattr(scaling, ours) for theirs, ours in LLAMA3_ROPE.items() if scaling}
     return {
+        # A Mistral that can be trained here is a Llama.
+        "model_type": "llama",
+        **FAMILIES["llama"],
         **{key: value for key, value in EXPRESSIBLE.items() if value is not None},
         "vocab_size": model.vocabulary_size,
         "hidden_size": model.width,
@@ -177,15 +188,9 @@ class Weights:
     files: Mapping[str, Path]
 
     def require_shapes_of(self, model: ModelConfig) -> None:
-        """Refuse a model of other shapes."""
-        for key in SHAPES:
-            if getattr(model, key) != getattr(self.model, key):
-                raise InputError(
-                    f"model.{key}",
-                    getattr(model, key),
-                    f"{self.folder / CONFIG} says {getattr(self.model, key)!r}",
-                    "Leave it out: with init_from, shapes come from there",
-                )
+        """Refuse a model of other shapes, or of sequences in which a window would show."""
+        require_shapes(self.folder, self.model, vars(model))
+        require_no_window(self.folder, model.context)
 
     def read_stage(self, parameters: Any, first_layer: int) -> Parameters:
         """A stage's parameters in NumPy arrays, of the shapes and dtypes that `parameters` have.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
+from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Of a number in each of the dtypes that a configuration may name."""
@@ -139,7 +140,7 @@ def memory_of_node(
     recomputed = {"none": 0, "block": 1, "stage": layers}[model.recompute]
     operation = max(
         kept_by_blocks(model, data, recomputed),
-        2 * 4 * _tokens(data) * model.vocabulary_size if is_data_stage else 0,
+        bytes_of_loss(model, data) if is_data_stage else 0,
     )
     return NodeMemory(
         parameters=parameters,
@@ -150,6 +151,12 @@ def memory_of_node(
         waiting=data_nodes * in_flight * activation_bytes(model, data, model.compute_dtype),
         working=max(parameters + operation, averages * GRADIENT_BYTES * count),
     )
+
+
+def bytes_of_loss(model: ModelConfig, data: DataConfig) -> int:
+    """What a loss makes: the logits of a chunk of tokens, and their gradient to multiply by."""
+    chunk = tokens_of_chunk(_tokens(data), model.vocabulary_size)
+    return chunk * model.vocabulary_size * (LOGIT_BYTES + DTYPE_BYTES[model.compute_dtype])
 
 
 def traffic(config: Config, case: Case, visits: int) -> Traffic:

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.extend.core.primitives import convert_element_type_p
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Real
 
 from skippipe_jax.config import ModelConfig
+from skippipe_jax.models.cross_entropy import Head, cross_entropy, scores
 from skippipe_jax.models.document_mask import (
     mark,
     positions_in_documents,
@@ -200,13 +200,7 @@ class DataStage(Stage):
         self, x: Float[Array, "batch time channels"]
     ) -> Float[Array, "batch time vocabulary"]:
         """Scores of the next token, in float32."""
-        x, _ = unmark(x, self.config.width)
-        x = self.final_norm(x)
-        if self.config.tied_head:
-            kernel = self.embedding[...].astype(self.config.compute_dtype).T
-        else:
-            kernel = self.head.kernel[...].astype(self.config.compute_dtype)
-        return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+        return self._head.logits(self._hidden(x))
 
     def loss(
         self, x: Float[Array, "batch time channels"], targets: Int[Array, "batch time"]
@@ -215,26 +209,47 @@ class DataStage(Stage):
 
         A negative target does not count.
         """
-        nats, tokens, _ = self.loss_terms(x, targets)
+        nats, tokens, _, _ = self.loss_terms(x, targets)
         return nats, tokens
 
     def loss_terms(
-        self, x: Float[Array, "batch time width"], targets: Int[Array, "batch time"]
-    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-        """What `loss` returns, and the sum over target tokens of log(Z)^2.
+        self,
+        x: Float[Array, "batch time channels"],
+        targets: Int[Array, "batch time"],
+        z_loss: float = 0.0,
+    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+        """What is minimised, how many target tokens there are, and what the first is the sum of.
 
-        Z is what the softmax divides by: the sum of the exponentials of a token's logits.
+        That are the cross-entropy in nats, and `z_loss` times the sum over target tokens of
+        log(Z)^2, where Z is what the softmax divides by: the sum of the exponentials of a token's
+        logits. Only what is minimised has a gradient.
         """
-        logits, counted = self.logits(x), targets >= 0
-        nats = optax.softmax_cross_entropy_with_integer_labels(
-            logits, jnp.where(counted, targets, 0)
+        minimised, nats, of_z = cross_entropy(
+            self._hidden(x).reshape(-1, self.config.width), self._head, targets.ravel(), z_loss
         )
-        log_z = jax.nn.logsumexp(logits, axis=-1)
-        return (
-            jnp.sum(jnp.where(counted, nats, 0.0)),
-            jnp.sum(counted, dtype=jnp.float32),
-            jnp.sum(jnp.where(counted, log_z**2, 0.0)),
-        )
+        return minimised, jnp.sum(targets >= 0, dtype=jnp.float32), nats, of_z
+
+    def scores(
+        self, x: Float[Array, "batch time channels"], targets: Int[Array, "batch time"]
+    ) -> tuple[Float[Array, "batch time"], Bool[Array, "batch time"]]:
+        """The cross-entropy of each target in nats, and whether it is the likeliest token.
+
+        A negative target costs nothing, and counts as the likeliest.
+        """
+        hidden = self._hidden(x).reshape(-1, self.config.width)
+        nats, likeliest = scores(hidden, self._head, targets.ravel())
+        return nats.reshape(targets.shape), likeliest.reshape(targets.shape)
+
+    def _hidden(self, x: Float[Array, "batch time channels"]) -> Float[Array, "batch time width"]:
+        """What the head gets."""
+        x, _ = unmark(x, self.config.width)
+        return self.final_norm(x)
+
+    @property
+    def _head(self) -> Head:
+        if self.config.tied_head:
+            return Head(self.embedding[...], "vw")
+        return Head(self.head.kernel[...], "wv")
 
 
 def create_stage(

@@ -171,13 +171,12 @@ def stage_functions(
         targets: Array,
     ):
         def scaled_loss(parameters: Parameters, activations: Array):
-            terms = nnx.merge(structure, parameters).loss_terms(activations, targets)
-            nats, tokens, squares = terms
-            # Without it, nothing is computed for it.
-            z_loss = optimizer.z_loss * squares if optimizer.z_loss else 0.0
-            return (nats + z_loss) / microbatch_tokens, (nats, tokens, z_loss)
+            minimised, *terms = nnx.merge(structure, parameters).loss_terms(
+                activations, targets, optimizer.z_loss
+            )
+            return minimised / microbatch_tokens, terms
 
-        (of_parameters, of_activations), (nats, tokens, z_loss) = jax.grad(
+        (of_parameters, of_activations), (tokens, nats, z_loss) = jax.grad(
             scaled_loss, argnums=(0, 1), has_aux=True
         )(parameters, activations)
         totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens).at[Z_LOSS].add(z_loss)

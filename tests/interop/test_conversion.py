@@ -47,6 +47,7 @@ from tests.llama_models import (
     in_dtype,
     logits_and_loss,
     random_llama,
+    random_mistral,
     random_text,
     save,
 )
@@ -161,6 +162,26 @@ def test_a_model_of_theirs_computes_the_same_here(kind: str, tmp_path: Path):
     assert np.abs(their_logits).max() > 1
     np.testing.assert_allclose(logits, their_logits, rtol=0, atol=1e-4)
     assert abs(loss - their_loss) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, TIME])
+def test_a_mistral_whose_window_leaves_nothing_out_is_a_llama(window: int | None, tmp_path: Path):
+    model = random_mistral(window)
+    from_huggingface(save(model, tmp_path / "hf"), tmp_path / "run", 2)
+    to_huggingface(tmp_path / "run", tmp_path / "back")
+    logits, loss = our_logits_and_loss(tmp_path / "run")
+    for theirs in (model, LlamaForCausalLM.from_pretrained(tmp_path / "back")):
+        their_logits, their_loss = logits_and_loss(theirs)
+        assert np.abs(their_logits).max() > 1
+        np.testing.assert_allclose(logits, their_logits, rtol=0, atol=1e-4)
+        assert abs(loss - their_loss) < 1e-5
+
+
+def test_a_mistral_with_a_window_is_no_run(tmp_path: Path):
+    source = save(random_mistral(TIME - 1), tmp_path / "hf")
+    with pytest.raises(InputError, match=r"sliding_window = 63: .*model\.context = 64"):
+        from_huggingface(source, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", OURS)

@@ -13,10 +13,11 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
+from transformers import MistralConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from skippipe_jax.config import ModelConfig, RopeScaling
-from skippipe_jax.config.huggingface import read_model
+from skippipe_jax.config.huggingface import read_model, require_no_window
 from skippipe_jax.interop.huggingface import INDEX, WEIGHTS, open_weights
 from skippipe_jax.models.llama import rotary_frequencies
 from tests.llama_models import SMALL, TIME, llama3_rope, llama_config, random_llama, save
@@ -80,7 +81,9 @@ def test_what_config_json_leaves_out_is_as_in_transformers(tmp_path: Path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model_type", "mistral"),
+        ("model_type", "gemma"),
+        ("model_type", ["llama"]),
+        ("architectures", ["MistralForCausalLM"]),
         ("architectures", ["LlamaForSequenceClassification"]),
         ("attention_bias", True),
         ("mlp_bias", True),
@@ -100,6 +103,35 @@ def test_what_config_json_leaves_out_is_as_in_transformers(tmp_path: Path):
 )
 def test_what_the_model_cannot_be_is_refused_by_its_key(key: str, value: Any, tmp_path: Path):
     assert refused(tmp_path, **{key: value}).field == f"{tmp_path / 'config.json'}: {key}"
+
+
+def test_a_mistral_is_a_llama_with_defaults_of_its_own(tmp_path: Path):
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    wide = {"hidden_size": 64, "num_attention_heads": 16}
+    as_llama = read_model(config_file(tmp_path, **wide, num_key_value_heads=8))
+    assert read_model(config_file(tmp_path, **wide, **mistral)) == as_llama
+    assert MistralConfig(**SMALL).num_key_value_heads == as_llama.kv_heads
+
+
+@pytest.mark.parametrize(
+    ("window", "longest"),
+    [({}, MistralConfig().sliding_window), ({"sliding_window": 16}, 16), (None, 2**20)],
+)
+def test_a_window_bounds_the_context(window: dict[str, int] | None, longest: int, tmp_path: Path):
+    config = (
+        {"model_type": "mistral"} | SMALL | ({"sliding_window": None} if window is None else window)
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    require_no_window(tmp_path, longest)
+    if window is not None:
+        with pytest.raises(InputError) as caught:
+            require_no_window(tmp_path, longest + 1)
+        assert caught.value.field == f"{tmp_path / 'config.json'}: sliding_window"
+        assert caught.value.remedy.startswith(f"Give model.context: {longest} or less")
+
+
+def test_a_llama_has_no_window(tmp_path: Path):
+    require_no_window(config_file(tmp_path, sliding_window=8), 64)
 
 
 def test_heads_that_do_not_divide_the_width_are_refused(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def test_an_init_from_that_names_no_weights_is_refused(value: Any):
         ({"kv_heads": 4}, "model.kv_heads"),
         ({"rope_scaling": None}, "model.rope_scaling"),
         ({"norm_epsilon": 1e-6}, "model.norm_epsilon"),
-        ({"preset": "tiny", "layers": 5}, "model.vocabulary_size"),
+        ({"preset": "tiny", "width": 256}, "model.width"),
     ],
 )
 def test_a_model_that_differs_is_refused_before_anything_is_written(
@@ -123,11 +124,26 @@ def test_a_model_that_differs_is_refused_before_anything_is_written(
 ):
     monkeypatch.chdir(run_config.parent)
     tree = yaml.safe_load(run_config.read_text())
-    config = parse_config(tree | {"model": tree["model"] | model})
     with pytest.raises(InputError) as caught:
-        train_alone(config)
+        parse_config(tree | {"model": tree["model"] | model})
+    assert caught.value.field == key
+    # A configuration that is complete is compared when the weights are opened.
+    config = load_config(run_config)
+    [differing] = model.keys() - {"preset"}
+    changed = dataclasses.replace(config.model, **{differing: model[differing]})
+    with pytest.raises(InputError) as caught:
+        train_alone(dataclasses.replace(config, model=changed))
     assert caught.value.field == key
     assert not Path("run").exists()
+
+
+def test_a_shorter_context_is_trained_and_handed_on(
+    run_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(run_config.parent)
+    train_alone(load_config(run_config, ["model.context=32"]))
+    to_huggingface(Path("run"), Path("after"))
+    assert json.loads(Path("after/config.json").read_text())["max_position_embeddings"] == 32
 
 
 def test_training_begins_with_the_weights(
