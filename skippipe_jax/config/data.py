@@ -15,6 +15,8 @@ from skippipe_jax.config.choices import Choice, require_choices
 # The ways in which documents fill sequences.
 PACKING = Choice(("windows", "documents"))
 SOURCES = Choice(("python", "text", "jsonl", "parquet", "tokens", "chat"))
+# What becomes of documents that are longer than a sequence.
+TOO_LONG = Choice(("drop", "truncate", "split"))
 
 
 # A greater cycle would take memory for proportions that nobody could tell from simpler ones.
@@ -85,6 +87,11 @@ class DataConfig:
         packing: with ``windows``, documents follow one another and are cut into sequences; with
             ``documents``, sequences are filled with whole documents, each of which sees itself
             only.
+        too_long: with ``packing: documents``, what becomes of documents that are longer than a
+            sequence: ``split`` cuts them into pieces, each of which sees nothing of those before
+            it; ``truncate`` keeps their first `sequence_length` tokens; ``drop`` leaves them out.
+            null: conversations are dropped, as the pieces of an answer have lost its question,
+            and all else is split. A run says at its start how many there are.
         sequence_length: tokens of a sequence, each of which predicts the one after it.
         microbatch_size: sequences of a microbatch.
         held_out: share of the documents, between 0 and 1, that is kept for evaluation; of a single
@@ -101,6 +108,7 @@ class DataConfig:
     mixture: tuple[MixtureConfig, ...] | None = None
     tokenizer: str | None = None
     packing: Annotated[str, PACKING] = "windows"
+    too_long: Annotated[str, TOO_LONG] | None = None
     sequence_length: int = 256
     microbatch_size: int = 4
     held_out: float = 0.05
@@ -119,6 +127,10 @@ class DataConfig:
             raise InputError("data.path", self.path, problem, "Remove it")
         for part in self.sources():
             self._check_source(part)
+        if self.too_long is not None and self.packing != "documents":
+            problem = f"has no effect on packing {self.packing}, which cut all documents alike"
+            remedy = "Write packing: documents too, or remove it"
+            raise InputError("data.too_long", self.too_long, problem, remedy)
         if self.tokenizer is not None:
             fields.text(self.tokenizer, "data.tokenizer")
         fields.integer(self.sequence_length, "data.sequence_length", 1)

@@ -1,6 +1,7 @@
 """Conversations: of what is written, only the assistant's answers are learnt."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, DocumentSource
-from skippipe_jax.data.batches import TrainingBatches, load_corpora
+from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
@@ -136,3 +137,112 @@ def test_training_batches_count_answers_only(tmp_path):
     assert set(counted.tolist()) == {ord("a"), ByteTokenizer.end}
     assert corpus.training.learnt is not None
     assert len(counted) == corpus.training.learnt.sum() > 0
+
+
+@pytest.fixture
+def long_and_short(tmp_path) -> DataConfig:
+    """Conversations of which every fourth is longer than a sequence."""
+    return conversations(tmp_path, [(f"{n:02}", "a" * (8 if n % 4 else 80)) for n in range(40)])
+
+
+def conversations(folder: Path, turns: list[tuple[str, str]]) -> DataConfig:
+    """A question and an answer on each line, for sequences of 64 tokens."""
+    roles = ("user", "assistant")
+    rows = [
+        [{"role": role, "content": text} for role, text in zip(roles, turn, strict=True)]
+        for turn in turns
+    ]
+    lines = [json.dumps({"messages": row}) + "\n" for row in rows]
+    (folder / "chat.jsonl").write_text("".join(lines))
+    return DataConfig(
+        "chat",
+        str(folder / "chat.jsonl"),
+        packing="documents",
+        sequence_length=64,
+        microbatch_size=1,
+        held_out=0.4,
+    )
+
+
+def learnt_letters(config: DataConfig) -> tuple[int, int]:
+    """How many letters of answers are targets in an epoch, and in the held-out part."""
+    batches = TrainingBatches(config)
+    training = [batches[number] for number in range(len(batches._rows[0]))]
+    parts = (training, held_out_batches(config, 1))
+    letters = [sum((one["targets"] == ord("a")).sum() for one in part) for part in parts]
+    return int(letters[0]), int(letters[1])
+
+
+def of_both(config: DataConfig, letters_of_long: int) -> tuple[int, int]:
+    """The letters that there are, if so many of each long conversation are read."""
+    [corpus] = load_corpora(config)
+    sizes = [np.diff(part.ends, prepend=0) for part in (corpus.training, corpus.held_out)]
+    long = [int((part > 65).sum()) for part in sizes]
+    assert min(long) > 0
+    short = [len(part) - n for part, n in zip(sizes, long, strict=True)]
+    return 8 * short[0] + letters_of_long * long[0], 8 * short[1] + letters_of_long * long[1]
+
+
+def test_conversations_longer_than_a_sequence_are_left_out_and_counted(long_and_short):
+    config = long_and_short
+    assert learnt_letters(config) == of_both(config, 0)
+    assert learnt_letters(replace(config, too_long="drop")) == of_both(config, 0)
+    [line] = TrainingBatches(config).too_long
+    assert line.endswith("are longer than a sequence of 64 tokens, and dropped (data.too_long)")
+    [corpus] = load_corpora(config)
+    counts = [
+        (int((np.diff(part.ends, prepend=0) > 65).sum()), len(part.ends))
+        for part in (corpus.training, corpus.held_out)
+    ]
+    (long, every), (long_out, every_out) = counts
+    told = f"{long} of {every} documents (training) and {long_out} of {every_out} documents (held"
+    assert line.startswith(f"{config.path}: {told} out)")
+
+
+def test_long_conversations_are_split_or_truncated_if_the_user_says_so(long_and_short):
+    split = replace(long_and_short, too_long="split")
+    assert learnt_letters(split) == of_both(split, 80)
+    [line] = TrainingBatches(split).too_long
+    assert "and split (data.too_long)" in line
+    # Before the answer there are the begin mark, <|user|>, 2 letters, <|assistant|> and 3 ends of
+    # lines; the last token that is kept has a target too.
+    truncated = replace(long_and_short, too_long="truncate")
+    assert learnt_letters(truncated) == of_both(truncated, 64 + 1 - (1 + 8 + 2 + 13 + 3))
+    [line] = TrainingBatches(truncated).too_long
+    assert line.endswith("and truncated (data.too_long)")
+    # Nothing is said where all is as long as it may be.
+    assert not TrainingBatches(replace(long_and_short, sequence_length=128)).too_long
+
+
+def test_conversations_that_lose_their_answers_by_being_truncated_are_counted(tmp_path):
+    turns = [(f"{n:02}" * (1 if n % 4 else 30), "a" * 8) for n in range(40)]
+    config = replace(conversations(tmp_path, turns), too_long="truncate")
+    assert learnt_letters(config) == of_both(config, 0)
+    [line] = TrainingBatches(config).too_long
+    assert line.endswith("and truncated (data.too_long); of 10 of them nothing is left to learn")
+
+
+@pytest.mark.parametrize(
+    ("too_long", "left"), [("drop", "drop leaves none"), ("truncate", "nothing of them to learn")]
+)
+def test_conversations_that_are_all_too_long_are_refused(long_and_short, too_long, left):
+    config = replace(long_and_short, too_long=too_long, sequence_length=16)
+    for read in (TrainingBatches, lambda config: held_out_batches(config, 1)):
+        with pytest.raises(InputError, match=rf"all \d+ documents of .* are longer, .*{left}"):
+            read(config)
+
+
+def test_a_position_among_conversations_that_were_cut_otherwise_is_refused(long_and_short):
+    dropped = TrainingBatches(long_and_short)
+    split = TrainingBatches(replace(long_and_short, too_long="split"))
+    for one, other in ((dropped, split), (split, dropped)):
+        assert one.position(json.loads(json.dumps(one.state(3)))) == 3
+        with pytest.raises(InputError) as caught:
+            one.position(other.state(3))
+        assert caught.value.field == "data_state.too_long"
+    # Older checkpoints do not say; all conversations were split.
+    state = split.state(3)
+    del state["too_long"]
+    assert split.position(state) == 3
+    with pytest.raises(InputError):
+        dropped.position(state)
