@@ -55,7 +55,7 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
     """The model section, with the shapes that it leaves out taken from the weights."""
     if all(key in model for key in SHAPES):
         return model
-    of_weights = to_tree(read_model(folder_of(init_from)))
+    of_weights = to_tree(read_model(folder_of(init_from), "init_from"))
     return {key: of_weights[key] for key in SHAPES} | model
 
 

@@ -30,7 +30,7 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
     Raises:
         InputError: if the model cannot be read, or `run` is not new.
     """
-    weights = huggingface.open_weights(source)
+    weights = huggingface.open_weights(source, "DIR")
     model = weights.model
     if stages is None:
         stages = max(1, model.layers // LAYERS_OF_STAGE)

@@ -115,15 +115,25 @@ def test_one_process_writes_the_same(written, jsonl, tmp_path, monkeypatch):
         (["{jsonl}", "--train-bpe", "100"], "--train-bpe = 100: must be at least 259"),
         (["{jsonl}", "--held-out", "1"], "--held-out = 1.0: must be below 1"),
         (["{jsonl}", "--tokenizer-only"], "--tokenizer-only = True: bytes need no tokenizer"),
-        (["docs", "--source", "jsonl"], "INPUT = 'docs': holds 0 documents, and none with text"),
+        (
+            ["docs", "--source", "jsonl"],
+            "input.path = 'docs': holds no file whose name ends in .js",
+        ),
+        (["{empty}"], "INPUT = '{empty}': holds 0 documents, and none with text"),
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing(jsonl, tmp_path, monkeypatch, capsys, words, error):
-    own = [word.format(jsonl=jsonl) for word in words]
+    empty = jsonl.with_name("empty.jsonl")
+    empty.touch()
+    own = [word.format(jsonl=jsonl, empty=empty) for word in words]
     words = ["tokenize", *own, "-o", str(tmp_path / "tokens"), "--processes", "1"]
     monkeypatch.setattr(sys, "argv", words)
     assert main() == 2
-    assert capsys.readouterr().err.strip().startswith("error: " + error.format(jsonl=jsonl))
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .startswith("error: " + error.format(jsonl=jsonl, empty=empty))
+    )
     assert not list(tmp_path.iterdir())
 
 
