@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.arguments import add_model_arguments, named_model, run_module
+from skippipe_jax.arguments import add_model_arguments, add_old_cut, named_model, run_module
 
 if TYPE_CHECKING:
     from skippipe_jax.inference.partial import Question
@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ones. All that is asked for is evaluated in one go on the same text: the held-out part of "
         "what data.source and data.path say, which --set can change."
     )
-    add_model_arguments(parser, "--stages", "--cut")
+    add_model_arguments(parser)
+    add_old_cut(parser)
     parser.add_argument(
         "--sequences",
         type=int,

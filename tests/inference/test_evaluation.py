@@ -415,7 +415,7 @@ def loss_of_transformers(model: transformers.LlamaForCausalLM, windows: np.ndarr
             ["--keep", "1", "--plot", "nowhere/a.svg"],
             ["--plot = 'nowhere/a.svg'", "no such folder"],
         ),
-        (["--stages", "3"], ["--cut = 3", "cut by its plan"]),
+        (["--cut", "3"], ["--cut = 3", "cut by its plan"]),
         (["--set", "data.path=nowhere"], ["data.path"]),
         (["--set", "data.held_out=0.5"], ["data.held_out = 0.5", "has trained on"]),
         (["--set", "data.shuffle_seed=1"], ["data.shuffle_seed = 1", "has trained on"]),
