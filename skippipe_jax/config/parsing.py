@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import types
 import typing
@@ -121,6 +122,8 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, bool):
             raise InputError(name, value, "must be true or false", "Write true or false")
         return value
+    if kind is str and isinstance(value, datetime.date):
+        value = value.isoformat()  # YAML reads 2026-11-22 as a date.
     # Sizes and counts have bounds of their own.
     whole = functools.partial(fields.integer, maximum=fields.LARGEST_SEED)
     readers = {int: whole, float: fields.number, str: fields.text}

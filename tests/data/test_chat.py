@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from skippipe_sched.errors import InputError
+from transformers import PreTrainedTokenizerFast
 
-from skippipe_jax.config import DataConfig, DocumentSource
+from skippipe_jax.config import DataConfig, DocumentSource, parse_config, to_yaml
 from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document
@@ -112,6 +114,64 @@ def test_what_is_no_conversation_is_named_with_its_line(messages, problem):
     with pytest.raises(InputError, match=f"chat.jsonl, line 7: {problem}") as caught:
         encode_conversation(conversation(messages), SOURCE, ByteTokenizer())
     assert caught.value.field == "data.path"
+
+
+SAYS_ITSELF = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'model' %}
+[model]
+        {%- generation %}
+{{ message.content }}{{ eos_token }}
+        {%- endgeneration %}
+    {%- else %}
+[{{ message.role }}]{{ message.content | trim }}
+    {% endif %}
+{%- endfor %}
+"""
+
+
+def test_what_a_template_says_is_generated_is_learnt(with_template):
+    (with_template / "chat_template.jinja").write_text(SAYS_ITSELF)
+    tokenizer = load_tokenizer(str(with_template))
+    messages = [
+        {"role": one["role"].replace("assistant", "model"), "content": one["content"]}
+        for one in MESSAGES
+    ]
+    tokens, learnt = encode_conversation(conversation(messages), SOURCE, tokenizer)
+    theirs = PreTrainedTokenizerFast.from_pretrained(with_template).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert tokens.tolist() == theirs["input_ids"]
+    assert learnt.tolist() == [bool(one) for one in theirs["assistant_masks"]]
+    assert [text.strip() for text in learnt_texts(tokenizer, messages)] == ["4", "Yes."]
+    with pytest.raises(InputError, match="nothing is an answer"):
+        encode_conversation(conversation(messages[:2]), SOURCE, tokenizer)
+    with pytest.raises(InputError, match="nothing is an answer"):
+        encode_conversation(conversation([]), SOURCE, tokenizer)
+
+
+def test_a_template_writes_the_day_that_it_is_told(with_template):
+    template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+    (with_template / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(str(with_template))
+    source = replace(SOURCE, today="2026-11-22")
+    tokens, _ = encode_conversation(conversation(MESSAGES), source, tokenizer)
+    assert tokenizer.decode(tokens).startswith("22 Nov 2026[system]")
+    with pytest.raises(InputError, match="writes the date") as caught:
+        tokenizer_text(with_template)
+    assert (caught.value.field, caught.value.value) == ("data.today", None)
+    # A template may have a date of its own.
+    own = "{{ strftime_now('%Y') if strftime_now is defined else '2024' }}"
+    (with_template / "chat_template.jinja").write_text(own + TEMPLATE)
+    assert tokenizer_text(with_template).startswith("2024[system]")
+
+
+def test_the_day_is_kept_in_the_configuration():
+    data = {"source": "chat", "path": "a", "packing": "documents", "tokenizer": "bytes"}
+    config = parse_config({"data": data}, ["data.today=2026-11-22"])
+    assert config.data.today == config.data.sources()[0].today == "2026-11-22"
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
 
 
 def test_training_batches_count_answers_only(tmp_path):
