@@ -238,6 +238,9 @@ def _rows(
 ) -> Rows:
     """The rows of one part of a source; `InputError` if what is too long leaves none."""
     if config.packing == "windows":
+        if documents.learnt is not None:
+            problem = f"{source.origin[1]} holds conversations, which are learnt one by one"
+            raise InputError("data.packing", "windows", problem, "Write packing: documents")
         return Windows(documents, config.sequence_length)
     pieces = _pieces(config, documents)
     if not len(pieces.starts):

@@ -201,7 +201,8 @@ def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterato
                     *source.origin, f"{where}: no JSON object", "Write {...} on every line"
                 )
             if source.kind == "chat":
-                yield Document(where, line.strip(), line.strip())
+                content = line.strip()
+                yield Document(where, content, content)
             else:
                 yield _row(source, where, row)
 
@@ -248,9 +249,12 @@ def _rows(source: DocumentSource, system: Any, name: str, file: str) -> Iterator
 
 
 def _without(source: DocumentSource, where: str, names: list[str]) -> InputError:
+    remedy = "Name the one that holds the text"
+    if source.kind == "jsonl" and "messages" in names:
+        remedy += ", or let the source be chat, if these are conversations"
     return InputError(
         f"{source.field}.text_field",
         source.text_field,
         f"{where} has no such field; it has {', '.join(map(str, names)) or 'none'}",
-        "Name the one that holds the text",
+        remedy,
     )

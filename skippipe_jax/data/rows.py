@@ -13,6 +13,8 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
+from skippipe_jax.data.learnt import Learnt
+
 # The target of a position that the loss leaves out.
 NOT_COUNTED = -1
 
@@ -34,12 +36,12 @@ class TokenArray(Protocol):
 class TokenizedDocuments:
     """Documents one after the other: their tokens, where each ends, which targets are learnt.
 
-    `learnt` is None where all are.
+    `learnt` is None where all are: only conversations have targets that are not.
     """
 
     tokens: TokenArray
     ends: Int64[np.ndarray, " document"]
-    learnt: Bool[np.ndarray, " token"] | None = None
+    learnt: Learnt | None = None
 
 
 class Rows(Protocol):
@@ -127,8 +129,8 @@ def cut(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
     limits = documents.ends[document]
     ends = np.minimum(starts + length, limits)
     if documents.learnt is not None:
-        before = np.concatenate([[0], np.cumsum(documents.learnt)])
-        is_learnt = before[np.minimum(ends + 1, limits)] > before[starts + 1]
+        before = documents.learnt.before
+        is_learnt = before(np.minimum(ends + 1, limits)) > before(starts + 1)
         document, starts, ends, limits = (
             bounds[is_learnt] for bounds in (document, starts, ends, limits)
         )
@@ -174,7 +176,7 @@ class PackedDocuments:
             read = self._tokens[start:last]
             following = read[1:].astype(np.int32)
             if self._learnt is not None:
-                following[~self._learnt[start + 1 : last]] = NOT_COUNTED
+                following[~self._learnt.of(start + 1, last)] = NOT_COUNTED
             tokens[position : position + end - start] = read[: end - start]
             targets[position : position + len(following)] = following
             begins[position] = True

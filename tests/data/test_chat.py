@@ -15,8 +15,14 @@ from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_co
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
-from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from skippipe_jax.data.tokenizing import train_bpe
+from skippipe_jax.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    copy_tokenizer,
+    load_tokenizer,
+)
+from skippipe_jax.data.tokenizing import train_bpe, write_tokens
+from skippipe_jax.storage.new_folder import new_folder
 
 SOURCE = DocumentSource("chat", "chat.jsonl")
 MESSAGES = [
@@ -53,7 +59,7 @@ def learnt_texts(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[s
 def with_template(tmp_path) -> Path:
     folder = tmp_path / "tokenizer"
     text = Document("text", b"", b"[user][assistant][system]")
-    train_bpe([(text, SOURCE)], 262, folder)
+    train_bpe([(text, DocumentSource("text", "text"))], 262, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -196,7 +202,7 @@ def test_training_batches_count_answers_only(tmp_path):
     counted = counted[counted != NOT_COUNTED]
     assert set(counted.tolist()) == {ord("a"), ByteTokenizer.end}
     assert corpus.training.learnt is not None
-    assert len(counted) == corpus.training.learnt.sum() > 0
+    assert len(counted) == corpus.training.learnt.count > 0
 
 
 @pytest.fixture
@@ -306,3 +312,32 @@ def test_a_position_among_conversations_that_were_cut_otherwise_is_refused(long_
     assert split.position(state) == 3
     with pytest.raises(InputError):
         dropped.position(state)
+
+
+@pytest.mark.parametrize("too_long", [None, "split", "truncate"])
+def test_tokens_of_conversations_make_the_batches_that_the_conversations_make(
+    long_and_short, with_template, tmp_path, too_long
+):
+    config = replace(
+        long_and_short, too_long=too_long, tokenizer=str(with_template), sequence_length=48
+    )
+    [source] = config.sources()
+    with new_folder(tmp_path / "tokens", "--output") as folder:
+        copy_tokenizer(str(with_template), folder / "tokenizer")
+        write_tokens(folder, [source], str(with_template), config.held_out, 0, processes=1)
+    path, held_out = str(tmp_path / "tokens"), DataConfig.held_out
+    of_tokens = replace(config, source="tokens", path=path, tokenizer=None, held_out=held_out)
+    ours, theirs = TrainingBatches(of_tokens), TrainingBatches(config)
+    assert ours.state(7) == theirs.state(7)
+    assert [line.removeprefix(path) for line in ours.too_long] == [
+        line.removeprefix(str(config.path)) for line in theirs.too_long
+    ]
+    pairs = [(ours[number], theirs[number]) for number in (0, 1, 50, 3)]
+    both = (held_out_batches(one, 2) for one in (of_tokens, config))
+    for one, other in [*pairs, *zip(*both, strict=True)]:
+        assert one.keys() == other.keys()
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key])
+    with pytest.raises(InputError, match="holds conversations") as caught:
+        TrainingBatches(replace(of_tokens, packing="windows", too_long=None))
+    assert caught.value.field == "data.packing"
