@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     with loading():
+        from skippipe_jax.data.batches import what_is_too_long
         from skippipe_jax.inference.evaluation import evaluate, subsets, table, visited_shares
         from skippipe_jax.reporting.evaluation_plot import picture
 
@@ -90,6 +91,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     found = evaluate(model, step, config.data, sequences, questions)
     if arguments.plot is not None:
         _write(arguments.plot, picture(subsets(found), model.stages, found.perplexity))
+    for line in what_is_too_long(config.data):
+        print(line, file=sys.stderr)
     print(json.dumps(found.to_json()) if arguments.json else table(found, model.stages))
     return 0
 

@@ -108,8 +108,7 @@ class TrainingBatches:
 
     Attributes:
         fingerprint: tells the text from any other.
-        too_long: for each source with documents longer than a sequence, a line that tells how many
-            there are and what becomes of them; but for text that is cut with nothing lost.
+        too_long: the lines of `what_is_too_long`.
     """
 
     def __init__(self, config: DataConfig):
@@ -124,8 +123,7 @@ class TrainingBatches:
         self._padding = load_tokenizer(tokenizer_of(config)).padding
         both = list(zip(config.sources(), corpora, strict=True))
         self._rows = [_rows(config, source, "training", corpus.training) for source, corpus in both]
-        told = (_told(config, source, corpus) for source, corpus in both)
-        self.too_long = [line for line in told if line is not None]
+        self.too_long = what_is_too_long(config)
         available = sum(len(rows) for rows in self._rows)
         if available < config.microbatch_size:
             origins = [source.origin for source in config.sources()]
@@ -231,6 +229,17 @@ def _fingerprint(corpora: Sequence[Corpus], shares: Sequence[int]) -> str:
         return corpora[0].fingerprint
     parts = [f"{share}*{one.fingerprint}" for share, one in zip(shares, corpora, strict=True)]
     return hashlib.blake2b("+".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def what_is_too_long(config: DataConfig) -> list[str]:
+    """For each source with documents longer than a sequence, how many and what becomes of them.
+
+    Nothing is told of text that is cut with nothing lost. Raises `InputError` as `load_corpora`
+    does.
+    """
+    both = zip(config.sources(), load_corpora(config), strict=True)
+    told = (_told(config, source, corpus) for source, corpus in both)
+    return [line for line in told if line is not None]
 
 
 def _rows(
