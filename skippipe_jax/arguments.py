@@ -85,7 +85,7 @@ def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextM
     )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *cut_flags: str) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that name a model, as `named_model` reads them."""
     from skippipe_jax.config.model import MOST_STAGES
 
@@ -94,14 +94,30 @@ def add_model_arguments(parser: argparse.ArgumentParser, *cut_flags: str) -> Non
     where.add_argument("--hf", type=Path, metavar="DIR", help="a folder from Hugging Face")
     parser.add_argument("--step", type=int, help="which checkpoint of --run (default: the latest)")
     parser.add_argument(
-        *cut_flags or ("--cut",),
-        dest="cut",
+        "--cut",
         type=int,
         metavar="N",
         help=f"into how many stages an --hf model is cut (default: {MOST_STAGES}, or as many fewer "
         "as its layers spread over evenly)",
     )
     add_overrides(parser, "override the configuration, as for training; may be given often")
+
+
+def add_old_cut(parser: argparse.ArgumentParser) -> None:
+    """Take ``--stages N``, as two commands called ``--cut N``, where N is a number; untold in help.
+
+    Elsewhere ``--stages`` lists the stages that run.
+    """
+
+    def number(text: str) -> int:
+        if not text.isdecimal():
+            raise argparse.ArgumentTypeError(
+                f"which stages run, as in {text!r}, is not for this command to say; into how many "
+                "a model is cut says --cut N"
+            )
+        return int(text)
+
+    parser.add_argument("--stages", dest="cut", type=number, help=argparse.SUPPRESS)
 
 
 def named_model(arguments: argparse.Namespace) -> tuple[StagedModel, Config, int | None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from skippipe_sched.errors import loading
 
-from skippipe_jax.arguments import run_module
+from skippipe_jax.arguments import add_old_cut, run_module
 from skippipe_jax.config.model import DTYPES, LAYERS_OF_STAGE
 
 DESCRIPTION = """\
@@ -47,11 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, required=True, metavar="RUN", help="a new folder for the run"
     )
     reading.add_argument(
-        "--stages",
+        "--cut",
         type=int,
         metavar="N",
-        help=f"into how many stages to cut (default: one for every {LAYERS_OF_STAGE} layers)",
+        help=f"into how many stages (default: one for every {LAYERS_OF_STAGE} layers)",
     )
+    add_old_cut(reading)
     reading.set_defaults(command=_from_huggingface)
     writing = commands.add_parser("to-hf", help="a run becomes a Hugging Face model")
     writing.add_argument("run", type=Path, metavar="RUN", help="the folder of the run")
@@ -70,7 +71,7 @@ def _from_huggingface(arguments: argparse.Namespace) -> int:
         from skippipe_jax.interop.conversion import from_huggingface, parameters_in_all
 
     _compute_on_cpu()
-    config = from_huggingface(arguments.source, arguments.output, arguments.stages)
+    config = from_huggingface(arguments.source, arguments.output, arguments.cut)
     print(
         f"{parameters_in_all(config.model):,} parameters of {config.model.layers} layers are in "
         f"{arguments.output}. Their held-out loss: "

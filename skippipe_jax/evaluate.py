@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.arguments import add_model_arguments, named_model, run_module
+from skippipe_jax.arguments import add_model_arguments, add_old_cut, named_model, run_module
 
 if TYPE_CHECKING:
     from skippipe_jax.inference.partial import Question
@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ones. All that is asked for is evaluated in one go on the same text: the held-out part of "
         "what data.source and data.path say, which --set can change."
     )
-    add_model_arguments(parser, "--stages", "--cut")
+    add_model_arguments(parser)
+    add_old_cut(parser)
     parser.add_argument(
         "--sequences",
         type=int,
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     with loading():
+        from skippipe_jax.data.batches import what_is_too_long
         from skippipe_jax.inference.evaluation import evaluate, subsets, table, visited_shares
         from skippipe_jax.reporting.evaluation_plot import picture
 
@@ -89,6 +91,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     found = evaluate(model, step, config.data, sequences, questions)
     if arguments.plot is not None:
         _write(arguments.plot, picture(subsets(found), model.stages, found.perplexity))
+    for line in what_is_too_long(config.data):
+        print(line, file=sys.stderr)
     print(json.dumps(found.to_json()) if arguments.json else table(found, model.stages))
     return 0
 

@@ -15,6 +15,7 @@ from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.arguments import run_module
 from skippipe_jax.config import DocumentSource
+from skippipe_jax.config.data import require_day
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 
 EPILOG = """\
@@ -44,10 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--source",
-        choices=("text", "jsonl", "parquet"),
+        choices=("text", "jsonl", "parquet", "chat"),
         help="what the inputs hold (default: by their names, and text if these do not say)",
     )
     parser.add_argument("--text-field", default="text", help="its key or column (%(default)s)")
+    parser.add_argument(
+        "--today",
+        metavar="DAY",
+        help="of chat, the day that it is to chat templates that write the date, as 2026-11-22",
+    )
     own = parser.add_mutually_exclusive_group()
     own.add_argument(
         "--tokenizer",
@@ -87,8 +93,12 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         raise InputError(
             "--tokenizer-only", True, "bytes need no tokenizer", "Give --train-bpe or --tokenizer"
         )
+    if arguments.today is not None:
+        require_day(arguments.today, "--today")
     sources = [
-        DocumentSource(arguments.source or _kind(path), path, arguments.text_field, "input")
+        DocumentSource(
+            arguments.source or _kind(path), path, arguments.text_field, "input", arguments.today
+        )
         for path in arguments.input
     ]
     with new_folder(arguments.output, "--output") as folder:
@@ -122,6 +132,8 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         print(f"use it with: data.tokenizer={arguments.output / TOKENIZER_FOLDER}", end=" ")
     else:
         print(f"train on it with: data.source=tokens data.path={arguments.output}", end=" ")
+        if arguments.source == "chat":
+            print("data.packing=documents", end=" ")
     print(f"model.vocabulary_size={vocabulary_size}")
     return 0
 

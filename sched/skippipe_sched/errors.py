@@ -33,6 +33,10 @@ class InputError(ValueError):
         # Keys and names come from the user too: whatever they hold, the message is one line.
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let another process raise it anew."""
+        return type(self), (self.field, self.value, self.problem, self.remedy)
+
 
 def run_command(
     command: Callable[[], int], interrupted: str = "interrupted; nothing is kept"

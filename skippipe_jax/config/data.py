@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,6 +16,8 @@ from skippipe_jax.config.choices import Choice, require_choices
 # The ways in which documents fill sequences.
 PACKING = Choice(("windows", "documents"))
 SOURCES = Choice(("python", "text", "jsonl", "parquet", "tokens", "chat"))
+# What becomes of documents that are longer than a sequence.
+TOO_LONG = Choice(("drop", "truncate", "split"))
 
 
 # A greater cycle would take memory for proportions that nobody could tell from simpler ones.
@@ -32,12 +35,14 @@ class DocumentSource:
             `python`, which reads the standard library.
         text_field: key or column of the text.
         field: the section of the configuration that says so, for messages.
+        today: of `chat`, the day that chat templates are told.
     """
 
     kind: str
     path: str | None = None
     text_field: str = "text"
     field: str = "data"
+    today: str | None = None
 
     @property
     def origin(self) -> tuple[str, str]:
@@ -45,6 +50,15 @@ class DocumentSource:
         if self.path is None:
             return f"{self.field}.source", self.kind
         return f"{self.field}.path", self.path
+
+
+def require_day(value: str, field: str) -> None:
+    """Raise `InputError`, naming `field`, unless the text is a day."""
+    fields.text(value, field)
+    try:
+        datetime.date.fromisoformat(value)
+    except ValueError as error:
+        raise InputError(field, value, "is no day", "Write one such as 2026-11-22") from error
 
 
 @dataclass(frozen=True)
@@ -82,9 +96,17 @@ class DataConfig:
         tokenizer: ``bytes``; or the path of a tokenizer.json, of a SentencePiece tokenizer.model,
             or of a folder with one of them. The default is the one that ``tokens`` were made
             with, or else ``bytes``.
+        today: for conversations, the day that it is to chat templates that write the date, as
+            2026-11-22; it stays the same when the run is resumed or evaluated. null: they are told
+            none, and some write one of their own.
         packing: with ``windows``, documents follow one another and are cut into sequences; with
             ``documents``, sequences are filled with whole documents, each of which sees itself
             only.
+        too_long: with ``packing: documents``, what becomes of documents that are longer than a
+            sequence: ``split`` cuts them into pieces, each of which sees nothing of those before
+            it; ``truncate`` keeps their first `sequence_length` tokens; ``drop`` leaves them out.
+            null: conversations are dropped, as the pieces of an answer have lost its question,
+            and all else is split. A run says at its start how many there are.
         sequence_length: tokens of a sequence, each of which predicts the one after it.
         microbatch_size: sequences of a microbatch.
         held_out: share of the documents, between 0 and 1, that is kept for evaluation; of a single
@@ -100,7 +122,9 @@ class DataConfig:
     text_field: str = "text"
     mixture: tuple[MixtureConfig, ...] | None = None
     tokenizer: str | None = None
+    today: str | None = None
     packing: Annotated[str, PACKING] = "windows"
+    too_long: Annotated[str, TOO_LONG] | None = None
     sequence_length: int = 256
     microbatch_size: int = 4
     held_out: float = 0.05
@@ -119,8 +143,17 @@ class DataConfig:
             raise InputError("data.path", self.path, problem, "Remove it")
         for part in self.sources():
             self._check_source(part)
+        if self.too_long is not None and self.packing != "documents":
+            problem = f"has no effect on packing {self.packing}, which cut all documents alike"
+            remedy = "Write packing: documents too, or remove it"
+            raise InputError("data.too_long", self.too_long, problem, remedy)
         if self.tokenizer is not None:
             fields.text(self.tokenizer, "data.tokenizer")
+        if self.today is not None:
+            require_day(self.today, "data.today")
+            if all(source.kind != "chat" for source in self.sources()):
+                problem = "has no effect: only chat templates ask for the date"
+                raise InputError("data.today", self.today, problem, "Remove it")
         fields.integer(self.sequence_length, "data.sequence_length", 1)
         fields.integer(self.microbatch_size, "data.microbatch_size", 1)
         if not 0 < self.held_out < 1:
@@ -153,9 +186,11 @@ class DataConfig:
     def sources(self) -> tuple[DocumentSource, ...]:
         """Where documents come from, one source or those of the mixture."""
         if self.mixture is None:
-            return (DocumentSource(self.source, self.path, self.text_field),)
+            return (DocumentSource(self.source, self.path, self.text_field, "data", self.today),)
         return tuple(
-            DocumentSource(one.source, one.path, one.text_field, f"data.mixture[{number}]")
+            DocumentSource(
+                one.source, one.path, one.text_field, f"data.mixture[{number}]", self.today
+            )
             for number, one in enumerate(self.mixture)
         )
 

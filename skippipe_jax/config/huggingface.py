@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": "original_context",
 }
 
+# What a model is called on the Hub: an owner, if there is one, and a name.
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
 
 def folder_of(init_from: str) -> Path:
     """The folder that `init_from: hf:DIR` names.
@@ -81,15 +85,36 @@ def folder_of(init_from: str) -> Path:
     return Path(path).expanduser()
 
 
-def read_model(folder: Path) -> ModelConfig:
+def how_to_fetch(name: str, *patterns: str) -> str:
+    """How to get what has this name on the Hub, as the end of a remedy; empty if it is no name.
+
+    `patterns` are those of the files that are wanted, all of them by default.
+    """
+    if not HUB_NAME.fullmatch(name):
+        return ""
+    wanted = "".join(f' --include "{pattern}"' for pattern in patterns)
+    folder = name.rpartition("/")[2]
+    return (
+        f". If {name} is a name on the Hugging Face Hub, run hf download {name}{wanted} "
+        f"--local-dir {folder}, and name the folder {folder}"
+    )
+
+
+def read_model(folder: Path, field: str = CONFIG) -> ModelConfig:
     """The shapes that config.json in `folder` gives, everything else by default.
 
     Whoever uses the model calls `require_no_window` for the longest sequence that it takes.
 
     Raises:
-        InputError: if there is no config.json, or it describes what our model cannot be.
+        InputError: naming `field`, if there is no such folder; naming config.json, if there is
+            none, or it describes what our model cannot be.
     """
-    path, given = folder / CONFIG, _load(folder)
+    path = folder / CONFIG
+    if not folder.is_dir():
+        problem = "there is no such folder here, and nothing is downloaded"
+        remedy = f"Name a local folder with {CONFIG} and safetensors files"
+        raise InputError(field, str(folder), problem, remedy + how_to_fetch(str(folder)))
+    given = _load(folder)
     known = FAMILIES[given["model_type"]]
     for key, value in (EXPRESSIBLE | {"architectures": known["architectures"]}).items():
         if given.get(key) not in (None, value):

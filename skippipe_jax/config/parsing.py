@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import types
 import typing
@@ -67,7 +68,7 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
     if all(key in model for key in SHAPES):
         return model
     folder, hints = folder_of(init_from), typing.get_type_hints(ModelConfig)
-    of_weights = read_model(folder)
+    of_weights = read_model(folder, "init_from")
     given = {key: _parse(hints[key], model[key], f"model.{key}") for key in SHAPES if key in model}
     require_shapes(folder, of_weights, given)
     require_no_window(folder, given.get("context", of_weights.context))
@@ -137,6 +138,8 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, bool):
             raise InputError(name, value, "must be true or false", "Write true or false")
         return value
+    if kind is str and isinstance(value, datetime.date):
+        value = value.isoformat()  # YAML reads 2026-11-22 as a date.
     # Sizes and counts have bounds of their own.
     whole = functools.partial(fields.integer, maximum=fields.LARGEST_SEED)
     readers = {int: whole, float: fields.number, str: fields.text}

@@ -48,15 +48,15 @@ class PlanConfig:
         fields.integer(self.seed, "plan.seed", 0, fields.LARGEST_SEED)
         fields.number(self.budget_s, "plan.budget_s", 0.0, above=True)
         if self.file is not None and self.case is not None:
-            raise InputError(
-                "plan.file", self.file, "plan.case is given too", "Remove one of the two"
-            )
+            problem = "plan.case is given too, and a plan holds its case"
+            remedy = "Set plan.case=null to take the plan, or plan.file=null to plan for the case"
+            raise InputError("plan.file", self.file, problem, remedy)
         if self.measure and self.file is not None:
             raise InputError(
                 "plan.measure",
                 True,
                 "a plan file is given too, which needs no measured case",
-                "Remove one of the two",
+                "Set plan.measure=false to take the plan, or plan.file=null to measure",
             )
         if self.measure and isinstance(self.case, str):
             raise InputError(

@@ -25,7 +25,16 @@ from skippipe_jax.config import DataConfig, DocumentSource
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.corpus import Corpus, read_corpus
 from skippipe_jax.data.documents import local_path, require_apart
-from skippipe_jax.data.rows import NOT_COUNTED, ROWS, Interleaving, Rows, TokenizedDocuments
+from skippipe_jax.data.rows import (
+    NOT_COUNTED,
+    Interleaving,
+    PackedDocuments,
+    Pieces,
+    Rows,
+    TokenizedDocuments,
+    Windows,
+    cut,
+)
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 
 # A thread that reads ahead would only compete for the interpreter with who waits for the batch.
@@ -96,18 +105,25 @@ class TrainingBatches:
     Epoch after epoch each sequence of a source comes once, in a new order. Who reads which
     microbatch does not matter, so a run can go on with other data nodes: all there is to know is
     how many were read.
+
+    Attributes:
+        fingerprint: tells the text from any other.
+        too_long: the lines of `what_is_too_long`.
     """
 
     def __init__(self, config: DataConfig):
         """Read the text.
 
         Raises:
-            InputError: as `load_corpora` does, or if there is too little for one microbatch.
+            InputError: as `load_corpora` does, or if there is too little for one microbatch, or
+                all documents of a source are too long.
         """
         corpora = load_corpora(config)
         self._config = config
         self._padding = load_tokenizer(tokenizer_of(config)).padding
-        self._rows = [_rows(config, corpus.training) for corpus in corpora]
+        both = list(zip(config.sources(), corpora, strict=True))
+        self._rows = [_rows(config, source, "training", corpus.training) for source, corpus in both]
+        self.too_long = what_is_too_long(config)
         available = sum(len(rows) for rows in self._rows)
         if available < config.microbatch_size:
             origins = [source.origin for source in config.sources()]
@@ -128,6 +144,7 @@ class TrainingBatches:
         self._identity = {
             "fingerprint": self.fingerprint,
             "packing": config.packing,
+            "too_long": _unlike_split(config, corpora),
             "sequence_length": config.sequence_length,
             "shuffle_seed": config.shuffle_seed,
             "microbatch_size": config.microbatch_size,
@@ -177,10 +194,13 @@ def held_out_batches(
     """The held-out rows of all sources once, in a fixed shuffled order; at most `limit` batches.
 
     The last batch is padded to `batch_size` sequences whose targets are all `NOT_COUNTED`.
-    Raises `InputError` as `load_corpora` does.
+    Raises `InputError` as `load_corpora` does, or if all documents of a source are too long.
     """
     padding = load_tokenizer(tokenizer_of(config)).padding
-    rows = [_rows(config, corpus.held_out) for corpus in load_corpora(config)]
+    rows = [
+        _rows(config, source, "held-out", corpus.held_out)
+        for source, corpus in zip(config.sources(), load_corpora(config), strict=True)
+    ]
     bounds = np.cumsum([0, *map(len, rows)])
 
     def batch(chosen: Sequence[int]) -> Batch:
@@ -211,8 +231,84 @@ def _fingerprint(corpora: Sequence[Corpus], shares: Sequence[int]) -> str:
     return hashlib.blake2b("+".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def _rows(config: DataConfig, documents: TokenizedDocuments) -> Rows:
-    return ROWS[config.packing](documents, config.sequence_length)
+def what_is_too_long(config: DataConfig) -> list[str]:
+    """For each source with documents longer than a sequence, how many and what becomes of them.
+
+    Nothing is told of text that is cut with nothing lost. Raises `InputError` as `load_corpora`
+    does.
+    """
+    both = zip(config.sources(), load_corpora(config), strict=True)
+    told = (_told(config, source, corpus) for source, corpus in both)
+    return [line for line in told if line is not None]
+
+
+def _rows(
+    config: DataConfig, source: DocumentSource, part: str, documents: TokenizedDocuments
+) -> Rows:
+    """The rows of one part of a source; `InputError` if what is too long leaves none."""
+    if config.packing == "windows":
+        if documents.learnt is not None:
+            problem = f"{source.origin[1]} holds conversations, which are learnt one by one"
+            raise InputError("data.packing", "windows", problem, "Write packing: documents")
+        return Windows(documents, config.sequence_length)
+    pieces = _pieces(config, documents)
+    if not len(pieces.starts):
+        treatment = _treatment(config, documents)
+        left = "none" if treatment == "drop" else "nothing of them to learn"
+        raise InputError(
+            "data.sequence_length",
+            config.sequence_length,
+            f"all {pieces.too_long} documents of {source.origin[1]} ({part}) are longer, and "
+            f"data.too_long: {treatment} leaves {left}",
+            "Raise it, or write another data.too_long",
+        )
+    return PackedDocuments(documents, pieces, config.sequence_length)
+
+
+def _treatment(config: DataConfig, documents: TokenizedDocuments) -> str:
+    """What becomes of documents that are too long."""
+    if config.too_long is not None:
+        return config.too_long
+    return "split" if documents.learnt is None else "drop"
+
+
+def _pieces(config: DataConfig, documents: TokenizedDocuments) -> Pieces:
+    return cut(documents, config.sequence_length, _treatment(config, documents))
+
+
+def _unlike_split(config: DataConfig, corpora: Sequence[Corpus]) -> list[str] | None:
+    """What becomes of documents of each source that are too long, or None where all are split.
+
+    That is what became of them before there was a choice, of which older checkpoints say nothing.
+    """
+    treatments = [_treatment(config, corpus.training) for corpus in corpora]
+    return None if set(treatments) == {"split"} else treatments
+
+
+def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | None:
+    """What there is to say of the documents of a source that are too long."""
+    if config.packing == "windows":
+        return None
+    treatment = _treatment(config, corpus.training)
+    if treatment == "split" and corpus.training.learnt is None:
+        return None
+    parts = {"training": corpus.training, "held out": corpus.held_out}
+    pieces = {name: _pieces(config, documents) for name, documents in parts.items()}
+    if not any(of_part.too_long for of_part in pieces.values()):
+        return None
+    counts = [
+        f"{pieces[name].too_long} of {len(documents.ends)} documents ({name})"
+        for name, documents in parts.items()
+    ]
+    done = {"drop": "dropped", "truncate": "truncated", "split": "split"}[treatment]
+    line = (
+        f"{source.origin[1]}: {' and '.join(counts)} are longer than a sequence of "
+        f"{config.sequence_length} tokens, and {done} (data.too_long)"
+    )
+    left_out = sum(of_part.left_out for of_part in pieces.values())
+    if treatment == "truncate" and left_out:
+        line += f"; of {left_out} of them nothing is left to learn"
+    return line
 
 
 def _batch(config: DataConfig, padding: int, size: int, rows: Iterable[tuple[Rows, int]]) -> Batch:

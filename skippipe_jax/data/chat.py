@@ -1,8 +1,9 @@
 """Conversations become tokens of which only the assistant's answers are learnt.
 
 A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}. Where the
-tokenizer comes with a chat template, that says how messages are written. Otherwise they are written
-as below, between the tokenizer's begin and end marks; what is learnt stands in brackets:
+tokenizer comes with a chat template, that says how messages are written, and by
+``{% generation %}``, if it has that, what is learnt. Otherwise they are written as below, between
+the tokenizer's begin and end marks; what is learnt stands in brackets:
 
     BEGIN <|user|>⏎ content ⏎ <|assistant|>⏎ [content END] <|user|>⏎ content ⏎ ...
 """
@@ -12,14 +13,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Integer
+from jinja2 import TemplateError
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DocumentSource
-from skippipe_jax.config.extras import require
+from skippipe_jax.data.chat_template import TODAY, ChatTemplate
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import Tokenizer, token_dtype
 
@@ -33,32 +34,53 @@ def encode_conversation(
 ) -> tuple[Integer[np.ndarray, " token"], Bool[np.ndarray, " token"]]:
     """The tokens of a conversation, and which of them are the assistant's.
 
-    Each answer is encoded on its own, as it is when a model gives it.
+    Each answer is encoded on its own, as it is when a model gives it, and each stretch between.
 
     Raises:
         InputError: naming file and line, if it is no conversation with an answer, or the template
             does not write it so that the answers can be told from the rest.
     """
 
-    def refuse(problem: str) -> InputError:
-        remedy = 'Write {"messages": [{"role": "user", "content": "..."}, ...]} on that line'
-        return InputError(*source.origin, f"{document.where}: {problem}", remedy)
-
-    messages = _messages(json.loads(document.text), refuse)
-    if tokenizer.chat_template is None:
+    refuse = functools.partial(_refused, document, source)
+    messages = _messages(document, source)
+    template = None
+    if tokenizer.chat_template is not None:
+        template = _template(tokenizer.chat_template, source)
+    is_answered = any(message["role"] == ASSISTANT for message in messages)
+    if not is_answered and (template is None or not template.marks_answers):
+        raise refuse("there is no answer of the assistant to learn")
+    if template is None:
         segments = _written_plainly(messages, tokenizer)
     else:
-        write = _template(tokenizer.chat_template, source)
-        segments = _written_by(write, messages, tokenizer, refuse)
+        segments = _written_by(template, messages, tokenizer, source, refuse)
+    nothing = "of what the tokenizer's chat template writes, nothing is an answer"
+    if not segments:
+        raise refuse(nothing)
     tokens = np.concatenate([tokens for tokens, _ in segments])
     learnt = np.repeat([learnt for _, learnt in segments], [len(tokens) for tokens, _ in segments])
     # The first token is no target.
     if not learnt[1:].any():
-        raise refuse("of what the tokenizer's chat template writes, nothing is an answer")
+        raise refuse(nothing)
     return tokens.astype(token_dtype(tokenizer.vocabulary_size)), learnt
 
 
-def _messages(row: Any, refuse: Callable[[str], InputError]) -> list[Message]:
+def spoken(document: Document, source: DocumentSource) -> str:
+    """All that is said in a conversation, without who says it.
+
+    Raises:
+        InputError: naming file and line, if it is no conversation.
+    """
+    return "\n".join(message["content"] for message in _messages(document, source))
+
+
+def _refused(document: Document, source: DocumentSource, problem: str) -> InputError:
+    remedy = 'Write {"messages": [{"role": "user", "content": "..."}, ...]} on that line'
+    return InputError(*source.origin, f"{document.where}: {problem}", remedy)
+
+
+def _messages(document: Document, source: DocumentSource) -> list[Message]:
+    refuse = functools.partial(_refused, document, source)
+    row = json.loads(document.text)
     messages = row.get("messages")
     if not isinstance(messages, list):
         raise refuse(f"has no list of messages, but {', '.join(row) or 'nothing'}")
@@ -68,8 +90,6 @@ def _messages(row: Any, refuse: Callable[[str], InputError]) -> list[Message]:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise refuse(f"messages[{number}] has no text under {key!r}")
-    if all(message["role"] != ASSISTANT for message in messages):
-        raise refuse("there is no answer of the assistant to learn")
     return messages
 
 
@@ -89,21 +109,30 @@ def _written_plainly(messages: Sequence[Message], tokenizer: Tokenizer) -> Segme
 
 
 def _written_by(
-    write: Callable[..., str],
+    template: ChatTemplate,
     messages: Sequence[Message],
     tokenizer: Tokenizer,
+    source: DocumentSource,
     refuse: Callable[[str], InputError],
 ) -> Segments:
-    def text_of(count: int, begins_answer: bool) -> str:
+    def pieces_of(count: int, begins_answer: bool) -> list[tuple[str, bool]]:
         try:
-            return write(
+            return template.write(
                 messages=messages[:count],
                 add_generation_prompt=begins_answer,
                 **tokenizer.special_tokens,
             )
-        except require("jinja2", "hf", "data.tokenizer", None).TemplateError as error:
+        except TemplateError as error:
+            if source.today is None and TODAY in str(error):
+                raise _without_day(source) from error
             raise refuse(f"the tokenizer's chat template fails: {error}") from error
 
+    def text_of(count: int, begins_answer: bool) -> str:
+        return "".join(text for text, _ in pieces_of(count, begins_answer))
+
+    if template.marks_answers:
+        pieces = pieces_of(len(messages), False)
+        return [(tokenizer.encode(text), is_answer) for text, is_answer in pieces]
     segments, written = [], ""
     for number, message in enumerate(messages):
         if message["role"] != ASSISTANT:
@@ -117,24 +146,20 @@ def _written_by(
     return segments
 
 
-@functools.lru_cache(maxsize=2)
-def _template(text: str, source: DocumentSource) -> Callable[..., str]:
-    """The function that a Jinja template is, with what templates of tokenizers rely on."""
-    jinja2 = require("jinja2", "hf", *source.origin)
-    sandbox = require("jinja2.sandbox", "hf", *source.origin)
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+def _without_day(source: DocumentSource) -> InputError:
+    return InputError(
+        f"{source.field.partition('.')[0]}.today",
+        None,
+        f"the tokenizer's chat template writes the date ({TODAY})",
+        "Say which it is, as 2026-11-22: a run that is resumed on another day must read the same",
     )
 
-    def refuse(problem: str) -> None:
-        raise jinja2.TemplateError(problem)
 
-    environment.globals["raise_exception"] = refuse
-    # Jinja's own filter writes for HTML.
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+@functools.lru_cache(maxsize=2)
+def _template(text: str, source: DocumentSource) -> ChatTemplate:
     try:
-        return environment.from_string(text).render
-    except jinja2.TemplateError as error:
+        return ChatTemplate(text, source.today)
+    except TemplateError as error:
         raise InputError(
             "data.tokenizer", text, f"its chat template is not valid: {error}", "Mend the template"
         ) from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64, Integer
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DocumentSource
@@ -20,6 +20,7 @@ from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
 from skippipe_jax.data import token_shards
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document, local_path, read_documents
+from skippipe_jax.data.learnt import Learnt
 from skippipe_jax.data.rows import TokenizedDocuments
 from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, encode_documents, token_dtype
 
@@ -58,7 +59,7 @@ def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, s
     training, evaluation = (_tokenize(part, source, tokenizer) for part in parts)
     digest = hashlib.blake2b(np.ascontiguousarray(training.tokens[:]).data, digest_size=8)
     if training.learnt is not None:
-        digest.update(training.learnt.data)
+        digest.update(training.learnt.of(0, training.tokens.size).data)
     return Corpus(training, evaluation, digest.hexdigest())
 
 
@@ -115,28 +116,43 @@ def texts_of(
     return [document.decoded(source) for document in documents]
 
 
+Encoded = tuple[
+    Integer[np.ndarray, " token"],
+    Int64[np.ndarray, " document"],
+    Bool[np.ndarray, " token"] | None,
+]
+
+
+def encode(documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer) -> Encoded:
+    """The tokens of some documents, where each ends, and which are learnt; None where all are.
+
+    Raises:
+        InputError: if one is not UTF-8, or no conversation where the source has these.
+    """
+    if source.kind != "chat":
+        return *encode_documents(tokenizer, texts_of(documents, source, tokenizer)), None
+    encoded = [encode_conversation(document, source, tokenizer) for document in documents]
+    tokens, learnt = zip(*encoded, strict=True)
+    return np.concatenate(tokens), np.cumsum([len(one) for one in tokens]), np.concatenate(learnt)
+
+
 def _tokenize(
     documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer
 ) -> TokenizedDocuments:
     tokens = [np.empty(0, token_dtype(tokenizer.vocabulary_size))]
     lengths, learnt = [np.empty(0, np.int64)], [np.empty(0, bool)]
-    if source.kind == "chat":
-        for document in documents:
-            of_document, learnt_of_document = encode_conversation(document, source, tokenizer)
-            tokens.append(of_document)
-            learnt.append(learnt_of_document)
-            lengths.append(np.array([len(of_document)]))
-    else:
-        for group in groups(documents):
-            of_group, ends = encode_documents(tokenizer, texts_of(group, source, tokenizer))
-            tokens.append(of_group)
-            lengths.append(np.diff(ends, prepend=0))
+    for group in groups(documents):
+        of_group, ends, learnt_of_group = encode(group, source, tokenizer)
+        tokens.append(of_group)
+        lengths.append(np.diff(ends, prepend=0))
+        if learnt_of_group is not None:
+            learnt.append(learnt_of_group)
     together = np.concatenate(tokens)
     together.flags.writeable = False
     return TokenizedDocuments(
         together,
         np.cumsum(np.concatenate(lengths)),
-        np.concatenate(learnt) if source.kind == "chat" else None,
+        Learnt.where(np.concatenate(learnt)) if source.kind == "chat" else None,
     )
 
 

@@ -57,9 +57,12 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
     """Every document that is not empty, in a fixed order.
 
     Raises:
-        InputError: naming file and line or row, if something cannot be read or holds no text.
+        InputError: naming file and line or row, if something cannot be read or holds no text; or
+            the endings of file names that were looked for, if none has one of them.
     """
     system, files = _files(source)
+    if not files:
+        raise _without_files(source)
     read = {"jsonl": _lines, "chat": _lines, "parquet": _rows}.get(source.kind, _whole)
     for name, file in sorted(files):
         try:
@@ -97,7 +100,7 @@ def local_path(path: str) -> str:
 
 def _files(source: DocumentSource) -> tuple[Any, list[tuple[str, str]]]:
     """The file system, and of every file its name relative to the source and its path there."""
-    suffixes = _SUFFIXES["jsonl" if source.kind == "chat" else source.kind]
+    suffixes = _SUFFIXES[_kind_of_file(source)]
     try:
         if source.path is not None and _is_url(source.path):
             return _remote_files(source.path, suffixes)
@@ -112,6 +115,22 @@ def _files(source: DocumentSource) -> tuple[Any, list[tuple[str, str]]]:
             *source.origin, f"fsspec cannot open it: {error}", "Install what it asks for"
         ) from error
     return LocalFileSystem(), files
+
+
+def _without_files(source: DocumentSource) -> InputError:
+    remedy = "Name a file itself, whatever its name, or a folder or glob with such files"
+    endings = [ending for ending in _SUFFIXES[_kind_of_file(source)] if ending]
+    if glob.has_magic(source.path or ""):
+        return InputError(*source.origin, "matches no file", remedy)
+    if not endings:
+        return InputError(*source.origin, "holds no file", remedy)
+    problem = f"holds no file whose name ends in {', '.join(endings)}"
+    remedy += f", or say that they are of another kind than {source.kind}"
+    return InputError(*source.origin, problem, remedy)
+
+
+def _kind_of_file(source: DocumentSource) -> str:
+    return "jsonl" if source.kind == "chat" else source.kind
 
 
 def _is_url(path: str) -> bool:
@@ -182,7 +201,8 @@ def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterato
                     *source.origin, f"{where}: no JSON object", "Write {...} on every line"
                 )
             if source.kind == "chat":
-                yield Document(where, line.strip(), line.strip())
+                content = line.strip()
+                yield Document(where, content, content)
             else:
                 yield _row(source, where, row)
 
@@ -229,9 +249,12 @@ def _rows(source: DocumentSource, system: Any, name: str, file: str) -> Iterator
 
 
 def _without(source: DocumentSource, where: str, names: list[str]) -> InputError:
+    remedy = "Name the one that holds the text"
+    if source.kind == "jsonl" and "messages" in names:
+        remedy += ", or let the source be chat, if these are conversations"
     return InputError(
         f"{source.field}.text_field",
         source.text_field,
         f"{where} has no such field; it has {', '.join(map(str, names)) or 'none'}",
-        "Name the one that holds the text",
+        remedy,
     )

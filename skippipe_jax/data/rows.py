@@ -13,6 +13,8 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
+from skippipe_jax.data.learnt import Learnt
+
 # The target of a position that the loss leaves out.
 NOT_COUNTED = -1
 
@@ -34,12 +36,12 @@ class TokenArray(Protocol):
 class TokenizedDocuments:
     """Documents one after the other: their tokens, where each ends, which targets are learnt.
 
-    `learnt` is None where all are.
+    `learnt` is None where all are: only conversations have targets that are not.
     """
 
     tokens: TokenArray
     ends: Int64[np.ndarray, " document"]
-    learnt: Bool[np.ndarray, " token"] | None = None
+    learnt: Learnt | None = None
 
 
 class Rows(Protocol):
@@ -84,24 +86,69 @@ class Windows:
         tokens[:], targets[:] = window[:-1], window[1:]
 
 
-class PackedDocuments:
-    """Rows of whole documents, as full as best-fit-decreasing makes them.
+@dataclass(frozen=True)
+class Pieces:
+    """What is read of each document: whole documents, or pieces of those longer than a row.
 
-    A document longer than a row is cut: full rows of it, and the rest beside other documents. The
-    target of a document's last token is not counted, so every other token is a target once. Pieces
-    of which nothing is learnt are left out: an iteration of them alone would have no loss.
+    A piece begins at a position of its own, and sees nothing of the pieces before it.
+
+    Attributes:
+        starts: of each piece, its first token among all.
+        ends: where its positions end. The token there, if the document has it, is its last target.
+        limits: where its document ends.
+        too_long: how many documents are longer than a row.
+        left_out: of how many of these nothing is read.
     """
 
-    def __init__(self, documents: TokenizedDocuments, sequence_length: int):
-        """Find the row of every document."""
+    starts: Int64[np.ndarray, " piece"]
+    ends: Int64[np.ndarray, " piece"]
+    limits: Int64[np.ndarray, " piece"]
+    too_long: int
+    left_out: int
+
+
+def cut(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
+    """The pieces of all documents for rows of `length` tokens.
+
+    A document is one piece if it fits into a row. A longer one is left out (`too_long` is "drop"),
+    or its first `length` tokens are read ("truncate"), or full rows of it and a piece for the rest
+    ("split"), but for a rest of one token: it has been the target of the piece before. Pieces of
+    which nothing is learnt are left out: an iteration of them alone would have no loss.
+    """
+    sizes = np.diff(documents.ends, prepend=0)
+    # The last token is a target only.
+    counts = np.maximum(-(-(sizes - 1) // length), 0)
+    is_too_long = counts > 1
+    if too_long == "drop":
+        counts[is_too_long] = 0
+    elif too_long == "truncate":
+        counts[is_too_long] = 1
+    document = np.repeat(np.arange(len(sizes)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = (documents.ends - sizes)[document] + number * length
+    limits = documents.ends[document]
+    ends = np.minimum(starts + length, limits)
+    if documents.learnt is not None:
+        before = documents.learnt.before
+        is_learnt = before(np.minimum(ends + 1, limits)) > before(starts + 1)
+        document, starts, ends, limits = (
+            bounds[is_learnt] for bounds in (document, starts, ends, limits)
+        )
+    left_out = np.setdiff1d(np.flatnonzero(is_too_long), document)
+    return Pieces(starts, ends, limits, int(is_too_long.sum()), len(left_out))
+
+
+class PackedDocuments:
+    """Rows of documents and pieces of them, as full as best-fit-decreasing makes them.
+
+    The target of a document's last token is not counted, so of a document that is read in full
+    every other token is a target once.
+    """
+
+    def __init__(self, documents: TokenizedDocuments, pieces: Pieces, sequence_length: int):
+        """Find the row of every piece."""
         self._tokens, self._learnt = documents.tokens, documents.learnt
-        pieces = _pieces(documents.ends, sequence_length)
-        if documents.learnt is not None:
-            starts, ends, limits = pieces
-            before = np.concatenate([[0], np.cumsum(documents.learnt)])
-            is_learnt = before[np.minimum(ends + 1, limits)] > before[starts + 1]
-            pieces = starts[is_learnt], ends[is_learnt], limits[is_learnt]
-        self._starts, self._ends, self._limits = pieces
+        self._starts, self._ends, self._limits = pieces.starts, pieces.ends, pieces.limits
         row_of = pack(self._ends - self._starts, sequence_length)
         # A stable order, so that documents come in a row as they come in the text.
         self._order = np.argsort(row_of, kind="stable")
@@ -129,35 +176,11 @@ class PackedDocuments:
             read = self._tokens[start:last]
             following = read[1:].astype(np.int32)
             if self._learnt is not None:
-                following[~self._learnt[start + 1 : last]] = NOT_COUNTED
+                following[~self._learnt.of(start + 1, last)] = NOT_COUNTED
             tokens[position : position + end - start] = read[: end - start]
             targets[position : position + len(following)] = following
             begins[position] = True
             position += end - start
-
-
-ROWS: dict[str, type[Windows] | type[PackedDocuments]] = {
-    "windows": Windows,
-    "documents": PackedDocuments,
-}
-"""The ways to fill rows, by their names in the configuration."""
-
-
-def _pieces(
-    ends: Int64[np.ndarray, " document"], length: int
-) -> tuple[Int64[np.ndarray, " piece"], Int64[np.ndarray, " piece"], Int64[np.ndarray, " piece"]]:
-    """Where each piece of a document starts and ends, and where its document does.
-
-    A document is one piece if it fits into a row. Of a longer one, a last piece of one token is
-    left out: it has been the target of the piece before.
-    """
-    sizes = np.diff(ends, prepend=0)
-    counts = np.maximum(-(-(sizes - 1) // length), 0)
-    documents = np.repeat(np.arange(len(ends)), counts)
-    number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = (ends - sizes)[documents] + number * length
-    limits = ends[documents]
-    return starts, np.minimum(starts + length, limits), limits
 
 
 def pack(lengths: Integer[np.ndarray, " piece"], row_length: int) -> Int64[np.ndarray, " piece"]:

@@ -1,8 +1,9 @@
 """Tokenized text on disk: ArrayRecord shards of which any span can be read, and an index.
 
 A folder holds, for each part of the text (`training`, `held_out`), shards of equal records, each
-`BLOCK` tokens of the documents one after the other; where each document ends; and index.json, which
-is written last. The tokenizer lies in `tokenizer/`.
+`BLOCK` tokens of the documents one after the other; where each document ends; of conversations,
+where each stretch of learnt tokens starts and ends; and index.json, which is written last. The
+tokenizer lies in `tokenizer/`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
-from jaxtyping import Int64, Integer
+from jaxtyping import Bool, Int64, Integer
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.data.learnt import Learnt
 from skippipe_jax.data.rows import TokenizedDocuments
 
 INDEX = "index.json"
@@ -29,16 +31,21 @@ FORMAT, VERSION = "skippipe-tokens", 1
 BLOCK = 4096
 """Tokens of a record."""
 _SHARD = 1 << 14  # records: 128 MiB of two-byte tokens
+_HASHED = 1 << 20  # tokens of which the digest hears at once which are learnt
 
 
 @dataclass(frozen=True)
 class PartIndex:
-    """How much there is of a part, in how many shards, and a digest of its tokens."""
+    """How much there is of a part, in how many shards, and a digest of its tokens.
+
+    `learnt` says how many tokens are learnt, None that all are. The digest tells which.
+    """
 
     documents: int
     tokens: int
     shards: int
     digest: str
+    learnt: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class PartWriter:
         self._blocks = 0
         self._writer: Any = None
         self._ends = array.array("q")
+        self._learnt: array.array[int] | None = None
         self._tokens = 0
         self._digest = hashlib.blake2b(digest_size=8)
 
@@ -73,8 +81,14 @@ class PartWriter:
         self,
         tokens: Integer[np.ndarray, " token"],
         ends: Int64[np.ndarray, " document"],
+        learnt: Bool[np.ndarray, " token"] | None = None,
     ) -> None:
-        """Write documents, which end where `ends` says."""
+        """Write documents, which end where `ends` says; `learnt` is given for all or for none."""
+        if learnt is not None:
+            found = Learnt.where(learnt)
+            stretches = np.stack([found.starts, found.ends], axis=1)
+            self._learnt = array.array("q") if self._learnt is None else self._learnt
+            self._learnt.frombytes((stretches + self._tokens).astype(np.int64).tobytes())
         self._ends.frombytes((ends + self._tokens).astype(np.int64).tobytes())
         self._tokens += len(tokens)
         pending = np.concatenate([self._rest, tokens.astype(self._dtype, copy=False)])
@@ -91,8 +105,19 @@ class PartWriter:
         if self._writer is not None:
             self._writer.close()
         np.save(_ends_file(self._folder, self._part), np.array(self._ends, np.int64))
+        learnt = None if self._learnt is None else self._close_learnt(self._learnt)
         shards = -(-self._blocks // _SHARD)
-        return PartIndex(len(self._ends), self._tokens, shards, self._digest.hexdigest())
+        return PartIndex(len(self._ends), self._tokens, shards, self._digest.hexdigest(), learnt)
+
+    def _close_learnt(self, bounds: array.array[int]) -> int:
+        """Write which tokens are learnt, and let the digest tell; returns how many these are."""
+        # All starts and then all ends, so that each can be searched where it lies in the file.
+        stretches = np.ascontiguousarray(np.array(bounds, np.int64).reshape(-1, 2).T)
+        np.save(_learnt_file(self._folder, self._part), stretches)
+        learnt = Learnt(*stretches)
+        for start in range(0, self._tokens, _HASHED):
+            self._digest.update(learnt.of(start, min(start + _HASHED, self._tokens)).data)
+        return learnt.count
 
     def _write(self, block: Integer[np.ndarray, " token"]) -> None:
         shard, place = divmod(self._blocks, _SHARD)
@@ -169,26 +194,38 @@ def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedD
     folder, described = Path(path), index.parts[part]
     ends_file = _ends_file(folder, part)
     files = [_shard_file(folder, part, shard) for shard in range(described.shards)]
-    for file in (ends_file, *files):
+    learnt_file = _learnt_file(folder, part)
+    beside = [ends_file] if described.learnt is None else [ends_file, learnt_file]
+    for file in (*beside, *files):
         if not file.is_file():
             raise InputError(field, path, f"there is no {file.name}", "Tokenize the text again")
+    learnt = None
     try:
         ends = np.load(ends_file, mmap_mode="r")
+        if described.learnt is not None:
+            learnt = Learnt(*np.load(learnt_file, mmap_mode="r"))
         if not files:
-            return TokenizedDocuments(np.empty(0, index.dtype), ends)
+            return TokenizedDocuments(np.empty(0, index.dtype), ends, learnt)
         tokens = ShardedTokens(files, described.tokens, index.dtype)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
             field, path, f"the {part} part cannot be read: {error}", "Tokenize the text again"
         ) from error
-    if len(ends) != described.documents or tokens.blocks != -(-described.tokens // BLOCK):
+    counts = len(ends), None if learnt is None else learnt.count
+    if counts != (described.documents, described.learnt) or tokens.blocks != -(
+        -described.tokens // BLOCK
+    ):
         problem = f"the {part} part is not what {INDEX} says: a file is cut short"
         raise InputError(field, path, problem, "Tokenize the text again")
-    return TokenizedDocuments(tokens, ends)
+    return TokenizedDocuments(tokens, ends, learnt)
 
 
 def _ends_file(folder: Path, part: str) -> Path:
     return folder / f"{part}.ends.npy"
+
+
+def _learnt_file(folder: Path, part: str) -> Path:
+    return folder / f"{part}.learnt.npy"
 
 
 def _shard_file(folder: Path, part: str, shard: int) -> Path:

@@ -16,6 +16,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.extras import require
+from skippipe_jax.config.huggingface import how_to_fetch
 from skippipe_jax.config.tokenizer import BYTES, HUGGING_FACE, SENTENCE_PIECE
 
 CONFIG = "tokenizer_config.json"
@@ -251,9 +252,11 @@ def tokenizer_file(name: str, field: str) -> Path:
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:
         problem = f"there is no {' and no '.join(str(file) for file in candidates)}"
-        raise InputError(
-            field, name, problem, "Write bytes, or name a tokenizer.json or a tokenizer.model"
-        )
+        remedy = "Write bytes, or name a local tokenizer.json or tokenizer.model, or its folder"
+        if not path.is_dir():
+            problem += " here, and nothing is downloaded"
+            remedy += how_to_fetch(name, "*token*", "*.jinja")
+        raise InputError(field, name, problem, remedy)
     return found
 
 

@@ -14,23 +14,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jaxtyping import Int64, Integer
 from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
 from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.extras import require
-from skippipe_jax.data.corpus import cut_in_two, groups, place_of, texts_of
+from skippipe_jax.data.chat import spoken
+from skippipe_jax.data.corpus import Encoded, cut_in_two, encode, groups, place_of
 from skippipe_jax.data.documents import Document, read_documents, require_apart
 from skippipe_jax.data.token_shards import PARTS, PartWriter, TokenIndex, write_index
 from skippipe_jax.data.tokenizer import (
     MARKS,
     Tokenizer,
     cut,
-    encode_documents,
     load_tokenizer,
     token_dtype,
     write_tokenizer,
@@ -56,10 +54,14 @@ def train_bpe(
         initial_alphabet=byte_level.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    pieces = (piece for document, source in documents for piece in cut(document.decoded(source)))
+    pieces = (piece for document, source in documents for piece in cut(_text(document, source)))
     tokenizer.train_from_iterator(pieces, trainer)
     folder.mkdir(parents=True)
     write_tokenizer(tokenizer, folder)
+
+
+def _text(document: Document, source: DocumentSource) -> str:
+    return spoken(document, source) if source.kind == "chat" else document.decoded(source)
 
 
 def write_tokens(
@@ -72,21 +74,26 @@ def write_tokens(
 ) -> TokenIndex:
     """Tokenize all documents into `folder`, which exists, and describe what was written.
 
-    The same text gives the same files, however many processes there are.
+    The same text gives the same files, however many processes there are. Sources are all
+    conversations, or none is.
 
     Raises:
         InputError: if a document cannot be read, or is of two sources, or one part would have all.
     """
+    assert len({source.kind == "chat" for source in sources}) == 1
     tokenizer = load_tokenizer(tokenizer_name, "--tokenizer")
     inputs, is_held_out = _inputs(sources, held_out, seed)
     dtype = token_dtype(tokenizer.vocabulary_size)
     writers = [PartWriter(folder, part, dtype) for part in PARTS]
     with tqdm(unit="B", unit_scale=True, disable=None, desc="tokenizing") as progress:
-        for documents, tokens, ends in _tokenized(inputs, tokenizer_name, tokenizer, processes):
+        encoded = _tokenized(inputs, tokenizer_name, tokenizer, processes)
+        for documents, tokens, ends, learnt in encoded:
             lengths = np.diff(ends, prepend=0)
             out = np.array([is_held_out(document) for document in documents])
             for writer, chosen in zip(writers, (~out, out), strict=True):
-                writer.add(tokens[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
+                own = np.repeat(chosen, lengths)
+                learnt_of_own = None if learnt is None else learnt[own]
+                writer.add(tokens[own], np.cumsum(lengths[chosen]), learnt_of_own)
             progress.update(sum(len(document.text) for document in documents))
     parts = {part: writer.close() for part, writer in zip(PARTS, writers, strict=True)}
     total = sum(part.documents for part in parts.values())
@@ -116,7 +123,7 @@ def _inputs(
         require_apart(sources)
     every = ((source, one) for source in sources for one in read_documents(source))
     first = list(itertools.islice(every, 2))
-    if len(first) == 1:
+    if len(first) == 1 and first[0][0].kind != "chat":
         [(source, document)] = first
         beginning, end = cut_in_two(document, held_out)
         return [(source, [beginning, end])], lambda document: document is end
@@ -124,33 +131,26 @@ def _inputs(
     return inputs, lambda document: place_of(document.key, seed) < held_out
 
 
-Tokenized = tuple[Integer[np.ndarray, " token"], Int64[np.ndarray, " document"]]
-
-
 def _tokenized(
     inputs: Inputs, name: str, tokenizer: Tokenizer, processes: int
-) -> Iterator[tuple[list[Document], *Tokenized]]:
-    """Groups of documents in their order, with their tokens and where each ends."""
-    work = (
-        (group, texts_of(group, source, tokenizer))
-        for source, documents in inputs
-        for group in groups(documents)
-    )
+) -> Iterator[tuple[list[Document], *Encoded]]:
+    """Groups of documents in their order, each encoded."""
+    work = ((group, source) for source, documents in inputs for group in groups(documents))
     if processes == 1:
-        yield from ((group, *encode_documents(tokenizer, texts)) for group, texts in work)
+        yield from ((group, *encode(group, source, tokenizer)) for group, source in work)
         return
-    running: deque[tuple[list[Document], Future[Tokenized]]] = deque()
+    running: deque[tuple[list[Document], Future[Encoded]]] = deque()
     # Spawned: the packages' threads would not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_start_worker) as pool:
-        for group, texts in work:
-            running.append((group, pool.submit(_encode, name, texts)))
+        for group, source in work:
+            running.append((group, pool.submit(_encode, name, group, source)))
             # What waits lies in memory, so it must not be all of the text.
             if len(running) > 2 * processes:
-                done, tokens = running.popleft()
-                yield done, *tokens.result()
-        for done, tokens in running:
-            yield done, *tokens.result()
+                done, encoded = running.popleft()
+                yield done, *encoded.result()
+        for done, encoded in running:
+            yield done, *encoded.result()
 
 
 def _start_worker() -> None:
@@ -166,8 +166,8 @@ def _start_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _encode(name: str, texts: list[Any]) -> Tokenized:
-    return encode_documents(_tokenizer_of_worker(name), texts)
+def _encode(name: str, documents: list[Document], source: DocumentSource) -> Encoded:
+    return encode(documents, source, _tokenizer_of_worker(name))
 
 
 @functools.cache

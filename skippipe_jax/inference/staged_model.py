@@ -256,7 +256,7 @@ def read_model(
 def _read_huggingface(
     folder: Path, cut: int | None, overrides: Sequence[str]
 ) -> tuple[StagedModel, Config]:
-    weights = huggingface.open_weights(folder)
+    weights = huggingface.open_weights(folder, "--hf")
     length = min(weights.model.context, Config().data.sequence_length)
     tree = {"model": to_tree(weights.model), "data": {"sequence_length": length}}
     if has_tokenizer(folder):

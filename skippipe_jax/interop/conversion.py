@@ -31,12 +31,12 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
     Raises:
         InputError: if the model cannot be read, or `run` is not new.
     """
-    weights = huggingface.open_weights(source)
+    weights = huggingface.open_weights(source, "DIR")
     model = weights.model
     require_no_window(source, model.context)
     if stages is None:
         stages = max(1, model.layers // LAYERS_OF_STAGE)
-    model = _cut(model, fields.integer(stages, "--stages", 1, model.layers))
+    model = _cut(model, fields.integer(stages, "--cut", 1, model.layers))
     length = min(DataConfig.sequence_length, model.context)
     config = Config(run_dir=str(run), model=model, data=DataConfig(sequence_length=length))
     layers, shapes = model.layers_of_stages(stages), stage_shapes(model, stages)

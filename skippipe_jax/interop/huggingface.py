@@ -225,13 +225,14 @@ class Weights:
             )
 
 
-def open_weights(folder: Path) -> Weights:
-    """Find every tensor of the model in `folder`, and look at its shape and dtype.
+def open_weights(folder: Path, field: str = CONFIG) -> Weights:
+    """Find every tensor of the model in `folder`, which `field` names, and look at them.
 
     Raises:
-        InputError: naming the file, and the tensor, that is missing, damaged or of another shape.
+        InputError: naming the file, and the tensor, that is missing, damaged or of another shape
+            or dtype than it may be.
     """
-    model = read_model(folder)
+    model = read_model(folder, field)
     files = _files_of_tensors(folder)
     expected = {t.name: t.shape for t in tensors_of_stage(stage_shapes(model, 1)[0], 0)}
     ignored = {HEAD} if model.tied_head else set()

@@ -137,7 +137,7 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
             field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
         )
     path = folder / CONFIG
-    tree = fields.load_yaml(path, str(path))
+    tree = _as_it_was(fields.load_yaml(path, str(path)))
     try:
         parse_config(tree)
     except InputError as error:
@@ -148,6 +148,21 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
             "The run's own file is damaged: bring it back, or start another run",
         ) from error
     return parse_config(tree, overrides)
+
+
+def _as_it_was(tree: Any) -> Any:
+    """What a run was told, with the key that its file lacks if the run is older than the key.
+
+    Conversations longer than a sequence were split before `data.too_long` had a default for them.
+    """
+    data = tree.get("data") if isinstance(tree, dict) else None
+    if not isinstance(data, dict) or "too_long" in data:
+        return tree
+    mixture = data.get("mixture")
+    sources = [data, *(mixture if isinstance(mixture, list) else [])]
+    if any(isinstance(one, dict) and one.get("source") == "chat" for one in sources):
+        return tree | {"data": data | {"too_long": "split"}}
+    return tree
 
 
 def saved_plan(folder: Path) -> Plan:

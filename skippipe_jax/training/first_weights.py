@@ -26,7 +26,7 @@ def find_weights(config: Config) -> Weights | None:
     """
     if config.init_from is None:
         return None
-    weights = open_weights(folder_of(config.init_from))
+    weights = open_weights(folder_of(config.init_from), "init_from")
     weights.require_shapes_of(config.model)
     return weights
 

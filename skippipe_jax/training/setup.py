@@ -17,7 +17,7 @@ import jax
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan
 
-from skippipe_jax.cluster.agreement import agree, from_host_0, hear, tell
+from skippipe_jax.cluster.agreement import agree, from_host_0, gather, hear, tell
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import (
     Config,
@@ -143,9 +143,10 @@ def settle(
             say_meanwhile(f"warning: {sentence}")
         _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
         tell(host, "run", lambda: _description(config, schedule))
+    data_hosts = {host_of[node] for node in plan.stages[0]}
     if data is not None:
-        data_hosts = {host_of[node] for node in plan.stages[0]}
         _require_same_text(config, host, data_hosts, data)
+    _say_what_is_too_long(config, host, min(data_hosts), data)
     if transfers is None:
         transfers = _open_transfers(config, host, len(programs[OWN].nodes))
     return Settled(schedule, host_of, programs, data, weights, transfers, mirror)
@@ -356,3 +357,15 @@ def _require_same_text(
         )
 
     agree(host, "text", data.fingerprint, config.cluster.connect_timeout_s, differing, data_hosts)
+
+
+def _say_what_is_too_long(
+    config: Config, host: Membership, reader: int, data: TrainingBatches | None
+) -> None:
+    """Let host 0 say what becomes of documents longer than a sequence; `reader` knows of them."""
+    if host.index not in (0, reader):
+        return
+    lines = [] if data is None else data.too_long
+    told = gather(host, "too_long", lambda: lines, config.cluster.connect_timeout_s, [reader])
+    for line in told[reader]:
+        on_host_0(host.index, say)(line)

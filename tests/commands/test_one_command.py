@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from skippipe_sched.problem.case import parse_case
 
 from experiments.benchmarks import start
 from skippipe_jax import __main__ as skippipe
-from skippipe_jax import evaluate, launch, train
+from skippipe_jax import convert, evaluate, generate, harness, launch, train
 from tests.commands.examples import CASE, Command
 
 PLANNING = {command.name for command in skippipe.PLANNING}
@@ -75,6 +76,35 @@ def test_commands_that_compute_nothing_are_light(folder: Path):
     assert "yaml" in found  # It did run.
     (folder / "wrong.yaml").write_text("trian: {steps: 3}")
     assert not loaded("skippipe_jax.train", "--config", "wrong.yaml") & (HEAVY | {"scipy"})
+
+
+def parser_of(module: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return parser
+
+
+def shown(parser: argparse.ArgumentParser) -> set[tuple[str, str]]:
+    """The options that the help of a parser and its own commands tells of, and what they take."""
+    found = set()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {option for own in action.choices.values() for option in shown(own)}
+        elif action.help != argparse.SUPPRESS:
+            found |= {(flag, str(action.metavar)) for flag in action.option_strings}
+    return found
+
+
+def test_stages_are_those_that_run_and_cut_is_how_many_there_are(capsys):
+    modules = (convert, evaluate, generate, harness)
+    options = set().union(*(shown(parser_of(module)) for module in modules))
+    found = {(flag, takes) for flag, takes in options if flag in ("--cut", "--stages")}
+    assert found == {("--cut", "N"), ("--stages", "0,2,1")}
+    # As it was called, where it can mean nothing else.
+    assert parser_of(evaluate).parse_args(["--hf", "llama", "--stages", "3"]).cut == 3
+    with pytest.raises(SystemExit):
+        parser_of(evaluate).parse_args(["--hf", "llama", "--stages", "0,2,1"])
+    assert "into how many a model is cut says --cut N" in capsys.readouterr().err
 
 
 def test_a_plan_is_drawn_without_what_searches(folder: Path):

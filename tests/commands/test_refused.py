@@ -57,7 +57,7 @@ WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
         ["model.parameter_dtype = 'bfloat16'", "rounded away", "compute_dtype: bfloat16"],
     ),
     "no plan": (["plan.case=null"], ["plan.case = None", "Give plan.case or plan.file"]),
-    "two plans": (["plan.file=plan.json"], ["plan.file = 'plan.json'", "Remove one"]),
+    "two plans": (["plan.file=plan.json"], ["plan.file = 'plan.json'", "plan.case=null"]),
     "unknown method": (["plan.method=best"], ["plan.method = 'best'", "Use one of: "]),
     "missing plan": (
         ["plan.case=null", "plan.file=plan.json"],

@@ -263,6 +263,10 @@ def test_held_out_order_is_fixed_and_a_limit_takes_its_beginning(file_config):
         ("tokenizer", {"tokenizer": ""}),
         ("packing", {"packing": "tight"}),
         ("packing", {"source": "chat", "path": "a"}),
+        ("today", {"source": "chat", "path": "a", "packing": "documents", "today": "tomorrow"}),
+        ("today", {"today": "2026-11-22"}),
+        ("too_long", {"packing": "documents", "too_long": "shorten"}),
+        ("too_long", {"packing": "windows", "too_long": "drop"}),
         ("mixture", {"source": "mixture"}),
         ("mixture", {"mixture": (MixtureConfig("python"),)}),
         (

@@ -1,19 +1,28 @@
 """Conversations: of what is written, only the assistant's answers are learnt."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from skippipe_sched.errors import InputError
+from transformers import PreTrainedTokenizerFast
 
-from skippipe_jax.config import DataConfig, DocumentSource
-from skippipe_jax.data.batches import TrainingBatches, load_corpora
+from skippipe_jax.config import DataConfig, DocumentSource, parse_config, to_yaml
+from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
-from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from skippipe_jax.data.tokenizing import train_bpe
+from skippipe_jax.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    copy_tokenizer,
+    load_tokenizer,
+)
+from skippipe_jax.data.tokenizing import train_bpe, write_tokens
+from skippipe_jax.storage.new_folder import new_folder
 
 SOURCE = DocumentSource("chat", "chat.jsonl")
 MESSAGES = [
@@ -50,7 +59,7 @@ def learnt_texts(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[s
 def with_template(tmp_path) -> Path:
     folder = tmp_path / "tokenizer"
     text = Document("text", b"", b"[user][assistant][system]")
-    train_bpe([(text, SOURCE)], 262, folder)
+    train_bpe([(text, DocumentSource("text", "text"))], 262, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -113,6 +122,64 @@ def test_what_is_no_conversation_is_named_with_its_line(messages, problem):
     assert caught.value.field == "data.path"
 
 
+SAYS_ITSELF = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'model' %}
+[model]
+        {%- generation %}
+{{ message.content }}{{ eos_token }}
+        {%- endgeneration %}
+    {%- else %}
+[{{ message.role }}]{{ message.content | trim }}
+    {% endif %}
+{%- endfor %}
+"""
+
+
+def test_what_a_template_says_is_generated_is_learnt(with_template):
+    (with_template / "chat_template.jinja").write_text(SAYS_ITSELF)
+    tokenizer = load_tokenizer(str(with_template))
+    messages = [
+        {"role": one["role"].replace("assistant", "model"), "content": one["content"]}
+        for one in MESSAGES
+    ]
+    tokens, learnt = encode_conversation(conversation(messages), SOURCE, tokenizer)
+    theirs = PreTrainedTokenizerFast.from_pretrained(with_template).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert tokens.tolist() == theirs["input_ids"]
+    assert learnt.tolist() == [bool(one) for one in theirs["assistant_masks"]]
+    assert [text.strip() for text in learnt_texts(tokenizer, messages)] == ["4", "Yes."]
+    with pytest.raises(InputError, match="nothing is an answer"):
+        encode_conversation(conversation(messages[:2]), SOURCE, tokenizer)
+    with pytest.raises(InputError, match="nothing is an answer"):
+        encode_conversation(conversation([]), SOURCE, tokenizer)
+
+
+def test_a_template_writes_the_day_that_it_is_told(with_template):
+    template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+    (with_template / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(str(with_template))
+    source = replace(SOURCE, today="2026-11-22")
+    tokens, _ = encode_conversation(conversation(MESSAGES), source, tokenizer)
+    assert tokenizer.decode(tokens).startswith("22 Nov 2026[system]")
+    with pytest.raises(InputError, match="writes the date") as caught:
+        tokenizer_text(with_template)
+    assert (caught.value.field, caught.value.value) == ("data.today", None)
+    # A template may have a date of its own.
+    own = "{{ strftime_now('%Y') if strftime_now is defined else '2024' }}"
+    (with_template / "chat_template.jinja").write_text(own + TEMPLATE)
+    assert tokenizer_text(with_template).startswith("2024[system]")
+
+
+def test_the_day_is_kept_in_the_configuration():
+    data = {"source": "chat", "path": "a", "packing": "documents", "tokenizer": "bytes"}
+    config = parse_config({"data": data}, ["data.today=2026-11-22"])
+    assert config.data.today == config.data.sources()[0].today == "2026-11-22"
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
+
+
 def test_training_batches_count_answers_only(tmp_path):
     rows = [
         [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "a" * (n + 3)}]
@@ -135,4 +202,142 @@ def test_training_batches_count_answers_only(tmp_path):
     counted = counted[counted != NOT_COUNTED]
     assert set(counted.tolist()) == {ord("a"), ByteTokenizer.end}
     assert corpus.training.learnt is not None
-    assert len(counted) == corpus.training.learnt.sum() > 0
+    assert len(counted) == corpus.training.learnt.count > 0
+
+
+@pytest.fixture
+def long_and_short(tmp_path) -> DataConfig:
+    """Conversations of which every fourth is longer than a sequence."""
+    return conversations(tmp_path, [(f"{n:02}", "a" * (8 if n % 4 else 80)) for n in range(40)])
+
+
+def conversations(folder: Path, turns: list[tuple[str, str]]) -> DataConfig:
+    """A question and an answer on each line, for sequences of 64 tokens."""
+    roles = ("user", "assistant")
+    rows = [
+        [{"role": role, "content": text} for role, text in zip(roles, turn, strict=True)]
+        for turn in turns
+    ]
+    lines = [json.dumps({"messages": row}) + "\n" for row in rows]
+    (folder / "chat.jsonl").write_text("".join(lines))
+    return DataConfig(
+        "chat",
+        str(folder / "chat.jsonl"),
+        packing="documents",
+        sequence_length=64,
+        microbatch_size=1,
+        held_out=0.4,
+    )
+
+
+def learnt_letters(config: DataConfig) -> tuple[int, int]:
+    """How many letters of answers are targets in an epoch, and in the held-out part."""
+    batches = TrainingBatches(config)
+    training = [batches[number] for number in range(len(batches._rows[0]))]
+    parts = (training, held_out_batches(config, 1))
+    letters = [sum((one["targets"] == ord("a")).sum() for one in part) for part in parts]
+    return int(letters[0]), int(letters[1])
+
+
+def of_both(config: DataConfig, letters_of_long: int) -> tuple[int, int]:
+    """The letters that there are, if so many of each long conversation are read."""
+    [corpus] = load_corpora(config)
+    sizes = [np.diff(part.ends, prepend=0) for part in (corpus.training, corpus.held_out)]
+    long = [int((part > 65).sum()) for part in sizes]
+    assert min(long) > 0
+    short = [len(part) - n for part, n in zip(sizes, long, strict=True)]
+    return 8 * short[0] + letters_of_long * long[0], 8 * short[1] + letters_of_long * long[1]
+
+
+def test_conversations_longer_than_a_sequence_are_left_out_and_counted(long_and_short):
+    config = long_and_short
+    assert learnt_letters(config) == of_both(config, 0)
+    assert learnt_letters(replace(config, too_long="drop")) == of_both(config, 0)
+    [line] = TrainingBatches(config).too_long
+    assert line.endswith("are longer than a sequence of 64 tokens, and dropped (data.too_long)")
+    [corpus] = load_corpora(config)
+    counts = [
+        (int((np.diff(part.ends, prepend=0) > 65).sum()), len(part.ends))
+        for part in (corpus.training, corpus.held_out)
+    ]
+    (long, every), (long_out, every_out) = counts
+    told = f"{long} of {every} documents (training) and {long_out} of {every_out} documents (held"
+    assert line.startswith(f"{config.path}: {told} out)")
+
+
+def test_long_conversations_are_split_or_truncated_if_the_user_says_so(long_and_short):
+    split = replace(long_and_short, too_long="split")
+    assert learnt_letters(split) == of_both(split, 80)
+    [line] = TrainingBatches(split).too_long
+    assert "and split (data.too_long)" in line
+    # Before the answer there are the begin mark, <|user|>, 2 letters, <|assistant|> and 3 ends of
+    # lines; the last token that is kept has a target too.
+    truncated = replace(long_and_short, too_long="truncate")
+    assert learnt_letters(truncated) == of_both(truncated, 64 + 1 - (1 + 8 + 2 + 13 + 3))
+    [line] = TrainingBatches(truncated).too_long
+    assert line.endswith("and truncated (data.too_long)")
+    # Nothing is said where all is as long as it may be.
+    assert not TrainingBatches(replace(long_and_short, sequence_length=128)).too_long
+
+
+def test_conversations_that_lose_their_answers_by_being_truncated_are_counted(tmp_path):
+    turns = [(f"{n:02}" * (1 if n % 4 else 30), "a" * 8) for n in range(40)]
+    config = replace(conversations(tmp_path, turns), too_long="truncate")
+    assert learnt_letters(config) == of_both(config, 0)
+    [line] = TrainingBatches(config).too_long
+    assert line.endswith("and truncated (data.too_long); of 10 of them nothing is left to learn")
+
+
+@pytest.mark.parametrize(
+    ("too_long", "left"), [("drop", "drop leaves none"), ("truncate", "nothing of them to learn")]
+)
+def test_conversations_that_are_all_too_long_are_refused(long_and_short, too_long, left):
+    config = replace(long_and_short, too_long=too_long, sequence_length=16)
+    for read in (TrainingBatches, lambda config: held_out_batches(config, 1)):
+        with pytest.raises(InputError, match=rf"all \d+ documents of .* are longer, .*{left}"):
+            read(config)
+
+
+def test_a_position_among_conversations_that_were_cut_otherwise_is_refused(long_and_short):
+    dropped = TrainingBatches(long_and_short)
+    split = TrainingBatches(replace(long_and_short, too_long="split"))
+    for one, other in ((dropped, split), (split, dropped)):
+        assert one.position(json.loads(json.dumps(one.state(3)))) == 3
+        with pytest.raises(InputError) as caught:
+            one.position(other.state(3))
+        assert caught.value.field == "data_state.too_long"
+    # Older checkpoints do not say; all conversations were split.
+    state = split.state(3)
+    del state["too_long"]
+    assert split.position(state) == 3
+    with pytest.raises(InputError):
+        dropped.position(state)
+
+
+@pytest.mark.parametrize("too_long", [None, "split", "truncate"])
+def test_tokens_of_conversations_make_the_batches_that_the_conversations_make(
+    long_and_short, with_template, tmp_path, too_long
+):
+    config = replace(
+        long_and_short, too_long=too_long, tokenizer=str(with_template), sequence_length=48
+    )
+    [source] = config.sources()
+    with new_folder(tmp_path / "tokens", "--output") as folder:
+        copy_tokenizer(str(with_template), folder / "tokenizer")
+        write_tokens(folder, [source], str(with_template), config.held_out, 0, processes=1)
+    path, held_out = str(tmp_path / "tokens"), DataConfig.held_out
+    of_tokens = replace(config, source="tokens", path=path, tokenizer=None, held_out=held_out)
+    ours, theirs = TrainingBatches(of_tokens), TrainingBatches(config)
+    assert ours.state(7) == theirs.state(7)
+    assert [line.removeprefix(path) for line in ours.too_long] == [
+        line.removeprefix(str(config.path)) for line in theirs.too_long
+    ]
+    pairs = [(ours[number], theirs[number]) for number in (0, 1, 50, 3)]
+    both = (held_out_batches(one, 2) for one in (of_tokens, config))
+    for one, other in [*pairs, *zip(*both, strict=True)]:
+        assert one.keys() == other.keys()
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key])
+    with pytest.raises(InputError, match="holds conversations") as caught:
+        TrainingBatches(replace(of_tokens, packing="windows", too_long=None))
+    assert caught.value.field == "data.packing"

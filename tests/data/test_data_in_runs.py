@@ -3,10 +3,12 @@
 import json
 import shutil
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.membership import Membership
@@ -15,7 +17,7 @@ from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizing import train_bpe
 from skippipe_jax.inference.evaluation import evaluate_run
-from skippipe_jax.training.trainer import train
+from skippipe_jax.training.trainer import Trainer, train
 from tests.training_runs import arrays_of_checkpoint, assert_same_bits, write_config
 
 CASE = {
@@ -73,3 +75,39 @@ def test_own_rows_and_tokenizer(tmp_path):
     assert evaluate_run(tmp_path / "ahead", None, 8) == before
     with pytest.raises(InputError, match=r"data\.tokenizer"):
         TrainingBatches(config("ahead", vocabulary).data)
+
+
+def test_a_run_says_how_many_conversations_are_too_long_and_an_older_one_goes_on(tmp_path, capsys):
+    answers = ["a" * (2 if number % 4 else 40) for number in range(40)]
+    with (tmp_path / "chat.jsonl").open("w") as file:
+        for number, answer in enumerate(answers):
+            question = {"role": "user", "content": f"{number}"}
+            messages = [question, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    data = {
+        "source": "chat",
+        "path": str(tmp_path / "chat.jsonl"),
+        "packing": "documents",
+        "sequence_length": 32,
+        "microbatch_size": 2,
+        "held_out": 0.3,
+    }
+    plan = {"method": "balanced", "case": CASE}
+    file = write_config(tmp_path, plan=plan, data=data)
+
+    def set_up(*overrides: str, resume: bool = False) -> None:
+        config = load_config(file, [f"run_dir={tmp_path / 'run'}", "model.layers=2", *overrides])
+        with closing(Trainer(config, resume=resume, config_folder=tmp_path)) as trainer:
+            trainer.setup()
+
+    split = "data.too_long=split"
+    set_up(split)
+    said = capsys.readouterr().out
+    assert said.count("longer than a sequence of 32 tokens, and split (data.too_long)") == 1
+    # The file of a run from before there was a choice says nothing of it.
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    del saved["data"]["too_long"]
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(saved))
+    with pytest.raises(InputError, match=r'Set data\.too_long="split"'):
+        set_up(resume=True)
+    set_up(split, resume=True)

@@ -46,6 +46,24 @@ def test_lines_of_files_folders_and_globs(tmp_path):
     assert texts_of("text", tmp_path / "*.md") == ["no JSON"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "pattern", "problem"),
+    [
+        ("chat", "", "holds no file whose name ends in .jsonl, .jsonl.gz, .jsonl.zst, .ndjson, "),
+        ("parquet", "", "holds no file whose name ends in .parquet"),
+        ("chat", "*.jsonl", "matches no file"),
+        ("text", "none*", "matches no file"),
+    ],
+)
+def test_what_was_looked_for_is_said_where_nothing_is_found(tmp_path, kind, pattern, problem):
+    (tmp_path / "book.txt").write_text("text")
+    error = refused(kind, tmp_path / pattern)
+    assert (error.field, error.problem[: len(problem)]) == ("data.path", problem)
+    # A file that is named itself may be called anything.
+    assert "Name a file itself" in error.remedy
+    assert texts_of("text", tmp_path / "book.txt") == ["text"]
+
+
 def test_rows_of_parquet(tmp_path):
     table = arrow.table({"id": range(len(TEXTS) + 1), "body": [*TEXTS, None]})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)

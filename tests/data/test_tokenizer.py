@@ -143,6 +143,19 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
         assert caught.value.field == "data.tokenizer"
 
 
+def test_a_name_on_the_hub_is_no_tokenizer_and_how_to_fetch_it_is_said(tmp_path):
+    with pytest.raises(InputError) as caught:
+        load_tokenizer("openai-community/gpt2")
+    assert "there is no openai-community/gpt2 here, and nothing is downloaded" in str(caught.value)
+    assert "run hf download openai-community/gpt2 --include" in caught.value.remedy
+    assert caught.value.remedy.endswith("--local-dir gpt2, and name the folder gpt2")
+    # A path is no such name, and a folder that is there lacks a file.
+    for name in (str(tmp_path / "gpt2"), str(tmp_path)):
+        with pytest.raises(InputError) as caught:
+            load_tokenizer(name)
+        assert "hf download" not in caught.value.remedy
+
+
 def test_a_copy_is_the_same_tokenizer(trained, sentence_piece, tmp_path):
     shutil.copy(sentence_piece / "tokenizer.model", tmp_path / "own.model")
     for number, name in enumerate([trained, tmp_path / "own.model"]):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -115,15 +116,25 @@ def test_one_process_writes_the_same(written, jsonl, tmp_path, monkeypatch):
         (["{jsonl}", "--train-bpe", "100"], "--train-bpe = 100: must be at least 259"),
         (["{jsonl}", "--held-out", "1"], "--held-out = 1.0: must be below 1"),
         (["{jsonl}", "--tokenizer-only"], "--tokenizer-only = True: bytes need no tokenizer"),
-        (["docs", "--source", "jsonl"], "INPUT = 'docs': holds 0 documents, and none with text"),
+        (
+            ["docs", "--source", "jsonl"],
+            "input.path = 'docs': holds no file whose name ends in .js",
+        ),
+        (["{empty}"], "INPUT = '{empty}': holds 0 documents, and none with text"),
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing(jsonl, tmp_path, monkeypatch, capsys, words, error):
-    own = [word.format(jsonl=jsonl) for word in words]
+    empty = jsonl.with_name("empty.jsonl")
+    empty.touch()
+    own = [word.format(jsonl=jsonl, empty=empty) for word in words]
     words = ["tokenize", *own, "-o", str(tmp_path / "tokens"), "--processes", "1"]
     monkeypatch.setattr(sys, "argv", words)
     assert main() == 2
-    assert capsys.readouterr().err.strip().startswith("error: " + error.format(jsonl=jsonl))
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .startswith("error: " + error.format(jsonl=jsonl, empty=empty))
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -180,6 +191,76 @@ def _alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.fixture
+def chat(tmp_path) -> Path:
+    """Conversations, one with an answer of several blocks."""
+    file = tmp_path / "chat.jsonl"
+    turns = [("hello", "ab" * (5 if number else 3 * BLOCK)) for number in range(30)]
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in turns
+    ]
+    file.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n, row in enumerate(rows)))
+    return file
+
+
+def test_the_command_takes_conversations(chat, tmp_path, monkeypatch, capsys):
+    words = [chat, "--source", "chat", "--held-out", "0.3", "--processes", "1"]
+    parts = tokenize(tmp_path / "tokens", monkeypatch, *words)
+    assert "data.packing=documents model.vocabulary_size=259" in capsys.readouterr().out
+    for part, described in parts.items():
+        index = read_index(str(tmp_path / "tokens"), "data.path")
+        documents = open_part(str(tmp_path / "tokens"), part, index, "data.path")
+        assert documents.learnt is not None
+        learnt = documents.learnt.of(0, documents.tokens.size)
+        assert learnt.sum() == described.learnt == documents.learnt.count
+        assert set(documents.tokens[:][learnt].tolist()) == {*b"ab", ByteTokenizer.end}
+    # What is said becomes a tokenizer too, and nothing of how it is written down.
+    tokenize(tmp_path / "own", monkeypatch, *words, "--train-bpe", "262")
+    vocabulary = json.loads((tmp_path / "own" / "tokenizer" / "tokenizer.json").read_text())
+    merged = ["".join(pair) for pair in vocabulary["model"]["merges"]]
+    assert merged
+    assert all(set(one) <= set("helloab") for one in merged)
+
+
+def test_the_day_of_conversations_is_given_to_the_command(chat, tmp_path, monkeypatch, capsys):
+    own = tmp_path / "own"
+    words = [chat, "--source", "chat", "--held-out", "0.3", "--processes", "1"]
+    tokenize(tmp_path / "first", monkeypatch, *words, "--train-bpe", "262")
+    (tmp_path / "first" / "tokenizer").rename(own)
+    (own / "chat_template.jinja").write_text(
+        "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    words = [*words, "--tokenizer", own]
+    tokenize(tmp_path / "tokens", monkeypatch, *words, "--today", "2031-05-06")
+    index = read_index(str(tmp_path / "tokens"), "data.path")
+    documents = open_part(str(tmp_path / "tokens"), "training", index, "data.path")
+    text = load_tokenizer(str(own)).decode(documents.tokens[: int(documents.ends[0])])
+    assert text.startswith("2031hello")
+    for day, error in (("soon", "--today = 'soon': is no day"), (None, "input.today = None")):
+        given = [] if day is None else ["--today", day]
+        monkeypatch.setattr(sys, "argv", list(map(str, ["tokenize", *words, "-o", "no", *given])))
+        assert main() == 2
+        assert error in capsys.readouterr().err
+
+
+def test_what_a_worker_refuses_is_raised_as_it_is():
+    error = InputError("data.path", "a", "is wrong", "Mend it")
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), found.remedy) == (InputError, str(error), "Mend it")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.unlink(), lambda file: os.truncate(file, 140)]
+)
+def test_tokens_that_lack_what_is_learnt_are_refused(chat, tmp_path, monkeypatch, damage):
+    words = [chat, "--source", "chat", "--held-out", "0.3", "--processes", "1"]
+    tokenize(tmp_path / "tokens", monkeypatch, *words)
+    damage(tmp_path / "tokens" / "training.learnt.npy")
+    with pytest.raises(InputError, match="Tokenize the text again"):
+        read_corpus(DocumentSource("tokens", str(tmp_path / "tokens")), ByteTokenizer(), 0.1, 0)
 
 
 @pytest.fixture

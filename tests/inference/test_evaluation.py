@@ -295,6 +295,27 @@ def test_other_text_can_be_evaluated(monkeypatch: Any, capsys: Any, tmp_path: Pa
     assert found["loss"] > evaluated([], monkeypatch, capsys)["loss"] + 1
 
 
+def test_conversations_that_are_too_long_to_be_evaluated_are_counted(
+    monkeypatch: Any, capsys: Any, tmp_path: Path
+):
+    def line(number: int) -> str:
+        answer = "ab" if number % 3 else "ab" * TIME
+        said = {"user": f"{number:02}", "assistant": answer}
+        messages = [{"role": role, "content": text} for role, text in said.items()]
+        return json.dumps({"messages": messages}) + "\n"
+
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(map(line, range(60))))
+    given = {"source": "chat", "path": file, "packing": "documents"}
+    settings = [word for key in given for word in ("--set", f"data.{key}={given[key]}")]
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--run", "run", "--json", *settings])
+    assert evaluate.main() == 0
+    printed = capsys.readouterr()
+    # Each answer of two letters and the end mark.
+    assert json.loads(printed.out)["tokens"] % 3 == 0
+    assert printed.err.count(f"longer than a sequence of {TIME} tokens, and dropped") == 1
+
+
 def test_a_sample_of_many_subsets_is_drawn_by_the_seed():
     found = kept(12, 0.5, 20, seed=3)
     orders = [way.stages for way in found.ways]
@@ -415,7 +436,7 @@ def loss_of_transformers(model: transformers.LlamaForCausalLM, windows: np.ndarr
             ["--keep", "1", "--plot", "nowhere/a.svg"],
             ["--plot = 'nowhere/a.svg'", "no such folder"],
         ),
-        (["--stages", "3"], ["--cut = 3", "cut by its plan"]),
+        (["--cut", "3"], ["--cut = 3", "cut by its plan"]),
         (["--set", "data.path=nowhere"], ["data.path"]),
         (["--set", "data.held_out=0.5"], ["data.held_out = 0.5", "has trained on"]),
         (["--set", "data.shuffle_seed=1"], ["data.shuffle_seed = 1", "has trained on"]),

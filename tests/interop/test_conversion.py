@@ -300,7 +300,7 @@ def test_layers_are_cut_evenly(stages: int, layers: tuple[int, ...], tmp_path: P
     source = save(random_llama("llama-2"), tmp_path / "hf")
     model = from_huggingface(source, tmp_path / "run", stages).model
     assert model.layers_of_stages(stages) == layers
-    with pytest.raises(InputError, match="--stages"):
+    with pytest.raises(InputError, match="--cut"):
         from_huggingface(source, tmp_path / "more", 6)
 
 
@@ -387,7 +387,7 @@ def test_the_commands(
 
     source = save(random_llama("llama-3.1"), tmp_path / "hf")
     run, back = tmp_path / "run", tmp_path / "back"
-    assert command("from-hf", source, "-o", run, "--stages", "2") == 0
+    assert command("from-hf", source, "-o", run, "--cut", "2") == 0
     assert f"evaluate --run {run}" in capsys.readouterr().out
     assert command("to-hf", run, "-o", back, "--step", "0", "--dtype", "bfloat16") == 0
     assert capsys.readouterr().out == f"step 0 of {run} is in {back}\n"

@@ -16,8 +16,9 @@ from skippipe_sched.errors import InputError
 from transformers import MistralConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from skippipe_jax.config import ModelConfig, RopeScaling
+from skippipe_jax.config import ModelConfig, RopeScaling, parse_config
 from skippipe_jax.config.huggingface import read_model, require_no_window
+from skippipe_jax.inference.staged_model import read_model as read_staged_model
 from skippipe_jax.interop.huggingface import INDEX, WEIGHTS, open_weights
 from skippipe_jax.models.llama import rotary_frequencies
 from tests.llama_models import SMALL, TIME, llama3_rope, llama_config, random_llama, save
@@ -161,6 +162,28 @@ def test_a_llama3_rope_without_one_of_its_numbers_is_refused(key: str, tmp_path:
     assert refused(tmp_path, rope_scaling=rope | {key: 0}).field.endswith(f"rope_scaling.{key}")
     rope = llama3_rope(8.0, 32) | {"partial_rotary_factor": 0.5}
     assert refused(tmp_path, rope_scaling=rope).field.endswith(".partial_rotary_factor")
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "Llama-3.2-1B"])
+def test_a_name_on_the_hub_is_no_folder_and_how_to_fetch_it_is_said(name: str):
+    with pytest.raises(InputError) as caught:
+        parse_config({"init_from": f"hf:{name}"})
+    error = caught.value
+    assert (error.field, error.value) == ("init_from", name)
+    assert "there is no such folder here, and nothing is downloaded" in error.problem
+    assert "Name a local folder with config.json" in error.remedy
+    assert f"hf download {name} --local-dir Llama-3.2-1B" in error.remedy
+    with pytest.raises(InputError, match=r"--hf = .*hf download"):
+        read_staged_model(None, Path(name))
+
+
+def test_what_is_no_name_on_the_hub_is_not_to_be_fetched(tmp_path: Path):
+    for folder in (tmp_path / "nowhere", Path("../nowhere"), Path("a/b/c")):
+        with pytest.raises(InputError, match="there is no such folder") as caught:
+            read_model(folder)
+        assert "hf download" not in caught.value.remedy
+    with pytest.raises(InputError, match=r"config\.json = .*No such file"):
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "null", ""])

@@ -21,16 +21,16 @@ Contention = Literal["none", "link"]
 
 REQUIRED = (
     "nodes",
-    "locations",
     "links",
     "activation_bytes",
     "stage_bytes",
-    "forward_s",
     "stages",
     "path_length",
-    "memory",
 )
+# Of the nodes that do not say it themselves.
+OF_NODES = {"location": "locations", "forward_s": "forward_s", "memory": "memory"}
 OPTIONAL = (
+    *OF_NODES.values(),
     "microbatches_per_data_node",
     "microbatches",
     "same_location",
@@ -129,6 +129,7 @@ def load_case(path: Path) -> Case:
 def parse_case(value: Any, folder: Path = Path()) -> Case:
     """Check a case given as a mapping; `folder` is where a link table would lie.
 
+    `locations`, `forward_s` and `memory` may be left out where every node says its own.
     `bandwidth_factor` multiplies every bandwidth, that within a location too. `microbatches`, in
     place of `microbatches_per_data_node`, is a total that the data nodes share evenly.
 
@@ -200,12 +201,6 @@ def node_count(nodes: Any) -> int:
 
 
 def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
-    locations = [
-        fields.text(name, f"case.locations[{index}]")
-        for index, name in enumerate(fields.sequence(given["locations"], "case.locations"))
-    ]
-    forward_s = fields.number(given["forward_s"], "case.forward_s", 0.0, above=True)
-    memory = fields.integer(given["memory"], "case.memory", 1)
     count = node_count(given["nodes"])
     if count != sum(stages):
         raise InputError(
@@ -214,23 +209,48 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
             f"the stages have {sum(stages)} places, but case.nodes gives {count} nodes",
             _so_that_they_add_up(count, stages),
         )
-    described = given["nodes"]
+    described = given["nodes"] if isinstance(given["nodes"], list) else [{}] * count
+    for index, node in enumerate(described):
+        fields.mapping(node, f"case.nodes[{index}]", OF_NODES)
+    shared = _of_all_nodes(given, described)
     nodes = []
-    for index, node in enumerate(described if isinstance(described, list) else [{}] * count):
+    for index, node in enumerate(described):
         field = f"case.nodes[{index}]"
-        fields.mapping(node, field, ("location", "forward_s", "memory"))
+        own = {key: values[index % len(values)] for key, values in shared.items()} | node
         nodes.append(
             Node(
-                fields.text(
-                    node.get("location", locations[index % len(locations)]), f"{field}.location"
-                ),
-                fields.number(
-                    node.get("forward_s", forward_s), f"{field}.forward_s", 0.0, above=True
-                ),
-                fields.integer(node.get("memory", memory), f"{field}.memory", 1),
+                fields.text(own["location"], f"{field}.location"),
+                fields.number(own["forward_s"], f"{field}.forward_s", 0.0, above=True),
+                fields.integer(own["memory"], f"{field}.memory", 1),
             )
         )
     return tuple(nodes)
+
+
+def _of_all_nodes(
+    given: Mapping[str, Any], described: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Any]]:
+    """What the case gives all nodes in turn: it may leave out what each of them says itself."""
+    shared = {}
+    if "locations" in given:
+        names = enumerate(fields.sequence(given["locations"], "case.locations"))
+        shared["location"] = [fields.text(name, f"case.locations[{n}]") for n, name in names]
+    if "forward_s" in given:
+        seconds = fields.number(given["forward_s"], "case.forward_s", 0.0, above=True)
+        shared["forward_s"] = [seconds]
+    if "memory" in given:
+        shared["memory"] = [fields.integer(given["memory"], "case.memory", 1)]
+    for key, of_case in OF_NODES.items():
+        silent = [index for index, node in enumerate(described) if key not in node]
+        if not silent or key in shared:
+            continue
+        problem, remedy = "is missing", f"Add {of_case}: to case"
+        if isinstance(given["nodes"], list):
+            problem += f", and {len(silent)} of {len(described)} nodes do not say it themselves"
+            remedy += f", or {key}: to case.nodes[{silent[0]}]"
+            remedy += " and the others" if len(silent) > 1 else ""
+        raise InputError(f"case.{of_case}", None, problem, remedy)
+    return shared
 
 
 def _so_that_they_add_up(nodes: int, stages: Sequence[int]) -> str:

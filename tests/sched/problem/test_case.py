@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from skippipe_sched.errors import InputError
+from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import Node, Rules, load_case, parse_case
 from skippipe_sched.problem.links import BUILT_IN, COLUMNS, GIBIBYTE, Link, LinkTable, table
 
@@ -176,6 +177,29 @@ def test_yaml_anchors_and_merged_mappings(tmp_path):
     (tmp_path / "case.yaml").write_text(content, encoding="utf-8")
     case = load_case(tmp_path / "case.yaml")
     assert case.nodes == (Node("here", 0.5, 4), Node("there", 0.5, 2))
+
+
+OF_NODES = {"locations": "location", "forward_s": "forward_s", "memory": "memory"}
+
+
+def test_what_every_node_says_itself_the_case_need_not_say():
+    nodes = [
+        {"location": "here", "forward_s": 0.5, "memory": 4},
+        {"location": "there", "forward_s": 0.25, "memory": 2},
+    ]
+    given = {key: value for key, value in TWO_NODES.items() if key not in OF_NODES}
+    case = parse_case(given | {"nodes": nodes})
+    assert case.nodes == (Node("here", 0.5, 4), Node("there", 0.25, 2))
+    for key, of_node in OF_NODES.items():
+        lacking = [nodes[0], {k: value for k, value in nodes[1].items() if k != of_node}]
+        with pytest.raises(InputError, match="1 of 2 nodes do not say it themselves") as caught:
+            parse_case(given | {"nodes": lacking})
+        assert caught.value.field == f"case.{key}"
+        assert caught.value.remedy == f"Add {key}: to case, or {of_node}: to case.nodes[1]"
+    # A plan carries its case, and whoever leaves sizes open may leave out the same.
+    assert parse_case(dict(case.source)).nodes == case.nodes
+    chosen = candidates(given | {"nodes": nodes, "stages": "auto", "stage_count": 2})
+    assert [one.nodes for one in chosen] == [case.nodes]
 
 
 def test_an_error_is_one_line_whatever_it_holds():
