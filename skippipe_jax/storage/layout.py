@@ -23,6 +23,7 @@ from pathlib import Path
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.agreement import Host, from_host_0
+from skippipe_jax.storage.inside import inside
 from skippipe_jax.storage.whole_file import synchronize, write_whole
 
 CHECKPOINTS = "checkpoints"
@@ -123,6 +124,8 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
         if record["step"] != chosen:
             raise ValueError(f"it speaks of step {record['step']}")
         files = dict(record["files"].items())
+        for name in files:
+            inside(folder, name)
         return Checkpoint(folder, chosen, tuple(map(int, record["stage_layers"])), files)
     except InputError:
         raise

@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.inside import inside
 from skippipe_jax.storage.layout import (
     CHECKPOINTS,
     COMMITTED,
@@ -74,6 +75,8 @@ class Mirror:
             if resume and not is_here and steps:
                 self._fetch(run_dir, {steps[-1], *self._best(steps)})
                 return f"step {steps[-1]} of the run fetched from {self.url} into {run_dir}"
+        except InputError:
+            raise
         except Exception as error:  # whatever the file system raises
             if is_here:
                 return f"warning: {self._unusable(error)}"
@@ -150,12 +153,26 @@ class Mirror:
             and name not in marks
         ]
         for name in (*names, *marks):
+            self._require_inside(run_dir, name)
+        for name in (*names, *marks):
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         self._get(names, [run_dir / name for name in names])
         for name in marks:
             partial = run_dir / f"{name}{PARTIAL}"
             self._get([name], [partial])
             os.replace(partial, run_dir / name)
+
+    def _require_inside(self, run_dir: Path, name: PurePosixPath) -> None:
+        """Refuse to fetch what would be written elsewhere: whoever writes here can name it so."""
+        try:
+            inside(run_dir, str(name))
+        except ValueError as error:
+            raise InputError(
+                "checkpoint.copy_to",
+                self.url,
+                f"cannot be fetched: {error}",
+                "Look who can write there, and remove what is no run's file",
+            ) from error
 
     def _get(self, names: list[PurePosixPath], paths: list[Path]) -> None:
         self._files.get([f"{self._root}/{name}" for name in names], [str(path) for path in paths])

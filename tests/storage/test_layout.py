@@ -71,6 +71,20 @@ def test_a_wrong_commit_record_is_named(run_dir, content):
     assert caught.value.field == str(path)
 
 
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "../../plan.json", "stage_0/../../x", "out/x", ""]
+)
+def test_a_commit_record_that_names_files_elsewhere_is_none(run_dir, name):
+    path = run_dir / "checkpoints" / "00000020" / "COMMITTED"
+    record = json.loads(path.read_bytes())
+    record["files"][name] = "5 bytes"
+    path.write_text(json.dumps(record))
+    (path.parent / "out").symlink_to(run_dir)
+    with pytest.raises(InputError, match="leads out of") as caught:
+        open_checkpoint(run_dir)
+    assert caught.value.field == str(path)
+
+
 def test_what_an_earlier_version_wrote(run_dir):
     path = run_dir / "checkpoints" / "00000020" / "COMMITTED"
     path.write_text(json.dumps({"format": "skippipe-checkpoint", "version": 1, "stages": 2}))

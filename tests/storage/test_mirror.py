@@ -250,6 +250,26 @@ def test_nothing_to_fetch(tmp_path: Path, url: str):
 
 
 @pytest.mark.parametrize(
+    "name", ["run/../../evil.txt", "checkpoints/00000002/../../../../evil.txt", "link/evil.txt"]
+)
+def test_what_would_be_written_elsewhere_is_not_fetched(tmp_path: Path, name: str):
+    url = "memory://bucket/keys"
+    write(make_run(tmp_path / "run"), url, 2)
+    files, root = fsspec.url_to_fs(url)
+    files.pipe_file(f"{root}/{name}", b"evil")
+    found = tmp_path / "a" / "found"
+    found.mkdir(parents=True)
+    (found / "link").symlink_to(tmp_path)
+    try:
+        told = refused(url, found, resume=True)
+    finally:
+        files.rm("/bucket", recursive=True)
+    assert f"the name {name!r} leads out of {found}" in told.problem
+    assert [path.name for path in found.iterdir()] == ["link"]
+    assert not list(tmp_path.rglob("evil.txt"))
+
+
+@pytest.mark.parametrize(
     ("url", "reason"),
     [
         ("nosuch://bucket", "Protocol not known: nosuch"),
