@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skippipe_sched.errors import InputError, loading
+from skippipe_sched.errors import InputError, kind_of, loading
 
 from skippipe_jax.arguments import (
     add_cluster_arguments,
@@ -105,7 +105,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(
+        raise kind_of(error)(
             "--output", str(path), f"cannot be written: {error.strerror}", "Name another file"
         ) from error
 

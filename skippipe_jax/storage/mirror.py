@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, kind_of
 
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.inside import inside
@@ -196,7 +196,7 @@ class Mirror:
         return steps_named({PurePosixPath(path).name for path in paths})
 
     def _unusable(self, error: Exception) -> InputError:
-        return InputError(
+        return kind_of(error)(
             "checkpoint.copy_to",
             self.url,
             f"cannot be used: {type(error).__name__}: {error}",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, TemporaryError, kind_of
 from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.plan import Plan, load_plan
 
@@ -75,7 +75,7 @@ class Hold:
         """Hold the folder, which is made if there is none.
 
         Raises:
-            InputError: if another training holds it.
+            TemporaryError: if another training holds it.
         """
         with _accessible(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class Hold:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(
+            raise TemporaryError(
                 "run_dir",
                 str(self.folder),
                 "another training is writing it",
@@ -218,7 +218,7 @@ def _accessible(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(
+        raise kind_of(error)(
             "run_dir",
             str(folder),
             f"cannot be used: {error.strerror}",

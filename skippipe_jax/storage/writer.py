@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import FULL_DISK, InputError, kind_of
 
 from skippipe_jax.cluster.agreement import Host, from_host_0, gather
 from skippipe_jax.storage.array_files import PyTree, Writing, begin_writing
@@ -31,10 +31,9 @@ from skippipe_jax.storage.layout import (
 from skippipe_jax.storage.whole_file import synchronize
 
 # Why a file cannot be written that is no fault of this program's.
-OF_THE_DISK = [
-    os.strerror(number)
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
-]
+OF_THE_DISK = {
+    os.strerror(number): number for number in (*FULL_DISK, errno.EROFS, errno.EFBIG, errno.EACCES)
+}
 
 
 class Copy(Protocol):
@@ -143,7 +142,8 @@ class CheckpointWriter:
         """Wait until the last save is committed.
 
         Raises:
-            InputError: it was not, since the run folder cannot be written any more.
+            InputError: it was not, since the run folder cannot be written any more; for a full disk
+                a TemporaryError.
             TimeoutError: it was not, since another host has not done its part in time.
             RuntimeError: it was not, for another reason, on this host or another.
         """
@@ -160,7 +160,7 @@ class CheckpointWriter:
             if reason is None:
                 problem = f"{type(error).__name__}: {error}"
                 raise RuntimeError(f"a checkpoint is not committed: {problem}") from error
-            raise InputError(
+            raise kind_of(OSError(OF_THE_DISK[reason], reason))(
                 "run_dir",
                 str(self._run_dir),
                 f"a checkpoint cannot be written there: {reason}",
