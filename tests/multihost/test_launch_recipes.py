@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.launch import PORTS, free_port
@@ -247,14 +248,41 @@ def test_scripts_say_in_one_line_what_is_wrong(
 # Kubernetes.
 
 
+def objects() -> dict[str, dict[str, Any]]:
+    """What `kubectl apply` is told of, by kind."""
+    documents = yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+def jobset() -> dict[str, Any]:
+    return objects()["JobSet"]
+
+
+def test_jobset_gives_up_for_wrong_input_alone():
+    """Pods that end with 75 come again, uncounted: one that is pending may keep them waiting."""
+    [job] = jobset()["spec"]["replicatedJobs"]
+    job_spec = job["template"]["spec"]
+    actions = {}
+    for rule in job_spec["podFailurePolicy"]["rules"]:
+        codes = rule["onExitCodes"]
+        [container] = job_spec["template"]["spec"]["containers"]
+        assert (codes["containerName"], codes["operator"]) == (container["name"], "In")
+        actions |= dict.fromkeys(codes["values"], rule["action"])
+    assert actions == {INPUT_ERROR_EXIT_CODE: "FailJob", TRY_AGAIN_EXIT_CODE: "Ignore"}
+    # What a policy for pods asks for.
+    assert job_spec["template"]["spec"]["restartPolicy"] == "Never"
+    # Of failed jobs, those alone that this policy has failed end the set.
+    [rule] = jobset()["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
 def test_jobset_trains_and_goes_on_after_a_lost_pod(
     tmp_path: Path, config: Path, programs: Processes
 ):
-    jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
-    [job] = jobset["spec"]["replicatedJobs"]
+    [job] = jobset()["spec"]["replicatedJobs"]
     [container] = job["template"]["spec"]["template"]["spec"]["containers"]
     given = {entry["name"]: entry.get("value") for entry in container["env"]}
-    name = jobset["metadata"]["name"]
+    name = jobset()["metadata"]["name"]
     assert given["COORDINATOR"].split(":")[0] == f"{name}-{job['name']}-0-0.{name}"
     job_spec = job["template"]["spec"]
     assert int(given["HOSTS"]) == job_spec["completions"] == job_spec["parallelism"]
@@ -281,7 +309,7 @@ def test_jobset_trains_and_goes_on_after_a_lost_pod(
     programs.wait_until(lambda: steps_done(tmp_path / "run") > 0, PATIENCE_S)
     programs.processes[1].kill()
     assert programs.exit_code(0, PATIENCE_S) == LOST_HOST_EXIT_CODE
-    # The failed job is made anew, whole.
+    # The failed job is made anew, whole: the pod that was killed counts.
     start_pods(STEPS)
     assert [programs.exit_code(index, PATIENCE_S) for index in (2, 3)] == [0, 0]
     assert_trained(tmp_path / "run")
