@@ -27,7 +27,7 @@ takes model, data and network; plan.case may say what cannot be measured: locati
 stage_count, path_length or skip_ratio, microbatches or microbatches_per_data_node, rules, and the
 memory that a node may use at most.
 
-exit codes: 0 the case is written; 2 the input is wrong; 75 another host was lost or late, or the disk
+exit codes: 0 the case is written; 2 the input is wrong; 75 another host was lost or late, the disk
 is full or a port taken: start it again.
 """
 

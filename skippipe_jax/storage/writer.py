@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ from skippipe_jax.storage.layout import (
     stage_name,
     step_folder,
 )
+from skippipe_jax.storage.warning import warn
 from skippipe_jax.storage.whole_file import synchronize
 
 # Why a file cannot be written that is no fault of this program's.
@@ -181,7 +181,7 @@ class CheckpointWriter:
             copy.result()
         here = saved_steps(self._run_dir)
         if self._mirror is not None and (missing := self._kept(here) - self._mirror.copied):
-            _warn(f"not copied to {self._mirror.url}: the checkpoints of steps {sorted(missing)}")
+            warn(f"not copied to {self._mirror.url}: the checkpoints of steps {sorted(missing)}")
 
     def _finish(
         self,
@@ -224,7 +224,7 @@ class CheckpointWriter:
             mirror.update(self._run_dir, self._kept([*saved_steps(self._run_dir), *mirror.steps()]))
         except Exception as error:
             # Training goes on whatever a remote file system raises, and the next copy tries again.
-            _warn(f"checkpoints not copied to {mirror.url}: {type(error).__name__}: {error}")
+            warn(f"checkpoints not copied to {mirror.url}: {type(error).__name__}: {error}")
         self._remove_old()
 
     def _kept(self, steps: Iterable[int]) -> set[int]:
@@ -262,10 +262,6 @@ def write_checkpoint(
         name = stage_name(stage)
         files |= _complete_part(folder, {name: begin_writing(folder / name, state_of(stage))}, {})
     declare_whole(folder, stage_layers, files)
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _complete_part(

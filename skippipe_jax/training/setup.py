@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ from skippipe_jax.runtime.topology import sharding_of
 from skippipe_jax.runtime.transport import Transfers, open_transfers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
-from skippipe_jax.storage.layout import Checkpoint, latest_step
+from skippipe_jax.storage.layout import DATA, Checkpoint, latest_step
 from skippipe_jax.storage.mirror import Mirror
+from skippipe_jax.storage.reader import parts_read
 from skippipe_jax.storage.recording import remove_recordings
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.first_weights import FirstWeights, find_weights
@@ -145,6 +146,15 @@ def settle(
     if transfers is None:
         transfers = _open_transfers(config, host, len(programs[OWN].nodes))
     return Settled(schedule, host_of, programs, data, weights, transfers, mirror)
+
+
+def parts_of(config: Config, settled: Settled) -> Callable[[Checkpoint], set[str]]:
+    """Which parts of a checkpoint this host reads: those of its stages, and where the data is."""
+    plan = settled.plan
+    cut = config.model.layers_of_stages(len(plan.stages))
+    stages = {plan.stage_of[node] for node in settled.programs[OWN].nodes}
+    data = set() if settled.data is None else {DATA}
+    return lambda checkpoint: parts_read(checkpoint, cut, stages) | data
 
 
 def open_stages(

@@ -9,7 +9,8 @@ import sys
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.storage.layout import open_checkpoint, prepare_run, saved_steps, steps_named
+from skippipe_jax.storage.layout import open_checkpoint, saved_steps, steps_named
+from skippipe_jax.storage.newest_whole import prepare_run
 from tests.storage.checkpoints import write
 from tests.thread_hosts import ThreadHost
 
@@ -66,7 +67,7 @@ def test_a_wrong_commit_record_is_named(run_dir, content):
     if isinstance(content, str):
         content = json.dumps(json.loads(path.read_bytes()) | {content: 2}).encode()
     path.write_bytes(content)
-    with pytest.raises(InputError, match="checkpoint before: 00000010") as caught:
+    with pytest.raises(InputError, match="checkpoint before: step 10") as caught:
         open_checkpoint(run_dir)
     assert caught.value.field == str(path)
 
