@@ -214,17 +214,19 @@ def _opened_folder(
 ) -> bool:
     """Refuse a folder that holds another run, or fetch the run from its copy.
 
+    A run that is resumed is held before anything is fetched into it.
+
     Returns whether the configuration makes the plans: it does for a new run, and for one that is
     resumed if its section `plan` or `recipe` is another.
     """
     folder = Path(config.run_dir)
     if not resume:
         run_folder.require_new(folder)
+    elif mirror is not None or run_folder.is_run(folder):
+        hold.take()
     message = None if mirror is None else mirror.prepare(folder, resume=resume)
     if message is not None:
         say(message)
-    if run_folder.is_run(folder):
-        hold.take()
     if not resume:
         return True
     saved = run_folder.saved_config(folder, "run_dir")
