@@ -125,7 +125,7 @@ class Hub:
         link = Link(reader, writer)
         try:
             hello = await asyncio.wait_for(link.receive(), HELLO_S)
-        except (TimeoutError, ValueError):
+        except (TimeoutError, ValueError, RecursionError):  # Brackets may nest too deep for JSON.
             hello = None
         match hello:
             case ["join", int(index), int(count), str(name)]:

@@ -1,6 +1,7 @@
 """Hosts are real processes: they join, end together, and name the one that is lost."""
 
 import contextlib
+import random
 import re
 import signal
 import socket
@@ -170,6 +171,66 @@ def test_each_host_listens_on_its_own_address_and_ports(run: Run):
         assert {address for address, _ in found} == {f"127.0.0.{host + 1}"}
         # The worker has a server for host 0 only; a host has ports for all of them.
         assert {port + 6 * host, port + 6 * host + 1} <= {port for _, port in found}
+
+
+def garbage() -> Iterator[bytes]:
+    """What strangers may send to a port: noise, other protocols, and nearly the one of hosts."""
+    chance = random.Random(0)
+    yield from (chance.randbytes(1 << power) for power in range(0, 14, 2))
+    yield from (bytes(size) for size in (1, 3, 4, 8, 1024))
+    yield b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    yield b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the beginning of TLS
+    for line in (
+        "[" * 100_000,
+        "{}",
+        "null",
+        '["join"]',
+        '["join", 0, 3, "stranger"]',
+        '["join", 7, 2, "stranger"]',
+        '["put", "key", "value"]',
+        '["verdict", 0, "is lost", 2]',
+        '["jax"',
+    ):
+        yield line.encode() + b"\n"
+
+
+def send(port: int, content: bytes) -> None:
+    """Send it to a port of this machine, and close the connection, whatever comes back."""
+    with (
+        contextlib.suppress(ConnectionError),
+        socket.create_connection(("127.0.0.1", port), timeout=START_S) as connection,
+    ):
+        connection.sendall(content)
+        connection.shutdown(socket.SHUT_WR)
+
+
+def test_what_strangers_send_to_open_ports(run: Run):
+    """Nothing happens, but at the port of a transfer server for requests.
+
+    Four zero bytes there end the process: a check in JAX, which cannot be mended here. So the
+    recipes let no stranger come to these ports. Should this fail since the process goes on, then
+    JAX was mended: say so where they tell of it.
+    """
+    coordinator, port = free_port(), free_port() & ~1
+    for host in range(2):
+        arguments = ["--coordinator", f"127.0.0.1:{coordinator}", "--hosts", "2"]
+        arguments += ["--host-id", str(host), "--transfer-port", str(port)]
+        run.start(WORKER, *arguments, *PATIENT)
+    run.wait_until_summing()
+    # Of host 1, the server for host 0.
+    requests, arrays = port + 4, port + 5
+    for content in garbage():
+        send(coordinator, content)
+        send(arrays, content)
+    # A host of this run that comes when it has begun is to try again.
+    with pytest.raises(TemporaryError, match="the run has begun without this host"):
+        enter(ClusterConfig(connect_timeout_s=60.0), f"127.0.0.1:{coordinator}", 2, 1)
+    assert [process.poll() for process in run.processes] == [None, None], run.outputs()
+    assert "Traceback" not in run.outputs()
+
+    send(requests, bytes(4))
+    assert run.exit_code(1, START_S) == -signal.SIGABRT, run.output(1)
+    assert_stopped_by(run, 0, f"{run.name(1)} is lost: its connection closed", START_S)
 
 
 @pytest.mark.alone

@@ -229,6 +229,8 @@ def test_ssh_stops_all_when_one_host_is_not_reached(tmp_path: Path, config: Path
         ("ssh.sh", "# none yet\n", "holds no host"),
         ("ssh.sh", "alice@belgium 10.88.0.1\nbob@tokyo\n", "'bob@tokyo' is not NAME ADDRESS"),
         ("ssh.sh", "-v 10.88.0.1\n", "'-v 10.88.0.1' is not NAME ADDRESS"),
+        ("firewall.sh", None, "no file to read"),
+        ("firewall.sh", "alice@belgium 10.88.0.1\n", "TRANSFER_PORT = '': is no port"),
         ("wireguard.sh", None, "FOLDER = '': is missing"),
     ],
 )
@@ -238,7 +240,7 @@ def test_scripts_say_in_one_line_what_is_wrong(
     hosts = tmp_path / "hosts"
     if text is not None:
         hosts.write_text(text)
-    ended = run("bash", LAUNCH / script, *([hosts] if script == "ssh.sh" else []))
+    ended = run("bash", LAUNCH / script, *([] if script == "wireguard.sh" else [hosts]))
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: ")
     assert ended.stderr.count("\n") == 1
@@ -274,6 +276,40 @@ def test_jobset_gives_up_for_wrong_input_alone():
     # Of failed jobs, those alone that this policy has failed end the set.
     [rule] = jobset()["spec"]["failurePolicy"]["rules"]
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+def test_jobset_lets_its_own_pods_reach_its_pods_and_nobody_else():
+    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": jobset()["metadata"]["name"]}}
+    policy = objects()["NetworkPolicy"]
+    assert policy["spec"] == {
+        "podSelector": own,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": own}]}],
+    }
+    # It is there before the first pod is.
+    assert list(objects()) == ["NetworkPolicy", "JobSet"]
+
+
+def test_jobset_has_no_rights_that_training_needs_not():
+    [job] = jobset()["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    rights = pod["securityContext"]
+    assert rights["runAsNonRoot"] is True
+    assert min(rights["runAsUser"], rights["runAsGroup"], rights["fsGroup"]) > 0
+    assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    # What is written lies on volumes: the run, what is compiled, and sockets below /tmp.
+    given = {entry["name"]: entry.get("value") for entry in container["env"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
+    for written in (given["RUN_DIR"], given["HOME"], "/tmp"):
+        assert any(Path(written).is_relative_to(mount) for mount in mounts)
 
 
 def test_jobset_trains_and_goes_on_after_a_lost_pod(

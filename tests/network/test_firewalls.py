@@ -1,10 +1,11 @@
-"""A private network that the recipe makes is reached through itself alone.
+"""Who is kept from the ports of a run by the recipes for WireGuard and for other networks.
 
 An interface of the name wg0 stands for WireGuard's: what is looked at is what comes by other ways.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import pytest
 
 from tests.network.test_shaped_network import needs_root
 
-RECIPE = Path(__file__).parents[2] / "experiments" / "launch" / "wireguard.sh"
+LAUNCH = Path(__file__).parents[2] / "experiments" / "launch"
 ADDRESS, PORT = "10.88.0.1", 8476
 # Keys are no matter here, and the programs that make them are missing on many machines.
 WG = """\
@@ -53,7 +54,7 @@ def hooks(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "wg").chmod(0o755)
     endpoints = ("203.0.113.10:51820", "198.51.100.20:51820")
     path = f"{tmp_path}:{os.environ['PATH']}"
-    run("bash", RECIPE, tmp_path / "vpn", *endpoints, PATH=path)
+    run("bash", LAUNCH / "wireguard.sh", tmp_path / "vpn", *endpoints, PATH=path)
     text = (tmp_path / "vpn" / "0" / "wg0.conf").read_text()
     section = text.split("[Peer]")[0]
     assert "#" not in section  # wg-quick would leave out the rest of the line.
@@ -113,34 +114,91 @@ def site() -> Iterator[dict[str, list[str]]]:
             subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
-@needs_root
-@pytest.mark.skipif(
+needs_nft = pytest.mark.skipif(
     shutil.which("nft") is None, reason="needs nft: only what it is told was looked at"
 )
-def test_a_neighbour_reaches_nothing_that_listens_in_the_private_network(
-    hooks: dict[str, str], site: dict[str, list[str]]
-):
-    def reaches(place: str) -> bool:
-        command = [*site[place], sys.executable, "-c", CONNECT]
-        return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
-    server = subprocess.Popen(
-        [*site["site"], sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True
-    )
+
+@contextlib.contextmanager
+def listening(site: dict[str, list[str]]) -> Iterator[None]:
+    """A server at the site, in the private network."""
+    command = [*site["site"], sys.executable, "-c", LISTEN]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         assert server.stdout.readline() == "listening\n"
-        # Otherwise there would be nothing to stop.
-        assert reaches("neighbour")
-        for _ in range(2):  # also over the rules of a start that failed
-            run(*site["site"], "bash", "-c", hooks["PreUp"])
-        assert {place: reaches(place) for place in site} == {
-            "site": True,
-            "neighbour": False,
-            "peer": True,
-        }
-        run(*site["site"], "bash", "-c", hooks["PostDown"])
-        assert reaches("neighbour")
+        yield
     finally:
         server.kill()
         server.communicate()
+
+
+def reaches(site: dict[str, list[str]]) -> dict[str, bool]:
+    """Who can connect to the server."""
+    ended = {
+        place: subprocess.run([*words, sys.executable, "-c", CONNECT], stderr=subprocess.DEVNULL)
+        for place, words in site.items()
+    }
+    return {place: process.returncode == 0 for place, process in ended.items()}
+
+
+ALL = {"site": True, "neighbour": True, "peer": True}
+
+
+@needs_root
+@needs_nft
+def test_a_neighbour_reaches_nothing_that_listens_in_the_private_network(
+    hooks: dict[str, str], site: dict[str, list[str]]
+):
+    with listening(site):
+        assert reaches(site) == ALL  # Otherwise there would be nothing to stop.
+        for _ in range(2):  # also over the rules of a start that failed
+            run(*site["site"], "bash", "-c", hooks["PreUp"])
+        assert reaches(site) == ALL | {"neighbour": False}
+        run(*site["site"], "bash", "-c", hooks["PostDown"])
+        assert reaches(site) == ALL
+
+
+# Other networks.
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    """What nft is told of a run of two hosts, without the neighbour."""
+    (tmp_path / "hosts").write_text(f"# host 0 first\nalice {ADDRESS}\nbob 10.88.0.2\n")
+    (tmp_path / "rules").write_text(
+        run("bash", LAUNCH / "firewall.sh", tmp_path / "hosts", "20000", PORT=str(PORT))
+    )
+    return tmp_path / "rules"
+
+
+def test_strangers_are_kept_from_all_ports_of_a_run(rules: Path, tmp_path: Path):
+    """What nft is told, whether it is installed here or not."""
+    lines = [line.strip() for line in rules.read_text().splitlines()]
+    assert lines[:2] == ["table inet skippipe-run", "delete table inet skippipe-run"]
+    assert lines[4:-2] == [
+        "type filter hook input priority filter",
+        "iifname lo accept",
+        "ct state established,related accept",
+        f"ip saddr {{ {ADDRESS},10.88.0.2 }} accept",
+        f"tcp dport {PORT} drop",
+        # As many as `Membership.transfer_addresses` needs.
+        "tcp dport 20000-20007 drop",
+        "tcp dport {}-{} drop".format(
+            *Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        ),
+    ]
+    (tmp_path / "hosts").write_text("alice 2001:db8::1\nbob 10.88.0.2\n")
+    mixed = run("bash", LAUNCH / "firewall.sh", tmp_path / "hosts", "20000")
+    assert "ip saddr { 10.88.0.2 } accept" in mixed
+    assert "ip6 saddr { 2001:db8::1 } accept" in mixed
+
+
+@needs_root
+@needs_nft
+def test_only_the_hosts_of_a_run_reach_it(rules: Path, site: dict[str, list[str]]):
+    with listening(site):
+        assert reaches(site) == ALL
+        for _ in range(2):
+            run(*site["site"], "nft", "-f", rules)
+        assert reaches(site) == ALL | {"neighbour": False}
