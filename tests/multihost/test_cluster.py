@@ -209,7 +209,7 @@ def test_what_strangers_send_to_open_ports(run: Run):
 
     Four zero bytes there end the process: a check in JAX, which cannot be mended here. So the
     recipes let no stranger come to these ports. Should this fail since the process goes on, then
-    JAX was mended: say so where they tell of it.
+    JAX was mended: say so in their README and in docs/cluster.md.
     """
     coordinator, port = free_port(), free_port() & ~1
     for host in range(2):
