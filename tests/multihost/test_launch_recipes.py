@@ -103,7 +103,8 @@ def environment(folder: Path, python: str | None = None, **variables: str) -> di
     stand_in(folder, "python", run_python(python))
     path = f"{folder}:{os.environ['PATH']}"
     # In whatever folder a recipe starts Python.
-    return {"PATH": path, "PYTHONPATH": str(LAUNCH.parents[1]), **variables}
+    root = LAUNCH.parents[1]
+    return {"PATH": path, "PYTHONPATH": f"{root}:{root / 'sched'}", **variables}
 
 
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
