@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError, loading
+from skippipe_sched.errors import InputError, kind_of, loading
 
 from skippipe_jax.arguments import add_model_arguments, add_old_cut, named_model, run_module
 
@@ -140,7 +140,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(
+        raise kind_of(error)(
             "--plot", str(path), f"cannot be written: {error.strerror}", "Give another file"
         ) from error
 

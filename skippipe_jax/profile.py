@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skippipe_sched.errors import InputError, loading
+from skippipe_sched.errors import InputError, kind_of, loading
 
 from skippipe_jax.arguments import (
     add_cluster_arguments,
@@ -27,7 +27,8 @@ takes model, data and network; plan.case may say what cannot be measured: locati
 stage_count, path_length or skip_ratio, microbatches or microbatches_per_data_node, rules, and the
 memory that a node may use at most.
 
-exit codes: 0 the case is written; 2 the input is wrong; 75 another host was lost.
+exit codes: 0 the case is written; 2 the input is wrong; 75 another host was lost or late, the disk
+is full or a port taken: start it again.
 """
 
 
@@ -105,7 +106,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(
+        raise kind_of(error)(
             "--output", str(path), f"cannot be written: {error.strerror}", "Name another file"
         ) from error
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from skippipe_sched.errors import InputError, loading
+from skippipe_sched.errors import kind_of, loading
 
 from skippipe_jax.arguments import run_module
 
@@ -33,7 +33,7 @@ def _report(arguments: argparse.Namespace) -> int:
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise InputError(
+        raise kind_of(error)(
             "--output", str(output), f"cannot be written: {error.strerror}", "Name another file"
         ) from error
     print(f"report written to {output}")

@@ -27,9 +27,9 @@ EPILOG = """\
 Under SLURM and on TPU pods the hosts find each other; elsewhere start one process on each host with
 --coordinator, --hosts and --host-id. python -m skippipe_jax.launch does that on one machine.
 
-exit codes: 0 trained to the end; 2 the input is wrong; 75 another host was lost, or something was
-waited for too long: start it again with --resume; 130 and 143 stopped by SIGINT and SIGTERM after a
-last checkpoint.
+exit codes: 0 trained to the end; 2 the input is wrong; 75 another host was lost or late, something
+was waited for too long, or the disk is full, a port taken, the folder in use: start it again, with
+--resume if the run had begun; 130 and 143 stopped by SIGINT and SIGTERM after a last checkpoint.
 """
 
 INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept"

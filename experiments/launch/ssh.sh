@@ -9,6 +9,8 @@
 #   alice@belgium.example.org 10.88.0.1
 #   bob@tokyo.example.org     10.88.0.2
 #
+# Keep strangers from their ports: firewall.sh, or wireguard.sh.
+#
 # The arguments go to skippipe_jax.train. From the environment: DIRECTORY, the checkout on every
 # host (this one's path); PYTHON, the interpreter there (python); PORT, where host 0 listens
 # (8476); GRACE, the seconds that a host may take to stop before it is killed (120).

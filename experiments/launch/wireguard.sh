@@ -8,6 +8,10 @@
 # which will be 10.88.0.1 in the private network, and so on (NETWORK=10.99.0 chooses another). A
 # file holds its site's private key: bring it there safely, as /etc/wireguard/wg0.conf, delete it
 # here, and begin with: wg-quick up wg0
+#
+# Linux answers for each of its addresses on every interface: a neighbour in a site's own network
+# could send what is for 10.88.0.1 to that site's other address. So wg0.conf also drops all that
+# comes for the private network by another way than wg0. That needs nft (the package nftables).
 set -euo pipefail
 umask 077
 
@@ -28,6 +32,13 @@ if [[ -e $folder ]]; then
     exit 2
 fi
 
+# Rules for nft, where wg-quick writes wg0 for %i; those that a start left that failed come again.
+only_through_wireguard() {
+    local table="table ip skippipe-%i" chain="type filter hook prerouting priority raw"
+    echo "add $table; delete $table; $table {" \
+        "chain others { $chain; iifname != { lo, %i } ip daddr $network.0/24 drop; }; }"
+}
+
 private_keys=()
 public_keys=()
 for _ in "${endpoints[@]}"; do
@@ -43,6 +54,9 @@ for site in "${!endpoints[@]}"; do
         echo "PrivateKey = ${private_keys[site]}"
         echo "Address = $network.$((site + 1))/24"
         echo "ListenPort = ${endpoints[site]##*:}"
+        # Before there is an address to reach; without nft, wg-quick ends here.
+        echo "PreUp = nft '$(only_through_wireguard)'"
+        echo "PostDown = nft 'delete table ip skippipe-%i'"
         for peer in "${!endpoints[@]}"; do
             if ((peer != site)); then
                 echo

@@ -1,7 +1,8 @@
-"""The error that a user's own input can cause, and how a command reports it."""
+"""The errors that a user's own input or machine can cause, and how a command reports them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -11,14 +12,30 @@ from contextlib import contextmanager
 from typing import Any
 
 INPUT_ERROR_EXIT_CODE = 2
+"""What no further try mends."""
+TRY_AGAIN_EXIT_CODE = 75
+"""What a later try of the same may not meet any more (EX_TEMPFAIL)."""
 INTERRUPTED_EXIT_CODE = 130
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_PASSING = (
+    *FULL_DISK,
+    errno.EADDRINUSE,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ETIMEDOUT,
+)
 
 
 class InputError(ValueError):
     """Says which field is wrong, what it holds, why that is wrong, and what to do about it.
 
-    Raised at the edge, where input enters; commands print it and exit with code 2.
+    Raised at the edge, where input enters; commands print it and exit with its code, 2.
     """
+
+    exit_code = INPUT_ERROR_EXIT_CODE
 
     def __init__(self, field: str, value: Any, problem: str, remedy: str):
         """Keep the four parts; `field` is a dotted path such as ``case.rules.max_jump``."""
@@ -38,20 +55,50 @@ class InputError(ValueError):
         return type(self), (self.field, self.value, self.problem, self.remedy)
 
 
+class TemporaryError(InputError):
+    """Says the same of what may be over by itself: a full disk, a port that is taken, a late host.
+
+    Commands exit with code 75 then, and whoever starts them may do so again.
+    """
+
+    exit_code = TRY_AGAIN_EXIT_CODE
+
+
+def kind_of(error: BaseException) -> type[InputError]:
+    """Which of the two tells of an error of the system, by whether it may be over by itself."""
+    passes = isinstance(error, OSError) and error.errno in _PASSING
+    return TemporaryError if passes else InputError
+
+
+def as_input_error(error: BaseException) -> InputError | None:
+    """An error as a user is told of it in one line, wherever it arose; None for any other."""
+    if isinstance(error, InputError):
+        return error
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        where = error.filename or "a file"
+        problem = f"cannot be written: {error.strerror}"
+        return TemporaryError("disk", str(where), problem, "Make room there, and start again")
+    return None
+
+
 def run_command(
     command: Callable[[], int], interrupted: str = "interrupted; nothing is kept"
 ) -> int:
-    """Run a command and return its exit code; an `InputError` becomes one line and code 2.
+    """Run a command and return its exit code; an `InputError` becomes one line and its code.
 
-    A Ctrl-C that the command does not take itself becomes the line `interrupted`, and code 130.
+    So does a full disk. A Ctrl-C that the command does not take itself becomes the line
+    `interrupted`, and code 130.
     """
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # By `end_quietly_on_interrupt`.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return command()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return INPUT_ERROR_EXIT_CODE
+    except (InputError, OSError) as error:
+        told = as_input_error(error)
+        if told is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        return told.exit_code
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return INTERRUPTED_EXIT_CODE

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, TemporaryError, kind_of
 
 from skippipe_jax.config.cluster import require_one_interface
 
@@ -56,7 +56,8 @@ def first_address(host: str) -> str:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         remedy = "give a name that this host knows, or an address"
-        raise InputError("--coordinator", host, f"no address is known ({error})", remedy) from error
+        kind = TemporaryError if error.errno == socket.EAI_AGAIN else InputError
+        raise kind("--coordinator", host, f"no address is known ({error})", remedy) from error
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
@@ -88,7 +89,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=_family(host))
     except OSError as error:
-        raise InputError(
+        raise kind_of(error)(
             "--coordinator",
             join_address(host, port),
             f"host 0 cannot listen there ({error})",
@@ -106,7 +107,7 @@ def require_free(field: str, host: str, port: int) -> None:
         socket.create_server((host, port), family=_family(host)).close()
     except OSError as error:
         problem = f"{join_address(host, port)} cannot be listened on ({error})"
-        raise InputError(field, port, problem, "choose free ports, or null for any") from error
+        raise kind_of(error)(field, port, problem, "choose free ports, or null for any") from error
 
 
 def _family(address: str) -> socket.AddressFamily:

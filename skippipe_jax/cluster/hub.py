@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.cluster.addresses import join_address, listening_socket
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 
 BEATS = 10
 """Heartbeats sent per heartbeat timeout, and how many may stay away before a host is lost."""
@@ -124,7 +125,7 @@ class Hub:
         link = Link(reader, writer)
         try:
             hello = await asyncio.wait_for(link.receive(), HELLO_S)
-        except (TimeoutError, ValueError):
+        except (TimeoutError, ValueError, RecursionError):  # Brackets may nest too deep for JSON.
             hello = None
         match hello:
             case ["join", int(index), int(count), str(name)]:
@@ -140,10 +141,16 @@ class Hub:
         """Attend to one host until its connection ends."""
         if count != self._count:
             problem = f"host 0 was started with --hosts {self._count}"
-            return link.send("refused", "--hosts", count, problem, "give all hosts the same number")
+            remedy = "give all hosts the same number"
+            return _refuse(link, InputError("--hosts", count, problem, remedy))
+        if len(self._links) == count:
+            problem = "the run has begun without this host, or is at its end"
+            return _refuse(link, TemporaryError("--host-id", index, problem, "Start it again"))
         if index in self._links:
             problem = f"{self._names[index]} has joined with this id"
-            return link.send("refused", "--host-id", index, problem, "give every host its own id")
+            return _refuse(
+                link, InputError("--host-id", index, problem, "give every host its own id")
+            )
         task = asyncio.current_task()
         assert task is not None
         self._links[index], self._names[index], self._serving[index] = link, name, task
@@ -155,8 +162,8 @@ class Hub:
                     self._broadcast(*message)
                 case ["clock", float(sent)]:
                     link.send("clock", sent, time.time())
-                case ["fail", str(reason)]:
-                    self._judge(index, f"failed: {reason}")
+                case ["fail", str(reason), int(code)]:
+                    self._judge(index, f"failed: {reason}", code)
                 case ["hub lost", str(reason)]:
                     self._judge(0, f"is lost: {reason}")
                 case ["leave"]:
@@ -178,23 +185,30 @@ class Hub:
         for link in self._links.values():
             link.send(*message)
 
-    def _judge(self, culprit: int, text: str) -> None:
+    def _judge(self, culprit: int, text: str, code: int = LOST_HOST_EXIT_CODE) -> None:
         """Pass the verdict unless there is one: who goes after the first goes because of it."""
         if self._culprit is None:
             self._culprit = culprit
-            self._broadcast("verdict", culprit, f"{self._names[culprit]} {text}")
+            self._broadcast("verdict", culprit, f"{self._names[culprit]} {text}", code)
 
     def _give_up_gathering(self) -> None:
         missing = sorted(set(range(self._count)) - set(self._links))
         if missing:
-            self._broadcast(
-                "refused",
+            late = TemporaryError(
                 "--hosts",
                 self._count,
                 f"of these, {missing} did not connect within {self._connect_timeout_s:g} s",
                 "start every host with its own --host-id and the same --coordinator and --hosts, "
                 "or give them more time in cluster.connect_timeout_s",
             )
+            for link in self._links.values():
+                _refuse(link, late)
+
+
+def _refuse(link: Link, error: InputError) -> None:
+    """Tell a host that it cannot take part, and why; `admission` reads it there."""
+    parts = error.field, error.value, error.problem, error.remedy
+    link.send("refused", error.exit_code, *parts)
 
 
 async def reach(
@@ -209,7 +223,7 @@ async def reach(
             return await asyncio.wait_for(connecting, min(HELLO_S, max(remaining, 0.1)))
         except (OSError, TimeoutError) as error:
             if remaining <= 0:
-                raise InputError(
+                raise TemporaryError(
                     "--coordinator",
                     join_address(*address),
                     f"no connection in {timeout_s:g} s (last: {str(error) or 'no answer'})",
@@ -217,6 +231,31 @@ async def reach(
                     "it, and that no firewall stops the port",
                 ) from error
         await asyncio.sleep(min(0.5, max(remaining, 0)))
+
+
+async def admission(link: Link, coordinator: tuple[str, int], timeout_s: float) -> str:
+    """Wait until all hosts are there; returns the name of host 0.
+
+    Raises:
+        InputError: the hub's, if it refuses this host.
+        TemporaryError: if it does not answer, or something else does.
+    """
+    try:
+        answer = await asyncio.wait_for(link.receive(), timeout_s)
+    except (TimeoutError, ValueError):
+        answer = None
+    match answer:
+        case ["welcome", str(name)]:
+            return name
+        case ["refused", int(code), str(field), value, str(problem), str(remedy)]:
+            kind = TemporaryError if code == TemporaryError.exit_code else InputError
+            raise kind(field, value, problem, remedy)
+    raise TemporaryError(
+        "--coordinator",
+        join_address(*coordinator),
+        "what listens there ended the connection, or is not host 0 of a run",
+        "look at the output of host 0, and whether another program uses this port",
+    )
 
 
 async def relay_jax(

@@ -93,6 +93,8 @@ def _listen_for_collectives_on(address: str) -> None:
 
 def may_stem_from_a_peer(error: BaseException) -> bool:
     """Whether the loss of another host can have caused this error or one that it followed."""
+    if isinstance(error, KeyboardInterrupt):  # Whatever was going on when it came.
+        return False
     chain: BaseException | None = error
     while chain is not None:
         text = str(chain)

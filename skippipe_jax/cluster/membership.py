@@ -2,8 +2,8 @@
 
 The hosts are connected through a hub on host 0 (see `skippipe_jax.cluster.hub`), which judges who
 is lost. A verdict makes every other host print one message and end with `LOST_HOST_EXIT_CODE`, or
-with the code of an `InputError` if that is what ended the host. When the hub itself goes, each host
-reaches that verdict alone.
+like the culprit where its input was wrong or a user interrupted it. When the hub itself goes, each
+host reaches that verdict alone.
 
 All of this runs on an event loop in a thread of its own, since the main thread may be blocked for
 ever in a collective whose peer is gone.
@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NoReturn
 
-from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, InputError
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, InputError, as_input_error
 
 from skippipe_jax.cluster import jax_runtime
 from skippipe_jax.cluster.addresses import (
@@ -36,13 +36,21 @@ from skippipe_jax.cluster.addresses import (
     require_free,
 )
 from skippipe_jax.cluster.agreement import DeadlinePassed, barrier
-from skippipe_jax.cluster.ending import LINGER_S, LOST_HOST_EXIT_CODE, exit_at_once
+from skippipe_jax.cluster.ending import (
+    LINGER_S,
+    LOST_HOST_EXIT_CODE,
+    Verdict,
+    exit_at_once,
+    exit_code_of,
+    exit_code_of_others,
+)
 from skippipe_jax.cluster.hub import (
     BEATS,
     HELLO_S,
     MESSAGE_CHARACTERS,
     Hub,
     Link,
+    admission,
     each_in_a_task,
     reach,
     relay_jax,
@@ -75,7 +83,7 @@ def joined(
 
     A block that ends well leaves. One that raises ends the whole process, unless the host is alone:
     if the error came from a lost host then with `LOST_HOST_EXIT_CODE` and the message about that
-    host; else the error is printed, the others learn it, and the exit code is 2 for an
+    host; else the error is printed, the others learn it, and the exit code is that of an
     `InputError`, 130 for an interrupt and 1 for anything else. `DeadlinePassed` ends the process of
     a host that is alone as well: its message is printed and the code is `LOST_HOST_EXIT_CODE`.
 
@@ -87,8 +95,9 @@ def joined(
         distributed: ask JAX to detect the cluster, even if nothing here hints at one.
 
     Raises:
-        InputError: for arguments that contradict each other, an address that does not answer, and
-            hosts that do not appear within ``connect_timeout_s``.
+        InputError: for arguments that contradict each other.
+        TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
+            not appear within ``connect_timeout_s``.
     """
     membership = _join(config, find_place(config, coordinator, hosts, host_id, distributed))
     try:
@@ -117,16 +126,18 @@ def _join(config: ClusterConfig, place: Place | None) -> Membership:
 def _abandon(membership: Membership, error: BaseException) -> NoReturn:
     """End this process because of an error of its own, or of the host that caused it."""
     membership.explain(error)
-    if isinstance(error, InputError):
-        say(f"error: {error}")
+    told = as_input_error(error)
+    if told is not None:
+        say(f"error: {told}")
     elif isinstance(error, KeyboardInterrupt):
         say("interrupted at once")
     else:
         traceback.print_exception(error)
-    membership.fail(f"{type(error).__name__}: {error}".removesuffix(": "))
+    code, ending = exit_code_of(error), told or error
+    reason = f"{type(ending).__name__}: {ending}".removesuffix(": ")
+    membership.fail(reason, exit_code_of_others(code))
     # Not by raising: at exit JAX waits for collectives and hosts that will never come.
-    codes = {InputError: INPUT_ERROR_EXIT_CODE, KeyboardInterrupt: INTERRUPTED_EXIT_CODE}
-    exit_at_once(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
+    exit_at_once(code)
 
 
 class Membership:
@@ -244,8 +255,8 @@ class Membership:
         asyncio.run_coroutine_threadsafe(self._depart(), self._loop).result()
         self._thread.join()
 
-    def fail(self, reason: str) -> None:
-        """Tell the others that this host ends by its own fault, so that they stop and name it.
+    def fail(self, reason: str, code: int = LOST_HOST_EXIT_CODE) -> None:
+        """Tell the others that this host ends by its own fault; they name it and end by `code`.
 
         Returns when they know, or after four seconds. The caller must then end the process by
         `os._exit`, as `joined` does: an ordinary exit waits for hosts that have gone.
@@ -253,7 +264,7 @@ class Membership:
         if self.count == 1:
             return
         self._failing.set()
-        self._loop.call_soon_threadsafe(self._link.send, "fail", reason[:MESSAGE_CHARACTERS])
+        self._loop.call_soon_threadsafe(self._link.send, "fail", reason[:MESSAGE_CHARACTERS], code)
         self._failure_is_known.wait(2 * LINGER_S)
 
     def stop(self, reason: str) -> NoReturn:
@@ -262,7 +273,7 @@ class Membership:
         The others stop too and name it. If they stop because of another host, so does this one.
         """
         self.fail(reason)
-        ending = self._end(f"{self._name}: {reason}")
+        ending = self._end(Verdict(f"{self._name}: {reason}"))
         if self.count == 1:
             asyncio.run(ending)
         else:
@@ -350,24 +361,9 @@ class Membership:
         self._link.send("join", place.index, place.count, self._name)
         # The hub keeps the deadline; this one is for a hub that hangs.
         patience = self._config.connect_timeout_s + HELLO_S
-        try:
-            answer = await asyncio.wait_for(self._link.receive(), patience)
-        except (TimeoutError, ValueError):
-            answer = None
-        match answer:
-            case ["welcome", str(hub_name)]:
-                self._hub_name = hub_name
-            case ["refused", str(field), value, str(problem), str(remedy)]:
-                raise InputError(field, value, problem, remedy)
-            case _:
-                raise InputError(
-                    "--coordinator",
-                    join_address(*place.coordinator),
-                    "what listens there ended the connection, or is not host 0 of a run",
-                    "look at the output of host 0, and whether another program uses this port",
-                )
+        self._hub_name = await admission(self._link, place.coordinator, patience)
 
-    async def _listen(self) -> str | None:
+    async def _listen(self) -> Verdict | None:
         """Take in what the hub sends; return a verdict that ends this host, or None at its end."""
         while (message := await self._link.receive()) is not None:
             match message:
@@ -378,17 +374,19 @@ class Membership:
                     round_trip = time.monotonic() - sent
                     offset = theirs + round_trip / 2 - time.time()
                     self._clock_samples.put_nowait((round_trip, offset))
-                case ["verdict", int(culprit), str(text)]:
+                case ["verdict", int(culprit), str(text), int(code)]:
                     if culprit != self.index:
-                        return text
+                        return Verdict(text, code)
                     if not self._failing.is_set():
-                        return f"{text}; that is this host, it was stopped or cut off"
+                        return Verdict(f"{text}; that is this host, it was stopped or cut off")
                     if self._hub is not None:
                         await self._hub.disperse(LINGER_S)
                     self._failure_is_known.set()
-        return None if self._leaving else f"{self._hub_name} is lost: {self._link.ending}"
+        if self._leaving:
+            return None
+        return Verdict(f"{self._hub_name} is lost: {self._link.ending}")
 
-    async def _beat(self) -> str:
+    async def _beat(self) -> Verdict:
         """Show the others that this host lives; return when the hub has been silent too long."""
         # Silence is counted in beats of this host: one that was itself stopped for a while wakes up
         # with a single beat counted, and reads what the others sent before it blames them.
@@ -398,7 +396,7 @@ class Membership:
             if self._link.is_silent():
                 silent = silence(self._config.heartbeat_timeout_s)
                 self._link.send("hub lost", silent)  # should it only have been stopped
-                return f"{self._hub_name} is lost: {silent}"
+                return Verdict(f"{self._hub_name} is lost: {silent}")
             if self._hub is not None:
                 self._hub.beat()
 
@@ -414,16 +412,15 @@ class Membership:
             if len(samples) == _CLOCK_EXCHANGES or next_end > _CLOCK_S:
                 return offset
 
-    async def _end(self, reason: str) -> NoReturn:
+    async def _end(self, verdict: Verdict) -> NoReturn:
         """Say why, and end the process whatever its main thread is doing."""
         try:
             words = await asyncio.wait_for(asyncio.to_thread(self.last_words), LINGER_S)
         except Exception as error:  # the reason matters more than a fault in the last words
             words = f"What to resume from could not be told: {error!r}"
-        code = LOST_HOST_EXIT_CODE
-        if f"failed: {InputError.__name__}: " in reason:
-            # Started again, all would end in the same way.
-            code, words = INPUT_ERROR_EXIT_CODE, ""
+        reason, code = verdict
+        if code == INPUT_ERROR_EXIT_CODE:
+            words = ""  # Started again, all would end in the same way.
         ending = f"{self._name} stops, exit code {code}."
         try:
             say("\n".join([f"{reason.removesuffix('.')}.", f"{ending} {words}".strip()]))

@@ -40,7 +40,7 @@ from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import create_stage, stage_shapes
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.kept_tokenizer import with_tokenizer_of_run
-from skippipe_jax.storage.layout import open_checkpoint
+from skippipe_jax.storage.newest_whole import newest_whole
 from skippipe_jax.storage.reader import read_stage
 
 Tokens = Sequence[int] | Sequence[Sequence[int]] | Int[np.ndarray, "*sequence position"]
@@ -277,7 +277,9 @@ def _read_huggingface(
 def read_run(
     folder: Path, step: int | None = None, overrides: Sequence[str] = ()
 ) -> tuple[StagedModel, Config, int]:
-    """The model in a checkpoint of a run, by default the latest, its configuration, and the step.
+    """The model in a checkpoint of a run, by default the newest whole one.
+
+    Returns it with its configuration and the step.
 
     Raises:
         InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
@@ -285,7 +287,7 @@ def read_run(
     """
     config = run_folder.saved_config(folder, "--run", overrides)
     _require_same_held_out(config.data, run_folder.saved_config(folder, "--run").data)
-    checkpoint = open_checkpoint(folder, step)
+    checkpoint = newest_whole(folder, step)
     # The run may have cut its model otherwise since.
     cut = checkpoint.stage_layers
     config = replace(

@@ -19,8 +19,8 @@ from skippipe_jax.interop import huggingface
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import open_checkpoint
 from skippipe_jax.storage.new_folder import new_folder
+from skippipe_jax.storage.newest_whole import newest_whole
 from skippipe_jax.storage.reader import read_stage
 from skippipe_jax.storage.writer import write_checkpoint
 
@@ -60,13 +60,13 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
 def to_huggingface(
     run: Path, target: Path, step: int | None = None, dtype: str | None = None
 ) -> int:
-    """Write a checkpoint of a run, by default the latest, as a model; returns its step.
+    """Write a checkpoint of a run, by default the newest whole one, as a model; returns its step.
 
     Raises:
         InputError: if the checkpoint cannot be read, or `target` is not new.
     """
     model = run_folder.saved_config(run, "RUN").model
-    checkpoint = open_checkpoint(run, step)
+    checkpoint = newest_whole(run, step)
     cut = checkpoint.stage_layers
     # The run may have cut its model otherwise since.
     model = replace(model, stage_layers=cut)

@@ -1,5 +1,6 @@
 """What a run leaves on disk: its folder, checkpoints, their copy elsewhere, recordings.
 
-Others use `run_folder` and `layout`, which load no JAX, `reader` and `writer` of checkpoints,
-`mirror`, `recording`, `kept_tokenizer` and `new_folder`. All of Orbax is in `array_files`.
+Others use `run_folder` and `layout`, which load no JAX, `newest_whole`, `reader` and `writer` of
+checkpoints, `mirror`, `recording`, `kept_tokenizer` and `new_folder`. All of Orbax is in
+`array_files`.
 """

@@ -7,7 +7,8 @@ the same time as others or not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,25 @@ Writing = ocp.AsyncCheckpointer
 logging.getLogger("absl").addFilter(
     lambda record: record.levelno == logging.WARNING or "/orbax/" not in record.pathname
 )
+
+
+def _is_late_for_orbax(unraisable: sys.UnraisableHookArgs) -> bool:
+    """Whether a file tells its end to the event loop that Orbax closes when another one fails."""
+    error = unraisable.exc_value
+    is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    return is_closed and unraisable.object is None
+
+
+def _tell_what_cannot_be_raised(
+    unraisable: sys.UnraisableHookArgs, before: Callable[..., Any] = sys.unraisablehook
+) -> None:
+    if not _is_late_for_orbax(unraisable):
+        before(unraisable)
+
+
+# On a full disk each file of a checkpoint would print such a traceback before the one error, which
+# is raised.
+sys.unraisablehook = _tell_what_cannot_be_raised
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, Any]:

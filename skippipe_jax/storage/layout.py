@@ -22,13 +22,15 @@ from pathlib import Path
 
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.agreement import Host, from_host_0
+from skippipe_jax.storage.inside import inside
 from skippipe_jax.storage.whole_file import synchronize, write_whole
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run that holds them."""
 COMMITTED, DATA = "COMMITTED", "data.json"
 """Of the files of a checkpoint, the mark that it is whole, and how far the data had been read."""
+DAMAGED = ".damaged"
+"""What the name of a folder ends with whose step is damaged: it counts no more."""
 FORMAT, VERSION = "skippipe-checkpoint", 2
 
 
@@ -36,13 +38,32 @@ FORMAT, VERSION = "skippipe-checkpoint", 2
 class Checkpoint:
     """A committed checkpoint of stages with ``stage_layers`` blocks.
 
-    ``files`` gives the digest of each file in ``folder``.
+    ``files`` gives the digest of each file in ``folder``; those of the ``intact`` parts have been
+    found to have it.
     """
 
     folder: Path
     step: int
     stage_layers: tuple[int, ...]
     files: Mapping[str, str]
+    intact: frozenset[str] = frozenset()
+
+
+class DamagedCheckpoint(InputError):
+    """A file of the checkpoint of a step is missing, or is not as it was committed."""
+
+    def __init__(self, step: int, field: str, value: str, problem: str, remedy: str):
+        """Keep the parts, of the value its beginning: hosts tell each other."""
+        super().__init__(field, value[:200], problem, remedy)
+        self.step = step
+
+    def parts(self) -> list[str]:
+        """What it is made of, but for the step."""
+        return [self.field, self.value, self.problem, self.remedy]
+
+    def with_remedy(self, remedy: str) -> DamagedCheckpoint:
+        """The same damage, about which something else is to be done."""
+        return DamagedCheckpoint(self.step, self.field, self.value, self.problem, remedy)
 
 
 # Names.
@@ -79,7 +100,13 @@ def part_of(name: str) -> str:
 
 def saved_steps(run_dir: Path) -> list[int]:
     """Return the steps that have a committed checkpoint, ascending."""
-    return [step for step in _steps(run_dir) if is_committed(step_folder(run_dir, step))]
+    found = steps_with_folders(run_dir)
+    return [step for step in found if is_committed(step_folder(run_dir, step))]
+
+
+def steps_with_folders(run_dir: Path) -> list[int]:
+    """The steps that have a folder, ascending, committed or not."""
+    return steps_named({path.name for path in (run_dir / CHECKPOINTS).glob("*")})
 
 
 def latest_step(run_dir: Path) -> int | None:
@@ -95,8 +122,8 @@ def is_committed(folder: Path) -> bool:
 def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
     """Open the checkpoint of ``step``, by default the latest.
 
-    Raises InputError when there is none, its COMMITTED does not describe a checkpoint, or it was
-    written by another version of this program.
+    Raises InputError when there is none, or it was written by another version of this program;
+    DamagedCheckpoint when its COMMITTED does not describe a checkpoint.
     """
     steps = saved_steps(run_dir)
     chosen = latest_step(run_dir) if step is None else step
@@ -123,11 +150,14 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
         if record["step"] != chosen:
             raise ValueError(f"it speaks of step {record['step']}")
         files = dict(record["files"].items())
+        for name in files:
+            inside(folder, name)
         return Checkpoint(folder, chosen, tuple(map(int, record["stage_layers"])), files)
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
+        raise DamagedCheckpoint(
+            chosen,
             str(folder / COMMITTED),
             text.decode(errors="replace"),
             f"does not describe a checkpoint: {error!r}",
@@ -136,15 +166,21 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
 
 
 def require_intact(checkpoint: Checkpoint, part: str) -> None:
-    """Raise InputError unless every file of ``part`` is as it was committed."""
+    """Raise DamagedCheckpoint unless every file of ``part`` is as it was committed."""
+    if part in checkpoint.intact:
+        return
     recorded = {name: told for name, told in checkpoint.files.items() if part_of(name) == part}
     # A part without files is one that COMMITTED forgot: then its folder counts as missing.
     for name, told in (recorded or {part: "nothing"}).items():
         path = checkpoint.folder / name
         found = digest(path) if path.is_file() else "missing"
         if found != told:
-            raise InputError(
-                str(path), found, f"was committed as {told}", _go_back(checkpoint.folder)
+            raise DamagedCheckpoint(
+                checkpoint.step,
+                str(path),
+                found,
+                f"was committed as {told}",
+                _go_back(checkpoint.folder),
             )
 
 
@@ -178,39 +214,17 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def prepare_run(
-    run_dir: Path, host: Host, step: int | None = None, timeout_s: float = 600
-) -> Checkpoint | None:
-    """Make the run folder ready to go on from ``step``, by default from its latest checkpoint.
-
-    Every host calls this before it trains. Host 0 removes folders that a crash left without a
-    COMMITTED, and checkpoints after ``step``, whose steps the run will take anew. When that is
-    done all hosts return the checkpoint to resume from, or None when the run has none.
-    Raises InputError, before anything is removed, when ``step`` cannot be opened.
-    """
-    if step is not None:
-        open_checkpoint(run_dir, step)
-
-    def clear() -> int | None:
-        last = latest_step(run_dir) if step is None else step
-        for found in _steps(run_dir):
-            folder = step_folder(run_dir, found)
-            if last is None or found > last or not is_committed(folder):
-                remove(folder)
-        return last
-
-    last = from_host_0(host, "checkpoint/prepared", clear, timeout_s)
-    return None if last is None else open_checkpoint(run_dir, last)
-
-
-def _steps(run_dir: Path) -> list[int]:
-    """The steps that have a folder, ascending, committed or not."""
-    return steps_named({path.name for path in (run_dir / CHECKPOINTS).glob("*")})
+def set_aside(folder: Path) -> None:
+    """Rename the folder of a damaged step, in the place of one that was set aside before."""
+    aside = folder.with_name(folder.name + DAMAGED)
+    if aside.exists():
+        shutil.rmtree(aside)
+    folder.rename(aside)
 
 
 def _go_back(folder: Path) -> str:
     """Say what to do about a damaged checkpoint."""
     earlier = [step for step in saved_steps(folder.parent.parent) if step < int(folder.name)]
     if earlier:
-        return f"Move {folder} away to go on from the checkpoint before: {step_name(earlier[-1])}"
+        return f"Choose the checkpoint before: step {earlier[-1]}"
     return "There is no checkpoint before it: start a new run"

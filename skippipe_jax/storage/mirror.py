@@ -15,18 +15,22 @@ from pathlib import Path, PurePosixPath
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, kind_of
 
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.inside import inside
 from skippipe_jax.storage.layout import (
     CHECKPOINTS,
     COMMITTED,
     latest_step,
     open_checkpoint,
     saved_steps,
+    set_aside,
+    step_folder,
     step_name,
     steps_named,
 )
+from skippipe_jax.storage.warning import warn
 from skippipe_jax.storage.whole_file import PARTIAL
 
 
@@ -74,6 +78,8 @@ class Mirror:
             if resume and not is_here and steps:
                 self._fetch(run_dir, {steps[-1], *self._best(steps)})
                 return f"step {steps[-1]} of the run fetched from {self.url} into {run_dir}"
+        except InputError:
+            raise
         except Exception as error:  # whatever the file system raises
             if is_here:
                 return f"warning: {self._unusable(error)}"
@@ -115,10 +121,44 @@ class Mirror:
             self._copy(run_dir, step)
             self.copied |= {step}
         for step in set(self._step_folders()) - set(steps):
-            # The mark goes first: what an interruption leaves is then no checkpoint.
-            for path in (self._path(step, COMMITTED), self._path(step)):
-                if self._files.exists(path):
-                    self._files.rm(path, recursive=True)
+            self._remove(step)
+
+    def restore(self, run_dir: Path, step: int) -> bool:
+        """Fetch the checkpoint of a step again, if it is here whole; the old one is set aside."""
+        try:
+            if step not in self.steps():
+                return False
+            folder = PurePosixPath(CHECKPOINTS, step_name(step))
+            names = [name for name in self._found() if name.is_relative_to(folder)]
+            mark = folder / COMMITTED
+            if step_folder(run_dir, step).exists():
+                set_aside(step_folder(run_dir, step))
+            self._bring(run_dir, [name for name in names if name != mark], [mark])
+        except Exception as error:  # whatever the file system raises
+            warn(f"step {step} is not fetched from {self.url}: {type(error).__name__}: {error}")
+            return False
+        return True
+
+    def before(self, step: int) -> list[int]:
+        """The steps before `step` whose checkpoints are here whole; none if it cannot be seen."""
+        try:
+            return [found for found in self.steps() if found < step]
+        except Exception as error:  # whatever the file system raises
+            warn(f"no earlier step is fetched: {self._unusable(error)}")
+            return []
+
+    def forget(self, step: int) -> None:
+        """Remove the checkpoint of a step; says so if it cannot be."""
+        try:
+            self._remove(step)
+        except Exception as error:  # whatever the file system raises
+            warn(f"step {step} is not removed from {self.url}: {type(error).__name__}: {error}")
+
+    def _remove(self, step: int) -> None:
+        # The mark goes first: what an interruption leaves is then no checkpoint.
+        for path in (self._path(step, COMMITTED), self._path(step)):
+            if self._files.exists(path):
+                self._files.rm(path, recursive=True)
 
     def _copy(self, run_dir: Path, step: int) -> None:
         checkpoint = open_checkpoint(run_dir, step)
@@ -140,15 +180,23 @@ class Mirror:
         """Write the run, with some checkpoints; the files that mark each as whole come last."""
         folders = [PurePosixPath(self._path(step)).relative_to(self._root) for step in steps]
         marks = [*(folder / COMMITTED for folder in folders), PurePosixPath(run_folder.CONFIG)]
-        found = [
-            PurePosixPath(path).relative_to(self._root) for path in self._files.find(self._root)
-        ]
         names = [
             name
-            for name in found
+            for name in self._found()
             if (name.parts[0] != CHECKPOINTS or any(map(name.is_relative_to, folders)))
             and name not in marks
         ]
+        self._bring(run_dir, names, marks)
+
+    def _found(self) -> list[PurePosixPath]:
+        """The names of all files that are here."""
+        paths = self._files.find(self._root)
+        return [PurePosixPath(path).relative_to(self._root) for path in paths]
+
+    def _bring(self, run_dir: Path, names: list[PurePosixPath], marks: list[PurePosixPath]) -> None:
+        """Fetch files, then those that mark them as whole, each of these at once."""
+        for name in (*names, *marks):
+            self._require_inside(run_dir, name)
         for name in (*names, *marks):
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         self._get(names, [run_dir / name for name in names])
@@ -156,6 +204,18 @@ class Mirror:
             partial = run_dir / f"{name}{PARTIAL}"
             self._get([name], [partial])
             os.replace(partial, run_dir / name)
+
+    def _require_inside(self, run_dir: Path, name: PurePosixPath) -> None:
+        """Refuse to fetch what would be written elsewhere: whoever writes here can name it so."""
+        try:
+            inside(run_dir, str(name))
+        except ValueError as error:
+            raise InputError(
+                "checkpoint.copy_to",
+                self.url,
+                f"cannot be fetched: {error}",
+                "Look who can write there, and remove what is no run's file",
+            ) from error
 
     def _get(self, names: list[PurePosixPath], paths: list[Path]) -> None:
         self._files.get([f"{self._root}/{name}" for name in names], [str(path) for path in paths])
@@ -179,7 +239,7 @@ class Mirror:
         return steps_named({PurePosixPath(path).name for path in paths})
 
     def _unusable(self, error: Exception) -> InputError:
-        return InputError(
+        return kind_of(error)(
             "checkpoint.copy_to",
             self.url,
             f"cannot be used: {type(error).__name__}: {error}",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, kind_of
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def new_folder(folder: Path, field: str) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
-        raise InputError(
+        raise kind_of(error)(
             field, str(folder), f"cannot be written: {error.strerror}", "Name another folder"
         ) from error
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,19 @@ def read_arrays(
         own = pieces.pop(name)  # Put together, they are not needed any more.
         whole.append(own[0] if len(own) == 1 else np.concatenate(own))
     return jax.tree.unflatten(jax.tree.structure(abstract), whole)
+
+
+def parts_read(
+    checkpoint: Checkpoint, stage_layers: Sequence[int], stages: Collection[int]
+) -> set[str]:
+    """The parts of a checkpoint that `read_stage` reads for some stages of a cut."""
+    if sum(checkpoint.stage_layers) != sum(stage_layers):
+        return set()  # `read_stage` refuses it.
+    return {
+        stage_name(saved)
+        for stage in stages
+        for saved, _ in _rows_of_saved_stages(checkpoint.stage_layers, stage_layers, stage)
+    }
 
 
 def read_data_state(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -8,12 +8,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, TemporaryError, kind_of
 from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.plan import Plan, load_plan
 
@@ -61,29 +61,46 @@ class Hold:
         """Hold nothing yet; `take` does."""
         self.folder = folder
         self._descriptor: int | None = None
+        self._made: list[Path] = []
 
     def __enter__(self) -> Hold:
         """Whatever is taken is let go on leaving."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the folder go."""
+        """Let the folder go; one that was made for the hold vanishes if it is still empty."""
         if self._descriptor is not None:
+            for folder in self._made:
+                with suppress(OSError):  # It holds something, or somebody has removed it.
+                    folder.rmdir()
             os.close(self._descriptor)
 
     def take(self) -> None:
         """Hold the folder, which is made if there is none.
 
         Raises:
-            InputError: if another training holds it.
+            TemporaryError: if another training holds it.
         """
-        with _accessible(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.folder, os.O_RDONLY)
+        while self._descriptor is None:
+            with _accessible(self.folder):
+                way = (self.folder, *self.folder.parents)
+                self._made = [folder for folder in way if not folder.exists()]
+                self.folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self.folder, os.O_RDONLY)
+            try:
+                self._lock(descriptor)
+                # Another that held it may have let it vanish before it was locked here.
+                if _is_at(self.folder, descriptor):
+                    self._descriptor = descriptor
+            finally:
+                if self._descriptor is None:
+                    os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(
+            raise TemporaryError(
                 "run_dir",
                 str(self.folder),
                 "another training is writing it",
@@ -92,6 +109,11 @@ class Hold:
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
+
+
+def _is_at(folder: Path, descriptor: int) -> bool:
+    """Whether what is open is what the name means."""
+    return folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())
 
 
 def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
@@ -233,7 +255,7 @@ def _accessible(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(
+        raise kind_of(error)(
             "run_dir",
             str(folder),
             f"cannot be used: {error.strerror}",

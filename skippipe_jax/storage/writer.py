@@ -6,14 +6,13 @@ import contextlib
 import errno
 import json
 import os
-import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import FULL_DISK, InputError, kind_of
 
 from skippipe_jax.cluster.agreement import Host, from_host_0, gather
 from skippipe_jax.storage.array_files import PyTree, Writing, begin_writing
@@ -28,13 +27,13 @@ from skippipe_jax.storage.layout import (
     stage_name,
     step_folder,
 )
+from skippipe_jax.storage.warning import warn
 from skippipe_jax.storage.whole_file import synchronize
 
 # Why a file cannot be written that is no fault of this program's.
-OF_THE_DISK = [
-    os.strerror(number)
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
-]
+OF_THE_DISK = {
+    os.strerror(number): number for number in (*FULL_DISK, errno.EROFS, errno.EFBIG, errno.EACCES)
+}
 
 
 class Copy(Protocol):
@@ -143,7 +142,8 @@ class CheckpointWriter:
         """Wait until the last save is committed.
 
         Raises:
-            InputError: it was not, since the run folder cannot be written any more.
+            InputError: it was not, since the run folder cannot be written any more; for a full disk
+                a TemporaryError.
             TimeoutError: it was not, since another host has not done its part in time.
             RuntimeError: it was not, for another reason, on this host or another.
         """
@@ -160,7 +160,7 @@ class CheckpointWriter:
             if reason is None:
                 problem = f"{type(error).__name__}: {error}"
                 raise RuntimeError(f"a checkpoint is not committed: {problem}") from error
-            raise InputError(
+            raise kind_of(OSError(OF_THE_DISK[reason], reason))(
                 "run_dir",
                 str(self._run_dir),
                 f"a checkpoint cannot be written there: {reason}",
@@ -181,7 +181,7 @@ class CheckpointWriter:
             copy.result()
         here = saved_steps(self._run_dir)
         if self._mirror is not None and (missing := self._kept(here) - self._mirror.copied):
-            _warn(f"not copied to {self._mirror.url}: the checkpoints of steps {sorted(missing)}")
+            warn(f"not copied to {self._mirror.url}: the checkpoints of steps {sorted(missing)}")
 
     def _finish(
         self,
@@ -224,7 +224,7 @@ class CheckpointWriter:
             mirror.update(self._run_dir, self._kept([*saved_steps(self._run_dir), *mirror.steps()]))
         except Exception as error:
             # Training goes on whatever a remote file system raises, and the next copy tries again.
-            _warn(f"checkpoints not copied to {mirror.url}: {type(error).__name__}: {error}")
+            warn(f"checkpoints not copied to {mirror.url}: {type(error).__name__}: {error}")
         self._remove_old()
 
     def _kept(self, steps: Iterable[int]) -> set[int]:
@@ -262,10 +262,6 @@ def write_checkpoint(
         name = stage_name(stage)
         files |= _complete_part(folder, {name: begin_writing(folder / name, state_of(stage))}, {})
     declare_whole(folder, stage_layers, files)
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _complete_part(

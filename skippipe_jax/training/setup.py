@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,9 @@ from skippipe_jax.runtime.topology import sharding_of
 from skippipe_jax.runtime.transport import Transfers, open_transfers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
-from skippipe_jax.storage.layout import Checkpoint, latest_step
+from skippipe_jax.storage.layout import DATA, Checkpoint, latest_step
 from skippipe_jax.storage.mirror import Mirror
+from skippipe_jax.storage.reader import parts_read
 from skippipe_jax.storage.recording import remove_recordings
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.first_weights import FirstWeights, find_weights
@@ -152,6 +153,15 @@ def settle(
     return Settled(schedule, host_of, programs, data, weights, transfers, mirror)
 
 
+def parts_of(config: Config, settled: Settled) -> Callable[[Checkpoint], set[str]]:
+    """Which parts of a checkpoint this host reads: those of its stages, and where the data is."""
+    plan = settled.plan
+    cut = config.model.layers_of_stages(len(plan.stages))
+    stages = {plan.stage_of[node] for node in settled.programs[OWN].nodes}
+    data = set() if settled.data is None else {DATA}
+    return lambda checkpoint: parts_read(checkpoint, cut, stages) | data
+
+
 def open_stages(
     config: Config, host: Membership, settled: Settled, checkpoint: Checkpoint | None
 ) -> Runtime:
@@ -209,17 +219,19 @@ def _opened_folder(
 ) -> bool:
     """Refuse a folder that holds another run, or fetch the run from its copy.
 
+    A run that is resumed is held before anything is fetched into it.
+
     Returns whether the configuration makes the plans: it does for a new run, and for one that is
     resumed if its section `plan` or `recipe` is another.
     """
     folder = Path(config.run_dir)
     if not resume:
         run_folder.require_new(folder)
+    elif mirror is not None or run_folder.is_run(folder):
+        hold.take()
     message = None if mirror is None else mirror.prepare(folder, resume=resume)
     if message is not None:
         say(message)
-    if run_folder.is_run(folder):
-        hold.take()
     if not resume:
         return True
     saved = run_folder.saved_config(folder, "run_dir")

@@ -18,7 +18,7 @@ from skippipe_jax.data.batches import Batch
 from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.runtime.compilation import keep_programs
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import prepare_run
+from skippipe_jax.storage.newest_whole import prepare_run
 from skippipe_jax.storage.reader import read_data_state
 from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.callbacks import own_callbacks
@@ -32,6 +32,7 @@ from skippipe_jax.training.setup import (
     go_on,
     open_stages,
     open_writer,
+    parts_of,
     settle,
 )
 from skippipe_jax.training.signals import stop_signals
@@ -152,7 +153,8 @@ class Trainer:
         hold = self._holding.enter_context(run_folder.Hold(folder))
         settled = settle(config, host, hold, **given)
         self.schedule, data = settled.schedule, settled.data
-        checkpoint = prepare_run(folder, host)
+        parts = parts_of(config, settled)
+        checkpoint = prepare_run(folder, host, parts=parts, spare=settled.mirror)
         self.runtime = open_stages(config, host, settled, checkpoint)
         self._data, self._read = data, 0
         if checkpoint is not None:

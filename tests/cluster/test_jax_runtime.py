@@ -10,7 +10,7 @@ from skippipe_jax.cluster.agreement import DeadlinePassed, HostFailed
 from skippipe_jax.cluster.jax_runtime import may_stem_from_a_peer
 
 
-def following(error: Exception, cause: Exception) -> Exception:
+def following(error: BaseException, cause: Exception) -> BaseException:
     error.__cause__ = cause
     return error
 
@@ -27,8 +27,10 @@ def following(error: Exception, cause: Exception) -> Exception:
         (HostFailed("host 0 has failed at 'run'"), True),
         (following(RuntimeError("a checkpoint is not committed"), HostFailed("host 1")), True),
         (RuntimeError("mine"), False),
+        # Ctrl-C, whatever was going on when it came.
+        (following(KeyboardInterrupt(), TimeoutError("waited")), False),
         (InputError("plan.case", None, "missing", "Give one"), False),
     ],
 )
-def test_what_may_stem_from_a_peer(error: Exception, expected: bool):
+def test_what_may_stem_from_a_peer(error: BaseException, expected: bool):
     assert may_stem_from_a_peer(error) == expected

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 
 CASE: dict[str, Any] = {
     "nodes": 3,
@@ -63,9 +64,9 @@ def write_inputs(folder: Path) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
 
 
-def expect_one_error(result: Result, *words: str) -> None:
+def expect_one_error(result: Result, *words: str, code: int = INPUT_ERROR_EXIT_CODE) -> None:
     """One line that names field and value, says what is wrong, and what to do."""
-    assert result.code == 2
+    assert result.code == code
     [line] = [line for line in result.err.splitlines() if line.strip()]
     assert line.startswith("error: ")
     assert line.endswith(".")

@@ -1,7 +1,9 @@
 """One host of a run that sums over all hosts again and again; started by test_cluster.py."""
 
 import argparse
+import errno
 import itertools
+import os
 import time
 
 import jax
@@ -15,6 +17,13 @@ from skippipe_jax.cluster.agreement import DeadlinePassed, barrier
 from skippipe_jax.cluster.membership import Membership, joined
 from skippipe_jax.config import ClusterConfig
 
+FAILURES = {
+    "itself": ValueError("the data ran out"),
+    "input": InputError("data.path", "text", "ran out", "Give more"),
+    "full disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl"),
+    "interrupt": KeyboardInterrupt(),
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -25,7 +34,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="how long host 0 goes on")
     parser.add_argument("--linger-s", type=float, default=0.0, help="sleep before the end")
     parser.add_argument("--fail-at", type=int, help="the step after which this host raises")
-    parser.add_argument("--by-input", action="store_true", help="raise InputError then")
+    parser.add_argument("--by", choices=FAILURES, default="itself", help="what it raises then")
     parser.add_argument("--late-at", type=int, help="the step after which a deadline has passed")
     parser.add_argument("--transfer-port", type=int)
     parser.add_argument("--clock-ahead-s", type=float, help="how wrong this host's clock is")
@@ -48,9 +57,7 @@ def main() -> None:
         print(f"transfer server on {server.address()}")
         began = time.monotonic()
         print(f"clock offset {membership.clock_offset_s()}, {time.monotonic() - began} s")
-        failure = ValueError("the data ran out")
-        if args.by_input:
-            failure = InputError("data.path", "text", "ran out", "Give more")
+        failure = FAILURES[args.by]
         sum_repeatedly(membership, args.seconds, args.fail_at, args.late_at, failure)
         time.sleep(args.linger_s)
     print("ended well", flush=True)
@@ -70,7 +77,7 @@ def sum_repeatedly(
     seconds: float,
     fail_at: int | None,
     late_at: int | None,
-    failure: Exception,
+    failure: BaseException,
 ) -> None:
     """Add up what every device contributes, until host 0's contribution says that time is up."""
     mesh = jax.make_mesh((jax.device_count(),), ("device",))

@@ -9,7 +9,8 @@ import numpy as np
 from jax._src import distributed
 
 from skippipe_jax.launch import free_port
-from skippipe_jax.storage.layout import latest_step, open_checkpoint, prepare_run, saved_steps
+from skippipe_jax.storage.layout import latest_step, open_checkpoint, saved_steps
+from skippipe_jax.storage.newest_whole import prepare_run
 from skippipe_jax.storage.reader import read_data_state, read_stage
 from skippipe_jax.storage.writer import CheckpointWriter
 from tests.multihost.processes import started_processes

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 
 from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
 from skippipe_jax.launch import PORTS, free_port
@@ -102,7 +103,8 @@ def environment(folder: Path, python: str | None = None, **variables: str) -> di
     stand_in(folder, "python", run_python(python))
     path = f"{folder}:{os.environ['PATH']}"
     # In whatever folder a recipe starts Python.
-    return {"PATH": path, "PYTHONPATH": str(LAUNCH.parents[1]), **variables}
+    root = LAUNCH.parents[1]
+    return {"PATH": path, "PYTHONPATH": f"{root}:{root / 'sched'}", **variables}
 
 
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -228,6 +230,8 @@ def test_ssh_stops_all_when_one_host_is_not_reached(tmp_path: Path, config: Path
         ("ssh.sh", "# none yet\n", "holds no host"),
         ("ssh.sh", "alice@belgium 10.88.0.1\nbob@tokyo\n", "'bob@tokyo' is not NAME ADDRESS"),
         ("ssh.sh", "-v 10.88.0.1\n", "'-v 10.88.0.1' is not NAME ADDRESS"),
+        ("firewall.sh", None, "no file to read"),
+        ("firewall.sh", "alice@belgium 10.88.0.1\n", "TRANSFER_PORT = '': is no port"),
         ("wireguard.sh", None, "FOLDER = '': is missing"),
     ],
 )
@@ -237,7 +241,7 @@ def test_scripts_say_in_one_line_what_is_wrong(
     hosts = tmp_path / "hosts"
     if text is not None:
         hosts.write_text(text)
-    ended = run("bash", LAUNCH / script, *([hosts] if script == "ssh.sh" else []))
+    ended = run("bash", LAUNCH / script, *([] if script == "wireguard.sh" else [hosts]))
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: ")
     assert ended.stderr.count("\n") == 1
@@ -247,14 +251,75 @@ def test_scripts_say_in_one_line_what_is_wrong(
 # Kubernetes.
 
 
+def objects() -> dict[str, dict[str, Any]]:
+    """What `kubectl apply` is told of, by kind."""
+    documents = yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+def jobset() -> dict[str, Any]:
+    return objects()["JobSet"]
+
+
+def test_jobset_gives_up_for_wrong_input_alone():
+    """Pods that end with 75 come again, uncounted: one that is pending may keep them waiting."""
+    [job] = jobset()["spec"]["replicatedJobs"]
+    job_spec = job["template"]["spec"]
+    actions = {}
+    for rule in job_spec["podFailurePolicy"]["rules"]:
+        codes = rule["onExitCodes"]
+        [container] = job_spec["template"]["spec"]["containers"]
+        assert (codes["containerName"], codes["operator"]) == (container["name"], "In")
+        actions |= dict.fromkeys(codes["values"], rule["action"])
+    assert actions == {INPUT_ERROR_EXIT_CODE: "FailJob", TRY_AGAIN_EXIT_CODE: "Ignore"}
+    # What a policy for pods asks for.
+    assert job_spec["template"]["spec"]["restartPolicy"] == "Never"
+    # Of failed jobs, those alone that this policy has failed end the set.
+    [rule] = jobset()["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+def test_jobset_lets_its_own_pods_reach_its_pods_and_nobody_else():
+    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": jobset()["metadata"]["name"]}}
+    policy = objects()["NetworkPolicy"]
+    assert policy["spec"] == {
+        "podSelector": own,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": own}]}],
+    }
+    # It is there before the first pod is.
+    assert list(objects()) == ["NetworkPolicy", "JobSet"]
+
+
+def test_jobset_has_no_rights_that_training_needs_not():
+    [job] = jobset()["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    rights = pod["securityContext"]
+    assert rights["runAsNonRoot"] is True
+    assert min(rights["runAsUser"], rights["runAsGroup"], rights["fsGroup"]) > 0
+    assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    # What is written lies on volumes: the run, what is compiled, and sockets below /tmp.
+    given = {entry["name"]: entry.get("value") for entry in container["env"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
+    for written in (given["RUN_DIR"], given["HOME"], "/tmp"):
+        assert any(Path(written).is_relative_to(mount) for mount in mounts)
+
+
 def test_jobset_trains_and_goes_on_after_a_lost_pod(
     tmp_path: Path, config: Path, programs: Processes
 ):
-    jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
-    [job] = jobset["spec"]["replicatedJobs"]
+    [job] = jobset()["spec"]["replicatedJobs"]
     [container] = job["template"]["spec"]["template"]["spec"]["containers"]
     given = {entry["name"]: entry.get("value") for entry in container["env"]}
-    name = jobset["metadata"]["name"]
+    name = jobset()["metadata"]["name"]
     assert given["COORDINATOR"].split(":")[0] == f"{name}-{job['name']}-0-0.{name}"
     job_spec = job["template"]["spec"]
     assert int(given["HOSTS"]) == job_spec["completions"] == job_spec["parallelism"]
@@ -281,7 +346,7 @@ def test_jobset_trains_and_goes_on_after_a_lost_pod(
     programs.wait_until(lambda: steps_done(tmp_path / "run") > 0, PATIENCE_S)
     programs.processes[1].kill()
     assert programs.exit_code(0, PATIENCE_S) == LOST_HOST_EXIT_CODE
-    # The failed job is made anew, whole.
+    # The failed job is made anew, whole: the pod that was killed counts.
     start_pods(STEPS)
     assert [programs.exit_code(index, PATIENCE_S) for index in (2, 3)] == [0, 0]
     assert_trained(tmp_path / "run")

@@ -9,7 +9,8 @@ import sys
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.storage.layout import open_checkpoint, prepare_run, saved_steps, steps_named
+from skippipe_jax.storage.layout import open_checkpoint, saved_steps, steps_named
+from skippipe_jax.storage.newest_whole import prepare_run
 from tests.storage.checkpoints import write
 from tests.thread_hosts import ThreadHost
 
@@ -66,7 +67,21 @@ def test_a_wrong_commit_record_is_named(run_dir, content):
     if isinstance(content, str):
         content = json.dumps(json.loads(path.read_bytes()) | {content: 2}).encode()
     path.write_bytes(content)
-    with pytest.raises(InputError, match="checkpoint before: 00000010") as caught:
+    with pytest.raises(InputError, match="checkpoint before: step 10") as caught:
+        open_checkpoint(run_dir)
+    assert caught.value.field == str(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "../../plan.json", "stage_0/../../x", "out/x", ""]
+)
+def test_a_commit_record_that_names_files_elsewhere_is_none(run_dir, name):
+    path = run_dir / "checkpoints" / "00000020" / "COMMITTED"
+    record = json.loads(path.read_bytes())
+    record["files"][name] = "5 bytes"
+    path.write_text(json.dumps(record))
+    (path.parent / "out").symlink_to(run_dir)
+    with pytest.raises(InputError, match="leads out of") as caught:
         open_checkpoint(run_dir)
     assert caught.value.field == str(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import fsspec
 import jax.numpy as jnp
 import pytest
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, load_config
@@ -219,6 +220,51 @@ def test_nothing_is_removed_before_it_has_been_copied(tmp_path: Path):
     assert saved_steps(tmp_path / "run") == seen[-1] == [7, 8]
 
 
+# Two that resume one run, and one folder.
+
+
+def train_in(folder: Path, run_dir: str, **changes: Any) -> None:
+    path = write_config(folder, plan={"case": SMALL_CASE, "method": "balanced"})
+    changes = {"run_dir": folder / run_dir, "train__steps": 1, **changes}
+    config = load_config(path, settings(**changes)[1::2])
+    train(config, Membership(config.cluster, 0, 1), resume=True, config_folder=folder)
+
+
+def test_nothing_is_fetched_into_a_folder_that_another_holds(tmp_path: Path):
+    url = f"file://{tmp_path}/copy"
+    write(make_run(tmp_path / "run"), url, 1)
+    with run_folder.Hold(tmp_path / "found") as hold:
+        hold.take()
+        with pytest.raises(TemporaryError, match="another training is writing it"):
+            train_in(tmp_path, "found", checkpoint__copy_to=url)
+        assert not list((tmp_path / "found").iterdir())
+
+
+def test_a_folder_that_was_made_to_fetch_into_vanishes_when_nothing_is_there(tmp_path: Path):
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        train_in(tmp_path, "a/found", checkpoint__copy_to=f"file://{tmp_path}/copy")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_is_held_that_vanishes_while_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, lock, locked = tmp_path / "run", fcntl.flock, []
+
+    def late(descriptor: int, how: int) -> None:
+        if not locked:  # The one that held it ends at this moment.
+            folder.rmdir()
+        locked.append(descriptor)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with run_folder.Hold(folder) as hold:
+        hold.take()
+        assert len(locked) == 2
+        with pytest.raises(TemporaryError, match="another training"):
+            run_folder.Hold(folder).take()
+
+
 # What cannot be.
 
 
@@ -247,6 +293,26 @@ def test_a_copy_in_the_run_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_to_fetch(tmp_path: Path, url: str):
     assert "holds no checkpoint" in refused(url, tmp_path / "run", resume=True).problem
+
+
+@pytest.mark.parametrize(
+    "name", ["run/../../evil.txt", "checkpoints/00000002/../../../../evil.txt", "link/evil.txt"]
+)
+def test_what_would_be_written_elsewhere_is_not_fetched(tmp_path: Path, name: str):
+    url = "memory://bucket/keys"
+    write(make_run(tmp_path / "run"), url, 2)
+    files, root = fsspec.url_to_fs(url)
+    files.pipe_file(f"{root}/{name}", b"evil")
+    found = tmp_path / "a" / "found"
+    found.mkdir(parents=True)
+    (found / "link").symlink_to(tmp_path)
+    try:
+        told = refused(url, found, resume=True)
+    finally:
+        files.rm("/bucket", recursive=True)
+    assert f"the name {name!r} leads out of {found}" in told.problem
+    assert [path.name for path in found.iterdir()] == ["link"]
+    assert not list(tmp_path.rglob("evil.txt"))
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_every_damaged_file_is_named(run_dir, damage):
     for path in files:
         intact = path.read_bytes()
         damage(path)
-        with pytest.raises(InputError, match="checkpoint before: 00000010") as caught:
+        with pytest.raises(InputError, match="checkpoint before: step 10") as caught:
             read_everything(run_dir)
         assert caught.value.field == str(path)
         path.write_bytes(intact)

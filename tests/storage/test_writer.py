@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,12 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError, run_command
 
-from skippipe_jax.storage.layout import latest_step, open_checkpoint, prepare_run, saved_steps
+from skippipe_jax.storage.layout import latest_step, open_checkpoint, saved_steps
+from skippipe_jax.storage.newest_whole import prepare_run
 from skippipe_jax.storage.reader import read_data_state, read_stage
 from skippipe_jax.storage.writer import CheckpointWriter
 from tests.multihost.processes import started_processes
+from tests.network.test_shaped_network import needs_root
 from tests.storage.checkpoints import LAYERS, abstract, stage_state, write
 from tests.thread_hosts import ThreadHost
 
@@ -151,6 +154,31 @@ def test_a_folder_that_cannot_be_written_any_more_is_named(tmp_path, capfd, host
     assert "Traceback" not in capfd.readouterr().err
 
 
+@needs_root
+def test_a_full_disk_is_told_in_one_line_and_may_have_room_later(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", disk], check=True)
+    try:
+        with started_processes(tmp_path / "processes") as processes:
+            processes.start(__file__, disk / "run", "many files")
+            assert processes.exit_code(0, 120) == TRY_AGAIN_EXIT_CODE
+            [line] = processes.output(0).splitlines()
+        assert (latest_step(disk / "run") or 0) >= 1
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert line.startswith(f"error: run_dir = '{disk / 'run'}': a checkpoint cannot be written")
+    assert ": No space left on device. Mend that, and --resume goes on from " in line
+
+
+def fill_the_disk(run_dir):
+    """Save checkpoints of many files each, of which none is removed."""
+    writer = CheckpointWriter(run_dir, ThreadHost(), stage_layers=(1,), keep=1000)
+    for step in range(1, 1000):
+        writer.save(step, {0: {str(n): jnp.full(3000, n, jnp.float32) for n in range(20)}}, {})
+    raise AssertionError("the disk is not full yet")
+
+
 def test_a_host_that_never_comes(tmp_path):
     first, second = two_writers(tmp_path, timeout_s=0.3)
     first.save(1, {0: stage_state(0)}, {})
@@ -222,5 +250,7 @@ def test_killed_while_saving(tmp_path):
         assert read_data_state(checkpoint) == {"step": last}
 
 
-if __name__ == "__main__":  # the process that test_killed_while_saving kills
-    save_forever(Path(sys.argv[1]))
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        sys.exit(run_command(lambda: fill_the_disk(Path(sys.argv[1]))))
+    save_forever(Path(sys.argv[1]))  # the process that test_killed_while_saving kills

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Tells nft to let only the hosts of a run to its ports. On each host, as root:
+#
+#   experiments/launch/firewall.sh HOSTS TRANSFER_PORT | nft -f -
+#
+# HOSTS is the file with the addresses of all hosts that ssh.sh takes; TRANSFER_PORT stands in the
+# configuration, as cluster.transfer_port: 2N^2 ports from there on for N hosts. From the
+# environment: PORT, where host 0 listens (8476). Collectives on CPUs listen on ports of the system's
+# choice, so strangers are kept from these as well; what a host asks for itself comes back to it.
+#
+# It ends with the machine, or by: nft delete table inet skippipe-run
+set -euo pipefail
+
+port=${PORT:-8476}
+hosts_file=${1:-}
+transfer_port=${2:-}
+if [[ ! -r $hosts_file || -d $hosts_file ]]; then
+    echo "error: HOSTS = '$hosts_file': no file to read. Write firewall.sh HOSTS TRANSFER_PORT" >&2
+    exit 2
+fi
+if [[ ! $transfer_port =~ ^[1-9][0-9]{0,4}$ ]]; then
+    echo "error: TRANSFER_PORT = '$transfer_port': is no port. Write that of the configuration" >&2
+    exit 2
+fi
+addresses_4=()
+addresses_6=()
+while read -r name address _; do
+    case $address in
+        *:*) addresses_6+=("$address") ;;
+        *.*) addresses_4+=("$address") ;;
+        *)
+            echo "error: HOSTS = '$hosts_file': '$name' has no address. Write NAME ADDRESS" >&2
+            exit 2
+            ;;
+    esac
+done < <(grep -Ev '^[[:space:]]*(#|$)' "$hosts_file")
+count=$((${#addresses_4[@]} + ${#addresses_6[@]}))
+last=$((transfer_port + 2 * count * count - 1))
+read -r first_of_system last_of_system < /proc/sys/net/ipv4/ip_local_port_range
+
+# A set is written with commas.
+listed() {
+    local IFS=,
+    echo "{ $* }"
+}
+
+echo "table inet skippipe-run"
+echo "delete table inet skippipe-run"
+echo "table inet skippipe-run {"
+echo "    chain strangers {"
+echo "        type filter hook input priority filter"
+echo "        iifname lo accept"
+echo "        ct state established,related accept"
+if ((${#addresses_4[@]})); then
+    echo "        ip saddr $(listed "${addresses_4[@]}") accept"
+fi
+if ((${#addresses_6[@]})); then
+    echo "        ip6 saddr $(listed "${addresses_6[@]}") accept"
+fi
+for range in "$port" "$transfer_port-$last" "$first_of_system-$last_of_system"; do
+    echo "        tcp dport $range drop"
+done
+echo "    }"
+echo "}"

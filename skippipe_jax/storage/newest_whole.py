@@ -1,0 +1,228 @@
+"""Which checkpoint is gone on from: the newest whose files are as they were committed.
+
+One that is damaged gives way to the one before it, unless its step was named. All hosts go on from
+the same: what is damaged for one of them, whoever reads which part, counts for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from skippipe_jax.cluster.agreement import Host, from_host_0, gather
+from skippipe_jax.storage.layout import (
+    DATA,
+    Checkpoint,
+    DamagedCheckpoint,
+    is_committed,
+    open_checkpoint,
+    remove,
+    require_intact,
+    saved_steps,
+    set_aside,
+    stage_name,
+    step_folder,
+    steps_with_folders,
+)
+from skippipe_jax.storage.warning import warn
+
+Parts = Callable[[Checkpoint], Collection[str]]
+"""Which parts of a checkpoint, stages and the state of the data, a host is going to read."""
+
+
+class Spare(Protocol):
+    """A copy of a run elsewhere, from which a damaged checkpoint can be had again."""
+
+    def restore(self, run_dir: Path, step: int) -> bool:
+        """Put the checkpoint of a step in the place of the damaged one, if there is such a copy."""
+        ...
+
+    def before(self, step: int) -> list[int]:
+        """The steps before `step` of which there are copies, ascending."""
+        ...
+
+    def forget(self, step: int) -> None:
+        """Remove the copy of a checkpoint, which is damaged too."""
+        ...
+
+
+def every_part(checkpoint: Checkpoint) -> list[str]:
+    """All stages and the state of the data."""
+    return [*_every_stage(checkpoint), DATA]
+
+
+def newest_whole(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """Open the checkpoint of `step`, by default the newest whose stages are whole.
+
+    Says on stderr which are not.
+
+    Raises:
+        InputError: if there is none, as `open_checkpoint` and `require_intact` say it.
+    """
+    if step is not None:
+        return open_checkpoint(run_dir, step)
+    steps: list[int | None] = [*saved_steps(run_dir)] or [None]
+    damages: list[DamagedCheckpoint] = []
+    while steps:
+        try:
+            found = _verified(open_checkpoint(run_dir, steps.pop()), _every_stage)
+        except DamagedCheckpoint as error:
+            damages.append(error)
+        else:
+            for damage in damages:
+                warn(str(damage.with_remedy(f"Step {found.step} is read, before it")))
+            return found
+    raise damages[-1]
+
+
+def prepare_run(
+    run_dir: Path,
+    host: Host,
+    step: int | None = None,
+    *,
+    parts: Parts = every_part,
+    spare: Spare | None = None,
+    timeout_s: float = 3600,
+) -> Checkpoint | None:
+    """Make the run folder ready to go on from ``step``, by default from its newest that is whole.
+
+    Every host calls this before it trains, and looks at those `parts` of a checkpoint that it will
+    read. Host 0 removes folders that a crash left without a COMMITTED, and checkpoints after the
+    one that is gone on from, whose steps the run will take anew. A damaged one it sets aside, says
+    so on stderr, and puts its `spare` copy in that place where there is one. When that is done all
+    hosts return the checkpoint to resume from, or None when the run has none.
+
+    Raises:
+        InputError: on all hosts, before anything is removed, when ``step`` cannot be opened, or all
+            checkpoints are damaged.
+        TimeoutError: another host has not looked within `timeout_s`.
+    """
+    if step is not None:
+        open_checkpoint(run_dir, step)
+    search = _Search(run_dir, host, parts, spare, timeout_s)
+    last = search.named(step) if step is not None else search.newest()
+
+    def clear() -> None:
+        search.tell(last)
+        _clear(run_dir, last, search.damages.keys())
+
+    from_host_0(host, "checkpoint/prepared", clear, timeout_s)
+    return last
+
+
+class _Search:
+    """The way of all hosts together to a checkpoint that is whole for each.
+
+    Attributes:
+        damages: what was damaged here, by step.
+        useless: the steps whose copies are damaged too.
+    """
+
+    def __init__(
+        self, run_dir: Path, host: Host, parts: Parts, spare: Spare | None, timeout_s: float
+    ):
+        self.run_dir = run_dir
+        self.host = host
+        self.parts = parts
+        self.spare = spare
+        self.timeout_s = timeout_s
+        self.damages: dict[int, DamagedCheckpoint] = {}
+        self.useless: list[int] = []
+
+    def named(self, step: int) -> Checkpoint:
+        """That of a step, or its damage is raised."""
+        found = self._seen(step, "found")
+        if isinstance(found, DamagedCheckpoint):
+            raise found
+        return found
+
+    def newest(self) -> Checkpoint | None:
+        """The newest that is whole here or in the copy; None if there is none at all."""
+        steps = self._of_host_0("steps", lambda: saved_steps(self.run_dir))
+        for step in reversed(steps):
+            found = self._seen(step, "found")
+            if isinstance(found, Checkpoint):
+                return found
+            self.damages[step] = found
+            found = self._restored(step)
+            if found is not None:
+                return found
+        if not steps:
+            return None
+        # A run that was fetched from its copy has not brought all that is there.
+        spare = self.spare
+        copies = self._of_host_0("copies", lambda: [] if spare is None else spare.before(steps[0]))
+        for step in reversed(copies):
+            found = self._restored(step)
+            if found is not None:
+                return found
+        raise self.damages[steps[0]]
+
+    def tell(self, last: Checkpoint | None) -> None:
+        """Say what was damaged, and remove such copies; on host 0."""
+        for step, damage in self.damages.items():
+            remedy = "It was fetched from the copy again"
+            if last is not None and step != last.step:
+                remedy = f"The run goes on from step {last.step}"
+            warn(str(damage.with_remedy(remedy)))
+        for step in self.useless:
+            assert self.spare is not None
+            self.spare.forget(step)
+
+    def _seen(self, step: int, when: str) -> Checkpoint | DamagedCheckpoint:
+        """A checkpoint whose parts are intact on all hosts, or what one of them finds damaged."""
+        opened: list[Checkpoint] = []
+
+        def look() -> list[str] | None:
+            try:
+                opened.append(_verified(open_checkpoint(self.run_dir, step), self.parts))
+            except DamagedCheckpoint as error:
+                return error.parts()
+            return None
+
+        told = gather(self.host, f"checkpoint/{step}/{when}", look, self.timeout_s)
+        damaged = [parts for parts in told.values() if parts is not None]
+        return DamagedCheckpoint(step, *damaged[0]) if damaged else opened[0]
+
+    def _restored(self, step: int) -> Checkpoint | None:
+        """The checkpoint as the copy has it, if that is whole."""
+        spare = self.spare
+        is_restored = self._of_host_0(
+            f"{step}/is_restored", lambda: spare is not None and spare.restore(self.run_dir, step)
+        )
+        if not is_restored:
+            return None
+        found = self._seen(step, "restored")
+        if isinstance(found, Checkpoint):
+            return found
+        self.damages.setdefault(step, found)
+        self.useless.append(step)
+        return None
+
+    def _of_host_0(self, name: str, make: Callable[[], Any]) -> Any:
+        return from_host_0(self.host, f"checkpoint/{name}", make, self.timeout_s)
+
+
+def _clear(run_dir: Path, last: Checkpoint | None, damaged: Collection[int]) -> None:
+    """Leave no folder of a step after the last, and none that is not whole."""
+    for found in steps_with_folders(run_dir):
+        folder = step_folder(run_dir, found)
+        is_last = last is not None and found == last.step
+        if found in damaged and not is_last and is_committed(folder):
+            set_aside(folder)
+        elif last is None or found > last.step or not is_committed(folder):
+            remove(folder)
+
+
+def _verified(checkpoint: Checkpoint, parts: Parts) -> Checkpoint:
+    """The checkpoint, some of whose parts have been found as they were committed."""
+    names = frozenset(parts(checkpoint))
+    for part in sorted(names):
+        require_intact(checkpoint, part)
+    return replace(checkpoint, intact=names)
+
+
+def _every_stage(checkpoint: Checkpoint) -> list[str]:
+    return [stage_name(stage) for stage in range(len(checkpoint.stage_layers))]
