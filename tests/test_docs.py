@@ -129,6 +129,21 @@ def test_the_number_of_hosts_does_not_change_the_losses(followed: Callable[[str]
     )
 
 
+def test_the_tutorial_shows_what_stages_are_good_for():
+    results = json.loads((ROOT / "experiments/results/tutorial_evaluation.json").read_text())
+    page, long = read("tutorial.md"), results["full_every_4"]
+    shown = dict(re.findall(r"^keep ([\d.]+), mean .*?  ([\d.]+ +[\d.]+)  ±", page, re.M))
+    assert shown == {
+        f"{keep['share']:g}": f"{keep['loss']:.4f}  {keep['perplexity']:10.3f}"
+        for keep in long["keep"]
+    }
+    losses = [keep["loss"] for keep in long["keep"]]
+    assert losses == sorted(losses)
+    never = results["never_full"]
+    [three] = [keep["perplexity"] for keep in never["keep"] if keep["share"] == 0.75]
+    assert f"{three:.2f} with three, on average, and {never['perplexity']:.2f} with all" in page
+
+
 def test_every_metric_is_told_of(followed: Callable[[str], Followed]):
     rows = re.findall(r"^\| (`.*?) \|", read("metrics.md"), re.M)
     told = {name for row in rows for name in FIELD.findall(row)}
