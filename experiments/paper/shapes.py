@@ -2,7 +2,7 @@
 
 Nothing is allocated: the project's own model, stages, optimizer, programs and rings are traced
 with abstract shapes (`jax.eval_shape`), and what comes out is added up.
-`skippipe_jax.models.footprint` says the same by formulas, which docs/memory.md derives;
+`skippipe_jax.models.footprint` says the same by formulas, which docs/memory_formulas.md derives;
 `largest_difference` holds the two together.
 
 models   for each of configs/{500m,1.5b,8b}.yaml: memory of a node of each stage, by part; what a

@@ -1,7 +1,8 @@
 """What a node holds and what an iteration sends, by formula: bytes, before anything runs.
 
-docs/memory.md derives every formula and defines the symbols, which are the names used here. What is
-held is exact; what an operation needs while it runs is what it makes before XLA fuses any of it.
+docs/memory_formulas.md derives every formula and defines the symbols, which are the names used
+here. What is held is exact; what an operation needs while it runs is what it makes before XLA fuses
+any of it.
 """
 
 from __future__ import annotations
