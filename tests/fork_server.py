@@ -195,8 +195,14 @@ def stand_in(address: str, python: str) -> None:
             )
     if process is None:
         os.execv(python, [python, *arguments])
+
+    def forward(number: int, _: object) -> None:
+        # Nothing is asked of the connection, on which this process waits.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: process.send_signal(number))
+        signal.signal(number, forward)
     code = process.wait()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)

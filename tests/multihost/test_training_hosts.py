@@ -381,7 +381,8 @@ def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
         for host in (0, 1, 3):
             assert_told_of_loss(processes.output(host), processes.name(2), run_dir)
 
-    with started_processes(tmp_path / "without_0") as processes:
+    # Whose message names the process that the launcher started.
+    with started_processes(tmp_path / "without_0", really=True) as processes:
         command = (*LAUNCH, "--hosts", str(HOSTS), *arguments, "--resume")
         processes.start(*command, **virtual_devices(1))
         processes.wait_until(lambda: steps_done(run_dir) >= 17, PATIENCE_S)
