@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import transformers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+
+# Not from `transformers` itself: a type checker would read all of its models for that.
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from skippipe_jax.data.batches import NOT_COUNTED
 
@@ -100,7 +100,7 @@ def in_dtype(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
 
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> Path:
     """The folder, in which transformers has written the model."""
-    transformers.utils.logging.disable_progress_bar()
+    disable_progress_bar()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

@@ -99,7 +99,7 @@ MODEL_WIDTH, FFN_WIDTH, HEADS = 64, 128, 4
 MICROBATCH_SIZE, SEQUENCE_LENGTH = 6, 256
 WORKLOADS = {
     20: Workload((5, 3, 3, 3, 3, 3), path_length=3, microbatches_per_data_node=6, memory=3),
-    4: Workload((2, 1, 1), path_length=2, microbatches_per_data_node=3, memory=3),
+    4: Workload((2, 1, 1), path_length=2, microbatches_per_data_node=2, memory=2),
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from skippipe_sched.errors import InputError
-from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from skippipe_jax.config import DataConfig, DocumentSource, parse_config, to_yaml
 from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora

@@ -21,11 +21,11 @@ import jax
 import numpy as np
 import pytest
 import torch
-import transformers
 import yaml
 from flax import nnx
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from skippipe_jax import evaluate
 from skippipe_jax.cluster.membership import Membership
@@ -407,7 +407,7 @@ def test_losses_equal_those_of_the_export_in_transformers_with_the_layers_remove
     assert len(ways) == 8
 
     to_huggingface(tmp_path / "run", tmp_path / "hf")
-    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     layers, ends = list(theirs.model.layers), list(itertools.accumulate(sizes, initial=0))
     for way in ways:
         kept_layers = [layers[ends[stage] : ends[stage + 1]] for stage in way["stages"]]
@@ -416,7 +416,7 @@ def test_losses_equal_those_of_the_export_in_transformers_with_the_layers_remove
         assert abs(way["loss"] - loss_of_transformers(theirs, windows)) < 1e-4, way["stages"]
 
 
-def loss_of_transformers(model: transformers.LlamaForCausalLM, windows: np.ndarray) -> float:
+def loss_of_transformers(model: LlamaForCausalLM, windows: np.ndarray) -> float:
     """The mean loss over all targets."""
     with torch.no_grad():
         logits = model(torch.tensor(windows[:, :-1]), use_cache=False).logits

@@ -18,7 +18,8 @@ import safetensors.numpy
 import torch
 from flax import nnx
 from skippipe_sched.errors import InputError
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from skippipe_jax import convert
 from skippipe_jax.config import (

@@ -13,8 +13,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
-from transformers import MistralConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mistral.configuration_mistral import MistralConfig
 
 from skippipe_jax.config import ModelConfig, RopeScaling, parse_config
 from skippipe_jax.config.huggingface import read_model, require_no_window

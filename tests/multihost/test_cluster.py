@@ -23,8 +23,11 @@ from skippipe_jax.launch import PORTS, free_port
 from tests.multihost.processes import Processes
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
-HEARTBEAT_TIMEOUT_S = 3.0
+# Longer than a host is silent that waits for a busy processor.
+HEARTBEAT_TIMEOUT_S = 8.0
 START_S = 60.0
+# What the end of a process takes once it is known that it has to end.
+SLACK_S = 20.0
 # Where nobody is to be lost, however busy the machine is.
 PATIENT = ("--heartbeat-timeout-s", "300")
 
@@ -74,33 +77,31 @@ def test_hosts_that_end_well_are_not_lost(run: Run):
         assert "lost" not in run.output(host)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("victim", "blow"),
     [(2, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
 )
 def test_survivors_name_the_lost_host(run: Run, victim: int, blow: signal.Signals):
-    run.start_workers(3)
+    run.start_workers(3, "--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S))
     run.wait_until_summing()
     run.processes[victim].send_signal(blow)
     struck = time.monotonic()
     verdict = f"{run.name(victim)} is lost: "
     for host in {0, 1, 2} - {victim}:
-        remaining = HEARTBEAT_TIMEOUT_S + 5 - (time.monotonic() - struck)
+        remaining = HEARTBEAT_TIMEOUT_S + SLACK_S - (time.monotonic() - struck)
         assert_stopped_by(run, host, verdict, remaining)
     if blow == signal.SIGSTOP:
         run.processes[victim].send_signal(signal.SIGCONT)
-        assert_stopped_by(run, victim, verdict, HEARTBEAT_TIMEOUT_S + 5)
+        assert_stopped_by(run, victim, verdict, HEARTBEAT_TIMEOUT_S + SLACK_S)
 
 
-@pytest.mark.alone
-def test_others_stop_at_once_for_a_host_that_fails_and_say_why(run: Run):
+def test_others_stop_for_a_host_that_fails_and_say_why(run: Run):
     # With this timeout, only the host's own word can be what stops the others.
     run.start_workers(3, *PATIENT, last=("--fail-at", "5"))
     assert run.exit_code(2, START_S) == 1
     assert "ValueError: the data ran out" in run.output(2)
     for host in (0, 1):
-        assert_stopped_by(run, host, f"{run.name(2)} failed: ValueError: the data ran out", 5.0)
+        assert_stopped_by(run, host, f"{run.name(2)} failed: ValueError: the data ran out", SLACK_S)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,12 @@ def garbage() -> Iterator[bytes]:
 
 
 def send(port: int, content: bytes) -> None:
-    """Send it to a port of this machine, and close the connection, whatever comes back."""
+    """Send it to a port of this machine, and close the connection, whatever comes back.
+
+    The other end may have closed it before.
+    """
     with (
-        contextlib.suppress(ConnectionError),
+        contextlib.suppress(OSError),
         socket.create_connection(("127.0.0.1", port), timeout=START_S) as connection,
     ):
         connection.sendall(content)
@@ -244,7 +248,6 @@ def test_clocks_are_compared_with_that_of_host_0(run: Run):
         assert float(printed[2]) < 2.0
 
 
-@pytest.mark.alone
 def test_a_host_that_has_waited_too_long_says_so_and_all_stop(run: Run):
     # With this timeout, nobody waits to find out whether a host is lost.
     run.start_workers(3, *PATIENT, last=("--late-at", "5"))
@@ -252,7 +255,7 @@ def test_a_host_that_has_waited_too_long_says_so_and_all_stop(run: Run):
     message = "nothing came from node 7 for 300 s."
     assert_stopped_by(run, 2, f"{run.name(2)}: {message}", START_S)
     for host in (0, 1):
-        assert_stopped_by(run, host, f"{run.name(2)} failed: {message}", 5.0)
+        assert_stopped_by(run, host, f"{run.name(2)} failed: {message}", SLACK_S)
 
 
 def test_a_host_alone_that_has_waited_too_long_says_so(run: Run):

@@ -36,7 +36,7 @@ PATIENCE_S = 120.0
 HEARTBEAT_TIMEOUT_S = 5.0
 DEADLINE_S = 10.0
 # What the end of a process takes once it is known that it has to end.
-SLACK_S = 10.0
+SLACK_S = 30.0
 CUT_S = 2.0
 
 
@@ -113,7 +113,6 @@ def assert_stopped(processes: Processes, run_dir: Path) -> None:
         assert not CRASHES.search(output), output
 
 
-@pytest.mark.alone
 def test_a_host_cut_off_for_good_ends_all_and_the_run_goes_on_once_it_is_back(
     network: ShapedNetwork, config: Path, uncut: list[float], tmp_path: Path
 ):
@@ -155,7 +154,6 @@ def test_a_run_outlives_a_cut_that_is_shorter_than_its_deadlines(
     assert losses(run_dir) == uncut
 
 
-@pytest.mark.alone
 def test_what_does_not_arrive_by_the_deadline_ends_all_though_hosts_live(
     network: ShapedNetwork, config: Path, tmp_path: Path
 ):
