@@ -13,6 +13,7 @@ from skippipe_sched.errors import loading, run_command
 if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
     from skippipe_jax.config import Config
+    from skippipe_jax.inference.scaling import Scaling
     from skippipe_jax.inference.staged_model import StagedModel
 
 INTERRUPTED = "interrupted; nothing is kept"
@@ -103,6 +104,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser, "override the configuration, as for training; may be given often")
 
 
+def add_scale(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, scaled: str = "the model"
+) -> None:
+    """The argument that scales residual branches, as `scaling_of` reads it."""
+    parser.add_argument(
+        "--scale",
+        metavar="SCALE",
+        help=f"{scaled} with what the residual branches of inner stages add multiplied by a "
+        "NUMBER, by the `share` of the run's microbatches that visited the stage (times as many "
+        "more as fewer stages run), or as they `fit` training text best, which takes seconds",
+    )
+
+
 def add_old_cut(parser: argparse.ArgumentParser) -> None:
     """Take ``--stages N``, as two commands called ``--cut N``, where N is a number; untold in help.
 
@@ -126,6 +140,18 @@ def named_model(arguments: argparse.Namespace) -> tuple[StagedModel, Config, int
         from skippipe_jax.inference.staged_model import read_model
 
     return read_model(arguments.run, arguments.hf, arguments.step, arguments.cut, arguments.set)
+
+
+def asked_scaling(
+    arguments: argparse.Namespace, model: StagedModel, config: Config, step: int | None
+) -> Scaling | None:
+    """How to scale the branches of the model that the arguments name, if they say so."""
+    if arguments.scale is None:
+        return None
+    with loading():
+        from skippipe_jax.inference.scaling import scaling_of
+
+    return scaling_of(arguments.scale, model, config.data, arguments.run, step)
 
 
 def add_stages_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skippipe_sched.errors import loading
 
-from skippipe_jax.arguments import add_old_cut, run_module
+from skippipe_jax.arguments import add_old_cut, add_scale, run_module
 from skippipe_jax.config.model import DTYPES, LAYERS_OF_STAGE
+
+if TYPE_CHECKING:
+    from skippipe_jax.models.branch_scales import BranchScales
 
 DESCRIPTION = """\
 Convert models between the format of Hugging Face and a run's folder: those of the Llama 2 and 3
@@ -27,7 +31,8 @@ needed: write init_from: hf:DIR in the configuration.
 to-hf writes what transformers, vLLM and others load: config.json, safetensors and the tokenizer,
 which for a run on bytes has a token for each.
 
-Only one stage of the model is held in memory at a time. The output is there whole or not at all.
+Only one stage of the model is held in memory at a time, but for --scale fit, which learns from
+all of them. The output is there whole or not at all.
 """
 
 
@@ -63,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     writing.add_argument(
         "--dtype", choices=DTYPES, help="of the weights (default: that of the run's parameters)"
     )
+    add_scale(writing)
     writing.set_defaults(command=_to_huggingface)
 
 
@@ -84,14 +90,29 @@ def _to_huggingface(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.interop.conversion import to_huggingface
 
-    _compute_on_cpu()
-    step = to_huggingface(arguments.run, arguments.output, arguments.step, arguments.dtype)
+    if arguments.scale != "fit":
+        _compute_on_cpu()
+    step, scales = arguments.step, None
+    if arguments.scale is not None:
+        step, scales = _scales(arguments)
+    step = to_huggingface(arguments.run, arguments.output, step, arguments.dtype, scales)
     print(f"step {step} of {arguments.run} is in {arguments.output}")
     return 0
 
 
+def _scales(arguments: argparse.Namespace) -> tuple[int, BranchScales]:
+    """The step of the checkpoint, and the scales of its branches where all stages run."""
+    from skippipe_jax.inference.scaling import scaling_of
+    from skippipe_jax.inference.staged_model import read_run
+
+    model, config, step = read_run(arguments.run, arguments.step)
+    scales = scaling_of(arguments.scale, model, config.data, arguments.run, step).scales()
+    print(f"scales {scales.told(model.cut)}")
+    return step, scales
+
+
 def _compute_on_cpu() -> None:
-    """Nothing is computed, and accelerators may be too small or busy."""
+    """Next to nothing is computed, and accelerators may be too small or busy."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")

@@ -9,14 +9,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, kind_of, loading
 
-from skippipe_jax.arguments import add_model_arguments, add_old_cut, named_model, run_module
+from skippipe_jax.arguments import (
+    add_model_arguments,
+    add_old_cut,
+    add_scale,
+    asked_scaling,
+    named_model,
+    run_module,
+)
 
 if TYPE_CHECKING:
     from skippipe_jax.inference.partial import Question
@@ -61,12 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     partial.add_argument("--paths", action="store_true", help="the paths of the run's own plan")
     partial.add_argument("--swaps", action="store_true", help="two neighbouring stages swapped")
     partial.add_argument("--importance", action="store_true", help="each stage left out in turn")
-    partial.add_argument(
-        "--scale",
-        action="store_true",
-        help="multiply what a stage adds by the share of the run's microbatches that visited it, "
-        "which is what others have come to expect of it",
-    )
+    add_scale(partial, "all of this once more,")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument(
@@ -78,22 +79,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _evaluate(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.data.batches import what_is_too_long
-        from skippipe_jax.inference.evaluation import evaluate, subsets, table, visited_shares
+        from skippipe_jax.inference.evaluation import evaluate, subsets, table
         from skippipe_jax.reporting.evaluation_plot import picture
 
     sequences = fields.integer(arguments.sequences, "--sequences", 1)
     shares = _shares(arguments)
     model, config, step = named_model(arguments)
-    if arguments.scale:
-        model = replace(model, scales=visited_shares(arguments.run, step, model.stages))
+    scaling = asked_scaling(arguments, model, config, step)
     _ = model.tokenizer  # Which is refused before anything is evaluated.
     questions = _questions(arguments, shares, model.stages)
-    found = evaluate(model, step, config.data, sequences, questions)
+    found = evaluate(model, step, config.data, sequences, questions, scaling)
     if arguments.plot is not None:
-        _write(arguments.plot, picture(subsets(found), model.stages, found.perplexity))
+        scaled = None if found.scaled is None else subsets(found.scaled)
+        _write(arguments.plot, picture(subsets(found), model.stages, found.perplexity, scaled))
     for line in what_is_too_long(config.data):
         print(line, file=sys.stderr)
-    print(json.dumps(found.to_json()) if arguments.json else table(found, model.stages))
+    print(json.dumps(found.to_json()) if arguments.json else table(found, model.cut))
     return 0
 
 

@@ -13,7 +13,9 @@ from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.arguments import (
     add_model_arguments,
+    add_scale,
     add_stages_arguments,
+    asked_scaling,
     named_model,
     run_module,
 )
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=Sampling.seed, help="of all draws (default: %(default)s)"
     )
     add_stages_arguments(parser)
+    add_scale(parser)
     parser.set_defaults(command=_generate, interrupted="\ninterrupted")
 
 
@@ -59,8 +62,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     count = fields.integer(arguments.tokens, "--tokens", 1)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    model, _, _ = named_model(arguments)
+    model, config, step = named_model(arguments)
     order = chosen_order(arguments.stages, arguments.keep, model.stages, arguments.seed)
+    scaling = asked_scaling(arguments, model, config, step)
+    if scaling is not None:
+        model = scaling.scaled(len(order))
+        print(f"scales {scaling.scales(len(order)).told(model.cut)}", file=sys.stderr)
     tokenizer = model.tokenizer
     text = _prompt(arguments.prompt)
     prompt = [tokenizer.begin, *map(int, tokenizer.encode(text))]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.arguments import add_model_arguments, add_stages_arguments, run_module
+from skippipe_jax.arguments import add_model_arguments, add_scale, add_stages_arguments, run_module
 
 
 def main() -> int:
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Run tasks of lm-evaluation-harness on a model, or on some of its stages."
     add_model_arguments(parser)
     add_stages_arguments(parser)
+    add_scale(parser)
     parser.add_argument("--seed", type=int, default=0, help="of --keep (default: %(default)s)")
     parser.add_argument(
         "--tasks", required=True, metavar="NAMES", help="separated by commas; * stands for anything"
@@ -78,6 +79,7 @@ def _harness(arguments: argparse.Namespace) -> int:
         overrides=arguments.set,
         stages=arguments.stages,
         keep=arguments.keep,
+        scale=arguments.scale,
         seed=arguments.seed,
         batch_size=arguments.batch_size,
     )

@@ -19,6 +19,7 @@ from skippipe_sched.errors import run_command
 from experiments.paper import provenance
 from skippipe_jax.inference.evaluation import Answer, evaluate
 from skippipe_jax.inference.partial import Question, Way, kept, swapped
+from skippipe_jax.inference.scaling import SHARE, scaling_of
 from skippipe_jax.inference.staged_model import read_run
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.whole_file import PARTIAL
@@ -40,10 +41,12 @@ class Summary:
             fewer sequences than the others.
         simulated_s: seconds of all iterations on the planner's clock.
         loss: of the full model at the end.
-        loss_scaled: of the full model in which what a stage adds is multiplied by the share of the
-            microbatches that visited it in training.
+        loss_scaled: of the full model in which what residual branches of a stage add is multiplied
+            by the share of the microbatches that visited it in training.
         keep: perplexities by how many stages run, over all sets of stages: mean, deviation, least,
             greatest, and the mean loss.
+        keep_scaled: the same where branches are multiplied by the share, and by as many times more
+            as fewer stages run.
         early_exit: losses with the first one, two, ... stages.
         swaps: perplexities with two neighbouring stages swapped, as in `keep`.
         minutes: that training took, in process, on this machine.
@@ -58,6 +61,7 @@ class Summary:
     loss: float
     loss_scaled: float
     keep: dict[str, dict[str, float]]
+    keep_scaled: dict[str, dict[str, float]]
     early_exit: list[float]
     swaps: dict[str, float]
     minutes: float
@@ -75,13 +79,15 @@ def summarise(run: Path, arm: str, digest: str, sequences: int) -> Summary:
     questions = [kept(stages, count / stages, EVERY_SUBSET, 0) for count in counts]
     first = tuple(Way(tuple(range(count))) for count in counts)
     questions += [Question("early exit", first, stages), swapped(stages)]
-    found = evaluate(model, step, data, sequences, questions)
+    scaling = scaling_of(SHARE, model, data, run, step)
+    found = evaluate(model, step, data, sequences, questions, scaling)
+    scaled = found.scaled
+    assert scaled is not None, "was asked for"
     *keep, early_exit, swaps = found.answers
+    *keep_scaled, _, _ = scaled.answers
 
     lines = run_folder.read_metrics(run)
-    schedule = run_folder.saved_schedule(run)
     clock_s = list(accumulate(line["predicted_seconds"] for line in lines))
-    scaled = replace(model, scales=schedule.visited_shares(step).tolist())
     return Summary(
         digest=digest,
         steps=step,
@@ -93,8 +99,9 @@ def summarise(run: Path, arm: str, digest: str, sequences: int) -> Summary:
         ],
         simulated_s=round(clock_s[-1], 1),
         loss=round(found.loss, 5),
-        loss_scaled=round(evaluate(scaled, step, data, sequences, ()).loss, 5),
+        loss_scaled=round(scaled.loss, 5),
         keep={str(n): _spread(answer) for n, answer in zip(counts, keep, strict=True)},
+        keep_scaled={str(n): _spread(own) for n, own in zip(counts, keep_scaled, strict=True)},
         early_exit=[round(loss, 5) for loss in early_exit.losses],
         swaps=_spread(swaps),
         minutes=round(sum(line["seconds_per_iteration"] for line in lines) / 60, 2),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,17 @@ from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
 from skippipe_jax.config import Config, DataConfig
+from skippipe_jax.config.model import StageCut
 from skippipe_jax.data.batches import held_out_batches
 from skippipe_jax.inference.partial import Order, Question, Way, full
+from skippipe_jax.inference.scaling import Scaling
 from skippipe_jax.inference.staged_model import StagedModel, read_run
-from skippipe_jax.storage import run_folder
+from skippipe_jax.models.branch_scales import BranchScales
 
 # The exponential of a greater loss is no float any more.
 MOST_NATS = 700.0
+# The columns of a table that hold numbers.
+FIGURES = (2, 3, 5, 6)
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ class Evaluation:
     """Mean cross-entropy in nats per token, its exponential, and over how many target tokens.
 
     They are those of the full model; `answers` compare other ways through it, over the same tokens.
-    `step` is None for a model that is not of a run. `scales` are those of the model, if it has any.
+    `step` is None for a model that is not of a run. `scaled` is the same for a model whose branches
+    are scaled, and `scales` are then its scales, by how many stages run.
     """
 
     step: int | None
@@ -94,7 +99,8 @@ class Evaluation:
     perplexity: float
     tokens: int
     answers: tuple[Answer, ...] = ()
-    scales: tuple[float, ...] | None = None
+    scales: Mapping[int, BranchScales] | None = None
+    scaled: Evaluation | None = None
 
     def to_json(self) -> dict[str, Any]:
         """One object: a list under `keep`, an object under each other question that was asked."""
@@ -105,12 +111,14 @@ class Evaluation:
             "tokens": self.tokens,
         }
         if self.scales is not None:
-            result["scales"] = self.scales
+            result["scales"] = {kept: asdict(own) for kept, own in self.scales.items()}
         for answer in self.answers:
             if answer.question.share is None:
                 result[answer.question.name] = answer.to_json()
             else:
                 result.setdefault(answer.question.name, []).append(answer.to_json())
+        if self.scaled is not None:
+            result["scaled"] = self.scaled.to_json()
         return result
 
 
@@ -131,8 +139,11 @@ def evaluate(
     data: DataConfig,
     sequences: int,
     questions: Collection[Question],
+    scaling: Scaling | None = None,
 ) -> Evaluation:
     """Evaluate the full model, and all ways of the questions, on the same held-out sequences.
+
+    With a scaling, all of it is evaluated once more with the scales for so many stages as run.
 
     Raises:
         InputError: if there is no text, or a loss is not finite.
@@ -148,13 +159,37 @@ def evaluate(
                 f"the loss along stages {list(order)} is {loss}: training had diverged",
                 "Name an earlier step, or train again with a lower optimizer.learning_rate",
             )
+    found = _evaluation(step, questions, losses, everything, tokens)
+    if scaling is None:
+        return found
+    counts = sorted({len(order) for order in orders})
+    for kept in counts:
+        alike = [order for order in orders if len(order) == kept]
+        losses |= losses_along(scaling.scaled(kept), alike, data, sequences)[0]
+    for order, loss in losses.items():
+        if not loss < MOST_NATS:
+            raise InputError(
+                "--scale", loss, f"is the loss along stages {list(order)} then", "Write fit, or 1"
+            )
+    scaled = _evaluation(step, questions, losses, everything, tokens)
+    scales = {kept: scaling.scales(kept) for kept in counts}
+    return replace(found, scaled=replace(scaled, scales=scales))
+
+
+def _evaluation(
+    step: int | None,
+    questions: Collection[Question],
+    losses: Mapping[Order, float],
+    everything: Order,
+    tokens: int,
+) -> Evaluation:
+    """What the losses along all orders say to the questions."""
     answers = tuple(
         Answer(question, tuple(losses[way.stages] for way in question.ways))
         for question in questions
     )
     loss = losses[everything]
-    scales = None if model.scales is None else tuple(model.scales)
-    return Evaluation(step, loss, math.exp(loss), tokens, answers, scales)
+    return Evaluation(step, loss, math.exp(loss), tokens, answers)
 
 
 def held_out_loss(config: Config, parameters: Sequence[Any], sequences: int) -> tuple[float, int]:
@@ -201,21 +236,6 @@ def _losses_along(
         yield from _losses_along(model, list(going_on), begun + 1, behind, targets)
 
 
-def visited_shares(run: Path | None, step: int | None, stages: int) -> tuple[float, ...]:
-    """The share of a run's microbatches that visited each stage, by the plans that it has now."""
-    if run is None or step is None:
-        raise InputError("--scale", True, "only a run has microbatches", "Leave it out")
-    shares = run_folder.saved_schedule(run).visited_shares(max(step, 1)).tolist()
-    if len(shares) != stages:
-        raise InputError(
-            "--scale",
-            f"{len(shares)} stages",
-            f"the checkpoint was saved by a plan of {stages}",
-            "Choose a step of the present plan, or leave it out",
-        )
-    return tuple(shares)
-
-
 def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
     """The perplexity of each subset that --keep asked for, by the number of its stages."""
     perplexities: dict[int, dict[Order, float]] = {}
@@ -226,37 +246,61 @@ def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
     return perplexities
 
 
-def table(found: Evaluation, stages: int) -> str:
-    """The evaluation for a reader: a line for the full model, and one for each way and question."""
+def table(found: Evaluation, cut: StageCut) -> str:
+    """The evaluation for a reader: a line for the full model, and one for each way and question.
+
+    What is scaled stands beside what is not.
+    """
     of_step = "" if found.step is None else f"step {found.step}: "
     lines = [
         f"{of_step}held-out loss {found.loss:.4f} nats per token, perplexity "
         f"{found.perplexity:.3f}, over {found.tokens:,} tokens, all stages in order"
     ]
-    if found.scales is not None:
-        lines[0] += f", times {', '.join(f'{scale:.3g}' for scale in found.scales)}"
+    scaled = found.scaled
+    if scaled is not None:
+        lines.append(f"scaled: loss {scaled.loss:.4f}, perplexity {scaled.perplexity:.3f}")
+        lines += [
+            f"scales where {kept} of {len(cut)} stages run: {scales.told(cut)}"
+            for kept, scales in sorted((scaled.scales or {}).items(), reverse=True)
+        ]
     if not found.answers:
-        return lines[0]
-    rows = [("", "stages", "loss", "perplexity", "")]
-    rows.append(("full", _stages(full(stages)), *_figures(found.loss, found.perplexity), ""))
+        return "\n".join(lines)
+    each = [_rows(one, len(cut)) for one in (found, scaled) if one is not None]
+    titles = ["", "stages"] + ["loss", "perplexity", ""] * len(each)
+    if scaled is not None:
+        titles[5:7] = ["scaled", "perplexity"]
+    rows = [
+        [*own[0][:2], *(figure for one in own for figure in one[2:])]
+        for own in zip(*each, strict=True)
+    ]
+    rows.insert(0, titles)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += [
+        "  ".join(
+            f"{text:>{width}}" if column in FIGURES else f"{text:<{width}}"
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+            if width or column == 0
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _rows(found: Evaluation, stages: int) -> list[list[str]]:
+    """A row for the full model, each way and each question: names, stages, figures and spread."""
+    rows = [["full", _stages(full(stages)), *_figures(found.loss, found.perplexity), ""]]
     for answer in found.answers:
         question, perplexities = answer.question, answer.perplexities
         ways = zip(question.ways, answer.losses, perplexities, strict=True)
         rows += [
-            (_label(question, way), _stages(way.stages), *_figures(loss, perplexity), "")
+            [_label(question, way), _stages(way.stages), *_figures(loss, perplexity), ""]
             for way, loss, perplexity in ways
         ]
         sample = f"{len(question.ways)} of {question.possible}"
         spread = f"± {answer.deviation:.3f}, {min(perplexities):.3f} to {max(perplexities):.3f}"
         means = _figures(answer.loss, answer.perplexity)
-        rows.append((f"{_name(question)}, mean", sample, *means, spread))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += [
-        f"{label:<{widths[0]}}  {stages:<{widths[1]}}  {loss:>{widths[2]}}  "
-        f"{perplexity:>{widths[3]}}  {spread}".rstrip()
-        for label, stages, loss, perplexity, spread in rows
-    ]
-    return "\n".join(lines)
+        rows.append([f"{_name(question)}, mean", sample, *means, spread])
+    return rows
 
 
 def _figures(loss: float, perplexity: float) -> tuple[str, str]:

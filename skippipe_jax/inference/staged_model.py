@@ -23,7 +23,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, parse_config, to_tree
 from skippipe_jax.config.huggingface import require_no_window
-from skippipe_jax.config.model import MOST_STAGES
+from skippipe_jax.config.model import MOST_STAGES, StageCut
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.config.tokenizer import BYTES, has_tokenizer
 from skippipe_jax.data.batches import (
@@ -54,19 +54,22 @@ class StagedModel:
     Attributes:
         config: its shapes.
         parameters: those of each stage; stage 0 is the data stage.
-        scales: what stage s > 0 adds to its input is multiplied by `scales[s]`, if they are given.
         tokenizer_name: what makes its tokens, as `load_tokenizer` takes it.
     """
 
     config: ModelConfig
     parameters: Sequence[Any]
-    scales: Sequence[float] | None = None
     tokenizer_name: str = BYTES
 
     @property
     def stages(self) -> int:
         """How many stages there are."""
         return len(self.parameters)
+
+    @property
+    def cut(self) -> StageCut:
+        """How many blocks each stage holds."""
+        return self.config.layers_of_stages(self.stages)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -182,7 +185,7 @@ class StagedModel:
         config = self.config
         if jax.default_backend() != "gpu":
             config = replace(config, attention="xla")
-        layers = config.layers_of_stages(self.stages)
+        layers = self.cut
 
         def structure(stage: int) -> Any:
             return nnx.graphdef(
@@ -199,8 +202,7 @@ class StagedModel:
         self, stage: int, x: Float[Array, "batch time width"]
     ) -> Float[Array, "batch time width"]:
         """The residual stream after one of the other stages."""
-        outputs = _apply(self.structures[stage], self.parameters[stage], x)
-        return outputs if self.scales is None else x + self.scales[stage] * (outputs - x)
+        return _apply(self.structures[stage], self.parameters[stage], x)
 
     def run(self, order: Sequence[int], batch: Batch) -> Float[Array, "sequence position width"]:
         """The residual stream after stages in an order that begins with the data stage."""

@@ -12,10 +12,11 @@ from tqdm import tqdm
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, to_yaml
 from skippipe_jax.config.huggingface import require_no_window
-from skippipe_jax.config.model import LAYERS_OF_STAGE
+from skippipe_jax.config.model import LAYERS_OF_STAGE, StageCut
 from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
 from skippipe_jax.interop import huggingface
+from skippipe_jax.models.branch_scales import BranchScales
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
 from skippipe_jax.storage import run_folder
@@ -58,16 +59,22 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
 
 
 def to_huggingface(
-    run: Path, target: Path, step: int | None = None, dtype: str | None = None
+    run: Path,
+    target: Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    scales: BranchScales | None = None,
 ) -> int:
     """Write a checkpoint of a run, by default the newest whole one, as a model; returns its step.
+
+    `scales` of residual branches are folded into the weights.
 
     Raises:
         InputError: if the checkpoint cannot be read, or `target` is not new.
     """
     model = run_folder.saved_config(run, "RUN").model
     checkpoint = newest_whole(run, step)
-    cut = checkpoint.stage_layers
+    cut = StageCut(checkpoint.stage_layers)
     # The run may have cut its model otherwise since.
     model = replace(model, stage_layers=cut)
     shapes = stage_shapes(model, len(cut))
@@ -75,7 +82,8 @@ def to_huggingface(
     companions = run / TOKENIZER_FOLDER
 
     def parameters_of(stage: int) -> Parameters:
-        return read_stage(checkpoint, cut, stage, {"parameters": shapes[stage]})["parameters"]
+        parameters = read_stage(checkpoint, cut, stage, {"parameters": shapes[stage]})["parameters"]
+        return parameters if scales is None else scales.folded(parameters, cut, stage)
 
     with new_folder(target, "--output") as folder:
         huggingface.write_weights(folder, model, len(cut), parameters_of, dtype)

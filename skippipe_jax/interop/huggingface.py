@@ -145,6 +145,7 @@ def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, A
         "rope_theta": model.rope_theta,
         "rope_scaling": {"rope_type": "llama3", **rope} if rope else None,
         "rms_norm_eps": model.norm_epsilon,
+        "initializer_range": model.initial_deviation,
         "tie_word_embeddings": model.tied_head,
         "torch_dtype": dtype,
         **_marks(companions),

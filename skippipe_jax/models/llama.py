@@ -26,8 +26,6 @@ from skippipe_jax.models.document_mask import (
     within_documents,
 )
 
-INITIAL_DEVIATION = 0.02
-
 
 def rotary_frequencies(config: ModelConfig) -> Float[Array, " half_head"]:
     """Radians per position of each rotated pair, with Llama 3's scaling if the config has it."""
@@ -76,9 +74,9 @@ class Linear(nnx.Module):
     """A matrix without bias, kept in the parameter dtype and applied in the compute dtype."""
 
     def __init__(self, config: ModelConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
-        """Draw the kernel from N(0, 0.02)."""
+        """Draw the kernel from a normal distribution."""
         initial = jax.random.normal(rngs.params(), (inputs, outputs), config.parameter_dtype)
-        self.kernel = nnx.Param(initial * INITIAL_DEVIATION)
+        self.kernel = nnx.Param(initial * config.initial_deviation)
         self.compute_dtype = config.compute_dtype
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
@@ -183,7 +181,7 @@ class DataStage(Stage):
         embedding_key, head_key = jax.random.split(jax.random.fold_in(key, 2**31 - 1))
         shape = (config.vocabulary_size, config.width)
         initial = jax.random.normal(embedding_key, shape, config.parameter_dtype)
-        self.embedding = nnx.Param(initial * INITIAL_DEVIATION)
+        self.embedding = nnx.Param(initial * config.initial_deviation)
         self.final_norm = RMSNorm(config)
         if not config.tied_head:
             self.head = Linear(config, config.width, config.vocabulary_size, nnx.Rngs(head_key))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from xml.etree.ElementTree import SubElement
+from collections.abc import Callable, Mapping
+from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 from skippipe_sched.figures.svg import (
@@ -29,6 +29,7 @@ BOTTOM = HEIGHT - 42
 TICKS_UP = 6
 CAP = 5
 DOT = 3.5
+ASIDE = 7  # Between two models, so that their subsets do not cover each other.
 
 STYLE = """
 .shares .each{fill:#2f6db5;fill-opacity:.3}
@@ -37,20 +38,32 @@ STYLE = """
 .shares .line{fill:none;stroke:#2f6db5;stroke-width:2;stroke-linejoin:round}
 .shares .full{stroke:#b5482f;stroke-width:1.5;stroke-dasharray:5 3}
 .shares .full-label{fill:#9c3a23}
+.shares .scaled .each,.shares .scaled .mean{fill:#2f8a5b}
+.shares .scaled .spread,.shares .scaled .line{stroke:#2f8a5b}
+.shares .scaled-label{fill:#1f6a43}
 """
+
+PerplexityOfSubsets = Mapping[int, Mapping[tuple[int, ...], float]]
+"""By the number of stages that run, then by which."""
 
 
 def picture(
-    perplexities: Mapping[int, Mapping[tuple[int, ...], float]], stages: int, full_perplexity: float
+    perplexities: PerplexityOfSubsets,
+    stages: int,
+    full_perplexity: float,
+    scaled: PerplexityOfSubsets | None = None,
 ) -> str:
     """Mean, standard deviation and every subset, for each number of the `stages` stages that run.
 
-    A dashed line marks the full model. The axis is logarithmic, for a model that has never been
-    run in part can be worse by orders of magnitude.
+    Those of a model whose branches are `scaled` stand beside them. A dashed line marks the full
+    model. The axis is logarithmic, for a model that has never been run in part can be worse by
+    orders of magnitude.
     """
     svg = start_picture("shares", (WIDTH, HEIGHT), "Perplexity of partial models", STYLE)
     add_title(svg, "Perplexity", "mean ± standard deviation, each subset")
-    everything = [full_perplexity, *(p for of in perplexities.values() for p in of.values())]
+    curves = {"plain": perplexities} | ({} if scaled is None else {"scaled": scaled})
+    everything = [p for curve in curves.values() for of in curve.values() for p in of.values()]
+    everything.append(full_perplexity)
     low, high = math.log(min(everything)) - 0.02, math.log(max(everything)) + 0.02
 
     def x(share: float) -> float:
@@ -70,23 +83,38 @@ def picture(
     add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, f"share of the {stages} stages")
     add_line(svg, "full", (LEFT, y(full_perplexity)), (RIGHT, y(full_perplexity)))
     add_text(svg, "full-label", LEFT + 4, y(full_perplexity) - 5, "all stages")
+    for place, (kind, curve) in enumerate(curves.items()):
+        group = SubElement(svg, "g", {"class": kind})
+        aside = (place - (len(curves) - 1) / 2) * ASIDE
+        _curve(group, curve, stages, lambda share, aside=aside: x(share) + aside, y)
+    if scaled is not None:
+        add_text(svg, "scaled-label end", RIGHT, TOP - 8, "branches scaled")
+    return svg_text(svg)
 
+
+def _curve(
+    group: Element,
+    perplexities: PerplexityOfSubsets,
+    stages: int,
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+) -> None:
+    """Draw one model: its subsets, and a line through their means."""
     means = []
     for kept, of_orders in sorted(perplexities.items()):
         across, values = x(kept / stages), list(of_orders.values())
         mean, deviation = float(np.mean(values)), float(np.std(values))
         for stages_run, perplexity in of_orders.items():
             tip = f"stages {' '.join(map(str, stages_run))}: {perplexity:.3f}"
-            add_tip(add_circle(svg, "each", across, y(perplexity), DOT), tip)
+            add_tip(add_circle(group, "each", across, y(perplexity), DOT), tip)
         ends = [y(mean - deviation), y(mean + deviation)]
-        add_line(svg, "spread", (across, ends[0]), (across, ends[1]))
+        add_line(group, "spread", (across, ends[0]), (across, ends[1]))
         for end in ends:
-            add_line(svg, "spread", (across - CAP, end), (across + CAP, end))
+            add_line(group, "spread", (across - CAP, end), (across + CAP, end))
         tip = f"{kept} of {stages} stages: {mean:.3f} ± {deviation:.3f}"
-        add_tip(add_circle(svg, "mean", across, y(mean), DOT), tip)
+        add_tip(add_circle(group, "mean", across, y(mean), DOT), tip)
         means.append(point((across, y(mean))))
-    SubElement(svg, "polyline", {"class": "line", "points": " ".join(means)})
-    return svg_text(svg)
+    SubElement(group, "polyline", {"class": "line", "points": " ".join(means)})
 
 
 def _ticks(low: float, high: float) -> list[float]:
