@@ -112,8 +112,9 @@ def add_scale(
         "--scale",
         metavar="SCALE",
         help=f"{scaled} with what the residual branches of inner stages add multiplied by a "
-        "NUMBER, by the `share` of the run's microbatches that visited the stage (times as many "
-        "more as fewer stages run), or as they `fit` training text best, which takes seconds",
+        "NUMBER; by the `share` of the run's microbatches that visited the stage, or by as many "
+        "times more as fewer stages run, at most 1; or as they `fit` training text best, which "
+        "takes seconds",
     )
 
 
@@ -134,24 +135,22 @@ def add_old_cut(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", dest="cut", type=number, help=argparse.SUPPRESS)
 
 
-def named_model(arguments: argparse.Namespace) -> tuple[StagedModel, Config, int | None]:
-    """The model that the arguments name, as `read_model` reads it."""
+def named_model(
+    arguments: argparse.Namespace,
+) -> tuple[StagedModel, Config, int | None, Scaling | None]:
+    """The model that the arguments name, as `read_model` reads it, and how `--scale` scales it."""
     with loading():
+        from skippipe_jax.inference.scaling import parse_scale, scaling_of
         from skippipe_jax.inference.staged_model import read_model
 
-    return read_model(arguments.run, arguments.hf, arguments.step, arguments.cut, arguments.set)
-
-
-def asked_scaling(
-    arguments: argparse.Namespace, model: StagedModel, config: Config, step: int | None
-) -> Scaling | None:
-    """How to scale the branches of the model that the arguments name, if they say so."""
-    if arguments.scale is None:
-        return None
-    with loading():
-        from skippipe_jax.inference.scaling import scaling_of
-
-    return scaling_of(arguments.scale, model, config.data, arguments.run, step)
+    run, scale = arguments.run, arguments.scale
+    if scale is not None:
+        scale = parse_scale(scale)  # A mistake shows before much is read.
+    model, config, step = read_model(
+        run, arguments.hf, arguments.step, arguments.cut, arguments.set
+    )
+    scaling = None if scale is None else scaling_of(scale, model, config.data, run, step)
+    return model, config, step, scaling
 
 
 def add_stages_arguments(parser: argparse.ArgumentParser) -> None:

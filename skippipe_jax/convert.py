@@ -9,15 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skippipe_sched.errors import loading
 
 from skippipe_jax.arguments import add_old_cut, add_scale, run_module
 from skippipe_jax.config.model import DTYPES, LAYERS_OF_STAGE
-
-if TYPE_CHECKING:
-    from skippipe_jax.models.branch_scales import BranchScales
 
 DESCRIPTION = """\
 Convert models between the format of Hugging Face and a run's folder: those of the Llama 2 and 3
@@ -88,27 +84,18 @@ def _from_huggingface(arguments: argparse.Namespace) -> int:
 
 def _to_huggingface(arguments: argparse.Namespace) -> int:
     with loading():
+        from skippipe_jax.inference.scaling import FIT, scales_of_run
         from skippipe_jax.interop.conversion import to_huggingface
 
-    if arguments.scale != "fit":
+    if arguments.scale != FIT:
         _compute_on_cpu()
     step, scales = arguments.step, None
     if arguments.scale is not None:
-        step, scales = _scales(arguments)
+        scales, cut, step = scales_of_run(arguments.scale, arguments.run, step)
+        print(f"scales {scales.told(cut)}")
     step = to_huggingface(arguments.run, arguments.output, step, arguments.dtype, scales)
     print(f"step {step} of {arguments.run} is in {arguments.output}")
     return 0
-
-
-def _scales(arguments: argparse.Namespace) -> tuple[int, BranchScales]:
-    """The step of the checkpoint, and the scales of its branches where all stages run."""
-    from skippipe_jax.inference.scaling import scaling_of
-    from skippipe_jax.inference.staged_model import read_run
-
-    model, config, step = read_run(arguments.run, arguments.step)
-    scales = scaling_of(arguments.scale, model, config.data, arguments.run, step).scales()
-    print(f"scales {scales.told(model.cut)}")
-    return step, scales
 
 
 def _compute_on_cpu() -> None:

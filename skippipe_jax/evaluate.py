@@ -19,7 +19,6 @@ from skippipe_jax.arguments import (
     add_model_arguments,
     add_old_cut,
     add_scale,
-    asked_scaling,
     named_model,
     run_module,
 )
@@ -84,8 +83,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     sequences = fields.integer(arguments.sequences, "--sequences", 1)
     shares = _shares(arguments)
-    model, config, step = named_model(arguments)
-    scaling = asked_scaling(arguments, model, config, step)
+    model, config, step, scaling = named_model(arguments)
     _ = model.tokenizer  # Which is refused before anything is evaluated.
     questions = _questions(arguments, shares, model.stages)
     found = evaluate(model, step, config.data, sequences, questions, scaling)

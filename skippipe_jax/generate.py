@@ -15,7 +15,6 @@ from skippipe_jax.arguments import (
     add_model_arguments,
     add_scale,
     add_stages_arguments,
-    asked_scaling,
     named_model,
     run_module,
 )
@@ -62,12 +61,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     count = fields.integer(arguments.tokens, "--tokens", 1)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    model, config, step = named_model(arguments)
+    model, _, _, scaling = named_model(arguments)
     order = chosen_order(arguments.stages, arguments.keep, model.stages, arguments.seed)
-    scaling = asked_scaling(arguments, model, config, step)
     if scaling is not None:
-        model = scaling.scaled(len(order))
-        print(f"scales {scaling.scales(len(order)).told(model.cut)}", file=sys.stderr)
+        scales = scaling.scales(len(order))
+        print(f"scales {scales.told(model.cut)}", file=sys.stderr)
+        model = model.scaled(scales)
     tokenizer = model.tokenizer
     text = _prompt(arguments.prompt)
     prompt = [tokenizer.begin, *map(int, tokenizer.encode(text))]

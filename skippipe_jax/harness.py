@@ -83,6 +83,8 @@ def _harness(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         batch_size=arguments.batch_size,
     )
+    if model.scales is not None:
+        print(f"scales {model.scales.told(model.model.cut)}", file=sys.stderr)
     results = simple_evaluate(
         model=model,
         tasks=[*tasks.match_tasks(names)],

@@ -168,9 +168,8 @@ def evaluate(
         losses |= losses_along(scaling.scaled(kept), alike, data, sequences)[0]
     for order, loss in losses.items():
         if not loss < MOST_NATS:
-            raise InputError(
-                "--scale", loss, f"is the loss along stages {list(order)} then", "Write fit, or 1"
-            )
+            problem = f"the loss along stages {list(order)} is then {loss}"
+            raise InputError("--scale", scaling.scale, problem, "Write a number nearer to 1")
     scaled = _evaluation(step, questions, losses, everything, tokens)
     scales = {kept: scaling.scales(kept) for kept in counts}
     return replace(found, scaled=replace(scaled, scales=scales))

@@ -27,7 +27,7 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED
 from skippipe_jax.inference.decoding import generate_tokens, padded_length, text_pieces
 from skippipe_jax.inference.partial import chosen_order
-from skippipe_jax.inference.scaling import Scale, scaling_of
+from skippipe_jax.inference.scaling import Scale, parse_scale, scaling_of
 from skippipe_jax.inference.staged_model import read_model
 from skippipe_jax.models.llama import DataStage
 
@@ -62,20 +62,24 @@ class HarnessModel(LM):
         """Read the model of a run, or of a folder from Hugging Face.
 
         `stages` names the stages that run ("0 2 1"; all by default), or `keep` is their share,
-        drawn by the seed. `scale` is what `parse_scale` takes. `batch_size` sequences run at once.
+        drawn by the seed. `scale` is what `parse_scale` takes; the scales are then in `scales`.
+        `batch_size` sequences run at once.
 
         Raises:
-            InputError: if there is no such model, or it has no such stages.
+            InputError: if there is no such model, it has no such stages, or cannot be scaled so.
         """
         super().__init__()
+        scale = None if scale is None else parse_scale(scale)
         run, hf = (None if folder is None else Path(folder) for folder in (run, hf))
         model, config, step = read_model(run, hf, step, cut, overrides)
         # The harness's own arguments are separated by commas.
         named = None if stages is None else str(stages).replace(" ", ",")
         self.order = chosen_order(named, keep, model.stages, seed)
+        self.scales = None
         if scale is not None:
             scaling = scaling_of(scale, model, config.data, run, step)
-            model = scaling.scaled(len(self.order))
+            self.scales = scaling.scales(len(self.order))
+            model = model.scaled(self.scales)
         self.model = model
         self.tokenizer = self.model.tokenizer
         self.batch_size = fields.integer(int(batch_size), "--batch-size", 1)

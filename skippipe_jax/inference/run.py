@@ -11,7 +11,7 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch, held_out_batches
-from skippipe_jax.inference.scaling import Scale, scaling_of
+from skippipe_jax.inference.scaling import Scale, Scaling, scaling_of
 from skippipe_jax.inference.staged_model import StagedModel, read_run
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.kept_tokenizer import with_tokenizer_of_run
@@ -53,19 +53,26 @@ class Run:
     def model(
         self, step: int | None = None, *, scale: Scale | None = None, kept: int | None = None
     ) -> StagedModel:
-        """The model in a checkpoint, by default the latest.
+        """The model in a checkpoint, by default the latest, scaled as `scaling` says.
 
-        `scale` multiplies what residual branches of inner stages add: by a number, by the "share"
-        of the run's microbatches that visited the stage, or as they "fit" training text best; that
-        is where `kept` stages will run, by default all.
+        Raises:
+            InputError: if there is no such checkpoint, or it cannot be read or scaled so.
+        """
+        if scale is None:
+            return read_run(self.folder, step)[0]
+        return self.scaling(scale, step).scaled(kept)
+
+    def scaling(self, scale: Scale, step: int | None = None) -> Scaling:
+        """How the model in a checkpoint is scaled, for every number of stages that may run.
+
+        What residual branches of inner stages add is multiplied by a number, by the "share" of the
+        run's microbatches that visited the stage, or as they "fit" training text best.
 
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
         model, config, step = read_run(self.folder, step)
-        if scale is None:
-            return model
-        return scaling_of(scale, model, config.data, self.folder, step).scaled(kept)
+        return scaling_of(scale, model, config.data, self.folder, step)
 
     def held_out(self, sequences: int) -> Iterator[Batch]:
         """At most so many sequences of the text that is never trained on, in batches of the run."""

@@ -1,15 +1,15 @@
 """Which scales a model's residual branches get, where it learnt to skip some of its stages.
 
 What a stage adds was learnt where others did not run. When more of them run than in training, all
-of it is too much, and when fewer run, too little. So the right scales depend on how many stages
-run. They are folded into the weights where these are read, and nothing that follows knows of them.
+of it is too much. So the right scales depend on how many stages run. They are folded into the
+weights where these are read, and nothing that follows knows of them.
 """
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,18 @@ from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.model import StageCut
-from skippipe_jax.data.batches import TrainingBatches
-from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.data.batches import Batch, TrainingBatches
+from skippipe_jax.inference.staged_model import StagedModel, read_run
 from skippipe_jax.models.branch_scales import BranchScales, folded
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.newest_whole import newest_whole
 
 SHARE, FIT = "share", "fit"
 Scale = str | float
 """`SHARE`, `FIT`, or what every branch of the inner stages is multiplied by."""
 
 # So many batches of so many tokens, or of a microbatch if that has more, teach a few numbers.
-FIT_BATCHES, FIT_TOKENS = 40, 2048
+FIT_BATCHES, FIT_TOKENS = 40, 1024
 FIT_RATE = 0.05
 
 
@@ -49,30 +50,17 @@ def parse_scale(given: Scale) -> Scale:
     if given in (SHARE, FIT):
         return given
     try:
-        number = float(given)
-    except ValueError as error:
-        raise InputError(
-            "--scale", given, "is no scale", "Write share, fit, or a number such as 0.7"
-        ) from error
-    return fields.number(number, "--scale", 0.0, above=True)
-
-
-def stage_scales(scale: float | Sequence[float], cut: StageCut, kept: int) -> BranchScales:
-    """Scales of branches from a number for all inner stages, or from shares of microbatches.
-
-    With the share of microbatches that visited each stage, all stages together add as much as in
-    training. Where only `kept` run, the data stage among them, each adds as many times more.
-    """
-    if isinstance(scale, float):
-        return BranchScales.of_stages([1.0, *[scale] * (len(cut) - 1)], cut)
-    more = (len(cut) - 1) / max(kept - 1, 1)
-    return BranchScales.of_stages([1.0, *(share * more for share in scale[1:])], cut)
+        return fields.number(given, "--scale", 0.0, above=True)
+    except InputError as error:
+        remedy = f"Write {SHARE}, {FIT}, or a number above 0 such as 0.7"
+        raise InputError("--scale", given, error.problem, remedy) from error
 
 
 class Scaling:
     """How the branches of one model are scaled, for every number of stages that may run.
 
     Attributes:
+        scale: what was asked for.
         model: as it is without.
     """
 
@@ -80,34 +68,32 @@ class Scaling:
         self, scale: Scale, model: StagedModel, data: DataConfig, shares: Sequence[float] | None
     ):
         """`shares` are those of microbatches that visited each stage, where a run has some."""
-        self.model = model
-        self._scale, self._data, self._shares = parse_scale(scale), data, shares
+        self.scale, self.model = scale, model
+        self._data, self._shares = data, shares
         self._found: dict[int, BranchScales] = {}
 
     def scales(self, kept: int | None = None) -> BranchScales:
-        """The scales where `kept` stages run, the data stage among them; by default all."""
-        kept = self.model.stages if kept is None else kept
+        """The scales where `kept` stages run, the data stage among them; by default all.
+
+        Raises:
+            InputError: if the model has not so many, or what should fit them is no text or finds
+                no finite ones.
+        """
+        stages = self.model.stages
+        kept = stages if kept is None else fields.integer(kept, "kept", 1, stages)
         if kept not in self._found:
             self._found[kept] = self._scales(kept)
         return self._found[kept]
 
     def scaled(self, kept: int | None = None) -> StagedModel:
         """The model with these scales in its weights."""
-        scales, cut = self.scales(kept), self.model.cut
-        parameters = [
-            scales.folded(own, cut, stage) for stage, own in enumerate(self.model.parameters)
-        ]
-        return replace(self.model, parameters=parameters)
+        return self.model.scaled(self.scales(kept))
 
     def _scales(self, kept: int) -> BranchScales:
         cut = self.model.cut
-        if self._scale == FIT:
-            first = 1.0 if self._shares is None else self._shares
-            return fitted(self.model, self._data, kept, stage_scales(first, cut, kept))
-        if self._scale == SHARE:
-            assert self._shares is not None, "refused where the shares are read"
-            return stage_scales(self._shares, cut, kept)
-        return stage_scales(float(self._scale), cut, kept)
+        if self.scale == FIT:
+            return fitted(self.model, training_text(self._data), kept)
+        return _given(self.scale, self._shares, cut, kept)
 
 
 def scaling_of(
@@ -119,20 +105,33 @@ def scaling_of(
 ) -> Scaling:
     """How to scale the model in a checkpoint of a run, or one without a run.
 
+    `data` says which text scales are fitted on.
+
     Raises:
         InputError: if the scale is none, or asks for shares where there are none.
     """
-    parsed, shares = parse_scale(scale), None
-    if run is not None and step is not None:
-        shares = visited_shares(run, step, model.stages)
-    if parsed == SHARE and shares is None:
-        raise InputError(
-            "--scale",
-            SHARE,
-            f"no plan of {model.stages} stages says how many microbatches visited each",
-            "Write fit, or a number such as 0.7",
-        )
-    return Scaling(parsed, model, data, shares)
+    scale = parse_scale(scale)
+    return Scaling(scale, model, data, _shares_for(scale, model.stages, run, step))
+
+
+def scales_of_run(
+    scale: Scale, run: Path, step: int | None = None
+) -> tuple[BranchScales, StageCut, int]:
+    """The scales where all stages of a checkpoint run, its cut and its step.
+
+    The model itself is read only where they are fitted.
+
+    Raises:
+        InputError: as `read_run`, `scaling_of` and `Scaling.scales` do.
+    """
+    scale = parse_scale(scale)
+    if scale == FIT:
+        model, config, step = read_run(run, step)
+        return scaling_of(scale, model, config.data, run, step).scales(), model.cut, step
+    checkpoint = newest_whole(run, step)
+    cut = StageCut(checkpoint.stage_layers)
+    shares = _shares_for(scale, len(cut), run, checkpoint.step)
+    return _given(scale, shares, cut, len(cut)), cut, checkpoint.step
 
 
 def visited_shares(run: Path, step: int, stages: int) -> tuple[float, ...] | None:
@@ -146,33 +145,86 @@ def visited_shares(run: Path, step: int, stages: int) -> tuple[float, ...] | Non
     return tuple(shares) if len(shares) == stages else None
 
 
-def fitted(model: StagedModel, data: DataConfig, kept: int, first: BranchScales) -> BranchScales:
-    """Scales with which `kept` stages, drawn anew for each batch, say training text best.
+def _shares_for(
+    scale: Scale, stages: int, run: Path | None, step: int | None
+) -> tuple[float, ...] | None:
+    """The shares that a scale is made from, if it is made from some."""
+    if scale != SHARE:
+        return None
+    shares = None if run is None or step is None else visited_shares(run, step, stages)
+    if shares is None:
+        raise InputError(
+            "--scale",
+            SHARE,
+            f"no plan of {stages} stages says how many microbatches visited each",
+            f"Write {FIT}, or a number such as 0.7",
+        )
+    return shares
 
-    They are learnt by Adam from `first` on; the data stage keeps its own.
+
+def _given(scale: Scale, shares: Sequence[float] | None, cut: StageCut, kept: int) -> BranchScales:
+    """The scales of a number, or of shares where `kept` stages run, the data stage among them.
+
+    With the share of microbatches that visited it, each stage adds what it added in training on
+    average. Where fewer stages run, each adds as many times more, but never more than it learnt to:
+    what some models gain by that is little, and what others lose is much.
+    """
+    inner = len(cut) - 1
+    if kept == 1:
+        of_inner = [1.0] * inner  # None of them runs.
+    elif shares is None:
+        of_inner = [float(scale)] * inner
+    else:
+        of_inner = [min(share * inner / (kept - 1), 1.0) for share in shares[1:]]
+    return BranchScales.of_stages([1.0, *of_inner], cut)
+
+
+def fitted(model: StagedModel, text: Iterable[Batch], kept: int) -> BranchScales:
+    """Scales with which `kept` stages, drawn anew for each of `FIT_BATCHES`, say the text best.
+
+    They are learnt by Adam from 1 on; the data stage, which always runs, is left as it is.
 
     Raises:
-        InputError: if there is no text.
+        InputError: if no scales are found that are finite.
     """
     cut = model.cut
-    sequences = max(data.microbatch_size, FIT_TOKENS // data.sequence_length, 1)
-    batches = TrainingBatches(replace(data, microbatch_size=sequences))
-    # One pass after another goes backward through all stages, on one device.
+    if kept == 1:
+        return BranchScales.of_stages([1.0] * len(cut), cut)  # No other stage runs.
+    # One device has all stages, and keeps what it needs of one block at a time.
     structures = replace(model, config=replace(model.config, recompute="block")).structures
-    scales = [jnp.asarray(first.of_blocks(cut.blocks(stage))) for stage in range(1, len(cut))]
+    scales = [jnp.ones((count, 2)) for count in cut[1:]]
     optimizer = optax.adam(optax.cosine_decay_schedule(FIT_RATE, FIT_BATCHES))
     state, draw = optimizer.init(scales), random.Random(0)
-    for number in tqdm(range(FIT_BATCHES), unit="batch", disable=None, leave=False):
-        batch = batches[number]
+    for batch in tqdm(text, total=FIT_BATCHES, unit="batch", disable=None, leave=False):
         runs = np.zeros(len(cut) - 1, bool)
         runs[draw.sample(range(len(cut) - 1), kept - 1)] = True
         x = model.embed(batch)
         gradient = _gradient(structures, scales, list(model.parameters), runs, x, batch["targets"])
         updates, state = optimizer.update(gradient, state)
         scales = optax.apply_updates(scales, updates)
-    inner = np.concatenate(jax.device_get(scales)) if scales else np.zeros((0, 2))
-    attention, feed_forward = np.concatenate([np.ones((cut[0], 2)), inner]).T.tolist()
+    of_inner = np.concatenate(jax.device_get(scales))
+    if not np.isfinite(of_inner).all():
+        raise InputError(
+            "--scale",
+            FIT,
+            "finds no finite scales: training had diverged",
+            "Name an earlier step, or train again with a lower optimizer.learning_rate",
+        )
+    attention, feed_forward = np.concatenate([np.ones((cut[0], 2)), of_inner]).T.tolist()
     return BranchScales(tuple(attention), tuple(feed_forward))
+
+
+def training_text(data: DataConfig) -> Iterator[Batch]:
+    """What `fitted` learns from: the first microbatches of a run, several in a batch.
+
+    Raises:
+        InputError: if there is no text.
+    """
+    microbatches = TrainingBatches(data)
+    count = max(1, FIT_TOKENS // (data.microbatch_size * data.sequence_length))
+    for number in range(0, FIT_BATCHES * count, count):
+        parts = [microbatches[number + place] for place in range(count)]
+        yield jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -184,13 +236,14 @@ def _gradient(
     x: Float[Array, "sequence position channels"],
     targets: Int[Array, "sequence position"],
 ) -> list[Float[Array, "blocks 2"]]:
-    """Of the mean loss where the inner stages that do not run add nothing."""
+    """Of the mean loss along the inner stages that run, in order."""
 
     def loss(scales: list[Float[Array, "blocks 2"]]) -> Float[Array, ""]:
         outputs = x
-        for stage, (own, structure) in enumerate(zip(scales, structures[1:], strict=True)):
-            weights = folded(parameters[stage + 1], own * runs[stage])
-            outputs = nnx.merge(structure, weights)(outputs)
+        inner = zip(runs, structures[1:], parameters[1:], scales, strict=True)
+        for is_run, structure, own, of_stage in inner:
+            stage = nnx.merge(structure, folded(own, of_stage))
+            outputs = jax.lax.cond(is_run, stage, lambda outputs: outputs, outputs)
         nats, tokens = nnx.merge(structures[0], parameters[0]).loss(outputs, targets)
         return nats / tokens
 

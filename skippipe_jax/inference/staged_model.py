@@ -36,6 +36,7 @@ from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 from skippipe_jax.inference.decoding import generate_tokens, padded_length
 from skippipe_jax.inference.partial import Order, full, kept, order_of
 from skippipe_jax.interop import huggingface
+from skippipe_jax.models.branch_scales import BranchScales
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import create_stage, stage_shapes
 from skippipe_jax.storage import run_folder
@@ -70,6 +71,13 @@ class StagedModel:
     def cut(self) -> StageCut:
         """How many blocks each stage holds."""
         return self.config.layers_of_stages(self.stages)
+
+    def scaled(self, scales: BranchScales) -> StagedModel:
+        """The model with what its residual branches add multiplied by these, in its weights."""
+        parameters = [
+            scales.folded(own, self.cut, stage) for stage, own in enumerate(self.parameters)
+        ]
+        return replace(self, parameters=parameters)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -1,0 +1,458 @@
+"""Scales of residual branches: which they are, what refuses them, and that all that runs uses them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import yaml
+from lm_eval.api.instance import Instance
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import make_plan
+from skippipe_sched.problem.case import parse_case
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+import skippipe_jax as sp
+from skippipe_jax import convert, evaluate, generate
+from skippipe_jax.config import DataConfig, parse_config
+from skippipe_jax.data.batches import Batch, held_out_batches
+from skippipe_jax.inference.evaluation import losses_along
+from skippipe_jax.inference.harness_model import HarnessModel
+from skippipe_jax.inference.partial import full, kept
+from skippipe_jax.inference.scaling import (
+    FIT,
+    SHARE,
+    Scale,
+    Scaling,
+    fitted,
+    parse_scale,
+    scales_of_run,
+    scaling_of,
+    training_text,
+)
+from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.interop.conversion import from_huggingface
+from skippipe_jax.models.branch_scales import BranchScales
+from tests.llama_models import random_llama, save
+from tests.partial_models import logits_of, random_model, save_checkpoint, save_run
+
+TIME = 32
+CASE = {
+    "nodes": 4,
+    "locations": ["here"],
+    "links": [],
+    "activation_bytes": 4096,
+    "stage_bytes": 8192,
+    "forward_s": 0.1,
+    "stages": [1, 1, 1, 1],
+    "path_length": 2,
+    "microbatches_per_data_node": 8,
+    "memory": 2,
+}
+SECTIONS: dict[str, Any] = {
+    "model": {
+        "width": 16,
+        "layers": 5,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn_width": 24,
+        "context": TIME,
+        "stage_layers": [1, 2, 1, 1],
+    },
+    "data": {
+        "source": "text",
+        "path": "text",
+        "sequence_length": TIME,
+        "microbatch_size": 2,
+        "held_out": 0.25,
+    },
+}
+STAGES = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, and a run along paths of which each visits one of three inner stages."""
+    folder = tmp_path_factory.mktemp("scaling")
+    letters = np.random.default_rng(0).choice(list(b"aab"), 4000).astype(np.uint8)
+    (folder / "text").write_bytes(letters.tobytes())
+    save_run(folder / "run", SECTIONS, STAGES)
+    make_plan(parse_case(CASE), "balanced").save(folder / "run" / "plan.json")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture(scope="module")
+def of_fit(folder: Path) -> dict[int, BranchScales]:
+    """The fitted scales by how many stages run."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        scaling = sp.Run(Path("run")).scaling(FIT)
+        return {count: scaling.scales(count) for count in (STAGES, 2)}
+
+
+def shares_by_hand() -> list[float]:
+    plan = sp.load_plan(Path("run/plan.json"))
+    visits = Counter(plan.stage_of[node] for path in plan.microbatches for node in path)
+    return [visits[stage] / len(plan.microbatches) for stage in range(STAGES)]
+
+
+def scales_by_hand(scale: Scale, count: int, of_fit: dict[int, BranchScales]) -> BranchScales:
+    """The scales where so many stages run."""
+    if scale == FIT:
+        return of_fit[count]
+    more = (STAGES - 1) / (count - 1)
+    inner = shares_by_hand()[1:] if scale == SHARE else [float(scale) / more] * (STAGES - 1)
+    stages = [1.0, *(min(more * share, 1.0) for share in inner)]
+    blocks = np.repeat(stages, SECTIONS["model"]["stage_layers"]).tolist()
+    return BranchScales(tuple(blocks), tuple(blocks))
+
+
+def assert_alike(found: BranchScales, expected: BranchScales) -> None:
+    assert found.attention == pytest.approx(expected.attention, rel=1e-6)
+    assert found.feed_forward == pytest.approx(expected.feed_forward, rel=1e-6)
+
+
+def command(module: ModuleType, words: list[str], monkeypatch: Any, capsys: Any) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    assert module.main() == 0
+    printed = capsys.readouterr()
+    return printed.out, printed.err
+
+
+# Which scales.
+
+
+def test_a_scale_is_a_word_or_a_number():
+    assert [parse_scale(given) for given in (SHARE, FIT, "0.7", 2)] == [SHARE, FIT, 0.7, 2.0]
+
+
+def test_shares_are_those_of_the_plan_and_more_where_fewer_run_but_never_above_1():
+    shares = shares_by_hand()
+    assert shares[0] == 1.0
+    assert sum(shares[1:]) == pytest.approx(1.0)
+    scaling = sp.Run(Path("run")).scaling(SHARE)
+    assert_alike(scaling.scales(), scales_by_hand(SHARE, STAGES, {}))
+    for count in (4, 3):
+        inner = [share * 3 / (count - 1) for share in shares[1:]]
+        expected = BranchScales.of_stages([1.0, *inner], scaling.model.cut)
+        assert_alike(scaling.scales(count), expected)
+    # As many as in training, or fewer: what is unequal among the shares is not made greater than 1.
+    assert max(scaling.scales(2).attention) == 1.0 > min(shares[1:]) * 3
+    assert scaling.scales(1) == BranchScales.of_stages([1.0] * STAGES, scaling.model.cut)
+
+
+def test_a_number_is_the_same_however_many_stages_run():
+    scaling = sp.Run(Path("run")).scaling("0.7")
+    for count in (4, 3, 2):
+        assert scaling.scales(count).attention == (1.0, *[0.7] * 4)
+        assert scaling.scales(count).feed_forward == (1.0, *[0.7] * 4)
+
+
+def test_scales_of_a_run_need_no_model(of_fit: dict[int, BranchScales], monkeypatch: Any):
+    assert scales_of_run(FIT, Path("run"))[0] == of_fit[STAGES]
+    monkeypatch.setattr("skippipe_jax.inference.scaling.read_run", None)
+    for scale in (SHARE, 0.7):
+        scales, cut, step = scales_of_run(scale, Path("run"))
+        assert_alike(scales, scales_by_hand(scale, STAGES, {}))
+        assert (cut, step) == ((1, 2, 1, 1), 5)
+
+
+# What is fitted.
+
+
+def answered(model: StagedModel, seed: int = 0) -> Iterator[Batch]:
+    """Batches of random tokens, and targets drawn from what a model says of them."""
+    random = np.random.default_rng(seed)
+    while True:
+        tokens = random.integers(0, model.config.vocabulary_size, (32, TIME)).astype(np.int32)
+        logits = logits_of(model, full(model.stages), tokens)
+        targets = (logits + random.gumbel(size=logits.shape)).argmax(axis=-1).astype(np.int32)
+        yield {"tokens": tokens, "targets": targets}
+
+
+def test_scales_that_are_known_are_found_again():
+    model = random_model(parse_config(SECTIONS).model, STAGES)
+    attention, feed_forward = (1.0, 0.6, 1.5, 0.8, 1.25), (1.0, 1.4, 0.7, 1.2, 0.65)
+    changed = BranchScales(tuple(1 / s for s in attention), tuple(1 / s for s in feed_forward))
+    found = fitted(model.scaled(changed), answered(model), STAGES)
+    np.testing.assert_allclose(found.attention, attention, atol=0.12)
+    np.testing.assert_allclose(found.feed_forward, feed_forward, atol=0.12)
+
+
+def test_fitted_scales_say_training_text_better(of_fit: dict[int, BranchScales]):
+    model, config, _ = read_run(Path("run"))
+    [batch] = [batch for batch, _ in zip(training_text(config.data), range(1), strict=False)]
+    for count, scales in of_fit.items():
+        orders = [way.stages for way in kept(STAGES, count / STAGES, 99, 0).ways]
+        plain, better = (
+            np.mean([one.loss(batch, order) for order in orders])
+            for one in (model, model.scaled(scales))
+        )
+        assert better < plain - 0.1
+        assert scales.attention[0] == scales.feed_forward[0] == 1.0
+    assert of_fit[STAGES] != of_fit[2]
+
+
+def test_a_fit_repeats_and_knows_nothing_of_what_is_held_out(
+    of_fit: dict[int, BranchScales], tmp_path: Path
+):
+    text = Path("text").read_bytes()
+    (tmp_path / "text").write_bytes(text[:3000] + b"z" * 1000)
+    other = [f"data.path={tmp_path / 'text'}"]
+    for overrides in ([], other):
+        model, config, step = read_run(Path("run"), None, overrides)
+        scaling = scaling_of(FIT, model, config.data, Path("run"), step)
+        assert scaling.scales(2) == of_fit[2]
+    held_out = [
+        next(held_out_batches(read_run(Path("run"), None, o)[1].data, 2)) for o in ([], other)
+    ]
+    assert np.any(held_out[0]["tokens"] != held_out[1]["tokens"])
+
+
+def test_documents_that_are_packed_are_fitted_each_by_itself(tmp_path: Path):
+    lines = [json.dumps({"text": "ab" * (3 + n % 5)}) for n in range(400)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    data = DataConfig(
+        "jsonl", str(tmp_path / "lines.jsonl"), packing="documents", sequence_length=TIME
+    )
+    model = random_model(parse_config(SECTIONS).model, STAGES)
+    batch = next(training_text(data))
+    assert batch["begins"].sum() > 2 * len(batch["tokens"])
+    scales = Scaling(FIT, model, data, None).scales()
+    assert model.scaled(scales).loss(batch) < model.loss(batch) - 0.1
+    # Who sees other documents too learns other scales.
+    unmarked = ({key: part[key] for key in ("tokens", "targets")} for part in training_text(data))
+    assert fitted(model, unmarked, STAGES) != scales
+
+
+def test_batches_hold_no_more_than_microbatches_of_the_run(monkeypatch: Any):
+    data = read_run(Path("run"))[1].data
+    assert [part["tokens"].shape for part in training_text(data)] == [(32, TIME)] * 40
+    monkeypatch.setattr("skippipe_jax.inference.scaling.FIT_TOKENS", 10)
+    microbatches = sp.data.batches.TrainingBatches(data) if hasattr(sp, "data") else None
+    assert microbatches is None or len(list(training_text(data))) == 40
+    assert {part["tokens"].shape for part in training_text(data)} == {(2, TIME)}
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("given", ["half", "0", "-0.5", "nan", "inf", "", True, None, [1.0]])
+def test_what_is_no_scale_is_refused(given: Any):
+    with pytest.raises(InputError, match="Write share, fit, or a number above 0") as caught:
+        sp.Run(Path("run")).scaling(given)
+    assert (caught.value.field, str(caught.value.value)) == ("--scale", str(given))
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "told"),
+    [
+        (evaluate, ["--run", "run", "--scale", "half"], "--scale = 'half': must be a number"),
+        (evaluate, ["--run", "run", "--scale", "1e90"], "--scale = 1e+90: the loss along"),
+        (generate, ["--run", "run", "--prompt", "a", "--scale", "0"], "--scale = '0': must be gr"),
+        (
+            convert,
+            ["to-hf", "run", "-o", "hf", "--scale", "nan"],
+            "--scale = 'nan': must be finite",
+        ),
+        (
+            evaluate,
+            ["--run", "run", "--scale", "fit", "--set", "data.path=nowhere"],
+            "data.path = 'nowhere'",
+        ),
+    ],
+)
+def test_commands_refuse_it_in_one_line(
+    module: ModuleType, words: list[str], told: str, monkeypatch: Any, capsys: Any
+):
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    assert module.main() == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert not Path("hf").exists()
+
+
+def test_where_no_plan_says_who_visited_what_there_is_no_share(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+):
+    source, run = save(random_llama("llama-2"), tmp_path / "hf"), tmp_path / "run"
+    from_huggingface(source, run, 5)
+    other = tmp_path / "other"
+    shutil.copytree("run", other)
+    make_plan(parse_case(CASE | {"nodes": 3, "stages": [1, 1, 1]}), "balanced").save(
+        other / "plan.json"
+    )
+    refused = [
+        (evaluate, ["--hf", source], 5),
+        (evaluate, ["--run", run], 5),
+        (convert, ["to-hf", run, "-o", tmp_path / "back"], 5),
+        (evaluate, ["--run", other], STAGES),
+    ]
+    for module, words, stages in refused:
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, words), "--scale", "share"])
+        assert module.main() == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert f"--scale = 'share': no plan of {stages} stages says how many" in line
+        assert line.endswith("Write fit, or a number such as 0.7")
+    with pytest.raises(InputError, match=r"data\.path"):
+        scales_of_run(FIT, run_without_text(tmp_path / "textless"))
+
+
+def run_without_text(folder: Path) -> Path:
+    save_run(folder, SECTIONS | {"data": SECTIONS["data"] | {"path": "nowhere"}}, STAGES)
+    return folder
+
+
+def test_a_model_that_has_diverged_has_no_scales(tmp_path: Path):
+    model, _, _ = read_run(Path("run"))
+    stages = [dict(own) for own in model.parameters]
+    stages[0]["embedding"] = stages[0]["embedding"] * jnp.nan
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(SECTIONS))
+    save_checkpoint(tmp_path, stages, 7)
+    with pytest.raises(InputError, match="training had diverged") as caught:
+        scales_of_run(FIT, tmp_path)
+    assert (caught.value.field, caught.value.value) == ("--scale", FIT)
+
+
+@pytest.mark.parametrize("count", [0, 5, 2.0])
+def test_so_many_stages_as_there_are_not_are_refused(count: Any):
+    with pytest.raises(InputError) as caught:
+        sp.Run(Path("run")).scaling(0.5).scales(count)
+    assert (caught.value.field, caught.value.value) == ("kept", count)
+
+
+# Who uses them.
+
+
+@pytest.mark.parametrize("scale", [SHARE, FIT, "0.7"])
+def test_evaluation_shows_both(
+    scale: str, of_fit: dict[int, BranchScales], monkeypatch: Any, capsys: Any
+):
+    asked = ["--run", "run", "--sequences", "4", "--keep", "1,0.5", "--scale", scale]
+    words = [*asked, "--plot", "shares.svg"]
+    table, _ = command(evaluate, words, monkeypatch, capsys)
+    found = json.loads(command(evaluate, [*asked, "--json"], monkeypatch, capsys)[0])
+    plain = json.loads(command(evaluate, [*asked[:-2], "--json"], monkeypatch, capsys)[0])
+    scaled = found.pop("scaled")
+    assert found == plain
+    model, config, _ = read_run(Path("run"))
+    rows = {tuple(re.split("  +", line)[:2]): line for line in table.splitlines()}
+    for answer, of_plain in zip(scaled["keep"], found["keep"], strict=True):
+        count = len(answer["each"][0]["stages"])
+        scales = scales_by_hand(scale, count, of_fit)
+        shown = scaled["scales"][str(count)]
+        assert_alike(BranchScales(shown["attention"], shown["feed_forward"]), scales)
+        assert f"scales where {count} of 4 stages run: {scales.told(model.cut)}\n" in table
+        orders = [tuple(way["stages"]) for way in answer["each"]]
+        losses, _ = losses_along(model.scaled(scales), orders, config.data, 4)
+        for way, other in zip(answer["each"], of_plain["each"], strict=True):
+            assert way["loss"] == pytest.approx(losses[tuple(way["stages"])], rel=1e-5)
+            row = rows[f"keep {answer['share']:g}", " ".join(map(str, way["stages"]))].split()
+            figures = [f"{one['loss']:.4f} {one['perplexity']:.3f}" for one in (other, way)]
+            assert " ".join(row[-4:]) == " ".join(figures)
+        mean = re.split(
+            "  +", rows[f"keep {answer['share']:g}, mean", f"{len(orders)} of {len(orders)}"]
+        )
+        assert mean[3] == f"{of_plain['perplexity']:.3f}"
+        assert mean[6] == f"{answer['perplexity']:.3f}"
+    assert abs(scaled["loss"] - found["loss"]) > 1e-3
+    assert f"scaled: loss {scaled['loss']:.4f}, perplexity {scaled['perplexity']:.3f}" in table
+    svg = ElementTree.parse("shares.svg").getroot()
+    groups = {g.get("class"): g for g in svg.iter("{http://www.w3.org/2000/svg}g")}
+    for kind, answers in (("plain", found["keep"]), ("scaled", scaled["keep"])):
+        tips = {tip.text for tip in groups[kind].iter() if tip.tag.endswith("title")}
+        for answer in answers:
+            for way in answer["each"]:
+                assert (
+                    f"stages {' '.join(map(str, way['stages']))}: {way['perplexity']:.3f}" in tips
+                )
+
+
+@pytest.mark.parametrize("scale", [SHARE, FIT, "0.7"])
+def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
+    scale: str, of_fit: dict[int, BranchScales], monkeypatch: Any, capsys: Any
+):
+    scales = scales_by_hand(scale, 2, of_fit)
+    words = ["--run", "run", "--prompt", "ab", "--tokens", "12", "--keep", "0.5", "--scale", scale]
+    out, told = command(generate, [*words, "--temperature", "0"], monkeypatch, capsys)
+    assert told == f"scales {scales.told(cut := read_run(Path('run'))[0].cut)}\n"
+    model = read_run(Path("run"))[0]
+    [order] = model.orders(0.5, most=1)
+    greedy = sp.Sampling(temperature=0)
+    assert out == "ab" + model.scaled(scales).generate("ab", 12, order, greedy) + "\n"
+    assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
+    harness = HarnessModel("run", keep=0.5, scale=scale)
+    assert harness.scales is not None
+    assert harness.scales.told(cut) == scales.told(cut)
+    [(nats, _)] = harness.loglikelihood(
+        [Instance(request_type="loglikelihood", doc={}, arguments=("ab", "ab"), idx=0)]
+    )
+    logits = model.scaled(scales).logits("ab" * 2, order)[2:4].astype(np.float64)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert nats == pytest.approx(logits[0, ord("a")] + logits[1, ord("b")], abs=1e-4)
+
+
+@pytest.mark.parametrize("scale", [SHARE, FIT, 0.7])
+def test_the_face_scales_as_commands_do(scale: Scale, of_fit: dict[int, BranchScales]):
+    run = sp.Run(Path("run"))
+    [batch] = run.held_out(2)
+    for count in (STAGES, 2):
+        order = full(count)
+        model = run.model(scale=scale, kept=count)
+        by_hand = run.model().scaled(scales_by_hand(scale, count, of_fit))
+        assert model.loss(batch, order) == pytest.approx(by_hand.loss(batch, order), rel=1e-5)
+    assert run.model(5, scale=scale).loss(batch) == pytest.approx(
+        run.model(scale=scale, kept=STAGES).loss(batch)
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scale", ["share", "fit", "0.7"])
+def test_what_is_exported_is_scaled(
+    scale: str, tied: bool, tmp_path: Path, monkeypatch: Any, capsys: Any
+):
+    """Transformers has our logits, and the loss that evaluation tells of the scaled model."""
+    sections = SECTIONS | {"model": SECTIONS["model"] | {"tied_head": tied}}
+    run = tmp_path / "run"
+    save_run(run, sections, STAGES)
+    shutil.copy("run/plan.json", run)
+    words = ["to-hf", str(run), "-o", str(tmp_path / "hf"), "--scale", scale]
+    told, _ = command(convert, words, monkeypatch, capsys)
+    ours = sp.Run(run).model(scale=scale)
+    scales = sp.Run(run).scaling(scale).scales()
+    assert told.splitlines()[0] == f"scales {scales.told(ours.cut)}"
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    nats = count = 0.0
+    for batch in sp.Run(run).held_out(8):
+        tokens, targets = (torch.from_numpy(batch[key]).long() for key in ("tokens", "targets"))
+        with torch.no_grad():
+            logits = theirs(tokens, use_cache=False).logits
+        own = ours.logits(batch["tokens"])
+        np.testing.assert_allclose(logits.numpy(), own, rtol=0, atol=1e-5 * np.abs(own).max())
+        nats += float(
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), reduction="sum"
+            )
+        )
+        count += targets.numel()
+    words = ["--run", str(run), "--sequences", "8", "--scale", scale, "--json"]
+    found = json.loads(command(evaluate, words, monkeypatch, capsys)[0])
+    assert nats / count == pytest.approx(found["scaled"]["loss"], abs=1e-5)
+    assert abs(nats / count - found["loss"]) > 1e-2
