@@ -1,6 +1,6 @@
 """LLaMA cut into stages, what it computes and what room it takes.
 
-Others use `llama` (stages and their shapes), `document_mask` (what keeps packed documents apart),
-`flops`, `footprint`, which counts bytes by formula and loads no JAX, and `planned_case`, which
-fills them into a case.
+Others use `llama` (stages and their shapes), `branch_scales` (numbers folded into their weights),
+`document_mask` (what keeps packed documents apart), `flops`, `footprint`, which counts bytes by
+formula and loads no JAX, and `planned_case`, which fills them into a case.
 """

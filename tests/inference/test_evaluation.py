@@ -34,7 +34,6 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference import evaluation
 from skippipe_jax.inference.evaluation import Evaluation, evaluate_run, held_out_loss, losses_along
 from skippipe_jax.inference.partial import Order, kept, swapped, without_each
-from skippipe_jax.inference.staged_model import read_run
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.llama import DataStage, stage_shapes
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares
@@ -335,32 +334,6 @@ def test_a_sample_of_many_subsets_is_drawn_by_the_seed():
 )
 def test_shares_are_rounded_to_whole_stages(stages: int, share: float, count: int):
     assert {len(way.stages) for way in kept(stages, share, 99, 0).ways} == {count}
-
-
-def test_what_stages_add_can_be_scaled():
-    config = load_config(Path("config.yaml"))
-    model = random_model(config.model, STAGES)
-    [(plain, _), (alike, _), (left_out, _), (halved, _)] = [
-        losses_along(replace(model, scales=scales), {(0, 1, 2), (0, 2)}, config.data, 2)
-        for scales in (None, (1.0, 1.0, 1.0), (1.0, 0.0, 1.0), (1.0, 0.5, 1.0))
-    ]
-    assert alike == pytest.approx(plain, rel=1e-5)
-    assert left_out[0, 1, 2] == pytest.approx(plain[0, 2], rel=1e-5)
-    assert abs(halved[0, 1, 2] - plain[0, 1, 2]) > 1e-3
-
-
-def test_a_run_is_scaled_by_the_shares_that_visited(monkeypatch: Any, capsys: Any):
-    plan = load_plan(Path("run/plan.json"))
-    visits = Counter(plan.stage_of[node] for path in plan.microbatches for node in path)
-    shares = [visits[stage] / len(plan.microbatches) for stage in range(STAGES)]
-    assert shares[0] == 1.0 > shares[1]
-    found = evaluated(["--scale"], monkeypatch, capsys)
-    assert found["scales"] == pytest.approx(shares)
-    model, config, _ = read_run(Path("run"))
-    by_hand, _ = losses_along(replace(model, scales=shares), {(0, 1, 2)}, config.data, 256)
-    assert found["loss"] == pytest.approx(by_hand[0, 1, 2], rel=1e-6)
-    assert abs(found["loss"] - evaluated([], monkeypatch, capsys)["loss"]) > 1e-4
-    assert ", times 1, 0." in run_main(["--run", "run", "--scale"], monkeypatch, capsys)
 
 
 def test_shares_of_a_run_are_those_of_all_its_plans():

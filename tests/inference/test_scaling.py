@@ -1,4 +1,4 @@
-"""Scales of residual branches: which they are, what refuses them, and that all that runs uses them."""
+"""Scales of residual branches: which they are, which are refused, and who uses them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 import skippipe_jax as sp
 from skippipe_jax import convert, evaluate, generate
 from skippipe_jax.config import DataConfig, parse_config
-from skippipe_jax.data.batches import Batch, held_out_batches
+from skippipe_jax.data.batches import Batch, TrainingBatches, held_out_batches
+from skippipe_jax.inference import scaling
 from skippipe_jax.inference.evaluation import losses_along
 from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.partial import full, kept
@@ -35,7 +36,6 @@ from skippipe_jax.inference.scaling import (
     FIT,
     SHARE,
     Scale,
-    Scaling,
     fitted,
     parse_scale,
     scales_of_run,
@@ -80,6 +80,8 @@ SECTIONS: dict[str, Any] = {
     },
 }
 STAGES = 4
+# Enough to see that they learn; how well is shown where scales are found again.
+FEW_BATCHES = 8
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(scaling, "FIT_BATCHES", FEW_BATCHES)
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +106,9 @@ def of_fit(folder: Path) -> dict[int, BranchScales]:
     """The fitted scales by how many stages run."""
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
-        scaling = sp.Run(Path("run")).scaling(FIT)
-        return {count: scaling.scales(count) for count in (STAGES, 2)}
+        patched.setattr(scaling, "FIT_BATCHES", FEW_BATCHES)
+        of_run = sp.Run(Path("run")).scaling(FIT)
+        return {count: of_run.scales(count) for count in (STAGES, 2)}
 
 
 def shares_by_hand() -> list[float]:
@@ -118,8 +122,8 @@ def scales_by_hand(scale: Scale, count: int, of_fit: dict[int, BranchScales]) ->
     if scale == FIT:
         return of_fit[count]
     more = (STAGES - 1) / (count - 1)
-    inner = shares_by_hand()[1:] if scale == SHARE else [float(scale) / more] * (STAGES - 1)
-    stages = [1.0, *(min(more * share, 1.0) for share in inner)]
+    of_shares = [min(more * share, 1.0) for share in shares_by_hand()[1:]]
+    stages = [1.0, *(of_shares if scale == SHARE else [float(scale)] * (STAGES - 1))]
     blocks = np.repeat(stages, SECTIONS["model"]["stage_layers"]).tolist()
     return BranchScales(tuple(blocks), tuple(blocks))
 
@@ -147,22 +151,22 @@ def test_shares_are_those_of_the_plan_and_more_where_fewer_run_but_never_above_1
     shares = shares_by_hand()
     assert shares[0] == 1.0
     assert sum(shares[1:]) == pytest.approx(1.0)
-    scaling = sp.Run(Path("run")).scaling(SHARE)
-    assert_alike(scaling.scales(), scales_by_hand(SHARE, STAGES, {}))
+    of_run = sp.Run(Path("run")).scaling(SHARE)
     for count in (4, 3):
         inner = [share * 3 / (count - 1) for share in shares[1:]]
-        expected = BranchScales.of_stages([1.0, *inner], scaling.model.cut)
-        assert_alike(scaling.scales(count), expected)
+        assert max(inner) < 1
+        assert_alike(of_run.scales(count), BranchScales.of_stages([1.0, *inner], of_run.model.cut))
+    assert of_run.scales() == of_run.scales(4)
     # As many as in training, or fewer: what is unequal among the shares is not made greater than 1.
-    assert max(scaling.scales(2).attention) == 1.0 > min(shares[1:]) * 3
-    assert scaling.scales(1) == BranchScales.of_stages([1.0] * STAGES, scaling.model.cut)
+    assert max(shares[1:]) * 3 > 1.0 == max(of_run.scales(2).attention)
+    assert min(of_run.scales(2).attention) == pytest.approx(min(shares[1:]) * 3)
+    assert of_run.scales(1) == BranchScales.of_stages([1.0] * STAGES, of_run.model.cut)
 
 
 def test_a_number_is_the_same_however_many_stages_run():
-    scaling = sp.Run(Path("run")).scaling("0.7")
+    of_run = sp.Run(Path("run")).scaling("0.7")
     for count in (4, 3, 2):
-        assert scaling.scales(count).attention == (1.0, *[0.7] * 4)
-        assert scaling.scales(count).feed_forward == (1.0, *[0.7] * 4)
+        assert of_run.scales(count) == BranchScales((1.0, *[0.7] * 4), (1.0, *[0.7] * 4))
 
 
 def test_scales_of_a_run_need_no_model(of_fit: dict[int, BranchScales], monkeypatch: Any):
@@ -187,7 +191,8 @@ def answered(model: StagedModel, seed: int = 0) -> Iterator[Batch]:
         yield {"tokens": tokens, "targets": targets}
 
 
-def test_scales_that_are_known_are_found_again():
+def test_scales_that_are_known_are_found_again(monkeypatch: Any):
+    monkeypatch.undo()
     model = random_model(parse_config(SECTIONS).model, STAGES)
     attention, feed_forward = (1.0, 0.6, 1.5, 0.8, 1.25), (1.0, 1.4, 0.7, 1.2, 0.65)
     changed = BranchScales(tuple(1 / s for s in attention), tuple(1 / s for s in feed_forward))
@@ -218,8 +223,7 @@ def test_a_fit_repeats_and_knows_nothing_of_what_is_held_out(
     other = [f"data.path={tmp_path / 'text'}"]
     for overrides in ([], other):
         model, config, step = read_run(Path("run"), None, overrides)
-        scaling = scaling_of(FIT, model, config.data, Path("run"), step)
-        assert scaling.scales(2) == of_fit[2]
+        assert scaling_of(FIT, model, config.data, Path("run"), step).scales(2) == of_fit[2]
     held_out = [
         next(held_out_batches(read_run(Path("run"), None, o)[1].data, 2)) for o in ([], other)
     ]
@@ -229,26 +233,27 @@ def test_a_fit_repeats_and_knows_nothing_of_what_is_held_out(
 def test_documents_that_are_packed_are_fitted_each_by_itself(tmp_path: Path):
     lines = [json.dumps({"text": "ab" * (3 + n % 5)}) for n in range(400)]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    data = DataConfig(
-        "jsonl", str(tmp_path / "lines.jsonl"), packing="documents", sequence_length=TIME
-    )
+    path = str(tmp_path / "lines.jsonl")
+    data = DataConfig("jsonl", path, packing="documents", sequence_length=TIME)
     model = random_model(parse_config(SECTIONS).model, STAGES)
-    batch = next(training_text(data))
-    assert batch["begins"].sum() > 2 * len(batch["tokens"])
-    scales = Scaling(FIT, model, data, None).scales()
-    assert model.scaled(scales).loss(batch) < model.loss(batch) - 0.1
+    batches = list(training_text(data))
+    assert all(batch.get("begins", np.zeros(1)).sum() > TIME for batch in batches)
+    scales = scaling_of(FIT, model, data).scales()
+    assert model.scaled(scales).loss(batches[0]) < model.loss(batches[0]) - 0.1
     # Who sees other documents too learns other scales.
-    unmarked = ({key: part[key] for key in ("tokens", "targets")} for part in training_text(data))
+    unmarked: list[Batch] = [{"tokens": b["tokens"], "targets": b["targets"]} for b in batches]
     assert fitted(model, unmarked, STAGES) != scales
 
 
-def test_batches_hold_no_more_than_microbatches_of_the_run(monkeypatch: Any):
+def test_a_batch_has_tokens_enough_and_whole_microbatches(monkeypatch: Any):
     data = read_run(Path("run"))[1].data
-    assert [part["tokens"].shape for part in training_text(data)] == [(32, TIME)] * 40
-    monkeypatch.setattr("skippipe_jax.inference.scaling.FIT_TOKENS", 10)
-    microbatches = sp.data.batches.TrainingBatches(data) if hasattr(sp, "data") else None
-    assert microbatches is None or len(list(training_text(data))) == 40
-    assert {part["tokens"].shape for part in training_text(data)} == {(2, TIME)}
+    microbatches = TrainingBatches(data)
+    for tokens, count in ((1024, 16), (200, 3), (10, 1)):
+        monkeypatch.setattr(scaling, "FIT_TOKENS", tokens)
+        batches = list(training_text(data))
+        assert len(batches) == FEW_BATCHES
+        expected = [microbatches[count + place]["targets"] for place in range(count)]
+        np.testing.assert_array_equal(batches[1]["targets"], np.concatenate(expected))
 
 
 # What is refused.
@@ -389,18 +394,17 @@ def test_evaluation_shows_both(
 def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     scale: str, of_fit: dict[int, BranchScales], monkeypatch: Any, capsys: Any
 ):
-    scales = scales_by_hand(scale, 2, of_fit)
+    model, scales = read_run(Path("run"))[0], scales_by_hand(scale, 2, of_fit)
     words = ["--run", "run", "--prompt", "ab", "--tokens", "12", "--keep", "0.5", "--scale", scale]
     out, told = command(generate, [*words, "--temperature", "0"], monkeypatch, capsys)
-    assert told == f"scales {scales.told(cut := read_run(Path('run'))[0].cut)}\n"
-    model = read_run(Path("run"))[0]
+    assert told == f"scales {scales.told(model.cut)}\n"
     [order] = model.orders(0.5, most=1)
     greedy = sp.Sampling(temperature=0)
     assert out == "ab" + model.scaled(scales).generate("ab", 12, order, greedy) + "\n"
     assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
     harness = HarnessModel("run", keep=0.5, scale=scale)
     assert harness.scales is not None
-    assert harness.scales.told(cut) == scales.told(cut)
+    assert_alike(harness.scales, scales)
     [(nats, _)] = harness.loglikelihood(
         [Instance(request_type="loglikelihood", doc={}, arguments=("ab", "ab"), idx=0)]
     )

@@ -30,11 +30,15 @@ CONFIG = ModelConfig(
 def by_hand(config: ModelConfig, blocks: Any, scales: np.ndarray, x: jax.Array) -> jax.Array:
     """The blocks of a stage one by one; what each branch adds is multiplied where it is added."""
     structure = nnx.graphdef(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0))))
-    for number, (attention, feed_forward) in enumerate(scales):
-        own = jax.tree.map(lambda leaf: leaf[number], blocks)  # noqa: B023
+
+    @jax.jit
+    def run(own: Any, attention: jax.Array, feed_forward: jax.Array, x: jax.Array) -> jax.Array:
         block: Block = nnx.merge(structure, own)
         x = x + attention * block.attend(block.attention_norm(x), None)
-        x = x + feed_forward * block.feed_forward(block.ffn_norm(x))
+        return x + feed_forward * block.feed_forward(block.ffn_norm(x))
+
+    for number, both in enumerate(scales.astype(np.float32)):
+        x = run(jax.tree.map(lambda leaf: leaf[number], blocks), *both, x)  # noqa: B023
     return x
 
 
