@@ -230,15 +230,15 @@ def training_text(data: DataConfig) -> Iterator[Batch]:
 @functools.partial(jax.jit, static_argnums=0)
 def _gradient(
     structures: tuple[Any, ...],
-    scales: list[Float[Array, "blocks 2"]],
+    scales: list[Float[Array, "_ 2"]],
     parameters: list[Any],
     runs: Bool[Array, " inner_stages"],
     x: Float[Array, "sequence position channels"],
     targets: Int[Array, "sequence position"],
-) -> list[Float[Array, "blocks 2"]]:
+) -> list[Float[Array, "_ 2"]]:
     """Of the mean loss along the inner stages that run, in order."""
 
-    def loss(scales: list[Float[Array, "blocks 2"]]) -> Float[Array, ""]:
+    def loss(scales: list[Float[Array, "_ 2"]]) -> Float[Array, ""]:
         outputs = x
         inner = zip(runs, structures[1:], parameters[1:], scales, strict=True)
         for is_run, structure, own, of_stage in inner:

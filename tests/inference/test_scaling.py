@@ -280,7 +280,7 @@ def test_what_is_no_scale_is_refused(given: Any):
         (
             evaluate,
             ["--run", "run", "--scale", "fit", "--set", "data.path=nowhere"],
-            "data.path = 'nowhere'",
+            "nowhere: No such file",
         ),
     ],
 )
@@ -315,7 +315,7 @@ def test_where_no_plan_says_who_visited_what_there_is_no_share(
         assert module.main() == 2
         [line] = capsys.readouterr().err.splitlines()
         assert f"--scale = 'share': no plan of {stages} stages says how many" in line
-        assert line.endswith("Write fit, or a number such as 0.7")
+        assert line.endswith("Write fit, or a number such as 0.7.")
     with pytest.raises(InputError, match=r"data\.path"):
         scales_of_run(FIT, run_without_text(tmp_path / "textless"))
 
