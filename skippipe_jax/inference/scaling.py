@@ -180,7 +180,7 @@ def _given(scale: Scale, shares: Sequence[float] | None, cut: StageCut, kept: in
 
 
 def fitted(model: StagedModel, text: Iterable[Batch], kept: int) -> BranchScales:
-    """Scales with which `kept` stages, drawn anew for each of `FIT_BATCHES`, say the text best.
+    """Scales with which `kept` stages, drawn anew for each batch, say `FIT_BATCHES` batches best.
 
     They are learnt by Adam from 1 on; the data stage, which always runs, is left as it is.
 

@@ -184,7 +184,7 @@ def test_scales_of_a_run_need_no_model(of_fit: dict[int, BranchScales], monkeypa
 def answered(model: StagedModel, seed: int = 0) -> Iterator[Batch]:
     """Batches of random tokens, and targets drawn from what a model says of them."""
     random = np.random.default_rng(seed)
-    while True:
+    for _ in range(scaling.FIT_BATCHES):
         tokens = random.integers(0, model.config.vocabulary_size, (32, TIME)).astype(np.int32)
         logits = logits_of(model, full(model.stages), tokens)
         targets = (logits + random.gumbel(size=logits.shape)).argmax(axis=-1).astype(np.int32)
