@@ -14,11 +14,26 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from experiments.paper import convergence, drawing, plans, reproduce, robustness, trade_off
-from experiments.paper.campaign import CONFIGS, REPOSITORY, SEEDS, Campaign, Run, runs_of, shrunken
+from experiments.paper import (
+    calm,
+    convergence,
+    drawing,
+    intervals,
+    jobs,
+    plans,
+    reproduce,
+    robustness,
+    trade_off,
+)
+from experiments.paper.campaign import CONFIGS, QUICK, SEEDS, Campaign, Run, runs_of, shrunken
+from experiments.paper.jobs import REPOSITORY
 from experiments.paper.summary import Summary
 from skippipe_jax.config import load_config, to_tree
 from skippipe_jax.storage import run_folder
@@ -118,7 +133,10 @@ def test_recipes_that_end_full_do_so_for_a_fifth():
 
 def test_first_seeds_are_trained_first():
     runs = runs_of(["skip33_inverse", "full"], quick=False)
-    assert [run.name for run in runs] == ["full-0", "skip33_inverse-0", "full-1", "full-2"]
+    names = [run.name for run in runs]
+    assert names == [
+        "full-0", "skip33_inverse-0", "full-1", "skip33_inverse-1", "full-2", "full-3", "full-4",
+    ]  # fmt: skip
     assert runs_of(["skip33_inverse", "full"], quick=True) == runs[:2]
 
 
@@ -182,9 +200,20 @@ def test_random_paths_are_others_for_another_seed(trained: Campaign):
     assert all(b - a >= draws for a, b in itertools.pairwise(seeds))
 
 
-def made_up(loss: float, steps: int, stages: int = 6) -> Summary:
-    """What a run might have found, with that loss at the end."""
-    spread = {"perplexity": 5.0, "deviation": 0.2, "least": 4.7, "greatest": 5.4, "loss": 1.6}
+def made_up(loss: float, steps: int, stages: int = 6, gain: float = 0.05) -> Summary:
+    """What a run might have found, with that loss at the end, and less by `gain` if scaled."""
+
+    def spread(nats: float) -> dict[str, float]:
+        own = math.exp(nats)
+        return {
+            "perplexity": own,
+            "deviation": 0.2,
+            "least": 0.9 * own,
+            "greatest": 1.1 * own,
+            "loss": nats,
+        }
+
+    counts = range(1, stages + 1)
     return Summary(
         digest="",
         steps=steps,
@@ -192,10 +221,11 @@ def made_up(loss: float, steps: int, stages: int = 6) -> Summary:
         curve=[[step, 50.0 * step, loss + 50 / step] for step in range(20, steps + 1, 20)],
         simulated_s=50.0 * steps,
         loss=loss,
-        loss_scaled=loss + 0.1,
-        keep={str(n): spread for n in range(1, stages + 1)},
-        early_exit=[loss + 0.1 * (stages - n) for n in range(1, stages + 1)],
-        swaps=spread,
+        loss_scaled=loss - gain,
+        keep={str(n): spread(loss + 0.1 * (stages - n)) for n in counts},
+        keep_scaled={str(n): spread(loss - gain + 0.1 * (stages - n)) for n in counts},
+        early_exit=[loss + 0.1 * (stages - n) for n in counts],
+        swaps=spread(loss + 0.01),
         minutes=5.0,
         command="",
         commit="",
@@ -204,11 +234,14 @@ def made_up(loss: float, steps: int, stages: int = 6) -> Summary:
 
 
 def everything() -> dict[str, list[Summary]]:
+    """A whole campaign, in which an arm's seeds do not all move alike."""
     found = {}
     for number, (arm, seeds) in enumerate(SEEDS.items()):
         steps = config_of(arm)["train"]["steps"]
         stages = len(plans.case_of(arm).stages) if arm in plans.KINDS else 6
-        found[arm] = [made_up(1.5 + 0.01 * number + 0.02 * s, steps, stages) for s in range(seeds)]
+        losses = [1.5 + 0.01 * number + 0.02 * s + 0.01 * (number * s % 3) for s in range(seeds)]
+        gain = 0.05 if arm.startswith("skip") else 0.0
+        found[arm] = [made_up(loss, steps, stages, gain) for loss in losses]
     return found
 
 
@@ -281,8 +314,8 @@ def test_figures_of_one_arm_are_drawn_too(tmp_path: Path):
 def test_loss_at_equal_time_lies_between_the_runs_or_beyond_them():
     found = {
         "full": [made_up(1.5, 400)],
-        "skip33": [made_up(1.7, 400)],
-        "skip33_equal_time": [made_up(1.6, 800)],
+        "skip33": [made_up(1.7, 400, gain=0.1)],
+        "skip33_equal_time": [made_up(1.6, 800, gain=0.3)],
     }
     seconds = {
         "as trained": {"full": 80.0, "skip33": 40.0},
@@ -291,22 +324,160 @@ def test_loss_at_equal_time_lies_between_the_runs_or_beyond_them():
         "beyond": {"full": 80.0, "skip33": 20.0},
     }
     networks = trade_off.figures_of(found, seconds)["equal_time"]
-    losses = {name: own["points"][0]["loss"] for name, own in networks.items()}
-    assert losses == pytest.approx(
-        {"as trained": 1.6, "as long as full": 1.7, "between": 1.65, "beyond": 1.5}
-    )
-    beyond = [own["points"][0]["beyond_what_was_trained"] for own in networks.values()]
+    losses = {name: own["loss"]["skip33"] for name, own in networks.items()}
+    scaled = {name: own["loss_scaled"]["skip33"] for name, own in networks.items()}
+    expected = {"as trained": 1.6, "as long as full": 1.7, "between": 1.65, "beyond": 1.5}
+    assert losses == {name: [pytest.approx(loss)] for name, loss in expected.items()}
+    expected = {"as trained": 1.3, "as long as full": 1.6, "between": 1.45, "beyond": 1.0}
+    assert scaled == {name: [pytest.approx(loss)] for name, loss in expected.items()}
+    beyond = [own["beyond_what_was_trained"]["skip33"] for own in networks.values()]
     assert beyond == [False, False, False, True]
 
 
+def test_where_skipping_pays_is_judged_over_the_seeds_that_both_have():
+    found = {
+        "full": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.6, 1.7, 1.5, 1.6)],
+        "skip33": [made_up(loss, 400) for loss in (1.7, 1.8)],
+        "skip33_equal_time": [made_up(loss, 800, gain=0.3) for loss in (1.4, 1.52)],
+        "small67": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.55, 1.5)],
+        "small67_equal_time": [made_up(loss, 800, gain=0.0) for loss in (1.3, 1.4, 1.3)],
+    }
+    seconds = {"regions": {"full": 80.0, "skip33": 40.0, "small67": 40.0}}
+    figures = trade_off.figures_of(found, seconds)
+    [of_regions] = figures["equal_time"].values()
+    control, smaller = of_regions["minus_control"], of_regions["minus_smaller"]
+    own = control["loss"]["skip33"]
+    assert (own["mean"], own["seeds"], own["pooled"]) == (pytest.approx(-0.09), 2, True)
+    assert control["loss_scaled"]["skip33"]["mean"] == pytest.approx(-0.39)
+    assert smaller["loss"]["skip33"]["mean"] == pytest.approx(0.11)
+    assert smaller["loss"]["full"]["seeds"] == 3
+    alike = figures["equal_data"]["minus_control"]["loss"]
+    assert alike["skip33"]["mean"] == pytest.approx(0.2)
+    assert alike["small67"]["mean"] == pytest.approx(-0.25 / 3, abs=1e-5)
+
+
 def test_robustness_compares_with_all_stages():
-    seeds = [replace(made_up(math.log(p), 400)) for p in (4.0, 6.0)]
-    own = robustness.figures_of({"full": seeds})["arms"]["full"]
-    assert own["worse_than_all_stages"]["0.50"] == pytest.approx(0.0)
-    assert own["keep"]["3"] == {
-        "perplexity": 5.0, "deviation": pytest.approx(0.2), "least": 4.7, "greatest": 5.4,
-    }  # fmt: skip
-    assert asdict(seeds[0])["keep"].keys() == {"1", "2", "3", "4", "5", "6"}
+    seeds = [made_up(math.log(p), 400, gain=math.log(2)) for p in (4.0, 6.0)]
+    figures = robustness.figures_of({"full": seeds})
+    keep, scaled = (figures["arms"]["full"][name] for name in ("keep", "keep_scaled"))
+    assert keep["6"] == {
+        "perplexity": pytest.approx(5.0),
+        "deviation": pytest.approx(0.2),
+        "least": pytest.approx(3.6),
+        "greatest": pytest.approx(6.6),
+    }
+    assert scaled["3"]["perplexity"] == pytest.approx(2.5 * math.exp(0.3))
+    for way in robustness.WAYS:
+        worse = figures["compared"][way]["worse_than_all_stages"]
+        assert worse["3"]["full"]["mean"] == pytest.approx(math.exp(0.3) - 1, abs=1e-5)
+
+
+def test_robustness_compares_with_the_control_and_with_smaller_models():
+    found = {
+        "full": [made_up(math.log(p), 400, gain=0.0) for p in (4.0, 5.0, 6.0)],
+        "skip33": [made_up(math.log(p), 400, gain=math.log(2)) for p in (6.0, 8.0)],
+        "small67": [made_up(math.log(p), 400, 4, gain=0.0) for p in (4.0, 5.0)],
+    }
+    compared = robustness.figures_of(found)["compared"]
+    minus = compared["plain"]["minus_control"]["6"]["skip33"]
+    assert (minus["mean"], minus["seeds"]) == (pytest.approx(2.5), 2)
+    # The control as it is, also where the arm is scaled.
+    assert compared["scaled"]["minus_control"]["6"]["skip33"]["mean"] == pytest.approx(-1.0)
+    of_four = math.exp(0.2)
+    smaller = {way: compared[way]["minus_smaller"]["small67"] for way in robustness.WAYS}
+    assert smaller["plain"]["skip33"]["mean"] == pytest.approx(7 * of_four - 4.5, abs=1e-4)
+    assert smaller["scaled"]["skip33"]["mean"] == pytest.approx(3.5 * of_four - 4.5, abs=1e-4)
+    assert smaller["plain"]["full"]["seeds"] == 2
+
+
+# How sure a difference is.
+
+
+def test_an_interval_is_that_of_the_paired_differences():
+    """By hand: differences 0.1, 0.2, 0.3, 0.2, 0.2 deviate by 0.0707; t(4) is 2.776."""
+    control = [1.0, 1.5, 1.2, 1.1, 1.4, 9.9]
+    arm = [1.1, 1.7, 1.5, 1.3, 1.6]
+    differences = intervals.paired(arm, control)
+    assert differences == pytest.approx([0.1, 0.2, 0.3, 0.2, 0.2])
+    own = intervals.intervals({"arm": differences})["arm"]
+    half = 2.776445 * math.sqrt(0.005) / math.sqrt(5)
+    assert (own.mean, own.seeds, own.pooled) == (pytest.approx(0.2), 5, False)
+    assert (own.low, own.high) == (pytest.approx(0.2 - half), pytest.approx(0.2 + half))
+
+
+def test_two_seeds_are_judged_by_the_deviation_of_all_arms():
+    """By hand: squares 0.08, 0.5 and 0.02 over 2 + 1 + 1 degrees of freedom."""
+    arms = {"three": [0.8, 1.0, 1.2], "two": [1.0, 2.0], "also": [3.0, 3.2], "one": [5.0]}
+    found = intervals.intervals(arms)
+    deviation = math.sqrt((0.08 + 0.5 + 0.02) / 4)
+    for name, mean, seeds in (("two", 1.5, 2), ("also", 3.1, 2), ("one", 5.0, 1)):
+        half = 2.776445 * deviation / math.sqrt(seeds)
+        own = found[name]
+        assert (own.mean, own.seeds, own.pooled) == (pytest.approx(mean), seeds, True)
+        assert (own.low, own.high) == (pytest.approx(mean - half), pytest.approx(mean + half))
+    own = found["three"]
+    half = 4.302653 * 0.2 / math.sqrt(3)
+    assert (own.high, own.pooled) == (pytest.approx(1.0 + half), False)
+
+
+def test_a_single_seed_has_a_mean_and_no_interval():
+    own = intervals.figures({"one": [0.1], "other": [0.3]})
+    assert own["one"] == {"mean": 0.1, "low": None, "high": None, "seeds": 1, "pooled": True}
+
+
+@given(
+    st.lists(st.floats(-10, 10), min_size=3, max_size=6),
+    st.floats(-10, 10),
+    st.floats(0.1, 10),
+)
+def test_an_interval_moves_and_grows_with_its_values(
+    values: list[float], moved: float, times: float
+):
+    own = intervals.intervals({"own": values})["own"]
+    other = intervals.intervals({"own": [times * value + moved for value in values]})["own"]
+    for before, after in ((own.low, other.low), (own.high, other.high), (own.mean, other.mean)):
+        assert before is not None
+        assert after == pytest.approx(times * before + moved, abs=1e-6)
+
+
+def test_differences_in_convergence_pair_arms_with_their_controls():
+    found = {
+        "full": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.6, 1.8)],
+        "skip33": [made_up(loss, 400, gain=0.1) for loss in (1.7, 1.8, 2.0)],
+        "skip33_ends_full": [made_up(loss, 400, gain=-0.1) for loss in (1.6, 1.8)],
+    }
+    figures = convergence.figures_of(found)
+    assert figures["minus"].keys() == {"full", "skip33"}
+    plain = figures["minus"]["skip33"]["loss"]
+    scaled = figures["minus"]["skip33"]["loss_scaled_at_evaluation"]
+    assert plain.keys() == scaled.keys() == {"full", "skip33_ends_full"}
+    assert plain["skip33_ends_full"]["mean"] == pytest.approx(-0.05)
+    assert scaled["skip33_ends_full"]["mean"] == pytest.approx(0.15)
+    assert scaled["full"]["mean"] == pytest.approx(-0.1)
+    gains = figures["scaled_minus_plain"]
+    assert {arm: own["mean"] for arm, own in gains.items()} == pytest.approx(
+        {"skip33": -0.1, "skip33_ends_full": 0.1}
+    )
+
+
+def test_every_difference_that_is_drawn_is_written():
+    for control, shown in convergence.PANELS.values():
+        assert set(shown) - {control} <= set(convergence.COMPARED[control])
+    used = {*convergence.ARMS, *robustness.WHOLE, *robustness.SMALLER, *trade_off.ARMS}
+    assert used == SEEDS.keys()
+
+
+def test_a_seed_without_the_ones_before_it_pairs_with_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    campaign = Campaign(tmp_path, quick=False)
+    there = {"full-0", "full-1", "full-2", "skip33-0", "skip33-2"}
+    found = made_up(1.5, 400)
+    monkeypatch.setattr(
+        campaign, "summary", lambda run: found if run.name in there else None
+    )
+    finished = campaign.finished(runs_of(["full", "skip33"], quick=False))
+    assert {arm: len(own) for arm, own in finished.items()} == {"full": 3, "skip33": 1}
 
 
 def command(*words: str) -> list[str]:

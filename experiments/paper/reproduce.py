@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from experiments.paper import drawing, provenance
-from experiments.paper.campaign import stoppable
+from experiments.paper.jobs import stoppable
 
 RESULTS = Path(__file__).parent / "results"
 MODULES = ("iteration_time", "convergence", "robustness", "trade_off", "shapes")
