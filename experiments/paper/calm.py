@@ -97,20 +97,22 @@ class Study:
 
     def figures(self) -> dict[str, Any]:
         """What is written, of runs that have been trained."""
-        found = {job.name: job.summary() for job in self.jobs()}
-        missing = [name for name, summary in found.items() if summary is None]
-        assert not missing, missing
-        there = {name: summary for name, summary in found.items() if summary is not None}
-        repeated = {own: self.repetitions(own) for own in REPEATED}
-        return figures_of(
-            {own.name: [there[job.name] for job in runs] for own, runs in repeated.items()},
-            {name: there[job.name] for name, job in self.on_instructions().items()},
-            {
-                own.arm: self.campaign.summary(Run(own.arm, SEED))
-                for own in REPEATED
-                if not own.former
-            },
+        found: dict[str, Summary] = {}
+        for job in self.jobs():
+            summary = job.summary()
+            assert summary is not None, job.name
+            found[job.name] = summary
+        arms = [own.arm for own in REPEATED if not own.former]
+        figures = figures_of(
+            {own.name: [found[job.name] for job in self.repetitions(own)] for own in REPEATED},
+            {name: found[job.name] for name, job in self.on_instructions().items()},
+            {arm: self.campaign.summary(Run(arm, SEED)) for arm in arms},
         )
+        return figures | {"digest": self.digest()}
+
+    def digest(self) -> str:
+        """Of all that the study comes from, but for the instructions, which machines differ in."""
+        return jobs.digest_of([job.digest for own in REPEATED for job in self.repetitions(own)])
 
     def _job(self, repeated: Repeated, draw: int, instructions: str = "") -> Job:
         run = Run(repeated.arm, SEED)
@@ -177,7 +179,6 @@ def figures_of(
             for arm, own in of_campaign.items()
             if own is not None
         },
-        "digests": {name: found[0].digest for name, found in repeated.items()},
     }
 
 
