@@ -25,9 +25,9 @@ from experiments.paper.jobs import stoppable
 
 RESULTS = Path(__file__).parent / "results"
 MODULES = ("iteration_time", "convergence", "robustness", "trade_off", "shapes")
-# On two cores of an AMD EPYC, by the CPU seconds of an iteration, from nothing; runs whose results
-# are committed need not be trained again.
-HOURS = 2.5
+# On two cores of an AMD EPYC, by the CPU seconds of an iteration, from nothing, with 67 runs; those
+# whose results are committed need not be trained again.
+HOURS = 3
 
 
 def main() -> int:
