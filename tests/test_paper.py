@@ -10,24 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import jax
-import numpy as np
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from experiments.paper import (
-    calm,
     convergence,
     drawing,
-    first_weights,
-    intervals,
-    jobs,
     plans,
     reproduce,
     robustness,
@@ -36,10 +27,9 @@ from experiments.paper import (
 from experiments.paper.campaign import CONFIGS, SEEDS, Campaign, Run, runs_of, shrunken
 from experiments.paper.jobs import REPOSITORY
 from experiments.paper.summary import Summary
-from skippipe_jax.config import load_config, parse_config, to_tree
-from skippipe_jax.runtime.stage_functions import functions_of_stages
+from skippipe_jax.config import load_config, to_tree
 from skippipe_jax.storage import run_folder
-from skippipe_jax.training.first_weights import find_weights
+from tests.paper_results import made_up
 
 PLAN, PATHS = {"plan.file"}, {"plan.file", "plan.method"}
 REDRAWN = {"recipe.redraw_every", "recipe.redraws", "recipe.longest_redraw"}
@@ -181,6 +171,14 @@ def test_a_run_is_summed_up(trained: Campaign):
     # After so few steps, two of them may agree to four digits.
     assert len({spread["loss"] for spread in found.keep.values()}) >= 5
     assert found.loss_scaled != found.loss
+    assert math.exp(found.loss_scaled) == pytest.approx(
+        found.keep_scaled["6"]["perplexity"], rel=1e-3
+    )
+    assert found.keep_scaled.keys() == found.keep.keys()
+    # The data stage alone has nothing that is scaled.
+    assert found.keep_scaled["1"] == found.keep["1"]
+    assert found.keep_scaled["3"] != found.keep["3"]
+    assert found.command == "python -m experiments.paper.campaign --only skip33_ends_full"
     assert found.machine["jax"]
 
 
@@ -201,39 +199,6 @@ def test_random_paths_are_others_for_another_seed(trained: Campaign):
     seeds = [trained.config(Run("skip33_random", seed))["plan"]["seed"] for seed in range(3)]
     draws = trained.config(Run("skip33_random", 0))["recipe"]["redraws"]
     assert all(b - a >= draws for a, b in itertools.pairwise(seeds))
-
-
-def made_up(loss: float, steps: int, stages: int = 6, gain: float = 0.05) -> Summary:
-    """What a run might have found, with that loss at the end, and less by `gain` if scaled."""
-
-    def spread(nats: float) -> dict[str, float]:
-        own = math.exp(nats)
-        return {
-            "perplexity": own,
-            "deviation": 0.2,
-            "least": 0.9 * own,
-            "greatest": 1.1 * own,
-            "loss": nats,
-        }
-
-    counts = range(1, stages + 1)
-    return Summary(
-        digest="",
-        steps=steps,
-        tokens_per_iteration=3840,
-        curve=[[step, 50.0 * step, loss + 50 / step] for step in range(20, steps + 1, 20)],
-        simulated_s=50.0 * steps,
-        loss=loss,
-        loss_scaled=loss - gain,
-        keep={str(n): spread(loss + 0.1 * (stages - n)) for n in counts},
-        keep_scaled={str(n): spread(loss - gain + 0.1 * (stages - n)) for n in counts},
-        early_exit=[loss + 0.1 * (stages - n) for n in counts],
-        swaps=spread(loss + 0.01),
-        minutes=5.0,
-        command="",
-        commit="",
-        machine={},
-    )
 
 
 def everything() -> dict[str, list[Summary]]:
@@ -393,56 +358,6 @@ def test_robustness_compares_with_the_control_and_with_smaller_models():
     assert smaller["plain"]["full"]["seeds"] == 2
 
 
-# How sure a difference is.
-
-
-def test_an_interval_is_that_of_the_paired_differences():
-    """By hand: differences 0.1, 0.2, 0.3, 0.2, 0.2 deviate by 0.0707; t(4) is 2.776."""
-    control = [1.0, 1.5, 1.2, 1.1, 1.4, 9.9]
-    arm = [1.1, 1.7, 1.5, 1.3, 1.6]
-    differences = intervals.paired(arm, control)
-    assert differences == pytest.approx([0.1, 0.2, 0.3, 0.2, 0.2])
-    own = intervals.intervals({"arm": differences})["arm"]
-    half = 2.776445 * math.sqrt(0.005) / math.sqrt(5)
-    assert (own.mean, own.seeds, own.pooled) == (pytest.approx(0.2), 5, False)
-    assert (own.low, own.high) == (pytest.approx(0.2 - half), pytest.approx(0.2 + half))
-
-
-def test_two_seeds_are_judged_by_the_deviation_of_all_arms():
-    """By hand: squares 0.08, 0.5 and 0.02 over 2 + 1 + 1 degrees of freedom."""
-    arms = {"three": [0.8, 1.0, 1.2], "two": [1.0, 2.0], "also": [3.0, 3.2], "one": [5.0]}
-    found = intervals.intervals(arms)
-    deviation = math.sqrt((0.08 + 0.5 + 0.02) / 4)
-    for name, mean, seeds in (("two", 1.5, 2), ("also", 3.1, 2), ("one", 5.0, 1)):
-        half = 2.776445 * deviation / math.sqrt(seeds)
-        own = found[name]
-        assert (own.mean, own.seeds, own.pooled) == (pytest.approx(mean), seeds, True)
-        assert (own.low, own.high) == (pytest.approx(mean - half), pytest.approx(mean + half))
-    own = found["three"]
-    half = 4.302653 * 0.2 / math.sqrt(3)
-    assert (own.high, own.pooled) == (pytest.approx(1.0 + half), False)
-
-
-def test_a_single_seed_has_a_mean_and_no_interval():
-    own = intervals.figures({"one": [0.1], "other": [0.3]})
-    assert own["one"] == {"mean": 0.1, "low": None, "high": None, "seeds": 1, "pooled": True}
-
-
-@given(
-    st.lists(st.floats(-10, 10), min_size=3, max_size=6),
-    st.floats(-10, 10),
-    st.floats(0.1, 10),
-)
-def test_an_interval_moves_and_grows_with_its_values(
-    values: list[float], moved: float, times: float
-):
-    own = intervals.intervals({"own": values})["own"]
-    other = intervals.intervals({"own": [times * value + moved for value in values]})["own"]
-    for before, after in ((own.low, other.low), (own.high, other.high), (own.mean, other.mean)):
-        assert before is not None
-        assert after == pytest.approx(times * before + moved, abs=1e-6)
-
-
 def test_differences_in_convergence_pair_arms_with_their_controls():
     found = {
         "full": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.6, 1.8)],
@@ -481,162 +396,6 @@ def test_a_seed_without_the_ones_before_it_pairs_with_none(
     assert {arm: len(own) for arm, own in finished.items()} == {"full": 3, "skip33": 1}
 
 
-# Runs as jobs, and how far chance moves them.
-
-
-class Started:
-    """What would be a process: it has ended well, and a summing up has written what it found."""
-
-    commands: ClassVar[list[list[str]]] = []
-    flags: ClassVar[list[str]] = []
-    returncode = 0
-
-    def __init__(self, words: list[str], env: dict[str, str], **_: Any):
-        command = words[words.index("-m") + 1 :]
-        self.commands.append(command)
-        self.flags.append(env["XLA_FLAGS"])
-        if command[0].endswith("summary"):
-            given = dict(itertools.pairwise(command))
-            found = replace(made_up(1.5, 400), digest=given["--digest"])
-            Path(given["--output"]).write_text(json.dumps(asdict(found)))
-
-    def poll(self) -> int:
-        return 0
-
-
-def test_a_job_is_prepared_trained_and_summed_up_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(jobs.subprocess, "Popen", Started)
-    monkeypatch.setattr(jobs, "SECONDS_BETWEEN_LOOKS", 0.0)
-    monkeypatch.setattr(Started, "commands", [])
-    monkeypatch.setattr(Started, "flags", [])
-    first = ("experiments.paper.first_weights", "CONFIG")
-    config = Campaign(tmp_path, quick=True).config(Run("full", 0))
-    job = jobs.Job(
-        name="one", digest="1", config=config, results=tmp_path, command="", first=first,
-        flags="--xla_cpu_max_isa=AVX2",
-    )  # fmt: skip
-    jobs.train([job], tmp_path)
-    names = [command[0] for command in Started.commands]
-    assert names == [first[0], "skippipe_jax.train", "experiments.paper.summary"]
-    assert all(flags.split()[-1] == job.flags for flags in Started.flags)
-    assert jobs.ONE_THREAD["XLA_FLAGS"] in Started.flags[0]
-    found = job.summary()
-    assert found is not None
-    assert found.loss == 1.5
-    assert "one: held-out loss 1.5000" in capsys.readouterr().out
-    jobs.train([job], tmp_path)
-    assert len(Started.commands) == 3
-    assert replace(job, digest="2").summary() is None
-
-
-def test_first_weights_are_those_of_the_run_and_change_by_as_much_as_they_are_told(tmp_path: Path):
-    tree = Campaign(tmp_path, quick=True).config(Run("full", 7))
-    config = parse_config(tree)
-    for name, changed_by, draw in (("as_they_are", 0.0, 1), ("one", 1e-6, 1), ("two", 1e-6, 2)):
-        first_weights.write(config, 6, changed_by, draw, tmp_path / name)
-    functions = functions_of_stages(6, config.model, config.optimizer, 1, 1)
-    drawn = [functions[stage].create(jax.random.key(7), 2 * stage)[0] for stage in range(6)]
-
-    def read(name: str) -> list[np.ndarray]:
-        # As a run does that begins from them.
-        begun = parse_config(tree | {"init_from": f"hf:{tmp_path / name}"})
-        assert begun.model == config.model
-        weights = find_weights(begun)
-        assert weights is not None
-        stages = [weights.read_stage(own, 2 * stage) for stage, own in enumerate(drawn)]
-        return jax.tree.leaves(stages)
-
-    as_drawn = jax.tree.leaves(jax.device_get(drawn))
-    for own, other in zip(read("as_they_are"), as_drawn, strict=True):
-        np.testing.assert_array_equal(own, other)
-    one, two, unchanged = (
-        np.concatenate([leaf.ravel() for leaf in leaves]).astype(np.float64)
-        for leaves in (read("one"), read("two"), as_drawn)
-    )
-    for changed in (one, two):
-        assert np.std(changed / unchanged - 1) == pytest.approx(1e-6, rel=0.05)
-    assert np.std(one / two - 1) == pytest.approx(math.sqrt(2) * 1e-6, rel=0.05)
-
-
-def test_the_study_repeats_the_campaigns_runs(tmp_path: Path):
-    study = calm.Study(tmp_path, quick=False, instructions=["AVX2", "SSE4_2"])
-    runs = study.jobs()
-    assert len(runs) == 5 + 5 + 3 + 2
-    assert len({job.name for job in runs}) == len({job.digest for job in runs}) == len(runs)
-    control, skipping, former = (study.repetitions(own) for own in calm.REPEATED)
-    for arm, repetitions in (("full", control), ("skip33", skipping)):
-        run = Run(arm, 0)
-        assert repetitions[0].digest == study.campaign.digest(run)
-        assert repetitions[0].config == study.campaign.config(run)
-        assert not repetitions[0].first
-        for job in repetitions[1:]:
-            differing = dict(job.config)
-            weights = differing.pop("init_from").removeprefix("hf:")
-            assert differing == study.campaign.config(run)
-            assert weights in job.first
-    for job in former:
-        model = dict(control[0].config["model"])
-        assert job.config["model"] == model | {"initial_deviation": 0.02}
-        assert job.config["train"] == control[0].config["train"]
-    flags = [job.flags for job in study.on_instructions().values()]
-    assert flags == ["--xla_cpu_max_isa=AVX2", "--xla_cpu_max_isa=SSE4_2"]
-
-
-def test_first_weights_that_are_there_are_not_written_again(tmp_path: Path):
-    study = calm.Study(tmp_path, quick=True, instructions=[])
-    job = study.repetitions(calm.REPEATED[0])[1]
-    Path(job.config["init_from"].removeprefix("hf:")).mkdir(parents=True)
-    again = study.repetitions(calm.REPEATED[0])[1]
-    assert again.first == ()
-    assert again.digest == job.digest
-
-
-def test_the_spread_of_repetitions():
-    campaign = made_up(1.5, 400)
-    figures = calm.figures_of(
-        {
-            "full": [campaign, made_up(1.502, 400), made_up(1.504, 400)],
-            "skip33": [made_up(1.6, 400)],
-        },
-        {"SSE4_2": made_up(1.51, 400), "AVX2": made_up(1.5, 400)},
-        {"full": campaign, "skip33": made_up(1.7, 400)},
-    )
-    own = figures["repetitions"]["full"]
-    assert (own["greatest_minus_least"], own["deviation"]) == pytest.approx((0.004, 0.002))
-    assert own["curve"]["greatest_minus_least"] == pytest.approx([0.004] * 20)
-    assert figures["repetitions"]["skip33"]["deviation"] is None
-    assert figures["instructions"]["greatest_minus_least"] == pytest.approx(0.01)
-    assert figures["equals_the_campaign"] == {"full": True, "skip33": False}
-    text = calm.table(figures)
-    assert "1.5000 1.5020 1.5040: 0.0040 from least to greatest, deviation 0.0020" in text
-    assert "full with instructions SSE4_2, AVX2" in text
-    assert "full unchanged is the campaign's run" in text
-    assert "skip33 unchanged is not the campaign's run" in text
-
-
-def test_instructions_are_those_that_the_processor_has(tmp_path: Path):
-    told = tmp_path / "cpuinfo"
-    told.write_text("processor : 0\nflags\t\t: fpu sse4_2 avx avx2 avx512\n\nprocessor : 1\n")
-    assert calm.available(told) == ["SSE4_2", "AVX2"]
-    assert calm.available(tmp_path / "none") == []
-
-
-def test_the_committed_study_says_that_the_recipe_is_calm(tmp_path: Path):
-    committed = json.loads(calm.RESULT.read_text())
-    assert committed["digest"] == calm.Study(tmp_path, quick=False).digest()
-    repeated = committed["repetitions"]
-    assert {name: len(own["loss"]) for name, own in repeated.items()} == {
-        own.name: own.times for own in calm.REPEATED
-    }
-    for own in (repeated["full"], repeated["skip33"], committed["instructions"]):
-        losses = [*own["loss"].values()] if isinstance(own["loss"], dict) else own["loss"]
-        assert max(losses) - min(losses) == pytest.approx(own["greatest_minus_least"], abs=1e-5)
-        assert own["greatest_minus_least"] < 0.01
-    assert committed["equals_the_campaign"] == {"full": True, "skip33": True}
-
-
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", f"experiments.paper.{words[0]}", *words[1:]]
 
@@ -653,18 +412,6 @@ def test_every_figure_is_made_quickly(tmp_path: Path):
         assert json.loads((tmp_path / f"{name}.json").read_text())["commit"]
         assert (tmp_path / f"{name}.svg").stat().st_size > 1000
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_spread_is_printed_quickly(tmp_path: Path):
-    arguments = command("calm", "--quick", "--folder", str(tmp_path))
-    done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "deviation" in done.stdout
-    figures = json.loads((tmp_path / "calm" / "calm.json").read_text())
-    assert all(len(own["loss"]) == 2 for own in figures["repetitions"].values())
-    assert figures["instructions"]["loss"].keys() == set(calm.available())
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,32 +19,44 @@ import numpy as np
 from skippipe_sched.errors import run_command
 from skippipe_sched.problem.plan import load_plan
 
-from skippipe_jax.config import Config, load_config
+from skippipe_jax.config import Config, ModelConfig, load_config
 from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
 from skippipe_jax.interop import huggingface
 from skippipe_jax.runtime.stage_functions import Parameters, functions_of_stages
 from skippipe_jax.storage.new_folder import new_folder
 
 
-def write(config: Config, stages: int, changed_by: float, draw: int, target: Path) -> None:
-    """Write the first weights of a model in so many stages, changed as `draw` says.
+def drawn(config: Config, stages: int) -> Callable[[int], Parameters]:
+    """The first weights of a stage, by its number, as a run with so many stages draws them."""
+    layers = config.model.layers_of_stages(stages)
+    # By the run's own program: compiled otherwise, some would be rounded otherwise.
+    functions = functions_of_stages(stages, config.model, config.optimizer, config.train.steps, 1)
+    key = jax.random.key(config.seed)
+    return lambda stage: functions[stage].create(key, layers.blocks(stage).start)[0]
+
+
+def write(
+    model: ModelConfig,
+    stages: int,
+    weights: Callable[[int], Parameters],
+    changed_by: float,
+    draw: int,
+    target: Path,
+) -> None:
+    """Write the weights of all stages, changed as `draw` says, as a model.
 
     Raises:
         InputError: if `target` is not new.
     """
-    model, layers = config.model, config.model.layers_of_stages(stages)
-    # As a run draws them: compiled otherwise, some would be rounded otherwise.
-    functions = functions_of_stages(stages, model, config.optimizer, config.train.steps, 1)
 
     def changed(stage: int) -> Parameters:
-        drawn, *_ = functions[stage].create(jax.random.key(config.seed), sum(layers[:stage]))
         random = np.random.default_rng([draw, stage])
 
         def change(leaf: jax.Array) -> np.ndarray:
             factors = 1 + changed_by * random.standard_normal(leaf.shape)
             return (np.asarray(leaf) * factors).astype(leaf.dtype)
 
-        return jax.tree.map(change, drawn)
+        return jax.tree.map(change, weights(stage))
 
     with new_folder(target, "--output") as folder:
         huggingface.write_weights(folder, model, stages, changed, model.parameter_dtype)
@@ -70,7 +83,8 @@ def main() -> int:
 def _run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config)
     stages = len(load_plan(Path(config.plan.file or "")).stages)
-    write(config, stages, arguments.changed_by, arguments.draw, arguments.output)
+    weights = drawn(config, stages)
+    write(config.model, stages, weights, arguments.changed_by, arguments.draw, arguments.output)
     return 0
 
 

@@ -7,6 +7,7 @@ holds.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -43,7 +44,10 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 def plan_of(config: Mapping[str, Any]) -> Plan:
     """The plan that a configuration names by its place in the repository."""
-    return load_plan(REPOSITORY / config["plan"]["file"])
+    return _plan(REPOSITORY / config["plan"]["file"])
+
+
+_plan = functools.cache(load_plan)
 
 
 def digest_of(whole: Any) -> str:
