@@ -19,7 +19,7 @@ from experiments.paper import calm, first_weights, jobs
 from experiments.paper.campaign import Campaign, Run
 from experiments.paper.jobs import REPOSITORY
 from skippipe_jax.config import parse_config
-from skippipe_jax.runtime.stage_functions import functions_of_stages
+from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.training.first_weights import find_weights
 from tests.paper_results import made_up
 
@@ -71,18 +71,32 @@ def test_a_job_is_prepared_trained_and_summed_up_once(
     assert replace(job, digest="2").summary() is None
 
 
-def test_first_weights_are_those_of_the_run_and_change_by_as_much_as_they_are_told(tmp_path: Path):
+def test_first_weights_are_drawn_as_a_run_draws_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By the same program, whose key is the seed's and whose first layer is the stage's."""
+
+    class Functions:
+        @staticmethod
+        def create(key: jax.Array, first_layer: int) -> tuple[Any, None, None]:
+            return (jax.random.key_data(key).tolist(), first_layer), None, None
+
+    monkeypatch.setattr(
+        first_weights, "functions_of_stages", lambda stages, *_: [Functions] * stages
+    )
+    config = parse_config(Campaign(tmp_path, quick=True).config(Run("full", 7)))
+    weights = first_weights.drawn(config, 6)
+    key = jax.random.key_data(jax.random.key(7)).tolist()
+    assert [weights(stage) for stage in range(6)] == [(key, 2 * stage) for stage in range(6)]
+
+
+def test_first_weights_change_by_as_much_as_they_are_told(tmp_path: Path):
     tree = Campaign(tmp_path, quick=True).config(Run("full", 7))
-    tree["model"] |= {"layers": 4}
-    config = parse_config(tree)
-    functions = functions_of_stages(2, config.model, config.optimizer, 1, 1)
-    drawn = [functions[stage].create(jax.random.key(7), 2 * stage)[0] for stage in range(2)]
-    own = first_weights.drawn(config, 2)
-    as_written = [own(stage) for stage in range(2)]
+    config, random = parse_config(tree), np.random.default_rng(0)
+    shapes = stage_shapes(config.model, 6)
+    given = jax.tree.map(lambda own: random.normal(size=own.shape).astype(own.dtype), shapes)
     for name, changed_by, draw in (("as_they_are", 0.0, 1), ("one", 1e-6, 1), ("two", 1e-6, 2)):
-        first_weights.write(
-            config.model, 2, as_written.__getitem__, changed_by, draw, tmp_path / name
-        )
+        first_weights.write(config.model, 6, given.__getitem__, changed_by, draw, tmp_path / name)
 
     def read(name: str) -> list[np.ndarray]:
         # As a run does that begins from them.
@@ -90,15 +104,15 @@ def test_first_weights_are_those_of_the_run_and_change_by_as_much_as_they_are_to
         assert begun.model == config.model
         weights = find_weights(begun)
         assert weights is not None
-        stages = [weights.read_stage(own, 2 * stage) for stage, own in enumerate(drawn)]
-        return jax.tree.leaves(stages)
+        return jax.tree.leaves(
+            [weights.read_stage(own, 2 * stage) for stage, own in enumerate(shapes)]
+        )
 
-    as_drawn = jax.tree.leaves(jax.device_get(drawn))
-    for own, other in zip(read("as_they_are"), as_drawn, strict=True):
+    for own, other in zip(read("as_they_are"), jax.tree.leaves(given), strict=True):
         np.testing.assert_array_equal(own, other)
     one, two, unchanged = (
         np.concatenate([leaf.ravel() for leaf in leaves]).astype(np.float64)
-        for leaves in (read("one"), read("two"), as_drawn)
+        for leaves in (read("one"), read("two"), jax.tree.leaves(given))
     )
     for changed in (one, two):
         assert np.std(changed / unchanged - 1) == pytest.approx(1e-6, rel=0.05)
@@ -197,5 +211,8 @@ def test_the_spread_is_printed_quickly(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "deviation" in done.stdout
     figures = json.loads((tmp_path / "calm" / "calm.json").read_text())
-    assert all(len(own["loss"]) == 2 for own in figures["repetitions"].values())
+    for own in figures["repetitions"].values():
+        assert len(own["loss"]) == 2
+        # The weights that are changed are those of the run that is repeated.
+        assert own["greatest_minus_least"] < 0.001
     assert figures["instructions"]["loss"].keys() == set(calm.available())
