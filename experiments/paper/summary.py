@@ -1,6 +1,6 @@
 """What a run has found, in a few KB: its held-out losses while it trained, and without some stages.
 
-python -m experiments.paper.summary RUN --arm ARM --digest DIGEST --output FILE
+python -m experiments.paper.summary RUN --command COMMAND --digest DIGEST --output FILE
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Summary:
     """What a run has found. Losses are held-out, in nats per byte.
 
     Attributes:
-        digest: of the configuration and the plan, see `Campaign.digest`.
+        digest: of the configuration and the plan, and whatever else the run comes from.
         steps: iterations.
         tokens_per_iteration: bytes that an iteration learns.
         curve: after which iteration, seconds on the planner's clock, loss of the full model, over
@@ -70,8 +70,8 @@ class Summary:
     machine: dict[str, Any]
 
 
-def summarise(run: Path, arm: str, digest: str, sequences: int) -> Summary:
-    """Evaluate the last checkpoint of a run, and gather what it has noted."""
+def summarise(run: Path, command: str, digest: str, sequences: int) -> Summary:
+    """Evaluate the last checkpoint of a run that `command` trains, and gather what it has noted."""
     model, config, step = read_run(run)
     data = replace(config.data, microbatch_size=min(MICROBATCH, sequences))
     stages = model.stages
@@ -105,7 +105,7 @@ def summarise(run: Path, arm: str, digest: str, sequences: int) -> Summary:
         early_exit=[round(loss, 5) for loss in early_exit.losses],
         swaps=_spread(swaps),
         minutes=round(sum(line["seconds_per_iteration"] for line in lines) / 60, 2),
-        **provenance.of(f"python -m experiments.paper.campaign --only {arm}"),
+        **provenance.of(command),
     )
 
 
@@ -126,8 +126,8 @@ def main() -> int:
         prog="python -m experiments.paper.summary", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("--arm", required=True, help="the name of its configuration")
-    parser.add_argument("--digest", required=True, help="as `Campaign.digest` gives it")
+    parser.add_argument("--command", required=True, help="what trains it")
+    parser.add_argument("--digest", required=True, help="of all that it comes from")
     parser.add_argument("--output", type=Path, required=True, help="the file to write")
     parser.add_argument("--quick", action="store_true", help="evaluate on little text")
     arguments = parser.parse_args()
@@ -136,7 +136,7 @@ def main() -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     sequences = QUICK_SEQUENCES if arguments.quick else SEQUENCES
-    found = summarise(arguments.run, arguments.arm, arguments.digest, sequences)
+    found = summarise(arguments.run, arguments.command, arguments.digest, sequences)
     partial = arguments.output.with_name(arguments.output.name + PARTIAL)
     partial.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
     os.replace(partial, arguments.output)
