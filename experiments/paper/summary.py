@@ -45,8 +45,8 @@ class Summary:
             by the share of the microbatches that visited it in training.
         keep: perplexities by how many stages run, over all sets of stages: mean, deviation, least,
             greatest, and the mean loss.
-        keep_scaled: the same where branches are multiplied by the share, and by as many times more
-            as fewer stages run.
+        keep_scaled: the same where branches are multiplied by the share, and where fewer stages run
+            by as many times more, but by 1 at most.
         early_exit: losses with the first one, two, ... stages.
         swaps: perplexities with two neighbouring stages swapped, as in `keep`.
         minutes: that training took, in process, on this machine.
