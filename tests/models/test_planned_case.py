@@ -14,7 +14,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.paper import shapes
-from experiments.paper.jobs import REPOSITORY
+from experiments.paper.campaign import REPOSITORY
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.models.planned_case import cases_of, differing_sizes
