@@ -245,7 +245,7 @@ def test_what_strangers_send_to_open_ports(run: Run):
 
     send(requests, bytes(4))
     assert run.exit_code(1, START_S) == -signal.SIGABRT, run.output(1)
-    assert_stopped_by(run, 0, f"{run.name(1)} is lost: its connection closed", START_S)
+    assert_stopped_by(run, 0, f"{run.name(1)} is lost: its connection ", START_S)
 
 
 @pytest.mark.alone
