@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config
@@ -10,15 +9,14 @@ from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.topology import Topology
+from skippipe_jax.runtime.topology import Device, Topology
 
 
 def open_alone(config: Config, plan: Plan, devices: int) -> Runtime:
     """A runtime whose nodes lie in turn over so many devices."""
     host_of = (0,) * len(plan.case.nodes)
     [program] = compile_plan(plan, host_of)
-    own = jax.devices()
-    device_of = [(own[node % devices],) for node in range(len(host_of))]
+    device_of = [(Device(0, node % devices, "cpu"),) for node in range(len(host_of))]
     numbers = HopNumbers(program.first_free_hop)
     topology = Topology.of(config, plan, 0, host_of, device_of, numbers)
     return Runtime(config, Schedule(config.recipe, {OWN: plan}), {OWN: program}, topology, {})

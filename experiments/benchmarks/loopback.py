@@ -46,6 +46,7 @@ from skippipe_sched.timing.simulate import Run, Stretch, Timeline, simulate_plan
 
 from experiments.benchmarks import machine
 from experiments.benchmarks.wan import Hosts
+from skippipe_jax.config.cluster import AUTO, RUNTIMES
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.recording import measured_timeline, recorded_steps
 
@@ -103,6 +104,9 @@ def main() -> int:
     parser.add_argument(
         "--activation-dtype", choices=["bfloat16"], help="what activations are rounded to for a hop"
     )
+    parser.add_argument(
+        "--runtime", choices=RUNTIMES, default=AUTO, help="cluster.runtime (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))
@@ -126,6 +130,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "machine": machine.describe(),
             "workload": dataclasses.asdict(workload),
             "activation_dtype": arguments.activation_dtype,
+            "runtime": arguments.runtime,
             **figures,
         }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -158,6 +163,7 @@ def write_config(folder: Path, workload: Workload, arguments: argparse.Namespace
             "sequence_length": workload.sequence_length,
             "microbatch_size": workload.microbatch_size,
         },
+        "cluster": {"runtime": arguments.runtime},
         "network": {"activation_dtype": arguments.activation_dtype},
         "train": {"steps": WARMUP_ITERATIONS + arguments.iterations},
         "checkpoint": {"every": WARMUP_ITERATIONS + arguments.iterations},

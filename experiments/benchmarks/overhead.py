@@ -61,7 +61,7 @@ from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
-from skippipe_jax.runtime.topology import Topology
+from skippipe_jax.runtime.topology import Device, Topology
 
 CLIP_NORM = 1.0
 OPTIMIZER = OptimizerConfig(beta2=0.999, weight_decay=0.0, clip_norm=CLIP_NORM)
@@ -129,7 +129,7 @@ def pipeline(workload: Workload) -> Iteration:
         ),
         train=TrainConfig(STEPS),
     )
-    devices = [(jax.devices()[0],)] * nodes
+    devices = [(Device(0, 0, jax.devices()[0].device_kind),)] * nodes
     numbers = HopNumbers(program.first_free_hop)
     topology = Topology.of(config, plan, program.host, host_of, devices, numbers)
     runtime = Runtime(config, Schedule(config.recipe, {OWN: plan}), {OWN: program}, topology, {})

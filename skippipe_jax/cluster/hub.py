@@ -5,9 +5,9 @@ and decides, once for all, who is lost: a host whose connection ends without a f
 died), that is silent for the heartbeat timeout (it hangs, or the network is cut), or that says
 itself that it failed.
 
-JAX's coordination service gets its connections through the same port, relayed here: JAX's client
-aborts its process within milliseconds after its connection to a dying host 0 closes, so each host
-keeps the near end of that relay open.
+Where hosts are distributed, JAX's coordination service gets its connections through the same port,
+relayed here: JAX's client aborts its process within milliseconds after its connection to a dying
+host 0 closes, so each host keeps the near end of that relay open.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Hub:
     def __init__(
         self,
         count: int,
-        service_path: str,
+        service_path: str | None,
         *,
         heartbeat_timeout_s: float,
         connect_timeout_s: float,
     ):
-        """Begin for `count` hosts; JAX's service listens on the unix socket `service_path`."""
+        """Begin for `count` hosts; JAX's service, if any, is on the unix socket `service_path`."""
         self._count = count
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._connect_timeout_s = connect_timeout_s
@@ -130,8 +130,8 @@ class Hub:
         match hello:
             case ["join", int(index), int(count), str(name)]:
                 await self._serve(index, count, name, link)
-            case ["jax"]:
-                await self._relay_jax(link)
+            case ["jax"] if self._service_path is not None:
+                await self._relay_jax(link, self._service_path)
             case _:
                 peer = writer.get_extra_info("peername")
                 say(f"host 0 refused a connection from {peer}: it is no host of this run")
@@ -173,9 +173,9 @@ class Hub:
         elif index not in self._left:
             self._judge(index, f"is lost: {link.ending}")
 
-    async def _relay_jax(self, host: Link) -> None:
+    async def _relay_jax(self, host: Link, service_path: str) -> None:
         """Connect a host's JAX client with JAX's service in this process."""
-        reader, writer = await _open_once_there(self._service_path)
+        reader, writer = await _open_once_there(service_path)
         there = asyncio.create_task(_pump(host.reader, writer))
         back = asyncio.create_task(_pump(reader, host.writer))
         await asyncio.wait({there, back}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""JAX's distributed runtime: what it detects, its start, its errors.
+"""JAX's distributed runtime: what it detects, its start, its errors. Not all runs have one.
 
 All that this project takes from `jax._src` is here.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from typing import Any
 
 import jax
@@ -47,6 +48,12 @@ def detect(config: ClusterConfig) -> tuple[str, int, int]:
         remedy = "give --coordinator HOST:PORT, --hosts N and --host-id I"
         raise InputError("--distributed", True, problem, remedy)
     return address, count, index
+
+
+def sockets() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the unix sockets by which `start` connects; nobody needs it after that."""
+    # In /tmp, since the path of a socket may have about 100 bytes only and TMPDIR can be longer.
+    return tempfile.TemporaryDirectory(prefix="skippipe-", dir="/tmp")
 
 
 def start(config: ClusterConfig, index: int, count: int, sockets: str, address: str) -> None:

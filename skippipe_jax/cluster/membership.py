@@ -15,12 +15,12 @@ import asyncio
 import contextlib
 import os
 import socket
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from typing import NoReturn
 
@@ -57,9 +57,9 @@ from skippipe_jax.cluster.hub import (
     say,
     silence,
 )
-from skippipe_jax.cluster.place import Place, find_place
+from skippipe_jax.cluster.place import Place, chosen_runtime, find_place, require_same_runtime
 from skippipe_jax.config import ClusterConfig
-from skippipe_jax.config.cluster import LAST_PORT
+from skippipe_jax.config.cluster import DISTRIBUTED, LAST_PORT
 
 _CLOCK_EXCHANGES = 8
 _CLOCK_S = 0.5
@@ -78,8 +78,8 @@ def joined(
 
     Hosts come from ``coordinator``, ``hosts`` and ``host_id`` where given; else from SLURM (a step
     of several tasks) or a TPU pod (several workers) as JAX detects them, or, with ``distributed``,
-    from any cluster that JAX detects. Otherwise the membership has one host, and
-    `jax.distributed` stays untouched.
+    from any cluster that JAX detects. Otherwise the membership has one host. Among several hosts,
+    and as ``cluster.runtime`` says, each has its own JAX, or `jax.distributed` connects them.
 
     A block that ends well leaves. One that raises ends the whole process, unless the host is alone:
     if the error came from a lost host then with `LOST_HOST_EXIT_CODE` and the message about that
@@ -99,32 +99,40 @@ def joined(
         TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
             not appear within ``connect_timeout_s``.
     """
-    membership = _join(config, find_place(config, coordinator, hosts, host_id, distributed))
+    place = find_place(config, coordinator, hosts, host_id, distributed)
+    membership = _join(config, place, chosen_runtime(config, distributed))
     try:
         yield membership
         membership.leave()
     except BaseException as error:
-        if isinstance(error, DeadlinePassed):
-            membership.stop(str(error))
-        if membership.count > 1:
-            _abandon(membership, error)
+        _abandon(membership, error)
         raise
 
 
-def _join(config: ClusterConfig, place: Place | None) -> Membership:
+def _join(config: ClusterConfig, place: Place | None, runtime: str) -> Membership:
     if place is None or place.count == 1:
         return Membership(config, 0, 1)
-    membership = Membership(config, place.index, place.count)
-    # In /tmp, since the path of a socket may have about 100 bytes only and TMPDIR can be longer.
-    # The sockets outlive their names, which nobody needs once JAX has connected.
-    with tempfile.TemporaryDirectory(prefix="skippipe-", dir="/tmp") as sockets:
+    membership = Membership(config, place.index, place.count, runtime == DISTRIBUTED)
+    with jax_runtime.sockets() if membership.is_distributed else nullcontext() as sockets:
         membership._enter(place, sockets)
-        jax_runtime.start(config, place.index, place.count, sockets, membership.address)
+        try:
+            require_same_runtime(membership, config, runtime)
+        except BaseException as error:
+            _abandon(membership, error)
+        if sockets is not None:
+            jax_runtime.start(config, place.index, place.count, sockets, membership.address)
     return membership
 
 
-def _abandon(membership: Membership, error: BaseException) -> NoReturn:
-    """End this process because of an error of its own, or of the host that caused it."""
+def _abandon(membership: Membership, error: BaseException) -> None:
+    """End this process because of an error of its own, or of the host that caused it.
+
+    It returns on a host that is alone, unless a deadline has passed.
+    """
+    if isinstance(error, DeadlinePassed):
+        membership.stop(str(error))
+    if membership.count == 1:
+        return
     membership.explain(error)
     told = as_input_error(error)
     if told is not None:
@@ -148,15 +156,17 @@ class Membership:
     Attributes:
         index: this host among the others, from 0.
         count: the number of hosts.
+        is_distributed: whether one JAX has the devices of all hosts.
         address: the IP address by which the others reach this host, and on which it listens.
         last_words: called when another host is lost, for a sentence that the final message ends
             with, such as the checkpoint to resume from. Set it to your own; it has two seconds.
     """
 
-    def __init__(self, config: ClusterConfig, index: int, count: int):
+    def __init__(self, config: ClusterConfig, index: int, count: int, is_distributed: bool = False):
         """Start alone; `joined` connects a host that has others."""
         self.index = index
         self.count = count
+        self.is_distributed = is_distributed
         self.address = "127.0.0.1"
         self.last_words: Callable[[], str] = str
         self._config = config
@@ -249,9 +259,10 @@ class Membership:
         if self.count == 1:
             return
         barrier(self, "leave", self._config.connect_timeout_s)
-        # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients. A
-        # host that is lost meanwhile ends this process by its verdict.
-        jax_runtime.stop()
+        if self.is_distributed:
+            # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients. A
+            # host that is lost meanwhile ends this process by its verdict.
+            jax_runtime.stop()
         asyncio.run_coroutine_threadsafe(self._depart(), self._loop).result()
         self._thread.join()
 
@@ -300,7 +311,7 @@ class Membership:
             self._board[key] = value
             self._news.notify_all()
 
-    def _enter(self, place: Place, sockets: str) -> None:
+    def _enter(self, place: Place, sockets: str | None) -> None:
         """Meet the other hosts and watch them from now on; returns when all are there."""
         entered: Future[None] = Future()
         self._thread = threading.Thread(
@@ -311,7 +322,7 @@ class Membership:
         self._thread.start()
         entered.result()
 
-    async def _attend(self, place: Place, sockets: str, entered: Future[None]) -> None:
+    async def _attend(self, place: Place, sockets: str | None, entered: Future[None]) -> None:
         """The life of the event loop: meet the others, then watch them until the end."""
         self._loop = asyncio.get_running_loop()
         try:
@@ -332,13 +343,13 @@ class Membership:
             traceback.print_exc()
             exit_at_once(1)
 
-    async def _meet(self, place: Place, sockets: str) -> None:
+    async def _meet(self, place: Place, sockets: str | None) -> None:
         name, port = place.coordinator
         chosen = chosen_address(self._config.bind_address)
         if place.index == 0:
             self._hub = Hub(
                 place.count,
-                f"{sockets}/service",
+                sockets and f"{sockets}/service",
                 heartbeat_timeout_s=self._config.heartbeat_timeout_s,
                 connect_timeout_s=self._config.connect_timeout_s,
             )
@@ -356,8 +367,9 @@ class Membership:
             self._link = Link(*await reach(place.coordinator, self._config.connect_timeout_s))
             near = self._link.writer.get_extra_info("sockname")[0]
             self.address = chosen or reachable_address(near, name)
-            relay = partial(relay_jax, place.coordinator)
-            await asyncio.start_unix_server(each_in_a_task(relay), f"{sockets}/relay")
+            if sockets is not None:
+                relay = partial(relay_jax, place.coordinator)
+                await asyncio.start_unix_server(each_in_a_task(relay), f"{sockets}/relay")
         self._link.send("join", place.index, place.count, self._name)
         # The hub keeps the deadline; this one is for a hub that hangs.
         patience = self._config.connect_timeout_s + HELLO_S

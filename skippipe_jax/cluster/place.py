@@ -1,4 +1,4 @@
-"""Where this host belongs in a run: as it is told, or as the environment shows."""
+"""Where this host belongs in a run, and how it runs JAX: as told, or as the environment shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster import jax_runtime
 from skippipe_jax.cluster.addresses import parse_address
+from skippipe_jax.cluster.agreement import Host, agree
 from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config.cluster import AUTO, DISTRIBUTED, INDEPENDENT
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,32 @@ def find_place(
     if distributed or _is_launched_with_others():
         return _detected_place(config)
     return None
+
+
+def chosen_runtime(config: ClusterConfig, distributed: bool) -> str:
+    """How this host runs JAX: as configured, else as the environment or ``--distributed`` asks."""
+    if config.runtime != AUTO:
+        return config.runtime
+    return DISTRIBUTED if distributed or _is_launched_with_others() else INDEPENDENT
+
+
+def require_same_runtime(host: Host, config: ClusterConfig, runtime: str) -> None:
+    """Refuse a host that would run JAX in another way than host 0; all hosts call this together.
+
+    Raises:
+        InputError: on a host that would.
+        TimeoutError: host 0 has not told its own within ``connect_timeout_s``.
+    """
+
+    def differing(_: int) -> InputError:
+        return InputError(
+            "cluster.runtime",
+            config.runtime,
+            f"host {host.index} is {runtime} by that, and host 0 is not",
+            f"Write {INDEPENDENT} or {DISTRIBUTED}, the same for all hosts",
+        )
+
+    agree(host, "cluster.runtime", runtime, config.connect_timeout_s, differing)
 
 
 def _given_place(coordinator: str | None, hosts: int | None, host_id: int | None) -> Place:

@@ -1,13 +1,18 @@
-"""The section `cluster`: which host serves which node, and where hosts listen."""
+"""The section `cluster`: which host serves which node, how hosts run JAX, where they listen."""
 
 from __future__ import annotations
 
 import ipaddress
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+
+from skippipe_jax.config.choices import Choice, require_choices
+
+AUTO, INDEPENDENT, DISTRIBUTED = RUNTIMES = Choice(("auto", "independent", "distributed"))
 
 
 @dataclass(frozen=True)
@@ -17,13 +22,18 @@ class ClusterConfig:
     Attributes:
         host_of_node: the host that serves each node; by default the plan's nodes in order, evenly
             over the hosts.
+        runtime: `independent`: every host has a JAX of its own, with its own devices only, and what
+            hosts exchange goes by transfer servers. `distributed`: one JAX (`jax.distributed`) has
+            the devices of all hosts, so that its collectives can sum over them. `auto` is
+            `distributed` under SLURM, on TPU pods and with `--distributed`, else `independent`.
         heartbeat_timeout_s: seconds of silence after which a host is lost.
         connect_timeout_s: seconds in which all hosts must have found each other; also the longest
             that a host which has finished waits for the others to finish.
         bind_address: the IP address of this host on which everything of the run listens: the hub
-            (host 0 only), the transfer server and the CPU's collectives. As all hosts share the
-            configuration, each gets its own by the environment variable SKIPPIPE_BIND_ADDRESS,
-            which wins. By default, the address by which this host and host 0 reach each other.
+            (host 0 only), the transfer servers and, where hosts are `distributed`, the CPU's
+            collectives. As all hosts share the configuration, each gets its own by the environment
+            variable SKIPPIPE_BIND_ADDRESS, which wins. By default, the address by which this host
+            and host 0 reach each other.
         transfer_port: with p, the transfer server of host i for host j, of N hosts, listens on the
             ports p + 2(iN + j) (requests) and the next (arrays), so that several hosts may share a
             machine, and a firewall that lets p to p + 2N² - 1 through serves all of them. By
@@ -31,13 +41,15 @@ class ClusterConfig:
     """
 
     host_of_node: tuple[int, ...] | None = None
+    runtime: Annotated[str, RUNTIMES] = AUTO
     heartbeat_timeout_s: float = 30.0
     connect_timeout_s: float = 300.0
     bind_address: str | None = None
     transfer_port: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse timeouts that no host could keep, and what is no address or port."""
+        """Refuse timeouts that no host could keep, and what is no runtime, address or port."""
+        require_choices(self, "cluster")
         for field in ("heartbeat_timeout_s", "connect_timeout_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):

@@ -32,7 +32,8 @@ class NetworkConfig:
         averaging: `collective` sums a stage's gradients (or parameters, by
             `recipe.average_parameters_every`) over its replicas by a collective of JAX, `ring`
             passes them round chunk by chunk in the planner's order of the replicas. `auto` takes
-            the ring between processes where a link has less than 1 GiB/s in the case.
+            the ring between hosts that have a JAX each (`cluster.runtime`), and where a link
+            between hosts has less than 1 GiB/s in the case.
         activation_dtype: `bfloat16` rounds activations and their gradients for each hop between
             nodes, which halves their bytes. null: they travel as they are computed.
         averaging_dtype: `bfloat16` rounds gradients, and sums of some replicas' gradients, for

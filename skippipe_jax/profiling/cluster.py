@@ -64,7 +64,8 @@ def measure(
     local, own_nodes = jax.local_devices(), host_of.count(host.index)
     devices = [local[position % len(local)] for position in range(own_nodes)]
     size, deadline_s = hop_bytes(config), config.network.deadline_s
-    told = gather(host, "measure/place", lambda: asdict(_place_of(devices)), deadline_s)
+    place = _place_of(host.index, devices)
+    told = gather(host, "measure/place", lambda: asdict(place), deadline_s)
     places = [Place(**place) for place in told.values()]
 
     machine = places[host.index].machine
@@ -103,7 +104,7 @@ def _hear(host: Host, what: str, others: Iterable[int], deadline_s: float) -> li
     return [hear(host, f"measure/{what}", [other], deadline_s)[other] for other in others]
 
 
-def _place_of(devices: Sequence[jax.Device]) -> Place:
+def _place_of(host: int, devices: Sequence[jax.Device]) -> Place:
     """Where this host is. Its nodes have the same processor if they have the same device.
 
     On a CPU, hosts with the same cores of one machine have the same processor too. Containers,
@@ -115,7 +116,8 @@ def _place_of(devices: Sequence[jax.Device]) -> Place:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else every_core
     on_cpu = f"cores {','.join(map(str, sorted(cores)))} of {machine}, {name}"
     return Place(
-        machine, [on_cpu if d.platform == "cpu" else f"{d.id} of {machine}" for d in devices]
+        machine,
+        [on_cpu if d.platform == "cpu" else f"{d.id} of host {host}, {machine}" for d in devices],
     )
 
 

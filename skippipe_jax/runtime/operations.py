@@ -87,7 +87,7 @@ class TrainingOperations(Operations):
         self.shares = shares
         topology = self.replicas.topology
         self.totals = {
-            topology.devices[replica][0]: self._put(np.zeros(TOTALS, np.float32), replica)
+            topology.device(replica): self._put(np.zeros(TOTALS, np.float32), replica)
             for replica in self.replicas.states
             if topology.stage_of[replica] == 0
         }
@@ -108,7 +108,7 @@ class TrainingOperations(Operations):
                 state.parameters, own.gauge, value, self.shares[topology.stage_of[node]]
             )
         elif kind == "L":
-            [device] = topology.devices[node]
+            device = topology.device(node)
             result, state.gradients, self.totals[device], own.gauge = functions.loss(
                 state.parameters,
                 state.gradients,

@@ -68,13 +68,11 @@ class Replicas:
         own = [replica for replica in self.topology.replicas[stage] if replica in self.states]
         given: dict[jax.Device, list[PyTree]] = {}
         for replica in own:
-            [device] = self.topology.devices[replica]
-            given.setdefault(device, []).append(self.to_sum(replica))
+            given.setdefault(self.topology.device(replica), []).append(self.to_sum(replica))
         local = {device: _sum_of(trees) for device, trees in given.items()}
         summed = sum_over_devices(self.topology.devices_of_stage(stage), local)
         for replica in own:
-            [device] = self.topology.devices[replica]
-            self.take_sum(replica, summed[device])
+            self.take_sum(replica, summed[self.topology.device(replica)])
 
     def to_sum(self, replica: int) -> PyTree:
         """What a replica adds to a sum over its stage, and gives up until `take_sum`."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 from jaxtyping import PyTree
 from skippipe_sched.problem.plan import Plan
 
-from skippipe_jax.cluster.agreement import barrier
+from skippipe_jax.cluster.agreement import barrier, gather
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch
@@ -174,15 +175,20 @@ def open_runtime(
 ) -> Runtime:
     """The runtime of this host; all hosts call this together."""
     plan = schedule.plans[OWN]
-    devices = devices_of_nodes(len(plan.case.nodes), host_of)
+    timeout_s = config.cluster.connect_timeout_s
+    kinds = gather(host, "devices", lambda: [d.device_kind for d in jax.local_devices()], timeout_s)
+    devices = devices_of_nodes(host_of, list(kinds.values()))
     numbers = HopNumbers(programs[OWN].first_free_hop)
-    topology = Topology.of(config, plan, host.index, host_of, devices, numbers)
+    topology = Topology.of(
+        config, plan, host.index, host_of, devices, numbers, in_one_jax=host.is_distributed
+    )
     links = transfers.links({node: topology.sharding(node) for node in topology.nodes})
     clock_offset_s = host.clock_offset_s() if config.trace != "never" else 0.0
     runtime = Runtime(config, schedule, programs, topology, links, origin, clock_offset_s)
     # Nobody waits in a collective, or for activations, of a host that still reads or compiles.
-    barrier(host, "runtime", config.cluster.connect_timeout_s)
-    open_collectives(topology)
+    barrier(host, "runtime", timeout_s)
+    if topology.in_one_jax:
+        open_collectives(topology)
     return runtime
 
 
@@ -193,7 +199,7 @@ def give_collectives_threads(config: Config, host: Membership, nodes: int) -> No
     which the device has no room yet: with two threads, both may wait for work that has no thread
     left. Rings need no such threads, and operations are quicker without.
     """
-    if host.count > 1 and config.network.averaging != "ring":
+    if host.is_distributed and config.network.averaging != "ring":
         threads = (os.cpu_count() or 1) + 2 * nodes + 1
         os.environ.setdefault("PJRT_NPROC", str(threads))
 

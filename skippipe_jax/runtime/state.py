@@ -89,7 +89,7 @@ def make_states(
 def _drawn(
     functions: StageFunctions, first_layer: int, topology: Topology, node: int, seed: int
 ) -> StageState:
-    with jax.default_device(topology.devices[node][0]):
+    with jax.default_device(topology.device(node)):
         created = functions.create(jax.random.key(seed), first_layer)
     return StageState(functions, *jax.device_put(created, topology.sharding(node)))
 
@@ -103,7 +103,7 @@ def _placed(functions: StageFunctions, read: State, topology: Topology, node: in
     copy = jax.device_put(dict(read), topology.sharding(node), may_alias=False)
     parameters = copy["parameters"]
     # Zeros depend on no parameter, so they would not follow them to their device.
-    with jax.default_device(topology.devices[node][0]):
+    with jax.default_device(topology.device(node)):
         gradients = functions.no_gradients(parameters)
         begun = None if "optimizer_state" in copy else functions.begin(parameters)
     gradients, begun = jax.device_put((gradients, begun), topology.sharding(node))

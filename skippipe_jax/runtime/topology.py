@@ -24,26 +24,41 @@ from skippipe_jax.runtime.ring import Ring
 # `network.averaging: auto` takes the collective where no link between replicas is slower.
 FAST_LINK = GIBIBYTE
 
-NodeDevices = tuple[jax.Device, ...]
+
+@dataclass(frozen=True)
+class Device:
+    """A device as all hosts know it, though it may be unknown to the JAX of most of them.
+
+    Attributes:
+        host: whose it is.
+        number: which of the host's own it is, from 0.
+        kind: what JAX calls such a device.
+    """
+
+    host: int
+    number: int
+    kind: str
+
+
+NodeDevices = tuple[Device, ...]
 """The devices of one host that a node consists of: one."""
 
 
-def sharding_of(devices: NodeDevices) -> Sharding:
+def sharding_of(devices: Sequence[jax.Device]) -> Sharding:
     """How an array of a node lies on its devices."""
     [device] = devices
     return SingleDeviceSharding(device)
 
 
-def devices_of_nodes(nodes: int, host_of: Sequence[int]) -> tuple[NodeDevices, ...]:
-    """The devices of each node: those of a host in turn over the devices of its process."""
-    devices_of_host: dict[int, list[jax.Device]] = {}
-    for device in jax.devices():
-        devices_of_host.setdefault(device.process_index, []).append(device)
-    served = dict.fromkeys(devices_of_host, 0)
+def devices_of_nodes(
+    host_of: Sequence[int], kinds: Sequence[Sequence[str]]
+) -> tuple[NodeDevices, ...]:
+    """The devices of each node: those of a host in turn over its own, whose `kinds` it has told."""
+    served = [0] * len(kinds)
     devices: list[NodeDevices] = []
-    for host in host_of[:nodes]:
-        own = devices_of_host[host]
-        devices.append((own[served[host] % len(own)],))
+    for host in host_of:
+        number = served[host] % len(kinds[host])
+        devices.append((Device(host, number, kinds[host][number]),))
         served[host] += 1
     return tuple(devices)
 
@@ -56,6 +71,7 @@ class Topology:
         plan: the run's own; all plans of a run have its placement.
         host: this one.
         host_of: the host of each node.
+        in_one_jax: whether one JAX has the devices of all hosts, so that collectives reach them.
         devices: of each node.
         replica_of: the replica that each node holds, named after the first of its nodes: its own,
             or that of other nodes of the stage on the same devices.
@@ -68,6 +84,7 @@ class Topology:
     plan: Plan
     host: int
     host_of: tuple[int, ...]
+    in_one_jax: bool
     devices: tuple[NodeDevices, ...]
     replica_of: Mapping[int, int]
     replicas: tuple[tuple[int, ...], ...]
@@ -84,6 +101,8 @@ class Topology:
         host_of: Sequence[int],
         devices: Sequence[NodeDevices],
         numbers: HopNumbers,
+        *,
+        in_one_jax: bool = False,
     ) -> Topology:
         """Lay out the run of `plan`; `numbers` are those that its plans have left free."""
         averages_parameters = config.recipe.average_parameters_every is not None
@@ -95,13 +114,14 @@ class Topology:
         rings: dict[int, Ring] = {}
         for stage, shapes in enumerate(stage_shapes(config.model, len(plan.stages))):
             members = best_ring(plan.case, stage, sorted(replicas[stage]))
-            if _averages_by_ring(config.network, plan, host_of, members):
+            if _averages_by_ring(config.network, plan, host_of, members, in_one_jax=in_one_jax):
                 rings[stage] = Ring.of(stage, members, numbers, averaged * parameter_count(shapes))
         totals = numbers.take(2 * (max(host_of) + 1))
         return cls(
             plan,
             host,
             tuple(host_of),
+            in_one_jax,
             tuple(devices),
             replica_of,
             replicas,
@@ -137,30 +157,50 @@ class Topology:
 
     @property
     def host_devices(self) -> tuple[jax.Device, ...]:
-        """The device of each host that sums for it."""
-        return tuple(self.devices[node][0] for node in self.first_nodes)
+        """The device of each host that sums for it, where one JAX has them all."""
+        return tuple(map(self.device, self.first_nodes))
 
     @property
     def host_device(self) -> jax.Device:
         """That of this host."""
-        return self.host_devices[self.host]
+        return self.device(self.first_nodes[self.host])
 
     def is_here(self, node: int) -> bool:
         """Whether this host serves a node."""
         return self.host_of[node] == self.host
 
+    def device(self, node: int) -> jax.Device:
+        """The device of a node of this host, or where one JAX has all devices, of any."""
+        return self._jax_devices[node]
+
+    @cached_property
+    def _jax_devices(self) -> Mapping[int, jax.Device]:
+        # Only within one JAX is a host's index that of its process.
+        own = jax.local_devices()
+        others = {host: jax.local_devices(host) for host in self.hosts if self.in_one_jax}
+        of_hosts = {**others, self.host: own}
+        return {
+            node: of_hosts[device.host][device.number]
+            for node, (device,) in enumerate(self.devices)
+            if device.host in of_hosts
+        }
+
     def sharding(self, node: int) -> Sharding:
-        """How arrays lie on a node's devices."""
-        return sharding_of(self.devices[node])
+        """How arrays lie on the devices of a node of this host."""
+        return self._shardings[node]
+
+    @cached_property
+    def _shardings(self) -> Mapping[int, Sharding]:
+        return {node: sharding_of([self.device(node)]) for node in self.nodes}
 
     def devices_of_stage(self, stage: int) -> tuple[jax.Device, ...]:
-        """The devices that hold replicas of a stage, each once."""
-        return tuple(dict.fromkeys(d for node in self.replicas[stage] for d in self.devices[node]))
+        """The devices that hold replicas of a stage that no ring averages, each once."""
+        return tuple(dict.fromkeys(map(self.device, self.replicas[stage])))
 
     @property
     def sums_totals_by_links(self) -> bool:
-        """Whether hosts send their totals to host 0: slow links suit no collective."""
-        return len(self.hosts) > 1 and bool(self.rings)
+        """Whether hosts send their totals to host 0: no collective reaches, or suits slow links."""
+        return len(self.hosts) > 1 and (bool(self.rings) or not self.in_one_jax)
 
 
 def _replicas_of_nodes(
@@ -178,8 +218,15 @@ def _replicas_of_nodes(
 
 
 def _averages_by_ring(
-    network: NetworkConfig, plan: Plan, host_of: Sequence[int], members: Sequence[int]
+    network: NetworkConfig,
+    plan: Plan,
+    host_of: Sequence[int],
+    members: Sequence[int],
+    *,
+    in_one_jax: bool,
 ) -> bool:
+    if len({host_of[member] for member in members}) > 1 and not in_one_jax:
+        return True
     if len(members) == 1 or network.averaging == "collective":
         return False
     if network.averaging == "ring" or network.averaging_dtype is not None:

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from skippipe_sched.errors import InputError
@@ -89,14 +88,15 @@ class Metrics:
             for name, plan in schedule.plans.items()
             for averaged in {config.recipe.averaged(step) for step in (0, 1)}
         }
-        nodes = runtime.topology.devices
-        self.devices = list(dict.fromkeys(device for own in nodes for device in own))
+        topology = runtime.topology
+        self.own_devices = list(dict.fromkeys(map(topology.device, topology.nodes)))
         data = config.data
         self.flops = {
             name: iteration_flops(config.model, plan, data.microbatch_size, data.sequence_length)
             for name, plan in schedule.plans.items()
         }
-        self.peak_flops_per_second = peak_flops_per_second(d.device_kind for d in self.devices)
+        used = {device for of_node in topology.devices for device in of_node}
+        self.peak_flops_per_second = peak_flops_per_second(device.kind for device in used)
         self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
         self.learning_rate(step)  # Compiled now, not while training.
         optimizer_state = next(iter(runtime.states.values())).optimizer_state
@@ -210,8 +210,7 @@ class Metrics:
 
     def _peak_memory_bytes(self) -> dict[int, int | None]:
         """The most memory in use so far on each device of this host, by its number."""
-        here = (device for device in self.devices if device.process_index == jax.process_index())
-        return {device.id: peak_memory_bytes(device) for device in here}
+        return {device.id: peak_memory_bytes(device) for device in self.own_devices}
 
 
 def _finite(value: float | None) -> float | None:

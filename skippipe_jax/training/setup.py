@@ -102,6 +102,7 @@ def settle(
         InputError: if the configuration, the plan, the data or the weights cannot be used.
     """
     _require_fine_parameters(config.model)
+    _require_reaching_collectives(config, host)
     # Whose plans? A run that is resumed goes on under its own, unless it is told of others.
     url = config.checkpoint.copy_to
     mirror = Mirror(url) if url is not None and host.index == 0 else None
@@ -304,6 +305,19 @@ def _require_fine_parameters(model: ModelConfig) -> None:
             "cannot be trained: most updates are smaller than what it tells apart, and would be "
             "rounded away",
             "Leave it out, and write model.compute_dtype: bfloat16 to compute in that",
+        )
+
+
+def _require_reaching_collectives(config: Config, host: Membership) -> None:
+    """Refuse collectives among hosts each of whose JAX knows its own devices only."""
+    averaging = config.network.averaging
+    if averaging == "collective" and host.count > 1 and not host.is_distributed:
+        raise InputError(
+            "network.averaging",
+            averaging,
+            "a collective of JAX does not reach from one host to another where each has its own "
+            "JAX, as here (cluster.runtime)",
+            "Write auto or ring, or cluster.runtime: distributed",
         )
 
 

@@ -1,10 +1,14 @@
-"""One host of a run that sums over all hosts again and again; started by test_cluster.py."""
+"""One host of a run that sums over all hosts again and again; started by test_cluster.py.
+
+It sums by a collective where one JAX has the devices of all hosts, else by what hosts tell.
+"""
 
 import argparse
 import errno
 import itertools
 import os
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -13,9 +17,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.agreement import DeadlinePassed, barrier
+from skippipe_jax.cluster.agreement import DeadlinePassed, barrier, gather
 from skippipe_jax.cluster.membership import Membership, joined
 from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config.cluster import AUTO, RUNTIMES
 
 FAILURES = {
     "itself": ValueError("the data ran out"),
@@ -30,6 +35,7 @@ def main() -> None:
     parser.add_argument("--coordinator")
     parser.add_argument("--hosts", type=int)
     parser.add_argument("--host-id", type=int)
+    parser.add_argument("--runtime", choices=RUNTIMES, default=AUTO)
     parser.add_argument("--heartbeat-timeout-s", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=300.0, help="how long host 0 goes on")
     parser.add_argument("--linger-s", type=float, default=0.0, help="sleep before the end")
@@ -44,12 +50,14 @@ def main() -> None:
         right = time.time
         time.time = lambda: right() + args.clock_ahead_s
     config = ClusterConfig(
+        runtime=args.runtime,
         heartbeat_timeout_s=args.heartbeat_timeout_s,
         connect_timeout_s=60.0,
         transfer_port=args.transfer_port,
     )
     with joined(config, args.coordinator, args.hosts, args.host_id) as membership:
-        print(f"host {membership.index} of {membership.count}", flush=True)
+        runtime = "one JAX" if membership.is_distributed else "own JAX"
+        print(f"host {membership.index} of {membership.count}, {runtime}", flush=True)
         exchange(membership)
         client = jax.local_devices()[0].client
         requests, arrays = membership.transfer_addresses()
@@ -79,21 +87,13 @@ def sum_repeatedly(
     late_at: int | None,
     failure: BaseException,
 ) -> None:
-    """Add up what every device contributes, until host 0's contribution says that time is up."""
-    mesh = jax.make_mesh((jax.device_count(),), ("device",))
-    sharding = NamedSharding(mesh, P("device"))
-    add = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, "device"), mesh=mesh, in_specs=P("device"), out_specs=P()
-        )
-    )
+    """Add up what every host contributes, until host 0's contribution says that time is up."""
+    total_of = by_collective() if membership.is_distributed else by_telling(membership)
     end = time.monotonic() + seconds
     for step in itertools.count():
         membership.last_words = lambda step=step: f"Resume from step {step}."
         is_over = membership.index == 0 and time.monotonic() > end
-        own = np.full(jax.local_device_count(), -1.0 if is_over else 1.0, np.float32)
-        total = add(jax.make_array_from_process_local_data(sharding, own)).item()
-        if total < jax.device_count():
+        if total_of(step, -1.0 if is_over else 1.0) < membership.count:
             return
         if step == 3:
             print("summing", flush=True)
@@ -101,6 +101,34 @@ def sum_repeatedly(
             raise failure
         if step == late_at:
             raise DeadlinePassed("nothing came from node 7 for 300 s")
+
+
+def by_telling(membership: Membership) -> Callable[[int, float], float]:
+    """The sum of what all hosts give in a step, as they tell it."""
+
+    def total_of(step: int, own: float) -> float:
+        # No run tells as much, all of which a host that was stopped has to read when it wakes.
+        time.sleep(0.02)
+        return sum(gather(membership, f"{step}", lambda: own, 300.0).values())
+
+    return total_of
+
+
+def by_collective() -> Callable[[int, float], float]:
+    """The sum of what all hosts give in a step, over the devices of all of them."""
+    mesh = jax.make_mesh((jax.device_count(),), ("device",))
+    sharding = NamedSharding(mesh, P("device"))
+    add = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, "device"), mesh=mesh, in_specs=P("device"), out_specs=P()
+        )
+    )
+
+    def total_of(step: int, own: float) -> float:
+        parts = np.full(jax.local_device_count(), own / jax.local_device_count(), np.float32)
+        return add(jax.make_array_from_process_local_data(sharding, parts)).item()
+
+    return total_of
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ HEARTBEAT_TIMEOUT_S = 8.0
 START_S = 60.0
 # What the end of a process takes once it is known that it has to end.
 SLACK_S = 20.0
+# Each host its own JAX, or one JAX for all.
+RUNTIMES = ("independent", "distributed")
 # Where nobody is to be lost, however busy the machine is.
 PATIENT = ("--heartbeat-timeout-s", "300")
 
@@ -67,10 +69,11 @@ def assert_stopped_by(run: Run, host: int, verdict: str, timeout_s: float) -> No
 
 
 @pytest.mark.alone
-def test_hosts_that_end_well_are_not_lost(run: Run):
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_hosts_that_end_well_are_not_lost(run: Run, runtime: str):
     # Long enough that silence would be noticed, and the last host stays behind the others.
     run.really = True
-    run.start_workers(4, "--seconds", "1", last=("--linger-s", "4"))
+    run.start_workers(4, "--runtime", runtime, "--seconds", "1", last=("--linger-s", "4"))
     for host in range(4):
         assert run.exit_code(host, START_S) == 0, run.output(host)
         assert "ended well" in run.output(host)
@@ -78,11 +81,17 @@ def test_hosts_that_end_well_are_not_lost(run: Run):
 
 
 @pytest.mark.parametrize(
-    ("victim", "blow"),
-    [(2, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
+    ("runtime", "victim", "blow"),
+    [
+        ("distributed", 2, signal.SIGKILL),
+        *((runtime, 0, signal.SIGKILL) for runtime in RUNTIMES),
+        ("independent", 1, signal.SIGSTOP),
+        ("distributed", 0, signal.SIGSTOP),
+    ],
 )
-def test_survivors_name_the_lost_host(run: Run, victim: int, blow: signal.Signals):
-    run.start_workers(3, "--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S))
+def test_survivors_name_the_lost_host(run: Run, runtime: str, victim: int, blow: signal.Signals):
+    timeout = ("--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S))
+    run.start_workers(3, "--runtime", runtime, *timeout)
     run.wait_until_summing()
     run.processes[victim].send_signal(blow)
     struck = time.monotonic()
@@ -140,7 +149,7 @@ def test_slurm_tasks_find_each_other(run: Run):
         )
     for host in range(2):
         assert run.exit_code(host, START_S) == 0, run.output(host)
-        assert f"host {host} of 2" in run.output(host)
+        assert f"host {host} of 2, one JAX" in run.output(host)
 
 
 def listens_on(run: Run, host: int) -> list[tuple[str, int]]:
@@ -149,13 +158,14 @@ def listens_on(run: Run, host: int) -> list[tuple[str, int]]:
     return [(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
 
 
-def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Run):
-    run.start_workers(3, *PATIENT)
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Run, runtime: str):
+    run.start_workers(3, "--runtime", runtime, *PATIENT)
     run.wait_until_summing()
     for host in range(3):
-        # The transfer server's two, one of the collectives, and the hub of host 0.
+        # The transfer server's two, one of the collectives of one JAX, and the hub of host 0.
         found = listens_on(run, host)
-        assert len(found) == (4 if host == 0 else 3)
+        assert len(found) == 2 + (runtime == "distributed") + (host == 0)
         assert {address for address, _ in found} == {"127.0.0.1"}
 
 
@@ -191,6 +201,7 @@ def garbage() -> Iterator[bytes]:
         '["put", "key", "value"]',
         '["verdict", 0, "is lost", 2]',
         '["jax"',
+        '["jax"]',  # where JAX has no service
     ):
         yield line.encode() + b"\n"
 
@@ -234,7 +245,7 @@ def test_what_strangers_send_to_open_ports(run: Run):
 
     send(requests, bytes(4))
     assert run.exit_code(1, START_S) == -signal.SIGABRT, run.output(1)
-    assert_stopped_by(run, 0, f"{run.name(1)} is lost: its connection closed", START_S)
+    assert_stopped_by(run, 0, f"{run.name(1)} is lost: its connection ", START_S)
 
 
 @pytest.mark.alone
@@ -313,6 +324,15 @@ def test_a_port_of_host_0_that_is_taken_may_be_free_later():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(TemporaryError, match=f"{address}.*host 0 cannot listen there"):
             enter(ClusterConfig(), address, 2, 0)
+
+
+def test_hosts_that_would_run_jax_in_unlike_ways_are_refused(run: Run):
+    # Host 0 waits for the others in JAX by then, as it would for long.
+    run.start_workers(2, "--runtime", "distributed", *PATIENT, last=("--runtime", "independent"))
+    assert [run.exit_code(host, START_S) for host in (1, 0)] == [2, 2], run.outputs()
+    problem = "cluster.runtime = 'independent': host 1 is independent by that, and host 0 is not"
+    assert f"InputError: {problem}" in run.output(0)
+    assert "Traceback" not in run.outputs()
 
 
 def test_distributed_without_a_cluster_is_refused():

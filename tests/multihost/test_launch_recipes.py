@@ -194,9 +194,7 @@ def test_ssh_hosts_listen_on_their_addresses_and_stop_together(
     assert listening == {"0": {"127.0.0.1"}, "1": {"127.0.0.2"}}
     programs.processes[0].send_signal(signal.SIGTERM)
     assert programs.exit_code(0, PATIENCE_S) == 128 + signal.SIGTERM
-    output = programs.output(0)
-    assert "[host 0] stopped by SIGTERM after step " in output
-    assert "[host 1] " in output
+    assert "[host 0] stopped by SIGTERM after step " in programs.output(0)
 
 
 def training_processes(ancestor: int) -> dict[str, psutil.Process]:

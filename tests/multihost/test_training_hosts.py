@@ -108,18 +108,21 @@ TIED = {
 
 
 @pytest.mark.parametrize(
-    ("paths", "model", "host_of_node", "execution", "averaging", "packing"),
+    ("runtime", "paths", "model", "host_of_node", "execution", "averaging", "packing"),
     [
-        (UNEVEN, UNTIED, [0, 1, 2, 3, 4], "ready-first", "ring", "windows"),
-        (FOUR_STAGES, TIED, [0, 1, 2, 3, 4, 5], "strict", "collective", "windows"),
+        ("independent", UNEVEN, UNTIED, [0, 1, 2, 3, 4], "ready-first", "ring", "windows"),
+        ("distributed", FOUR_STAGES, TIED, [0, 1, 2, 3, 4, 5], "strict", "collective", "windows"),
         # Here two stages, and the sum over all hosts, are summed between the same two devices.
-        (FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0], "strict", "collective", "windows"),
-        (FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0], "ready-first", "ring", "documents"),
+        ("distributed", FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0], "strict", "collective", "windows"),
+        # The replicas of both stages that have two are on one host, which sums by collectives.
+        ("independent", FOUR_STAGES, TIED, [0, 1, 1, 0, 0, 0], "strict", "auto", "windows"),
+        ("independent", FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0], "ready-first", "ring", "documents"),
     ],
-    ids=["5 hosts", "6 hosts", "2 hosts", "2 hosts, ring, packed documents"],
+    ids=["5 hosts", "6 hosts", "2 hosts", "2 hosts, no ring", "2 hosts, ring, packed documents"],
 )
 def test_every_replica_equals_the_oracle(
     tmp_path: Path,
+    runtime: str,
     paths: Paths,
     model: dict[str, Any],
     host_of_node: list[int],
@@ -145,14 +148,16 @@ def test_every_replica_equals_the_oracle(
             "epsilon": 1e-2,
         },
         train={"steps": ORACLE_STEPS},
-        cluster={"host_of_node": host_of_node},
+        cluster={"host_of_node": host_of_node, "runtime": runtime},
         execution=execution,
         network={"averaging": averaging, "deadline_s": 30},
     )
     hosts = max(host_of_node) + 1
     with started_processes(tmp_path / "hosts") as processes:
         command = (WORKER, tmp_path / "replicas", "--config", path)
-        processes.start_hosts(hosts, *command, **virtual_devices(1))
+        # So many that no two replicas are on one, where they are summed on their own host.
+        devices = virtual_devices(3 if averaging == "auto" else 1)
+        processes.start_hosts(hosts, *command, **devices)
         assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
 
     config = load_config(path)
@@ -258,6 +263,13 @@ def nine_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
+def nine_in_one_jax(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of nine processes that share one JAX."""
+    folder = tmp_path_factory.mktemp("distributed")
+    return undisturbed_run(9, config, folder, cluster__runtime="distributed")
+
+
+@pytest.fixture(scope="module")
 def four_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a run of as many processes as below lose one after the other."""
     folder = tmp_path_factory.mktemp("four")
@@ -276,13 +288,21 @@ def start_hosts(processes: Processes, hosts: int, command: tuple[str | Path, ...
     processes.start_hosts(hosts, *command, **virtual_devices(1))
 
 
-@pytest.fixture(params=["one_process", "nine_processes"])
+@pytest.fixture(params=["one_process", "nine_processes", "nine_in_one_jax"])
 def run_dir(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-def test_losses_do_not_depend_on_the_number_of_processes(one_process: Path, nine_processes: Path):
+def test_losses_do_not_depend_on_the_number_of_processes(
+    one_process: Path, nine_processes: Path, nine_in_one_jax: Path
+):
     assert_same_losses(nine_processes, one_process)
+    # What travels, and in which order it is added up, is the same.
+    losses, others = (
+        [line["loss"] for line in run_folder.read_metrics(folder)]
+        for folder in (nine_processes, nine_in_one_jax)
+    )
+    assert losses == others
     for found, expected in zip(
         arrays_of_checkpoint(nine_processes, STEPS),
         arrays_of_checkpoint(one_process, STEPS),
@@ -347,7 +367,9 @@ def test_three_hosts_with_several_nodes_and_devices_stop_together_and_go_on(
 
     with started_processes(tmp_path / "resumed") as processes:
         command = (WORKER, tmp_path / "replicas", *in_folder(config, run_dir), "--resume")
-        processes.start_hosts(3, *command, **virtual_devices(2))
+        # Stopped in one runtime, it goes on in the other.
+        distributed = settings(cluster__runtime="distributed")
+        processes.start_hosts(3, *command, *distributed, **virtual_devices(2))
         assert processes.exit_codes(PATIENCE_S) == [0] * 3, processes.outputs()
     assert_same_losses(run_dir, one_process)
     assert_replicas_are_equal(tmp_path / "replicas", run_dir)
@@ -371,6 +393,7 @@ def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
 ):
     run_dir = tmp_path / "run"
     arguments = in_folder(config, run_dir, cluster__host_of_node=HOST_OF_NODE)
+    distributed = settings(cluster__runtime="distributed")
     with started_processes(tmp_path / "without_2") as processes:
         start_hosts(processes, HOSTS, (*TRAIN, *arguments))
         processes.wait_until(lambda: steps_done(run_dir) >= 7, PATIENCE_S)
@@ -382,7 +405,8 @@ def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
             assert_told_of_loss(processes.output(host), processes.name(2), run_dir)
 
     with started_processes(tmp_path / "without_0") as processes:
-        command = (*LAUNCH, "--hosts", str(HOSTS), *arguments, "--resume")
+        # Where one JAX spans them, its service goes with host 0.
+        command = (*LAUNCH, "--hosts", str(HOSTS), *arguments, *distributed, "--resume")
         processes.start(*command, **virtual_devices(1))
         processes.wait_until(lambda: steps_done(run_dir) >= 17, PATIENCE_S)
         [host_0] = [

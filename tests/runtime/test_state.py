@@ -75,7 +75,7 @@ def test_every_replica_goes_on_with_what_was_saved(runtime: Runtime, checkpoint:
         assert_same_bits(by_name(state.to_save()), by_name(expected))
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.gradients))
         # Zeros too lie where they are used, not all on the first device.
-        device = runtime.topology.devices[node][0]
+        device = runtime.topology.device(node)
         everything = (state.to_save(), state.gradients)
         assert {d for leaf in jax.tree.leaves(everything) for d in leaf.devices()} == {device}
 
@@ -106,7 +106,7 @@ def test_a_run_that_begins_with_weights_has_zeros_where_they_are_used(runtime: R
         }
 
     for node, state in resumed(runtime, origin).items():
-        [device] = runtime.topology.devices[node]
+        device = runtime.topology.device(node)
         everything = (state.to_save(), state.gradients)
         assert {d for leaf in jax.tree.leaves(everything) for d in leaf.devices()} == {device}
         moments = jax.tree.leaves(state.optimizer_state)

@@ -1,0 +1,46 @@
+"""How a host runs JAX: as its configuration says, else as where it was started asks."""
+
+from __future__ import annotations
+
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster.place import chosen_runtime
+from skippipe_jax.config import ClusterConfig
+
+SLURM = {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": "2"}
+ALONE_IN_SLURM = SLURM | {"SLURM_STEP_NUM_TASKS": "1"}
+POD, ONE_TPU = {"TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_WORKER_HOSTNAMES": "a"}
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever starts the tests."""
+    for name in (*SLURM, *POD, "SLURM_NTASKS", "TPU_PROCESS_ADDRESSES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "distributed", "chosen"),
+    [
+        ({}, False, "independent"),
+        (ALONE_IN_SLURM, False, "independent"),
+        (ONE_TPU, False, "independent"),
+        ({}, True, "distributed"),
+        (SLURM, False, "distributed"),
+        (POD, False, "distributed"),
+    ],
+)
+def test_the_runtime_is_as_configured_or_suits_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], distributed: bool, chosen: str
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert chosen_runtime(ClusterConfig(), distributed) == chosen
+    for runtime in ("independent", "distributed"):
+        assert chosen_runtime(ClusterConfig(runtime=runtime), distributed) == runtime
+
+
+def test_no_other_runtime_is_taken():
+    with pytest.raises(InputError, match=r"cluster\.runtime = 'both'"):
+        ClusterConfig(runtime="both")

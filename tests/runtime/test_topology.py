@@ -1,0 +1,93 @@
+"""All hosts lay out a run alike, though the JAX of each may know its own devices only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import ClusterConfig, Config, ModelConfig, NetworkConfig
+from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.runtime.topology import Device, Topology, devices_of_nodes
+from skippipe_jax.training.trainer import Trainer
+from tests.program.test_compiler import plan_of
+
+# Of stage 1 each host has a node, of stage 2 host 1 has both; all links are quick.
+PLAN = plan_of([[0], [1, 2], [3, 4]], [[0, 1, 3], [0, 2, 4]])
+HOST_OF = (0, 0, 1, 1, 1)
+# The first host has more devices than the second.
+KINDS = (["TPU v4"] * 3, ["cpu"] * 2)
+MODEL = ModelConfig(vocabulary_size=11, width=8, layers=6, heads=2, kv_heads=1, ffn_width=12)
+
+
+def topologies(*, in_one_jax: bool, **network: Any) -> list[Topology]:
+    """What each host makes of the run."""
+    config = Config(model=MODEL, network=NetworkConfig(**network))
+    devices = devices_of_nodes(HOST_OF, KINDS)
+    return [
+        Topology.of(config, PLAN, host, HOST_OF, devices, HopNumbers(7), in_one_jax=in_one_jax)
+        for host in range(2)
+    ]
+
+
+def test_a_node_is_on_a_device_of_its_host_which_other_hosts_know_by_name():
+    assert devices_of_nodes(HOST_OF, KINDS) == (
+        (Device(0, 0, "TPU v4"),),
+        (Device(0, 1, "TPU v4"),),
+        (Device(1, 0, "cpu"),),
+        (Device(1, 1, "cpu"),),
+        (Device(1, 0, "cpu"),),
+    )
+
+
+def test_nodes_of_like_devices_on_different_hosts_hold_replicas_of_their_own():
+    # Each host's own JAX gives the same name to its first device.
+    devices = devices_of_nodes((0, 1, 2), [["cpu"]] * 3)
+    plan = plan_of([[0, 1, 2]], [[0], [1], [2]])
+    topology = Topology.of(Config(model=MODEL), plan, 0, (0, 1, 2), devices, HopNumbers(0))
+    assert topology.replicas == ((0, 1, 2),)
+    assert topology.rings[0].nodes == (0, 1, 2)
+
+
+@pytest.mark.parametrize("in_one_jax", [False, True])
+def test_only_within_one_jax_do_collectives_sum_over_hosts(in_one_jax: bool):
+    both = topologies(in_one_jax=in_one_jax)
+    for topology in both:
+        # What one host has for itself needs no ring, for whoever looks.
+        assert list(topology.rings) == ([] if in_one_jax else [1])
+        assert topology.sums_totals_by_links == (not in_one_jax)
+        assert topology.first_free_hop == both[0].first_free_hop
+
+
+def test_totals_go_by_links_where_no_stage_has_a_ring():
+    devices = devices_of_nodes((0, 1), KINDS)
+    plan = plan_of([[0], [1]], [[0, 1]])
+    for in_one_jax in (False, True):
+        config, numbers = Config(model=MODEL), HopNumbers(0)
+        topology = Topology.of(config, plan, 0, (0, 1), devices, numbers, in_one_jax=in_one_jax)
+        assert not topology.rings
+        assert topology.sums_totals_by_links == (not in_one_jax)
+
+
+def test_a_host_has_its_own_devices_whatever_its_number():
+    """To its own JAX every host is process 0."""
+    local = jax.local_devices()
+    first, second = topologies(in_one_jax=False)
+    assert [first.device(node) for node in first.nodes] == local[:2]
+    assert [second.device(node) for node in second.nodes] == [local[0], local[1], local[0]]
+    assert second.host_device == local[0]
+    # Not taken for one of its own.
+    with pytest.raises(KeyError):
+        second.device(0)
+
+
+def test_collectives_that_reach_no_other_host_are_refused(tmp_path: Any):
+    network = NetworkConfig(averaging="collective")
+    config = Config(run_dir=str(tmp_path / "run"), model=MODEL, network=network)
+    one_of_two = Membership(ClusterConfig(), 1, 2)
+    with pytest.raises(InputError, match=r"network\.averaging = 'collective'.*Write auto or ring"):
+        Trainer(config, host=one_of_two).setup()
+    assert not (tmp_path / "run").exists()
