@@ -46,7 +46,9 @@ def test_on_other_replicas_it_runs_or_is_none(example, data):
     ]
     order = earlier_order(start_times(before), case, now)
     if order is None:
-        assert any(before.stage_of[a] > before.stage_of[b] for path in now for a, b in pairwise(path))
+        assert any(
+            before.stage_of[a] > before.stage_of[b] for path in now for a, b in pairwise(path)
+        )
         return
     plan, _ = planned(case, stages, now)
     simulate_plan(replace(plan, order=order))
