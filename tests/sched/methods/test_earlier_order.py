@@ -61,3 +61,15 @@ def test_paths_that_swap_may_lock_and_are_told_of():
     plan, _ = planned(case, [(0, 1), (2, 3), (4, 5)], apart)
     assert earlier_order(start_times(plan), case, apart) is not None
     assert earlier_order(start_times(plan), case, [(0, 2, 4), (1, 4, 2)]) is None
+
+
+def test_what_had_to_wait_is_later_all_the_way():
+    """Microbatch 1 waits for room on node 0 until 10 s, and so lets microbatch 2 pass on node 2."""
+    nodes = [{"memory": 1}, {"memory": 1}, {"memory": 3}]
+    case = same_place([2, 1], nodes=nodes, microbatches_per_data_node=[2, 1])
+    start_s = [[0, 1, 2, 3, 10], [0.5, 3.5, 4, 5, 6], [11, 12, 14, 15, 16]]
+    order = earlier_order(start_s, case, [(0, 2), (0, 2), (1, 2)])
+    assert order is not None
+    forwards = [run.microbatch for run in order[2] if run.kind == "F"]
+    assert forwards == [0, 2, 1]
+    assert [str(run)[0] for run in order[0]] == ["F", "L", "B"] * 2

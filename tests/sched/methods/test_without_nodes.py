@@ -138,6 +138,15 @@ def test_quicker_replicas_get_more_and_otherwise_near_ones_are_taken():
     assert all(node in (3, 4) for data_node, node in after.microbatches if data_node == 1)
 
 
+def test_where_nothing_is_gained_live_replicas_keep_their_visits():
+    case = same_place([1, 3], microbatches_per_data_node=6)
+    plan, _ = planned(case, in_order([1, 3]), [(0, node) for node in (2, 1, 3, 2, 1, 3)])
+    after = plan_without(plan, {0, 1, 2})
+    first, second = (after.microbatches[index][1] for index in (2, 5))
+    assert {first, second} == {1, 2}
+    assert [path[1] for path in after.microbatches] == [2, 1, first, 2, 1, second]
+
+
 def test_visits_of_live_replicas_trade_places_around_a_link_that_is_too_slow():
     """Without, one path would lead from the Netherlands to London, and take 300 s."""
     plan = load_plan(PAPER / "skip33.json")
