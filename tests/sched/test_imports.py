@@ -49,6 +49,20 @@ def test_simulating_a_plan_compiles_nothing(tmp_path):
     loads_none_of(("numba", "jax"), statements + "assert main() == 0")
 
 
+def test_going_on_without_a_node_compiles_and_solves_nothing(tmp_path):
+    plan = str(tmp_path / "plan.json")
+    make_plan(same_place([2, 2]), "balanced").save(Path(plan))
+    statements = (
+        "from pathlib import Path\n"
+        "from skippipe_sched.methods.refilling import refilled\n"
+        "from skippipe_sched.methods.without_nodes import plan_without\n"
+        "from skippipe_sched.problem.plan import load_plan\n"
+        f"plan = load_plan(Path({plan!r}))\n"
+        "plan_without(plan, {0, 2, 3}, refilled(plan, {0, 2, 3}))\n"
+    )
+    loads_none_of(SLOW, statements)
+
+
 @pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda p: p.stem)
 def test_tests_of_the_planner_import_nothing_of_the_runtime(path):
     tree = ast.parse(path.read_text())

@@ -4,6 +4,8 @@ A method takes a case and a `Search` and returns placement and paths, and the or
 on every node if it searched that too; `make_plan` simulates them, which gives the order where the
 method left it open and the prediction, and checks the rules. `plan_best` does it for an open case.
 
+Without a search, `without_nodes` makes the plan that a run goes on with when it loses nodes.
+
 `METHODS` tells of the methods without loading them: commands and configurations need the names.
 """
 

@@ -1,0 +1,226 @@
+"""The plan that a run goes on with at once when some of its nodes are lost.
+
+It keeps the cut: as many stages, every node that is left in its stage, so no node needs what it
+does not hold, and nothing compiles anew. Every microbatch visits the stages that it visited, in the
+same order; where its path led over a lost node, another replica of that stage takes its place. It
+is made within milliseconds, without a search, and without SciPy, which is slow to load.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+
+import numpy as np
+
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods.earlier_order import earlier_order, start_times
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.fewer_nodes import sorted_nodes, with_nodes
+from skippipe_sched.problem.plan import NodePath, Plan, Predicted
+from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares
+from skippipe_sched.search.budget import Placement
+from skippipe_sched.timing.quick_bound import quick_lower_bound_s
+from skippipe_sched.timing.simulate import simulate
+
+# The first time, the visits of the stages after are still to be dealt, and may be on lost nodes.
+SWEEPS = 2
+# Trades are looked for among all pairs, so only among so many visits.
+TRADED_AT_ONCE = 256
+ROUNDING_S = 1e-9
+
+
+def plan_without(plan: Plan, kept: Collection[int], stages: Placement | None = None) -> Plan:
+    """A plan like `plan` on the nodes `kept` only; if they are all of its nodes, the plan itself.
+
+    Node k of the new plan is the k-th smallest of `kept`, and its case is the plan's with these
+    nodes. `stages` are the kept nodes of each stage, by their old numbers; if left out, each is
+    where it was (`refilled` moves some, so that no stage is empty).
+
+    The iteration keeps its microbatches. Data nodes that are left share them evenly, or where the
+    case gave them unequal numbers, in proportion; replicas of an inner stage that has lost one
+    share its visits by TC1. Stages that have lost none stay as they are. So there always is such a
+    plan, however little memory holds, and it keeps every rule that `plan` keeps. Visits of lost
+    nodes are dealt out so that trips are short; others of that stage only trade their replicas if
+    the iteration is shorter for it. The order is the simulator's dispatch, or what is left of the
+    plan's own if that is quicker. `lower_bound_s` is `quick_lower_bound_s`.
+
+    Raises:
+        InputError: if a stage has no node left, `stages` do not fit `kept` and the plan, or the
+            plan's own order cannot be run.
+    """
+    nodes = sorted_nodes(plan.case, kept)
+    stages = stages_of(plan, nodes) if stages is None else tuple(map(tuple, stages))
+    _require_placement(plan, nodes, stages)
+    if stages == plan.stages:
+        return plan
+    targets = {
+        stage: _targets(plan, stage, replicas)
+        for stage, replicas in enumerate(stages)
+        if set(replicas) != set(plan.stages[stage])
+    }
+    number = {node: new for new, node in enumerate(nodes)}
+    placed = tuple(tuple(number[node] for node in replicas) for replicas in stages)
+    sent = targets.get(0) or Counter(path[0] for path in plan.microbatches)
+    # In a case every data node sends something; in a plan made by hand it need not.
+    microbatches = [max(1, sent[node]) for node in stages[0]]
+    case = with_nodes(plan.case, nodes, [len(replicas) for replicas in stages], microbatches)
+    once_s = start_times(plan)
+    found = []
+    for all_visits in (False, True):
+        dealt = _dealt(plan, targets, all_visits=all_visits)
+        paths = tuple(tuple(number[node] for node in path) for path in dealt)
+        found.append((simulate(case, placed, paths), paths))
+        order = earlier_order(once_s, case, paths)
+        if order is not None:
+            found.append((simulate(case, placed, paths, order), paths))
+    timeline, paths = min(found, key=lambda one: (one[0].iteration_s, one[0].pipeline_s))
+    predicted = Predicted(
+        timeline.iteration_s,
+        timeline.pipeline_s,
+        timeline.averaging_s,
+        quick_lower_bound_s(case, min(map(len, paths))),
+    )
+    method = f"{plan.method}, nodes lost: {len(plan.case.nodes) - len(nodes)}"
+    return Plan(method, placed, paths, timeline.order, predicted, case)
+
+
+def stages_of(plan: Plan, kept: Collection[int]) -> Placement:
+    """The nodes `kept` of each stage of a plan, perhaps none.
+
+    Raises:
+        InputError: if one of `kept` is no node of the plan.
+    """
+    nodes = sorted_nodes(plan.case, kept)
+    return tuple(tuple(node for node in stage if node in nodes) for stage in plan.stages)
+
+
+def _require_placement(plan: Plan, nodes: Sequence[int], stages: Placement) -> None:
+    placed = sorted(node for replicas in stages for node in replicas)
+    if len(stages) != len(plan.stages) or placed != list(nodes):
+        raise InputError(
+            "stages",
+            [list(replicas) for replicas in stages],
+            f"must be {len(plan.stages)} stages that hold each of the nodes {list(nodes)} once",
+            "Write such ones",
+        )
+    for stage, replicas in enumerate(stages):
+        if not replicas:
+            raise InputError(
+                f"stages[{stage}]",
+                list(replicas),
+                f"of its nodes {list(plan.stages[stage])} none is left",
+                "Move a node of another stage there, or start one of them again",
+            )
+
+
+def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
+    """How many of the visits of a stage each of these replicas gets."""
+    now = Counter(
+        node for path in plan.microbatches for node in path if plan.stage_of[node] == stage
+    )
+    visits = now.total()
+    if stage == 0:
+        return _shared_as_before(plan.case, {node: now[node] for node in replicas}, visits)
+    # TC1. Where shares are no whole numbers, who has more already keeps them.
+    shares = dict(zip(replicas, fair_shares(plan.case, replicas, visits), strict=True))
+    low = {node: int(np.floor(share + SHARE_TOLERANCE)) for node, share in shares.items()}
+    high = {node: int(np.ceil(share - SHARE_TOLERANCE)) for node, share in shares.items()}
+    targets = {node: min(max(now[node], low[node]), high[node]) for node in replicas}
+
+    def lacks(node: int) -> tuple[float, int]:
+        return shares[node] - targets[node], plan.case.nodes[node].memory
+
+    while sum(targets.values()) < visits:
+        targets[max((node for node in replicas if targets[node] < high[node]), key=lacks)] += 1
+    while sum(targets.values()) > visits:
+        targets[min((node for node in replicas if targets[node] > low[node]), key=lacks)] -= 1
+    return targets
+
+
+def _shared_as_before(case: Case, sent: Mapping[int, int], microbatches: int) -> dict[int, int]:
+    """How many microbatches each data node sends, if they `sent` so many of them before.
+
+    They share them evenly if they did so before, and else in proportion (D'Hondt's method, by
+    which no one gets less than before). A node that sent none counts like the others' mean.
+    """
+    known = [count for count in sent.values() if count]
+    even = not known or max(known) - min(known) <= 1
+    weight = {
+        node: 1.0 if even else count or sum(known) / len(known) for node, count in sent.items()
+    }
+    counts = dict.fromkeys(sent, 0)
+
+    def turn(node: int) -> tuple[bool, float, int, float, int]:
+        of_node, would_have = case.nodes[node], (counts[node] + 1) / weight[node]
+        return counts[node] > 0, would_have, -sent[node], of_node.forward_s, -of_node.memory
+
+    for _ in range(microbatches):
+        counts[min(counts, key=turn)] += 1
+    return counts
+
+
+def _dealt(
+    plan: Plan, targets: Mapping[int, Mapping[int, int]], *, all_visits: bool
+) -> list[NodePath]:
+    """The plan's paths with as many visits on each replica of each changed stage as `targets` say.
+
+    Only visits that must move do, unless `all_visits` may trade their replicas.
+    """
+    round_trip_s = plan.case.hop_s + plan.case.hop_s.T
+    paths = [list(path) for path in plan.microbatches]
+    visitors: dict[int, list[tuple[list[int], int]]] = {stage: [] for stage in targets}
+    for path in paths:
+        for position, node in enumerate(path):
+            if plan.stage_of[node] in targets:
+                visitors[plan.stage_of[node]].append((path, position))
+    moving = {stage: _moving(visits, targets[stage]) for stage, visits in visitors.items()}
+    for _, stage in product(range(SWEEPS), targets):
+        visits, nodes = visitors[stage], list(targets[stage])
+        if not visits:
+            continue
+        here = [path[position] for path, position in visits]
+        before = [path[position - 1] for path, position in visits]
+        after = [path[(position + 1) % len(path)] for path, position in visits]
+        cost_s = round_trip_s[np.ix_(before, nodes)] + round_trip_s[np.ix_(after, nodes)]
+        place = np.array([nodes.index(node) if node in nodes else -1 for node in here])
+        place[moving[stage]] = -1
+        free = np.array([targets[stage][node] for node in nodes])
+        free -= np.bincount(place[place >= 0], minlength=len(nodes))
+        for visit in moving[stage]:
+            place[visit] = np.argmin(np.where(free > 0, cost_s[visit], np.inf))
+            free[place[visit]] -= 1
+        traders = np.arange(len(visits)) if all_visits else np.array(moving[stage], dtype=int)
+        for start in range(0, len(traders), TRADED_AT_ONCE):
+            _trade(cost_s, place, traders[start : start + TRADED_AT_ONCE])
+        for (path, position), chosen in zip(visits, place.tolist(), strict=True):
+            path[position] = nodes[chosen]
+    return [tuple(path) for path in paths]
+
+
+def _moving(visits: Sequence[tuple[list[int], int]], targets: Mapping[int, int]) -> list[int]:
+    """Which visits of a stage must move: to nodes that are lost, or that have too many."""
+    left = dict(targets)
+    moving = []
+    for index, (path, position) in enumerate(visits):
+        node = path[position]
+        if left.get(node, 0) > 0:
+            left[node] -= 1
+        else:
+            moving.append(index)
+    return moving
+
+
+def _trade(cost_s: np.ndarray, place: np.ndarray, traders: np.ndarray) -> None:
+    """Let pairs of the `traders` trade places as long as that makes their trips shorter."""
+    cost_s = cost_s[traders]
+    while len(traders):
+        now = place[traders]
+        own_s = cost_s[np.arange(len(traders)), now]
+        of_others_s = cost_s[:, now]
+        saved_s = own_s[:, None] + own_s - of_others_s - of_others_s.T
+        first, second = np.unravel_index(np.argmax(saved_s), saved_s.shape)
+        if saved_s[first, second] <= ROUNDING_S:
+            return
+        place[traders[[first, second]]] = now[[second, first]]

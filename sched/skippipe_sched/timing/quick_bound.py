@@ -1,0 +1,52 @@
+"""A time that no plan of a case can beat, reckoned at once and without SciPy.
+
+`bound.lower_bound_s` is the greater one mostly. This one is for plans that cannot wait for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skippipe_sched.problem.case import Case
+from skippipe_sched.timing.one_node import NodeWork, busy_apart_s
+
+
+def quick_lower_bound_s(case: Case, path_length: int) -> float:
+    """A bound [s] below `iteration_s` of every plan whose paths visit `path_length` stages or more.
+
+    It holds for any placement, any paths, whichever rules they keep, as long as each data node
+    sends as many microbatches as the case says, any order and either contention. No pipeline ends
+    sooner than
+
+    - the data node with most microbatches can do its work (`busy_apart_s`), the inner stages being
+      the cheapest ones, each on the fastest node, all hops the quickest of the case;
+    - all nodes together can do all the work.
+
+    Then the data stage averages, over no slower links than the quickest of the case.
+    """
+    forward_s = [node.forward_s for node in case.nodes]
+    inner_costs = sorted(case.stage_cost[1:])[: path_length - 1]
+    inner_s = min(forward_s) * sum(inner_costs)
+    hops_s = 0.0
+    averaging_s = 0.0
+    if len(case.nodes) > 1:
+        apart = ~np.eye(len(case.nodes), dtype=bool)
+        latency, bandwidth = (matrix[apart] for matrix in case.link_matrices)
+        hops_s = float(case.hop_s[apart].min()) * (path_length if path_length > 1 else 0)
+        steps = 2 * (case.stages[0] - 1)
+        averaging_s = steps / case.stages[0] * case.stage_bytes[0] / bandwidth.max()
+        averaging_s += steps * latency.min()
+    most = max(case.microbatches)
+    data_cost, loss_ratio, ratio = case.stage_cost[0], case.loss_ratio, case.backward_ratio
+    works = {
+        NodeWork(
+            most, min(node.memory, most), node.forward_s * data_cost, inner_s + hops_s,
+            node.forward_s * data_cost * loss_ratio, inner_s * ratio + hops_s,
+            node.forward_s * data_cost * ratio,
+        )
+        for node in case.nodes
+    }  # fmt: skip
+    busiest_s = min(busy_apart_s(work) for work in works)
+    work = (1 + loss_ratio + ratio) * data_cost + (1 + ratio) * sum(inner_costs)
+    together_s = sum(case.microbatches) * work / sum(1 / seconds for seconds in forward_s)
+    return float(max(busiest_s, together_s) + averaging_s)

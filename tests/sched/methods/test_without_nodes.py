@@ -1,0 +1,215 @@
+"""Going on at once when nodes are lost: the same cut, the same microbatches, other replicas."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import with_prediction
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.refilling import refilled
+from skippipe_sched.methods.routes import Routes, place_in_order
+from skippipe_sched.methods.without_nodes import plan_without, stages_of
+from skippipe_sched.problem.plan import load_plan, parse_plan
+from skippipe_sched.problem.rules import violations
+from skippipe_sched.timing.simulate import simulate, simulate_plan
+
+from tests.sched.examples import cases, in_order, planned, routed_cases, same_place
+
+PAPER = Path("experiments/paper/plans")
+ROUNDING = 1 - 1e-12
+
+
+def sequences(plan):
+    return [[plan.stage_of[node] for node in path] for path in plan.microbatches]
+
+
+def require_goes_on(before, after, kept, stages):
+    """That `after` is a whole plan of the nodes `kept` in `stages`, and otherwise `before`."""
+    nodes = sorted(kept)
+    number = {node: new for new, node in enumerate(nodes)}
+    assert after.case.nodes == tuple(before.case.nodes[node] for node in nodes)
+    assert after.stages == tuple(tuple(number[node] for node in stage) for stage in stages)
+    assert sequences(after) == sequences(before)
+    for was, now in zip(before.microbatches, after.microbatches, strict=True):
+        for old, new in zip(was, now, strict=True):
+            stage = before.stage_of[old]
+            assert set(stages[stage]) != set(before.stages[stage]) or new == number[old]
+    read = parse_plan(json.loads(json.dumps(after.to_json(), allow_nan=False)))
+    assert read.to_json() == after.to_json()
+    timeline = simulate_plan(read)
+    assert timeline.iteration_s == after.predicted.iteration_s
+    assert timeline.pipeline_s == after.predicted.pipeline_s
+    assert 0 < after.predicted.lower_bound_s * ROUNDING <= timeline.iteration_s
+
+
+def draw_kept(data, plan):
+    """Some nodes of every stage."""
+    return {
+        node
+        for stage in plan.stages
+        for node in data.draw(st.lists(st.sampled_from(stage), min_size=1, unique=True))
+    }
+
+
+@given(case=cases(), seed=st.integers(0, 99), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(case, seed, data):
+    stages = place_in_order(case)
+    try:
+        paths = random_paths(case, stages, np.random.default_rng(seed))
+        plan = with_prediction(case, "random", Routes(stages, paths))
+    except InputError:  # No paths are balanced under the case's max_jump.
+        return
+    kept = draw_kept(data, plan)
+    after = plan_without(plan, kept)
+    require_goes_on(plan, after, kept, stages_of(plan, kept))
+    assert violations(after.case, after.stages, after.microbatches) == []
+
+
+@given(example=routed_cases(), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_plan_of_any_paths_goes_on_wherever_nodes_are_left(example, data):
+    """Whole stages may be lost too."""
+    plan, _ = planned(*example)
+    everyone = range(len(plan.case.nodes))
+    kept = data.draw(
+        st.lists(st.sampled_from(everyone), min_size=len(plan.stages), unique=True).map(set)
+    )
+    stages = refilled(plan, kept)
+    before = stages_of(plan, kept)
+    assert sorted(node for stage in stages for node in stage) == sorted(kept)
+    moved = sum(len(set(now) - set(was)) for was, now in zip(before, stages, strict=True))
+    assert moved == before.count(())
+    require_goes_on(plan, plan_without(plan, kept, stages), kept, stages)
+
+
+def test_when_all_nodes_are_there_the_plan_is_the_plan():
+    plan = load_plan(PAPER / "skip33.json")
+    assert plan_without(plan, range(20)) is plan
+    assert plan_without(plan, range(20), refilled(plan, range(20))) is plan
+
+
+@pytest.mark.parametrize(
+    ("given", "lost", "left"),
+    [
+        ([4, 4, 4], 2, [6, 6]),
+        ([4, 3, 3], 0, [5, 5]),
+        ([4, 4, 3], 2, [6, 5]),
+        ([8, 2, 5], 2, [12, 3]),
+    ],
+    ids=["evenly", "evenly again", "the rest where it was", "in proportion"],
+)
+def test_data_nodes_share_what_a_lost_one_sent(given, lost, left):
+    case = same_place([3], microbatches_per_data_node=given)
+    paths = [(node,) for node, count in enumerate(given) for _ in range(count)]
+    plan, _ = planned(case, in_order([3]), paths)
+    kept = {0, 1, 2} - {lost}
+    after = plan_without(plan, kept)
+    assert after.case.microbatches == tuple(left)
+    old = sorted(kept)
+    assert all(
+        old[now[0]] == was[0]
+        for was, now in zip(plan.microbatches, after.microbatches, strict=True)
+        if was[0] != lost
+    )
+
+
+def test_quicker_replicas_get_more_and_otherwise_near_ones_are_taken():
+    """Stage 1 loses node 5; of the others node 3 is as quick as node 2 and 4 together."""
+    speeds = [1, 1, 2, 1, 2, 1]
+    places = ["east", "west", "east", "west", "west", "east"]
+    case = same_place(
+        [2, 4],
+        nodes=[{"location": p, "forward_s": s} for p, s in zip(places, speeds, strict=True)],
+        links=[["east", "west", 1000, 1]],
+        microbatches_per_data_node=6,
+    )
+    inner = [2, 2, 5, 5, 5, 5, 3, 3, 3, 3, 4, 4]
+    paths = [(index // 6, node) for index, node in enumerate(inner)]
+    plan, _ = planned(case, in_order([2, 4]), paths)
+    after = plan_without(plan, {0, 1, 2, 3, 4})
+    assert Counter(path[1] for path in after.microbatches) == {2: 3, 3: 6, 4: 3}
+    # Nothing in the west need go to the east, and three in the east stay there.
+    assert all(node in (3, 4) for data_node, node in after.microbatches if data_node == 1)
+
+
+def test_where_nothing_is_gained_live_replicas_keep_their_visits():
+    case = same_place([1, 3], microbatches_per_data_node=6)
+    plan, _ = planned(case, in_order([1, 3]), [(0, node) for node in (2, 1, 3, 2, 1, 3)])
+    after = plan_without(plan, {0, 1, 2})
+    first, second = (after.microbatches[index][1] for index in (2, 5))
+    assert {first, second} == {1, 2}
+    assert [path[1] for path in after.microbatches] == [2, 1, first, 2, 1, second]
+
+
+def test_visits_of_live_replicas_trade_places_around_a_link_that_is_too_slow():
+    """Without, one path would lead from the Netherlands to London, and take 300 s."""
+    plan = load_plan(PAPER / "skip33.json")
+    assert plan_without(plan, set(range(20)) - {14}).predicted.iteration_s < 60
+
+
+def test_nodes_still_wait_where_that_is_quicker():
+    """What the search found of the order outlives a node."""
+    plan = load_plan(PAPER / "skip33.json")
+    after = plan_without(plan, set(range(20)) - {10})
+    dispatched = simulate(after.case, after.stages, after.microbatches)
+    assert after.predicted.iteration_s < 0.95 * dispatched.iteration_s
+
+
+@pytest.mark.parametrize("name", ["skip33", "full"])
+def test_whichever_node_the_papers_plan_loses_it_goes_on_soon(name):
+    plan = load_plan(PAPER / f"{name}.json")
+    longest_s = 1.5 * plan.predicted.iteration_s
+    for lost in range(20):
+        kept = set(range(20)) - {lost}
+        after = plan_without(plan, kept)
+        require_goes_on(plan, after, kept, stages_of(plan, kept))
+        assert violations(after.case, after.stages, after.microbatches) == []
+        assert after.predicted.iteration_s < longest_s
+
+
+def test_who_comes_back_is_where_it_was():
+    """A plan is made of the run's own one, whatever it went on by meanwhile."""
+    plan = load_plan(PAPER / "skip33.json")
+    once, again = (plan_without(plan, set(range(20)) - {7}).to_json() for _ in range(2))
+    assert once == again
+    assert once["method"] == "joint, nodes lost: 1"
+
+
+def test_a_lost_stage_is_refused_unless_it_is_refilled():
+    case = same_place([2, 3, 1], memory=1)
+    plan, _ = planned(case, in_order([2, 3, 1]), [(0, 2, 5), (1, 3, 5)])
+    with pytest.raises(InputError, match=r"stages\[2\] = \[\]: of its nodes \[5\] none is left"):
+        plan_without(plan, {0, 1, 2, 3, 4})
+    with pytest.raises(InputError, match=r"only 2 are left, and each of the 3 stages needs one"):
+        refilled(plan, {0, 4})
+    with pytest.raises(InputError, match=r"must be 3 stages that hold each of the nodes"):
+        plan_without(plan, {0, 2, 5}, ((0,), (2,), (4,)))
+    with pytest.raises(InputError, match=r"the case has no node 6"):
+        refilled(plan, {0, 2, 6})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changed", "kept", "stages"),
+    [
+        ([2, 3, 1], {}, {0, 1, 2, 3, 4}, ((0, 1), (3, 4), (2,))),
+        ([2, 3, 1], {3: {"forward_s": 0.5}}, {0, 1, 2, 3, 4}, ((0, 1), (2, 4), (3,))),
+        ([2, 3, 1], {4: {"memory": 9}}, {0, 1, 2, 3, 4}, ((0, 1), (2, 3), (4,))),
+        ([2, 2, 1], {}, {0, 1, 2, 3}, ((0, 1), (3,), (2,))),
+        ([3, 2, 1], {}, {0, 1, 2, 3, 4}, ((1, 2), (3, 4), (0,))),
+        ([1, 4, 1], {}, {1, 2, 3, 4}, ((1,), (3, 4), (2,))),
+    ],
+    ids=["the largest gives", "its fastest", "or its roomiest", "an inner one of equal ones",
+         "or the data stage", "two are lost"],
+)  # fmt: skip
+def test_which_nodes_move_to_lost_stages(sizes, changed, kept, stages):
+    nodes = [changed.get(node, {}) for node in range(sum(sizes))]
+    case = same_place(sizes, nodes=nodes)
+    paths = [tuple(stage[0] for stage in in_order(sizes))]
+    plan, _ = planned(case, in_order(sizes), paths)
+    assert refilled(plan, kept) == stages
