@@ -85,7 +85,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # It ended a moment ago.
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the process at once."""

@@ -401,7 +401,8 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     [order] = model.orders(0.5, most=1)
     greedy = sp.Sampling(temperature=0)
     assert out == "ab" + model.scaled(scales).generate("ab", 12, order, greedy) + "\n"
-    assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
+    if scale != FIT:  # What fits a model that has learnt nothing changes little.
+        assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
     harness = HarnessModel("run", keep=0.5, scale=scale)
     assert harness.scales is not None
     assert_alike(harness.scales, scales)

@@ -215,20 +215,20 @@ def config_in(folder: Path, **sections: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("host_of_node", "network", "execution"),
+    ("host_of_node", "network", "execution", "runtime"),
     [
-        ([0, 0, 1, 1, 1, 0], {"averaging": "ring"}, "ready-first"),
+        ([0, 0, 1, 1, 1, 0], {"averaging": "ring"}, "ready-first", "independent"),
         # Here the sum over all hosts, and over two stages, is between the same two devices.
-        ([0, 1, 0, 0, 0, 1], {"averaging": "collective"}, "strict"),
+        ([0, 1, 0, 0, 0, 1], {"averaging": "collective"}, "strict", "distributed"),
     ],
     ids=["ring", "collective"],
 )
 def test_hosts_average_parameters_together(
-    tmp_path: Path, host_of_node: list[int], network: dict[str, Any], execution: str
+    tmp_path: Path, host_of_node: list[int], network: dict[str, Any], execution: str, runtime: str
 ):
     path = config_in(
         tmp_path,
-        cluster={"host_of_node": host_of_node},
+        cluster={"host_of_node": host_of_node, "runtime": runtime},
         network=network | {"deadline_s": 60},
         execution=execution,
         validation={"every": EVERY, "sequences": 4},
