@@ -119,6 +119,7 @@ def _join(config: ClusterConfig, place: Place | None, runtime: str) -> Membershi
             require_same_runtime(membership, config, runtime)
         except BaseException as error:
             _abandon(membership, error)
+            raise
         if sockets is not None:
             jax_runtime.start(config, place.index, place.count, sockets, membership.address)
     return membership

@@ -47,20 +47,10 @@ from skippipe_jax.interop.conversion import from_huggingface
 from skippipe_jax.models.branch_scales import BranchScales
 from tests.llama_models import random_llama, save
 from tests.partial_models import logits_of, random_model, save_checkpoint, save_run
+from tests.training_runs import SMALL_CASE
 
 TIME = 32
-CASE = {
-    "nodes": 4,
-    "locations": ["here"],
-    "links": [],
-    "activation_bytes": 4096,
-    "stage_bytes": 8192,
-    "forward_s": 0.1,
-    "stages": [1, 1, 1, 1],
-    "path_length": 2,
-    "microbatches_per_data_node": 8,
-    "memory": 2,
-}
+CASE = SMALL_CASE | {"nodes": 4, "stages": [1, 1, 1, 1], "microbatches_per_data_node": 8}
 SECTIONS: dict[str, Any] = {
     "model": {
         "width": 16,

@@ -1,4 +1,4 @@
-"""The plan that a run goes on with at once when some of its nodes are lost.
+"""The plan that a run could go on with at once when some of its nodes are lost.
 
 It keeps the cut: as many stages, every node that is left in its stage, so no node needs what it
 does not hold, and nothing compiles anew. Every microbatch visits the stages that it visited, in the
