@@ -1,20 +1,23 @@
 """How well a model learns when microbatches skip stages, against bytes and against time.
 
 All runs learn the same number of bytes in an iteration, in the same order, at the same learning
-rate unless an arm is about that. What is compared is always the held-out loss of the full model.
-Beside it stands the loss when what a stage adds is multiplied, at evaluation, by the share of
-microbatches that visited it.
+rate unless an arm is about that. What is compared is always the held-out loss of the full model,
+of an arm and of its control with the same seeds; each difference comes with its interval (see
+`intervals`). Beside it stands the loss when what the residual branches of a stage add is
+multiplied, at evaluation, by the share of microbatches that visited it. Arms and controls are
+compared as they are or both scaled: a model that was trained in full is the same either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.paper import drawing
+from experiments.paper import drawing, intervals
 from experiments.paper.campaign import Campaign, runs_of
 from experiments.paper.drawing import BLACK, BLUE, GREEN, ORANGE, VERMILION
 from experiments.paper.summary import Summary
@@ -37,15 +40,15 @@ IN_TIME = {
     "skip33_ends_full_equal_time": ("33%, as long, ends full", GREEN),
     "small67_equal_time": ("8 blocks, in full, as long", VERMILION),
 }
+# What is shown of arms at equal data against the full pipeline, and of recipes against skipping.
 PATHS = {
-    "full": "full pipeline",
+    "skip25": "25% planned, in order",
+    "skip25_random": "25% random, in order",
     "skip33": "33% planned, in order",
     "skip33_swaps": "33% planned, swaps",
     "skip33_skippipe": "33% by the paper's search, swaps",
     "skip33_random": "33% random, in order",
     "skip33_random_swaps": "33% random, swaps",
-    "skip25": "25% planned, in order",
-    "skip25_random": "25% random, in order",
     "skip50": "50% planned, in order",
     "skip50_random": "50% random, in order",
     "small67": "8 blocks instead of 12, in full",
@@ -54,16 +57,37 @@ PATHS = {
 RECIPES = {
     "full": "full pipeline",
     "full_higher_rate": "full, twice the learning rate",
-    "skip33": "33% skipped",
     "skip33_higher_rate": "twice the learning rate",
     "skip33_full_every_10": "every 10th iteration full",
     "skip33_inverse": "scaled by 1/p in training",
     "skip33_ends_full": "last fifth full",
     "skip33_inverse_ends_full": "scaled by 1/p, last fifth full",
-    "skip33_equal_time": "as long as the full pipeline",
-    "skip33_ends_full_equal_time": "as long, last fifth full",
 }
-ARMS = tuple(dict.fromkeys([*RATIOS, *IN_TIME, *PATHS, *RECIPES]))
+# And at equal time, against the full pipeline and against a smaller model.
+LONGER = {
+    "skip25_equal_time": "25% skipped",
+    "skip33_equal_time": "33% skipped",
+    "skip33_ends_full_equal_time": "33% skipped, last fifth full",
+    "skip50_equal_time": "50% skipped",
+}
+SMALLER = "small67_equal_time"
+PANELS = {
+    "Minus the full pipeline, equal data": ("full", PATHS),
+    "Minus 33% skipped, equal data": ("skip33", RECIPES),
+    "Minus the full pipeline, equal time": ("full", LONGER | {SMALLER: "8 blocks, in full"}),
+    "Minus 8 blocks in full, equal time": (SMALLER, {"full": "full pipeline"} | LONGER),
+}
+ARMS = tuple(dict.fromkeys([*RATIOS, *IN_TIME, *PATHS, *RECIPES, *LONGER]))
+# By control: the arms whose difference from it is written.
+COMPARED = {
+    "full": tuple(arm for arm in ARMS if arm != "full"),
+    "skip25": ("skip25_random",),
+    "skip33": tuple(dict.fromkeys([*RECIPES, *PATHS])),
+    "skip33_equal_time": tuple(LONGER),
+    "skip50": ("skip50_random",),
+    "small67": ("skip25", "skip33", "skip50", "small50"),
+    SMALLER: ("full", *LONGER),
+}
 
 
 def measure(quick: bool, folder: Path) -> dict[str, Any]:
@@ -73,7 +97,35 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
 
 def figures_of(found: dict[str, list[Summary]]) -> dict[str, Any]:
     """What is drawn, for the arms that are there."""
-    return {"arms": {arm: _of_arm(found[arm]) for arm in ARMS if arm in found}}
+    found = {arm: found[arm] for arm in ARMS if arm in found}
+    losses = {arm: [seed.loss for seed in seeds] for arm, seeds in found.items()}
+    scaled = {arm: [seed.loss_scaled for seed in seeds] for arm, seeds in found.items()}
+    gains = {arm: intervals.paired(own, losses[arm]) for arm, own in scaled.items()}
+    return {
+        "arms": {arm: _of_arm(seeds) for arm, seeds in found.items()},
+        "intervals": intervals.HOW,
+        "minus": {
+            control: {
+                "loss": _minus(control, arms, losses),
+                "loss_scaled_at_evaluation": _minus(control, arms, scaled),
+            }
+            for control, arms in COMPARED.items()
+            if control in found
+        },
+        "scaled_minus_plain": intervals.figures(
+            {arm: own for arm, own in gains.items() if any(own)}
+        ),
+    }
+
+
+def _minus(
+    control: str, arms: Sequence[str], losses: dict[str, list[float]]
+) -> dict[str, dict[str, Any]]:
+    """The differences of these arms from a control; the deviation is pooled over all there are."""
+    differences = {
+        arm: intervals.paired(own, losses[control]) for arm, own in losses.items() if arm != control
+    }
+    return {arm: own for arm, own in intervals.figures(differences).items() if arm in set(arms)}
 
 
 def _of_arm(seeds: Sequence[Summary]) -> dict[str, Any]:
@@ -95,17 +147,16 @@ def _of_arm(seeds: Sequence[Summary]) -> dict[str, Any]:
 
 
 def draw(figures: dict[str, Any]) -> Figure:
-    """Losses against bytes and against time, and those at the end by paths and by recipe."""
+    """Losses against bytes and against time, and differences at the end from four controls."""
     arms = figures["arms"]
-    figure, ((data, time), (paths, recipes)) = drawing.panels(2, 3.6, 3.6)
+    figure, ((data, time), *rows) = drawing.panels(2, 3.6, 3.6, 2.4)
     _curves(data, arms, RATIOS, in_time=False)
     data.set_title("Against data")
     _curves(time, arms, IN_TIME, in_time=True)
     time.set_title("Against time, on 20 nodes in 12 regions")
-    _ends(paths, arms, PATHS)
-    paths.set_title("By paths (hollow: stages scaled)")
-    _ends(recipes, arms, RECIPES)
-    recipes.set_title("By recipe (hollow: stages scaled)")
+    for axes, (title, (control, shown)) in zip(chain(*rows), PANELS.items(), strict=True):
+        _differences(axes, figures["minus"].get(control), shown)
+        axes.set_title(title)
     return figure
 
 
@@ -130,16 +181,17 @@ def _curves(axes: Any, arms: dict[str, Any], shown: dict[str, Any], *, in_time: 
         axes.legend()
 
 
-def _ends(axes: Any, arms: dict[str, Any], shown: dict[str, str]) -> None:
-    rows = [arm for arm in shown if arm in arms]
+def _differences(axes: Any, minus: dict[str, Any] | None, shown: dict[str, str]) -> None:
+    """A row for each arm: its difference with the interval, hollow with branches scaled."""
+    plain = {} if minus is None else minus["loss"]
+    scaled = {} if minus is None else minus["loss_scaled_at_evaluation"]
+    rows = [arm for arm in shown if arm in plain]
     for row, arm in enumerate(rows):
-        own = arms[arm]
-        drawing.dots(axes, row, own["loss"], BLACK if arm == "full" else BLUE)
-        if own["loss"] != (scaled := own["loss_scaled_at_evaluation"]):
-            axes.plot(scaled, [row] * len(scaled), "o", color=BLUE, markersize=5, mfc="none")
-    if "full" in arms:
-        axes.axvline(np.mean(arms["full"]["loss"]), color=BLACK, linewidth=0.8, linestyle=":")
+        drawing.interval(axes, row - 0.15, plain[arm], BLACK)
+        if scaled[arm]["mean"] != plain[arm]["mean"]:
+            drawing.interval(axes, row + 0.2, scaled[arm], BLUE, hollow=True)
+    axes.axvline(0.0, color=BLACK, linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(rows)), [shown[arm] for arm in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("held-out loss, nats per byte")
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    axes.set_xlabel("nats per byte (hollow: scaled)")
     axes.grid(axis="y", visible=False)

@@ -1,8 +1,8 @@
-"""How the paper's figures look: sizes, colours, seeds as bands."""
+"""How the paper's figures look: sizes, colours, seeds as bands, intervals as bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,8 +55,11 @@ def band(
         axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2, lw=0)
 
 
-def dots(axes: Any, y: float, values: Sequence[float], color: str) -> None:
-    """Each seed as a dot in the row `y`, and a line at their mean."""
-    axes.plot(values, [y] * len(values), "o", color=color, markersize=5, alpha=0.7, mew=0)
-    mean = float(np.mean(values))
-    axes.plot([mean, mean], [y - 0.3, y + 0.3], color=color, linewidth=1.6)
+def interval(
+    axes: Any, y: float, figures: Mapping[str, Any], color: str, *, hollow: bool = False
+) -> None:
+    """A mean as a dot in the row `y`, and its interval, if it has one, as a line through it."""
+    if figures["low"] is not None:
+        axes.hlines([y], [figures["low"]], [figures["high"]], color=color, linewidth=1.4)
+    face = "white" if hollow else color
+    axes.plot([figures["mean"]], [y], "o", color=color, markersize=5, mfc=face)

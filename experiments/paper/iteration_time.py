@@ -238,11 +238,10 @@ def travel_s(plan: Plan) -> float:
 
     There and back, if it meets no other microbatch.
     """
-    round_trip_s = plan.case.hop_s + plan.case.hop_s.T
     of_data_nodes: dict[int, list[float]] = defaultdict(list)
     for path in plan.microbatches:
         hops = pairwise([*path, path[0]])
-        of_data_nodes[path[0]].append(sum(round_trip_s[hop] for hop in hops))
+        of_data_nodes[path[0]].append(sum(plan.case.round_trip_s[hop] for hop in hops))
     return max(map(statistics.fmean, of_data_nodes.values()))
 
 

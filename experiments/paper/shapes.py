@@ -39,6 +39,7 @@ from skippipe_jax.models.footprint import (
     memory_of_stages,
     traffic,
 )
+from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
@@ -48,6 +49,7 @@ from skippipe_jax.runtime.stage_functions import (
     StageFunctions,
     activation,
     stage_functions,
+    wire_of_run,
 )
 
 if TYPE_CHECKING:
@@ -58,8 +60,6 @@ NAME = "shapes"
 CONFIGS = Path(__file__).parent / "configs"
 MODELS = ("500m", "1.5b", "8b")
 MEMORY_GB = (16, 24, 40, 80)
-# What is left of a device's memory when its runtime and the gaps between arrays have theirs.
-USABLE = 0.9
 PARTS = ("parameters", "gradients", "optimizer", "in_flight", "waiting", "working")
 
 
@@ -77,7 +77,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
         print(
             f"{NAME}: {name}: formulas within {models[name]['largest_difference']:.2%}", flush=True
         )
-    return {"usable_share": USABLE, "models": models, "cuts": cuts, "compiled": compiled}
+    return {"usable_share": USABLE_SHARE, "models": models, "cuts": cuts, "compiled": compiled}
 
 
 def compared(config: Config, case: Case, visits: int) -> dict[str, Any]:
@@ -140,14 +140,27 @@ def counted_working(config: Config, layers: int, is_data_stage: bool) -> int:
     made = size(saved(keeping, again, False)) if again else 0
     if is_data_stage:
         made = max(made, made_by_loss(config, layers))
-    return max(size(parameters) + made, size(gradients))
+    wire = wire_of_run(config)
+    # A backward takes its inputs and a gradient, and gives another one.
+    converted = [
+        how.computed
+        for how in (wire.activations, wire.gradients, wire.gradients)
+        if how.travelling != how.computed
+    ]
+    return max(size(parameters) + made + size(converted), size(gradients))
 
 
 def functions(config: Config, layers: int, is_data_stage: bool) -> StageFunctions:
     """The functions of a stage, as training has them."""
     tokens = config.data.microbatch_size * config.data.sequence_length
     return stage_functions(
-        config.model, config.optimizer, config.train.steps, is_data_stage, layers, tokens
+        config.model,
+        config.optimizer,
+        config.train.steps,
+        is_data_stage,
+        layers,
+        tokens,
+        wire_of_run(config),
     )
 
 
@@ -159,7 +172,7 @@ def shapes(config: Config, layers: int, is_data_stage: bool) -> tuple[Any, Any, 
 def saved(config: Config, layers: int, is_data_stage: bool) -> Any:
     """Shapes of what one forward pass leaves for its backward pass."""
     own = functions(config, layers, is_data_stage)
-    inputs = activation(config.model, config.data)
+    inputs = wire_of_run(config).activations.travelling
     if is_data_stage:
         marked = (2,) if config.data.packing == "documents" else ()
         inputs = jax.ShapeDtypeStruct((*inputs.shape[:2], *marked), jnp.int32)
@@ -202,18 +215,22 @@ def _products(jaxpr: Any) -> Iterator[Any]:
 
 def counted_traffic(config: Config, plan: Plan) -> dict[str, int]:
     """What programs and rings of a plan send, every transfer counted."""
-    hop = activation(config.model, config.data)
-    travelling = jnp.dtype(config.network.activation_dtype or hop.dtype).itemsize
+    wire = wire_of_run(config)
+    hop, gradient_hop = size(wire.activations.travelling), size(wire.gradients.travelling)
     [program] = compile_plan(plan, [0] * len(plan.case.nodes))
+    # Of every two hops, one goes forward and the other back.
+    each_way = program.first_free_hop // 2
     averaged = jnp.dtype(config.network.averaging_dtype or "float32").itemsize
     averaging = 0
     for stage, layers in enumerate(config.model.layers_of_stages(len(plan.stages))):
         parameters, _, _ = shapes(config, layers, stage == 0)
-        ring = Ring.of(stage, plan.stages[stage], HopNumbers(), parameter_count(parameters))
+        nodes, length = plan.stages[stage], parameter_count(parameters)
+        ring = Ring.of(plan.case, stage, nodes, HopNumbers(), length, width=averaged)
         averaging += len(ring.numbers) * ring.chunk_length * averaged
     return {
-        "hop": hop.size * travelling,
-        "pipeline": program.first_free_hop * hop.size * travelling,
+        "hop": hop,
+        "gradient_hop": gradient_hop,
+        "pipeline": each_way * (hop + gradient_hop),
         "averaging": averaging,
     }
 
@@ -268,7 +285,9 @@ def cuts_of(config: Config, case: Case) -> dict[str, dict[str, Any]]:
     kinds = ATTENTION if config.model.compute_dtype == "bfloat16" else ("xla",)
     return {
         attention: {
-            f"{gb} GB": what_fits(with_model(config, attention=attention), case, USABLE * gb * 1e9)
+            f"{gb} GB": what_fits(
+                with_model(config, attention=attention), case, USABLE_SHARE * gb * 1e9
+            )
             for gb in MEMORY_GB
         }
         for attention in kinds
@@ -314,7 +333,7 @@ def _total(config: Config, case: Case, stage: int, layers: int) -> int:
         is_data_stage=stage == 0,
         averages=True,
         in_flight=case.nodes[0].memory,
-        data_nodes=case.stages[0],
+        under_way=case.stages[0] * case.nodes[0].memory,
     ).total
 
 

@@ -1,6 +1,6 @@
 """What a run has found, in a few KB: its held-out losses while it trained, and without some stages.
 
-python -m experiments.paper.summary RUN --arm ARM --digest DIGEST --output FILE
+python -m experiments.paper.summary RUN --command COMMAND --digest DIGEST --output FILE
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Summary:
     """What a run has found. Losses are held-out, in nats per byte.
 
     Attributes:
-        digest: of the configuration and the plan, see `Campaign.digest`.
+        digest: of the configuration and the plan, and whatever else the run comes from.
         steps: iterations.
         tokens_per_iteration: bytes that an iteration learns.
         curve: after which iteration, seconds on the planner's clock, loss of the full model, over
             fewer sequences than the others.
         simulated_s: seconds of all iterations on the planner's clock.
         loss: of the full model at the end.
-        loss_scaled: of the full model in which what a stage's residual branches add is multiplied
-            by the share of the microbatches that visited it in training. Committed results are of
-            what the stage as a whole adds, which came out alike: 1.971 by stages and 1.974 by
-            branches for a third skipped.
+        loss_scaled: of the full model in which what residual branches of a stage add is multiplied
+            by the share of the microbatches that visited it in training.
         keep: perplexities by how many stages run, over all sets of stages: mean, deviation, least,
             greatest, and the mean loss.
+        keep_scaled: the same where branches are multiplied by the share, and where fewer stages run
+            by as many times more, but by 1 at most.
         early_exit: losses with the first one, two, ... stages.
         swaps: perplexities with two neighbouring stages swapped, as in `keep`.
         minutes: that training took, in process, on this machine.
@@ -61,6 +61,7 @@ class Summary:
     loss: float
     loss_scaled: float
     keep: dict[str, dict[str, float]]
+    keep_scaled: dict[str, dict[str, float]]
     early_exit: list[float]
     swaps: dict[str, float]
     minutes: float
@@ -69,8 +70,8 @@ class Summary:
     machine: dict[str, Any]
 
 
-def summarise(run: Path, arm: str, digest: str, sequences: int) -> Summary:
-    """Evaluate the last checkpoint of a run, and gather what it has noted."""
+def summarise(run: Path, command: str, digest: str, sequences: int) -> Summary:
+    """Evaluate the last checkpoint of a run that `command` trains, and gather what it has noted."""
     model, config, step = read_run(run)
     data = replace(config.data, microbatch_size=min(MICROBATCH, sequences))
     stages = model.stages
@@ -78,12 +79,15 @@ def summarise(run: Path, arm: str, digest: str, sequences: int) -> Summary:
     questions = [kept(stages, count / stages, EVERY_SUBSET, 0) for count in counts]
     first = tuple(Way(tuple(range(count))) for count in counts)
     questions += [Question("early exit", first, stages), swapped(stages)]
-    found = evaluate(model, step, data, sequences, questions)
+    scaling = scaling_of(SHARE, model, data, run, step)
+    found = evaluate(model, step, data, sequences, questions, scaling)
+    scaled = found.scaled
+    assert scaled is not None, "was asked for"
     *keep, early_exit, swaps = found.answers
+    *keep_scaled, _, _ = scaled.answers
 
     lines = run_folder.read_metrics(run)
     clock_s = list(accumulate(line["predicted_seconds"] for line in lines))
-    scaled = scaling_of(SHARE, model, data, run, step).scaled()
     return Summary(
         digest=digest,
         steps=step,
@@ -95,12 +99,13 @@ def summarise(run: Path, arm: str, digest: str, sequences: int) -> Summary:
         ],
         simulated_s=round(clock_s[-1], 1),
         loss=round(found.loss, 5),
-        loss_scaled=round(evaluate(scaled, step, data, sequences, ()).loss, 5),
+        loss_scaled=round(scaled.loss, 5),
         keep={str(n): _spread(answer) for n, answer in zip(counts, keep, strict=True)},
+        keep_scaled={str(n): _spread(own) for n, own in zip(counts, keep_scaled, strict=True)},
         early_exit=[round(loss, 5) for loss in early_exit.losses],
         swaps=_spread(swaps),
         minutes=round(sum(line["seconds_per_iteration"] for line in lines) / 60, 2),
-        **provenance.of(f"python -m experiments.paper.campaign --only {arm}"),
+        **provenance.of(command),
     )
 
 
@@ -121,8 +126,8 @@ def main() -> int:
         prog="python -m experiments.paper.summary", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("--arm", required=True, help="the name of its configuration")
-    parser.add_argument("--digest", required=True, help="as `Campaign.digest` gives it")
+    parser.add_argument("--command", required=True, help="what trains it")
+    parser.add_argument("--digest", required=True, help="of all that it comes from")
     parser.add_argument("--output", type=Path, required=True, help="the file to write")
     parser.add_argument("--quick", action="store_true", help="evaluate on little text")
     arguments = parser.parse_args()
@@ -131,7 +136,7 @@ def main() -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     sequences = QUICK_SEQUENCES if arguments.quick else SEQUENCES
-    found = summarise(arguments.run, arguments.arm, arguments.digest, sequences)
+    found = summarise(arguments.run, arguments.command, arguments.digest, sequences)
     partial = arguments.output.with_name(arguments.output.name + PARTIAL)
     partial.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
     os.replace(partial, arguments.output)

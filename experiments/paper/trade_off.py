@@ -5,8 +5,9 @@ depends on the network. For each share there is a run with as many iterations as
 one with as many as take its time in 12 regions. The loss after another number of iterations, each
 with a learning rate that falls to its end, lies on the line through the two against the logarithm
 of that number. So it does for a smaller model that is trained in full: whoever skips to save time
-could as well train that. All are compared on the seeds that every one of them has, as another seed
-moves a loss by as much as another share does.
+could as well train that. An arm is compared with the control, and with that model, over the seeds
+that both have; the difference comes with its interval (see `intervals`), which knows nothing of how
+straight the line is. What skips is compared as it was trained and with scaled branches.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from experiments.paper import drawing, plans
+from experiments.paper import drawing, intervals, plans
 from experiments.paper.campaign import Campaign, runs_of
 from experiments.paper.drawing import BLACK, BLUE, GREEN, VERMILION
 from experiments.paper.summary import Summary
@@ -34,6 +33,8 @@ SMALLER, WORTH_SKIPPING = "small67", SKIPPED["skip33"]
 OTHERS = (*SKIPPED, SMALLER)
 ARMS = ("full", *OTHERS, *(f"{name}_equal_time" for name in OTHERS))
 COLORS = (BLUE, VERMILION, GREEN)
+ASIDE = 0.008
+PLAIN, SCALED = WAYS = ("loss", "loss_scaled")
 BUDGET_S, QUICK_BUDGET_S = 30.0, 0.3
 
 
@@ -55,95 +56,132 @@ def figures_of(
     found: dict[str, list[Summary]], seconds: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
     """What is drawn, for the arms that are there."""
-    of_all_seeds = [seed.loss for seed in found["full"]]
-    there = [arm for arm in ARMS if arm in found]
-    seeds = min(len(found[arm]) for arm in there)
-    found = {arm: found[arm][:seeds] for arm in there}
     [control] = {seed.steps for seed in found["full"]}
-
-    def point(name: str, of_plan: dict[str, float]) -> dict[str, float | bool]:
-        iterations = control * of_plan["full"] / of_plan[name]
-        longer = found[f"{name}_equal_time"]
-        return {
-            "iterations": iterations,
-            "loss": _loss_after(iterations, found[name], longer),
-            "beyond_what_was_trained": iterations > 1.02 * longer[0].steps,
-        }
-
-    compared = [name for name in OTHERS if {name, f"{name}_equal_time"} <= found.keys()]
-    networks = {
-        network: {
-            "points": [
-                {"skipped": SKIPPED[name]} | point(name, of_plan)
-                for name in compared
-                if name in SKIPPED
-            ],
-            "smaller_model": point(SMALLER, of_plan) if SMALLER in compared else None,
-        }
-        for network, of_plan in seconds.items()
-    }
+    alike = {name: found[name] for name in ("full", *OTHERS) if name in found}
     return {
-        "seeds": seeds,
-        "control": {
-            "iterations": control,
-            "loss": [seed.loss for seed in found["full"]],
-            "loss_of_all_seeds": of_all_seeds,
-        },
-        "equal_data": {
-            name: {"skipped": SKIPPED[name], "loss": [seed.loss for seed in found[name]]}
-            for name in SKIPPED
-            if name in found
-        },
-        "smaller_model": {"loss": [seed.loss for seed in found.get(SMALLER, [])]},
+        "intervals": intervals.HOW,
+        "control": {"iterations": control},
+        "equal_data": _compared(
+            {way: {name: _losses(own, way) for name, own in alike.items()} for way in WAYS}
+        ),
         "iteration_s": seconds,
-        "equal_time": networks,
+        "equal_time": {
+            network: _of_network(found, control, of_plan) for network, of_plan in seconds.items()
+        },
     }
 
 
-def _loss_after(iterations: float, shorter: Sequence[Summary], longer: Sequence[Summary]) -> float:
-    """The mean loss after a run of so many iterations, on the line through two such means."""
-    first, second = (float(np.mean([own.loss for own in runs])) for runs in (shorter, longer))
+def _of_network(
+    found: dict[str, list[Summary]], control: int, of_plan: dict[str, float]
+) -> dict[str, Any]:
+    """What is found where iterations of the plans take so many seconds."""
+    names = [name for name in OTHERS if {name, f"{name}_equal_time"} <= found.keys()]
+    iterations = {name: control * of_plan["full"] / of_plan[name] for name in names}
+    longer = {name: found[f"{name}_equal_time"] for name in names}
+
+    def losses(way: str) -> dict[str, list[float]]:
+        return {"full": _losses(found["full"], way)} | {
+            name: _losses_after(iterations[name], found[name], longer[name], way) for name in names
+        }
+
+    return {
+        "iterations": iterations,
+        "beyond_what_was_trained": {
+            name: iterations[name] > 1.02 * longer[name][0].steps for name in names
+        },
+    } | _compared({way: losses(way) for way in WAYS})
+
+
+def _compared(losses: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """Losses of seeds, as trained and scaled, and how much more they are than those of others."""
+
+    def minus(control: str) -> dict[str, dict[str, dict[str, Any]]]:
+        # Scales change nothing in what was trained in full.
+        of_control = losses[PLAIN].get(control, [])
+        return {
+            way: intervals.figures(
+                {
+                    name: intervals.paired(own, of_control)
+                    for name, own in of_way.items()
+                    if name != control and of_control
+                }
+            )
+            for way, of_way in losses.items()
+        }
+
+    return losses | {"minus_control": minus("full"), "minus_smaller": minus(SMALLER)}
+
+
+def _losses(seeds: Sequence[Summary], way: str) -> list[float]:
+    return [seed.loss if way == PLAIN else seed.loss_scaled for seed in seeds]
+
+
+def _losses_after(
+    iterations: float, shorter: Sequence[Summary], longer: Sequence[Summary], way: str
+) -> list[float]:
+    """The loss of each seed after a run of so many iterations, on the line through two runs."""
     reach = math.log(longer[0].steps / shorter[0].steps)
-    return first + (second - first) * math.log(iterations / shorter[0].steps) / reach
+    share = math.log(iterations / shorter[0].steps) / reach
+    pairs = zip(_losses(shorter, way), _losses(longer, way), strict=False)
+    return [first + (second - first) * share for first, second in pairs]
 
 
 def draw(figures: dict[str, Any]) -> Figure:
-    """Loss against the share skipped, at equal data and at equal time on each network."""
-    figure, [(losses, pace)] = drawing.panels(2, 4.2)
-    control = figures["control"]
-    base, spread = float(np.mean(control["loss"])), control["loss_of_all_seeds"]
-    losses.axhspan(min(spread), max(spread), color=BLACK, alpha=0.1, lw=0)
-    losses.axhline(base, color=BLACK, linewidth=0.8)
-    alike = figures["equal_data"].values()
-    losses.plot(
-        [0, *(own["skipped"] for own in alike)],
-        [base, *(float(np.mean(own["loss"])) for own in alike)],
-        "s--", color="grey", markersize=4, linewidth=1.0, label="equal data",
-    )  # fmt: skip
-    smaller = figures["smaller_model"]["loss"]
-    if smaller:
-        name = "8 blocks, trained in full"
-        losses.plot(WORTH_SKIPPING, np.mean(smaller), "*", color="grey", markersize=9, label=name)
-    for (network, own), color in zip(figures["equal_time"].items(), COLORS, strict=True):
-        points = own["points"]
-        shares = [0, *(point["skipped"] for point in points)]
-        values = [base, *(point["loss"] for point in points)]
-        losses.plot(shares, values, "-", color=color, label=f"equal time, {network}")
-        marks = [("o", 5, point) for point in points]
-        if own["smaller_model"]:
-            marks.append(("*", 9, {"skipped": WORTH_SKIPPING} | own["smaller_model"]))
-        for mark, size, point in marks:
-            face = "white" if point["beyond_what_was_trained"] else color
-            losses.plot(point["skipped"], point["loss"], mark, color=color, mfc=face, ms=size)
-        more = [point["iterations"] / control["iterations"] for point in points]
-        pace.plot(shares, [1.0, *more], "o-", color=color, markersize=4)
-    losses.set_title("Below the black line, skipping pays")
-    losses.set_ylabel("held-out loss of the full model, nats per byte")
+    """Loss minus the control's against the share skipped, at equal data and time; and the pace."""
+    figure, [(plain, scaled, pace)] = drawing.panels(3, 4.4)
+    for axes, way in ((plain, PLAIN), (scaled, SCALED)):
+        axes.axhline(0.0, color=BLACK, linewidth=0.8)
+        alike = figures["equal_data"]["minus_control"][way]
+        _against_share(axes, alike, {}, "grey", "--", "equal data")
+        networks = zip(figures["equal_time"].items(), COLORS, strict=True)
+        for number, ((network, own), color) in enumerate(networks, start=1):
+            minus, beyond = own["minus_control"][way], own["beyond_what_was_trained"]
+            aside = number * ASIDE
+            _against_share(axes, minus, beyond, color, "-", f"equal time, {network}", aside)
+        axes.plot([], [], "*", color="grey", markersize=9, label="8 blocks, trained in full")
+        axes.set_ylabel("held-out loss minus the full pipeline's, nats per byte")
+    limits = [*plain.get_ylim(), *scaled.get_ylim()]
+    for axes in (plain, scaled):
+        axes.set_ylim(min(limits), max(limits))
+    plain.set_title("Below 0, skipping pays")
+    scaled.set_title("The same, branches scaled")
+    for own, color in zip(figures["equal_time"].values(), COLORS, strict=True):
+        there = [name for name in SKIPPED if name in own["iterations"]]
+        more = [own["iterations"][name] / figures["control"]["iterations"] for name in there]
+        pace.plot([0, *map(SKIPPED.get, there)], [1.0, *more], "o-", color=color, markersize=4)
     pace.set_title("What skipping saves")
     pace.set_ylabel("iterations in the time of one full iteration")
     pace.set_ylim(bottom=0.9)
-    for one in (losses, pace):
-        one.set_xlabel("share of the stages skipped")
-        one.set_xticks([0, *SKIPPED.values()], ["0", "1/4", "1/3", "1/2"])
-    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    for axes in (plain, scaled, pace):
+        axes.set_xlabel("share of the stages skipped")
+        axes.set_xticks([0, *SKIPPED.values()], ["0", "1/4", "1/3", "1/2"])
+    figure.legend(*plain.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
+
+
+def _against_share(
+    axes: Any,
+    minus: dict[str, dict[str, Any]],
+    beyond: dict[str, bool],
+    color: str,
+    style: str,
+    label: str,
+    aside: float = 0.0,
+) -> None:
+    """A line through the shares with bars for intervals, and a star for the smaller model.
+
+    What lies beyond the runs that were trained is hollow. Points are drawn `aside` of their share,
+    so that bars do not cover each other.
+    """
+    there = [name for name in SKIPPED if name in minus]
+    shares = [SKIPPED[name] + aside for name in there]
+    axes.plot([0, *shares], [0, *(minus[name]["mean"] for name in there)], style,
+              color=color, linewidth=1.2, label=label)  # fmt: skip
+    for name, share, mark, size in (
+        *((name, share, "o", 5) for name, share in zip(there, shares, strict=True)),
+        *((SMALLER, WORTH_SKIPPING + aside, "*", 9) for _ in range(SMALLER in minus)),
+    ):
+        own, face = minus[name], "white" if beyond.get(name) else color
+        if own["low"] is not None:
+            axes.vlines([share], own["low"], own["high"], color=color, linewidth=1.0, alpha=0.7)
+        axes.plot([share], [own["mean"]], mark, color=color, mfc=face, markersize=size)

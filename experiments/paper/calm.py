@@ -1,0 +1,239 @@
+"""How far chance moves a run: the same run again, with another order of rounding.
+
+    python -m experiments.paper.calm              trains what is missing, and prints the spread
+    python -m experiments.paper.calm --quick      small, in minutes
+
+One seed of the control and of the arm with a third skipped is trained again and again, each time
+from first weights that differ by 1e-6, which is what rounding comes to. The control is trained with
+each set of instructions that XLA may take, too, as if on other processors. Beside that stands the
+control as it was before, when the first weights scattered less: what starts with a plateau ends
+where chance has it. Repetition 0 is the campaign's own run, with nothing changed.
+
+All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from experiments.paper import jobs, study_command
+from experiments.paper.campaign import Campaign, Run
+from experiments.paper.jobs import Job
+from experiments.paper.summary import Summary
+
+COMMAND = "python -m experiments.paper.calm"
+RESULT = Path(__file__).parent / "results" / "calm.json"
+CHANGED_BY = 1e-6
+SEED = 0
+# What `model.initial_deviation` was, and is without a word.
+FORMER_DEVIATION = 0.02
+# Where the operating system says what the processor can do, and what it calls these instructions.
+PROCESSOR = Path("/proc/cpuinfo")
+INSTRUCTIONS = {"SSE4_2": "sse4_2", "AVX2": "avx2", "AVX512": "avx512f"}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """An arm whose run is repeated so many times, with the recipe of today or the former one."""
+
+    arm: str
+    times: int
+    former: bool = False
+
+    @property
+    def name(self) -> str:
+        """How it is called among the figures."""
+        return f"{self.arm}, initial deviation {FORMER_DEVIATION}" if self.former else self.arm
+
+
+REPEATED = (Repeated("full", 5), Repeated("skip33", 5), Repeated("full", 3, former=True))
+ON_INSTRUCTIONS = REPEATED[0]
+QUICK_TIMES = 2
+
+
+class Study:
+    """The runs that are repeated, and what they have come to."""
+
+    def __init__(self, folder: Path, quick: bool, instructions: Sequence[str] | None = None):
+        """`folder` is worked in; `instructions` are by default those that the processor has."""
+        self.campaign = Campaign(folder, quick)
+        self.folder = self.campaign.folder / "calm"
+        self.instructions = available() if instructions is None else instructions
+        self.result = self.folder / RESULT.name if quick else RESULT
+
+    def repetitions(self, repeated: Repeated) -> list[Job]:
+        """The same run again and again."""
+        times = min(repeated.times, QUICK_TIMES) if self.campaign.quick else repeated.times
+        return [self._job(repeated, draw) for draw in range(times)]
+
+    def on_instructions(self) -> dict[str, Job]:
+        """The control with nothing changed, with the instructions that XLA may take."""
+        return {name: self._job(ON_INSTRUCTIONS, 0, name) for name in self.instructions}
+
+    def jobs(self) -> list[Job]:
+        """All runs: first repetitions first."""
+        each = [self.repetitions(repeated) for repeated in REPEATED]
+        ordered = [
+            own[draw] for draw in range(max(map(len, each))) for own in each if draw < len(own)
+        ]
+        return [*ordered, *self.on_instructions().values()]
+
+    def train(self) -> dict[str, Any]:
+        """Train what is missing; returns the figures of all."""
+        for job in self.jobs():
+            if job.first:
+                self._write_unchanged(job)
+        jobs.train(self.jobs(), self.folder)
+        return self.figures()
+
+    def figures(self) -> dict[str, Any]:
+        """What is written, of runs that have been trained."""
+        found: dict[str, Summary] = {}
+        for job in self.jobs():
+            summary = job.summary()
+            assert summary is not None, job.name
+            found[job.name] = summary
+        arms = [own.arm for own in REPEATED if not own.former]
+        figures = figures_of(
+            {own.name: [found[job.name] for job in self.repetitions(own)] for own in REPEATED},
+            {name: found[job.name] for name, job in self.on_instructions().items()},
+            {arm: self.campaign.summary(Run(arm, SEED)) for arm in arms},
+        )
+        return figures | {"digest": self.digest()}
+
+    def digest(self) -> str:
+        """Of all that the study comes from, but for the instructions, which machines differ in."""
+        return jobs.digest_of([job.digest for own in REPEATED for job in self.repetitions(own)])
+
+    def _job(self, repeated: Repeated, draw: int, instructions: str = "") -> Job:
+        run = Run(repeated.arm, SEED)
+        config = self.campaign.config(run)
+        if repeated.former:
+            config = config | {"model": config["model"] | {"initial_deviation": FORMER_DEVIATION}}
+        plan = jobs.plan_of(config).to_json()
+        changed = {"draw": draw, "changed_by": CHANGED_BY} if draw else {}
+        whole = [config, plan] + [part for part in (changed, instructions) if part]
+        former = "former-" if repeated.former else ""
+        name = "-".join([former + run.name, f"changed_{draw}", *filter(None, [instructions])])
+        first: tuple[str, ...] = ()
+        if draw:
+            weights = self.folder / "first_weights" / f"{name}-{jobs.digest_of(whole)}"
+            config = config | {"init_from": f"hf:{weights}"}
+            first = (
+                "experiments.paper.first_weights", str(weights.with_suffix(".yaml")),
+                "--changed-by", str(CHANGED_BY), "--draw", str(draw), "--output", str(weights),
+            )  # fmt: skip
+            if weights.exists():
+                first = ()
+        return Job(
+            name=name,
+            digest=jobs.digest_of(whole),
+            config=config,
+            results=self.folder / "results",
+            command=COMMAND,
+            quick=self.campaign.quick,
+            first=first,
+            flags=f"--xla_cpu_max_isa={instructions}" if instructions else "",
+        )
+
+    def _write_unchanged(self, job: Job) -> None:
+        """Write the configuration whose first weights are changed for a job."""
+        path = Path(job.first[1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        config = {key: value for key, value in job.config.items() if key != "init_from"}
+        path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+
+
+def available(processor: Path = PROCESSOR) -> list[str]:
+    """Which of `INSTRUCTIONS` the processor has, as far as the operating system says."""
+    lines = processor.read_text().splitlines() if processor.exists() else []
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return [name for name, flag in INSTRUCTIONS.items() if flag in flags]
+
+
+def figures_of(
+    repeated: Mapping[str, Sequence[Summary]],
+    on_instructions: Mapping[str, Summary],
+    of_campaign: Mapping[str, Summary | None],
+) -> dict[str, Any]:
+    """What is written of repetitions, of runs by their instructions, and of the campaign's runs."""
+    return {
+        "changed_by": CHANGED_BY,
+        "seed": SEED,
+        "repetitions": {name: _of_repetitions(found) for name, found in repeated.items()},
+        "instructions": {
+            "loss": {name: found.loss for name, found in on_instructions.items()},
+            **_spread([found.loss for found in on_instructions.values()]),
+        },
+        "equals_the_campaign": {
+            arm: own.loss == repeated[arm][0].loss and own.curve == repeated[arm][0].curve
+            for arm, own in of_campaign.items()
+            if own is not None
+        },
+    }
+
+
+def _of_repetitions(found: Sequence[Summary]) -> dict[str, Any]:
+    losses = np.array([[loss for _, _, loss in own.curve] for own in found])
+    return {
+        "loss": [own.loss for own in found],
+        **_spread([own.loss for own in found]),
+        "scaled": _spread([own.loss_scaled for own in found]),
+        "curve": {
+            "iteration": [step for step, _, _ in found[0].curve],
+            "mean": losses.mean(axis=0).round(4).tolist(),
+            "greatest_minus_least": np.ptp(losses, axis=0).round(4).tolist(),
+        },
+    }
+
+
+def _spread(losses: Sequence[float]) -> dict[str, float | None]:
+    """How far losses lie apart; nothing is said of fewer than two."""
+    if len(losses) < 2:
+        return {"greatest_minus_least": None, "deviation": None}
+    return {
+        "greatest_minus_least": round(max(losses) - min(losses), 5),
+        "deviation": round(float(np.std(losses, ddof=1)), 5),
+    }
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """The figures for a reader: a line for each run that was repeated, and what else was found."""
+    lines = [f"first weights changed by {figures['changed_by']:g}, held-out losses in nats:"]
+    lines += [_line(name, own["loss"], own) for name, own in figures["repetitions"].items()]
+    instructions = figures["instructions"]
+    if instructions["loss"]:
+        names = ", ".join(instructions["loss"])
+        lines += [
+            f"{ON_INSTRUCTIONS.name} with instructions {names}:",
+            _line(ON_INSTRUCTIONS.name, list(instructions["loss"].values()), instructions),
+        ]
+    for arm, equal in figures["equals_the_campaign"].items():
+        lines.append(f"{arm} unchanged is{'' if equal else ' not'} the campaign's run")
+    return "\n".join(lines)
+
+
+def _line(name: str, losses: Sequence[float], spread: Mapping[str, float | None]) -> str:
+    line = f"{name:30s} {' '.join(f'{loss:.4f}' for loss in losses)}"
+    if spread["deviation"] is None:
+        return line
+    return (
+        f"{line}: {spread['greatest_minus_least']:.4f} from least to greatest, "
+        f"deviation {spread['deviation']:.4f}"
+    )
+
+
+def main() -> int:
+    """Parse the command line, train and print; returns the exit code."""
+    return study_command.run(COMMAND, __doc__ or "", "small models, two repetitions", Study, table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

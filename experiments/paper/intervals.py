@@ -1,0 +1,83 @@
+"""How sure a mean over seeds is: its 95% interval.
+
+What is compared is paired by seed: an arm's loss minus its control's of the same seed, which begins
+with the same weights as far as the model is the same. The interval is Student's, of the mean of
+these differences. Two seeds say next to nothing of how far differences scatter, so arms with fewer
+than `OWN_SEEDS` get the deviation pooled over all arms that stand beside them: those are taken to
+scatter alike. They share the runs of their control, so pooling knows a little less than it counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student
+
+LEVEL = 0.95
+# So many seeds have a deviation of their own.
+OWN_SEEDS = 3
+DIGITS = 5
+HOW = (
+    f"mean over seeds with its {LEVEL:.0%} interval by Student's t; differences are paired by "
+    f"seed; pooled: of fewer than {OWN_SEEDS} seeds, so by the deviation pooled over all arms "
+    "that are compared with the same control"
+)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, and where it lies with 95% confidence.
+
+    Attributes:
+        mean: over the seeds.
+        low, high: the ends; None where no arm has more than one seed.
+        seeds: how many there are.
+        pooled: whether the deviation is that of all arms together, not its own.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    seeds: int
+    pooled: bool
+
+    def figures(self) -> dict[str, Any]:
+        """What is written of it."""
+        return {
+            name: round(value, DIGITS) if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
+
+
+def paired(arm: Sequence[float], control: Sequence[float]) -> list[float]:
+    """The differences of an arm from its control over the first seeds, which both have."""
+    return [own - other for own, other in zip(arm, control, strict=False)]
+
+
+def intervals(arms: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
+    """The interval of each arm's mean, from its value for each seed; arms are pooled together."""
+    squares = {arm: float(np.var(values)) * len(values) for arm, values in arms.items()}
+    degrees = {arm: len(values) - 1 for arm, values in arms.items()}
+
+    def interval(arm: str, values: Sequence[float]) -> Interval:
+        pooled = len(values) < OWN_SEEDS
+        beside = arms if pooled else [arm]
+        freedom = sum(degrees[name] for name in beside)
+        mean = float(np.mean(values))
+        if not freedom:
+            return Interval(mean, None, None, len(values), pooled)
+        deviation = math.sqrt(sum(squares[name] for name in beside) / freedom)
+        quantile = float(student.ppf((1 + LEVEL) / 2, freedom))
+        half = quantile * deviation / math.sqrt(len(values))
+        return Interval(mean, mean - half, mean + half, len(values), pooled)
+
+    return {arm: interval(arm, values) for arm, values in arms.items()}
+
+
+def figures(arms: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """The intervals of arms as they are written."""
+    return {arm: interval.figures() for arm, interval in intervals(arms).items()}
