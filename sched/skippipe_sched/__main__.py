@@ -1,17 +1,18 @@
-"""Commands of the planner: plan a case, compare the methods, simulate a plan, draw it."""
+"""Commands of the planner: plan a case, compare methods, simulate a plan or a run, draw it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from skippipe_sched.commands import COMMANDS
 from skippipe_sched.errors import run_command
 
 
-def main() -> int:
-    """Parse the command line and run one command; returns the exit code."""
-    arguments = _parser().parse_args()
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command of these words, or of the command line; returns the exit code."""
+    arguments = _parser().parse_args(words)
     return run_command(lambda: arguments.command(arguments))
 
 

@@ -23,6 +23,7 @@ from skippipe_sched.figures.svg import (
     start_picture,
     svg_text,
 )
+from skippipe_sched.figures.tables import aligned
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
@@ -140,17 +141,10 @@ HEADINGS = (
 def table(rows: Sequence[Row | Refusal]) -> str:
     """The rows as aligned text, a line each; reasons of refusal below."""
     lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(
-            # Text begins at the left, figures end at the right.
-            cell.ljust(width) if heading in ("method", "busiest link") else cell.rjust(width)
-            for heading, cell, width in zip(HEADINGS, cells, widths, strict=True)
-        ).rstrip()
-        for cells in lines
-    ]
+    # Text begins at the left, figures end at the right.
+    left = [HEADINGS.index(heading) for heading in ("method", "busiest link")]
     refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, Refusal)]
-    return "\n".join(text + refused)
+    return "\n".join([aligned(lines, left), *refused])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -7,15 +7,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, NoReturn
 
 INPUT_ERROR_EXIT_CODE = 2
 """What no further try mends."""
 TRY_AGAIN_EXIT_CODE = 75
 """What a later try of the same may not meet any more (EX_TEMPFAIL)."""
-INTERRUPTED_EXIT_CODE = 130
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = (
@@ -64,6 +65,15 @@ class TemporaryError(InputError):
     exit_code = TRY_AGAIN_EXIT_CODE
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come: what is under way ends as by Ctrl-C, but with a code of its own, 143."""
+
+
+def code_of_interrupt(error: KeyboardInterrupt) -> int:
+    """The exit code of a process that a signal has interrupted."""
+    return TERMINATED_EXIT_CODE if isinstance(error, Terminated) else INTERRUPTED_EXIT_CODE
+
+
 def kind_of(error: BaseException) -> type[InputError]:
     """Which of the two tells of an error of the system, by whether it may be over by itself."""
     passes = isinstance(error, OSError) and error.errno in _PASSING
@@ -87,45 +97,96 @@ def run_command(
     """Run a command and return its exit code; an `InputError` becomes one line and its code.
 
     So does a full disk. A Ctrl-C that the command does not take itself becomes the line
-    `interrupted`, and code 130.
+    `interrupted`, and code 130; SIGTERM the same line after its name, and code 143.
     """
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # By `end_quietly_on_interrupt`.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        return command()
+        with _signals_that_raise():
+            return command()
     except (InputError, OSError) as error:
         told = as_input_error(error)
         if told is None:
             raise
         print(f"error: {told}", file=sys.stderr)
         return told.exit_code
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE
+    except KeyboardInterrupt as error:
+        by = "SIGTERM: " if isinstance(error, Terminated) else ""
+        print(by + interrupted, file=sys.stderr)
+        return code_of_interrupt(error)
 
 
 @contextmanager
-def loading() -> Iterator[None]:
-    """While a command imports what it computes with, let Ctrl-C end it without a traceback.
-
-    That takes seconds, and some packages would take a KeyboardInterrupt for a failed import.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    is_default = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_default:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _signals_that_raise() -> Iterator[None]:
+    """Let SIGINT and SIGTERM raise, where nobody has chosen what else they do."""
+    if not _is_main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGINT) is _end_at_once:  # By `end_quietly_on_interrupt`.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGTERM)
+    if before in (signal.SIG_DFL, _end_at_once):
+        signal.signal(signal.SIGTERM, raise_terminated)
     try:
         yield
     finally:
-        if is_default:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, before)
+
+
+def raise_terminated(*_: Any) -> NoReturn:
+    """What SIGTERM does to a command that has begun."""
+    raise Terminated("by SIGTERM")
+
+
+def loading() -> AbstractContextManager[None]:
+    """While a command imports what it computes with, let signals end it without a traceback.
+
+    That takes seconds, and some packages would take a KeyboardInterrupt for a failed import.
+    """
+    return signals_that_end()
+
+
+@contextmanager
+def signals_that_end() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the process at once, by a line, where they would raise.
+
+    For what would lose an exception, or take it for another.
+    """
+    raising = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: raise_terminated}
+    replaced = _end_by(raising)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, raising[number])
 
 
 def end_quietly_on_interrupt() -> None:
-    """Where a package is imported for a command, let Ctrl-C end it without a traceback.
+    """Where a package is imported for a command, let signals end it without a traceback.
 
     That is over when `run_command` begins.
     """
     is_command = sys.argv[:1] == ["-m"] or os.path.basename(*sys.argv[:1] or [""]) == "skippipe"
-    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if is_command:
+        _end_by({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL})
+
+
+def _end_by(handled: Mapping[signal.Signals, Any]) -> list[signal.Signals]:
+    """Let signals end the process at once that are handled like this; returns which were."""
+    found = [
+        number
+        for number, handler in handled.items()
+        if _is_main_thread() and signal.getsignal(number) is handler
+    ]
+    for number in found:
+        signal.signal(number, _end_at_once)
+    return found
+
+
+def _end_at_once(number: int, _: Any) -> NoReturn:
+    """End by a signal, whatever is under way."""
+    with suppress(OSError):  # a closed stream has no reader to lose
+        os.write(2, f"ended by {signal.Signals(number).name}\n".encode())
+    os._exit(128 + number)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import math
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from skippipe_sched.errors import InputError
 LARGEST = 1e100
 # Sizes and counts go into arrays of 32-bit integers, seeds into ones without a sign.
 LARGEST_WHOLE, LARGEST_SEED = 2**31 - 1, 2**32 - 1
+# What a time may be given in, and how many seconds that is.
+UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -126,6 +129,14 @@ def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = 
         bound = f"greater than {minimum:g}" if above else f"at least {minimum:g}"
         raise InputError(field, value, f"must be {bound}", f"Write a number {bound}")
     return float(value)
+
+
+def duration(value: str, field: str, *, above: bool = False) -> float:
+    """Seconds of a time that is given with its unit, as 30s, 5min, 2h or 7d; `above` 0 if so."""
+    found = re.fullmatch(r"\s*(\S+?)\s*([a-z]+)\s*", value)
+    if found is None or found[2] not in UNITS_S:
+        raise InputError(field, value, "must be a time with its unit", "Write 30s, 5min, 2h or 7d")
+    return UNITS_S[found[2]] * number(found[1], field, 0.0, above=above)
 
 
 def integer(

@@ -13,8 +13,8 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods import plan_best
 from skippipe_sched.problem.auto import load_cases
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.plan import load_plan
-from skippipe_sched.search.budget import Placement, Search
+from skippipe_sched.problem.plan import Plan, load_plan
+from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.simulate import simulate_plan
 
@@ -32,14 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
             "--robust", arguments.robust, f"the method {arguments.method} cannot plan for jitter",
             "Use --method joint or full-joint",
         )  # fmt: skip
-    placement = None
+    placement = begin = None
     if arguments.placement is not None:
-        placement = _placement_of(arguments.placement, cases)
+        placement = _plan_of("--placement", arguments.placement, cases).stages
+    if arguments.begin is not None:
+        begin = _plan_of("--begin", arguments.begin, cases)
     bound_s = min(lower_bound_s(case, case.path_length) for case in cases)
     with progress(arguments.method, bound_s) as watch:
-        search = Search(
-            arguments.seed, arguments.budget, placement, jitter=arguments.robust, watch=watch
-        )
+        search = Search(arguments.seed, arguments.budget, placement, arguments.robust, begin, watch)
         with search.interruptible():
             plan = plan_best(cases, arguments.method, search)
     if search.end.interrupted:
@@ -56,13 +56,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _placement_of(path: Path, cases: tuple[Case, ...]) -> Placement:
-    """The placement of another plan, which must be one of the case's."""
-    placement = load_plan(path).stages
-    sizes = tuple(len(nodes) for nodes in placement)
+def _plan_of(option: str, path: Path, cases: tuple[Case, ...]) -> Plan:
+    """Another plan, whose placement must be one of the case's."""
+    plan = load_plan(path)
+    sizes = tuple(len(nodes) for nodes in plan.stages)
     if len(cases) != 1 or sizes != cases[0].stages:
         raise InputError(
-            "--placement", str(path), f"its stages have sizes {list(sizes)}, "
+            option, str(path), f"its stages have sizes {list(sizes)}, "
             "which are not the case's", "Give the plan of a case with the same stages",
         )  # fmt: skip
-    return placement
+    sent = tuple(sum(path[0] == node for path in plan.microbatches) for node in plan.stages[0])
+    if option == "--begin" and (
+        sent != cases[0].microbatches
+        or {len(path) for path in plan.microbatches} != {cases[0].path_length}
+    ):
+        raise InputError(
+            option, str(path), "its paths are not as many or not as long as the case's",
+            "Give the plan of a case with the same microbatches and path_length",
+        )  # fmt: skip
+    return plan

@@ -1,6 +1,8 @@
-"""Bytes and seconds, written with three digits."""
+"""Bytes and times, written with three digits."""
 
 from __future__ import annotations
+
+from skippipe_sched.fields import UNITS_S
 
 
 def size_text(size: float) -> str:
@@ -15,6 +17,14 @@ def size_text(size: float) -> str:
 def seconds_text(seconds: float) -> str:
     """Seconds with three digits, as 12.3 s."""
     return f"{_three_digits(seconds)} s"
+
+
+def duration_text(seconds: float) -> str:
+    """A time as `fields.duration` reads it, to three digits where it needs them: 30s, 1.5h, 7d."""
+    suiting = [unit for unit, length_s in UNITS_S.items() if seconds >= 0.9995 * length_s]
+    unit = max(suiting, key=UNITS_S.__getitem__, default="s")
+    count = seconds / UNITS_S[unit]
+    return f"{count:.0f}{unit}" if count >= 999.5 else f"{count:.3g}{unit}"
 
 
 def _three_digits(value: float) -> str:

@@ -202,8 +202,8 @@ def _near_side_by_side(case: Case) -> list[str]:
     node_at = {node.location: index for index, node in reversed([*enumerate(case.nodes)])}
     names = sorted(node_at)
     nodes = [node_at[name] for name in names]
-    hop_s = case.hop_s[np.ix_(nodes, nodes)]
-    apart_s = ((hop_s + hop_s.T) / 2).tolist()
+    round_trip_s = case.round_trip_s[np.ix_(nodes, nodes)]
+    apart_s = ((round_trip_s + round_trip_s.T) / 4).tolist()
     order, left = [0], set(range(1, len(names)))
     while left:
         order.append(min(left, key=lambda place: (apart_s[order[-1]][place], place)))

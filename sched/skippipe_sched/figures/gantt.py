@@ -194,11 +194,11 @@ def _draw_legend(svg: Element) -> None:
 
 def _draw_stages(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
     for stage, (top, nodes) in enumerate(zip(layout.stage_tops, plan.stages, strict=True)):
-        bottom = layout.row_tops[nodes[-1]] + ROW
+        bottom = top + STAGE_HEADER + ROW * len(nodes)
         if stage % 2 == 0:
             add_rect(svg, "band", (1, WIDTH - 1), (top, bottom))
-        label = f"Stage {stage} · data" if stage == 0 else f"Stage {stage}"
-        add_text(svg, "stage", MARGIN, top + 15, label)
+        what = " · data" if stage == 0 else " · left out" if not nodes else ""
+        add_text(svg, "stage", MARGIN, top + 15, f"Stage {stage}{what}")
         for node in nodes:
             y = layout.row_tops[node] + BAR_TOP + 12
             text = add_text(svg, "", MARGIN, y, node_label(plan, node))

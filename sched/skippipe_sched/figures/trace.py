@@ -206,7 +206,7 @@ def _transfer_slices(plan: Plan, transfer: Transfer, number: int) -> list[_Slice
         "target": transfer.target,
         "from": plan.case.nodes[transfer.source].location,
         "to": plan.case.nodes[transfer.target].location,
-        "bytes": plan.case.activation_bytes,
+        "bytes": plan.case.hop_bytes(kind),
     }
     name = f"{kind} {microbatch} from node {transfer.source}"
     slices = [

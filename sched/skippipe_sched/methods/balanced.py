@@ -71,9 +71,9 @@ def _candidates_affordable(microbatches: int, path_length: int) -> int:
 
 
 def _cost(case: Case, stages: Sequence[Sequence[int]], paths: list[NodePath]) -> tuple[float, ...]:
-    """When the pipeline ends, and among equals how long the last path is on the network."""
+    """When the pipeline ends, and among equals how long the last path's activations travel."""
     *_, last = paths
-    hops = sum(case.hop_s[a, b] for a, b in zip(last, [*last[1:], last[0]], strict=True))
+    hops = sum(case.forward_hop_s[a, b] for a, b in zip(last, [*last[1:], last[0]], strict=True))
     return simulate(case, stages, paths).pipeline_s, float(hops)
 
 
@@ -92,7 +92,7 @@ def _draw_path(
     for stage in swapped_at_random(case, chosen, random):
         replicas = [node for node in stages[stage] if visits_left[node] > 0]
         # Exponential noise with the scale of the hop: near replicas are likely, far ones possible.
-        hop_s = case.hop_s[path[-1], replicas] * random.exponential(size=len(replicas))
+        hop_s = case.forward_hop_s[path[-1], replicas] * random.exponential(size=len(replicas))
         path.append(replicas[int(np.argmin(hop_s))])
     return tuple(path), chosen
 

@@ -123,7 +123,8 @@ def _model(case: Case) -> _Model:
     seconds_per_byte = np.array(
         [[(1 / there.bandwidth + 1 / back.bandwidth) / 2 for there, back in row] for row in links]
     )
-    round_trip_s = 2 * (latency_s + case.activation_bytes * seconds_per_byte + case.hop_overhead_s)
+    mean_bytes = (case.activation_bytes + case.gradient_bytes) / 2
+    round_trip_s = 2 * (latency_s + mean_bytes * seconds_per_byte + case.hop_overhead_s)
     visits = sum(case.microbatches)
     work = visits * (1 + case.backward_ratio) * np.array(case.stage_cost)
     work[0] += visits * case.loss_ratio * case.stage_cost[0]

@@ -59,7 +59,6 @@ def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[N
     go to. Every microbatch keeps its stages, and every replica its number of visits.
     """
     stage_of = stage_of_nodes(stages)
-    round_trip_s = case.hop_s + case.hop_s.T
     dealt = [list(path) for path in paths]
     visitors: list[list[_Visit]] = [[] for _ in stages]
     for path in dealt:
@@ -69,11 +68,12 @@ def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[N
         changed = False
         for block in _blocks(visitors[1:]):
             places = [path[position] for path, position in block]
-            cost = round_trip_s[np.ix_([path[position - 1] for path, position in block], places)]
+            before = [path[position - 1] for path, position in block]
+            cost = case.round_trip_s[np.ix_(before, places)]
             # At first what comes after a stage is not matched yet and says nothing.
             if sweep > 0:
                 following = [path[(position + 1) % len(path)] for path, position in block]
-                cost = cost + round_trip_s[np.ix_(following, places)]
+                cost = cost + case.round_trip_s.T[np.ix_(following, places)]
             _, match = linear_sum_assignment(cost)
             for (path, position), place in zip(block, match.tolist(), strict=True):
                 changed |= path[position] != places[place]

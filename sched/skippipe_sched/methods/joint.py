@@ -1,7 +1,8 @@
 """Placement, stage sets, replicas, swaps and the order on the nodes, all searched together.
 
 Several chains start from different placements, for full paths one from DT-FM's, and random
-balanced paths (large cases from what the paper's search finds quickly). Each first settles by a
+balanced paths (large cases from what the paper's search finds quickly), and one from a plan that is
+known already, if there is one. Each first settles by a
 quick estimate, then anneals by the simulation of the whole iteration; the best of them go on. At
 the end paths and order are polished together, where nodes may also wait.
 
@@ -19,8 +20,9 @@ import numpy as np
 
 from skippipe_sched.methods import dtfm, full, skippipe
 from skippipe_sched.methods.dtfm_skip import random_paths
-from skippipe_sched.methods.routes import Routes
+from skippipe_sched.methods.routes import Routes, data_node_of_microbatches
 from skippipe_sched.problem.case import Case, Rules
+from skippipe_sched.problem.plan import NodePath, Plan
 from skippipe_sched.search import annealer
 from skippipe_sched.search.annealer import Annealer, Chain, Round
 from skippipe_sched.search.arrays import Stretches, as_operations, candidate_of, problem_of
@@ -74,6 +76,14 @@ def full_routes(case: Case, search: Search) -> Routes:
     """The same for full paths in order: what planning alone brings, without skipping."""
     rules = Rules(max_swaps=0, max_swap_distance=1, max_jump=0)
     return routes(replace(case, path_length=len(case.stages), rules=rules), search)
+
+
+def dealt(case: Case, plan: Plan) -> tuple[NodePath, ...]:
+    """The paths of a plan, with the data nodes of microbatches in the order of all methods."""
+    of_node: dict[int, list[NodePath]] = {node: [] for node in plan.stages[0]}
+    for path in plan.microbatches:
+        of_node[path[0]].append(path)
+    return tuple(of_node[node].pop(0) for node in data_node_of_microbatches(case, plan.stages))
 
 
 class _Joint:
@@ -165,20 +175,26 @@ class _Joint:
         """A chain with random balanced paths on a random placement, if no better are known."""
         search, case = self.search, self.case
         nodes = search.random.permutation(len(case.nodes))
-        is_placed = self.placed is not None and number == 0
+        begun = search.begin if number == 0 else None
+        is_placed = self.placed is not None and number == 0 and begun is None
         known = self.prepared.stages if self.prepared else search.placement
         if is_placed:
             known = self.placed
+        if begun is not None:
+            known = begun.stages
         if known is not None:
             nodes = np.array([node for stage in known for node in stage])
         stages = self.placement(nodes)
         paths = random_paths(case, stages, search.random)
-        if self.prepared is not None and number == 0:
+        if begun is not None:
+            paths = dealt(case, begun)
+        elif self.prepared is not None and number == 0:
             paths = self.prepared.paths
         elif self.prepared is not None or is_placed:
             paths = full.matched(case, stages, paths)
         candidate = candidate_of(self.problem, nodes, np.argsort(nodes)[np.array(paths)])
-        heat = 1.0 if self.prepared is None and not is_placed else HURRIED_HEAT
+        is_random = self.prepared is None and not is_placed and begun is None
+        heat = 1.0 if is_random else HURRIED_HEAT
         return Chain(self.problem, candidate, search.seed * 1_000_003 + number, heat)
 
     def placement(self, nodes: np.ndarray) -> Placement:

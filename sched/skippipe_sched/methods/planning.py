@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from skippipe_sched.errors import InputError
 from skippipe_sched.methods import METHODS
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.auto import choose
@@ -37,8 +38,15 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
     """A plan of `case` by one of `METHODS`; the same seed and budget give the same plan.
 
     Raises:
-        InputError: if the case's rules leave the method no plan.
+        InputError: if the case's rules leave the method no plan, or it leaves stages out.
     """
+    if case.left_out:
+        raise InputError(
+            "case.left_out",
+            list(case.left_out),
+            "no method plans around stages that are left out: `plan_without` does",
+            "Take these stages out of the case, with their sizes, costs and bytes",
+        )
     return with_prediction(case, method, METHODS[method].load()(case, search or Search()))
 
 

@@ -56,7 +56,7 @@ class QuickestPath:
                 for node, stage in enumerate(self.stage_of)
             ]
         )
-        self.round_trip_s = case.hop_s + case.hop_s.T
+        self.round_trip_s = case.round_trip_s
         self.forward_s = self._onward(back=False)
         self.back_s = self._onward(back=True)
         self.alone_s = cache(self._alone)
@@ -79,7 +79,7 @@ class QuickestPath:
         """
         steps_back = min(self.case.rules.max_swaps, self.case.path_length)
         shape = (self.case.path_length, steps_back + 1, len(step_s))
-        to_go_s = np.broadcast_to(self.round_trip_s[data_node], shape).copy()
+        to_go_s = np.broadcast_to(self.round_trip_s[:, data_node], shape).copy()
         for left in range(1, len(to_go_s)):
             for back in range(steps_back + 1):
                 onward_s = self.forward_s + (step_s + to_go_s[left - 1, back])
@@ -166,7 +166,7 @@ class QuickestPath:
         before = path[0]
         for operation in microbatch_chain(0, path):
             node = operation.node
-            now += self.case.hop_s[before, node]
+            now += self.case.hop_duration(operation.kind, before, node)
             end_s = now + self.case.duration(operation.kind, node, self.stage_of[node])
             for constraint in constraints:
                 if (

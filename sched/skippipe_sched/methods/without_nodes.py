@@ -1,15 +1,17 @@
-"""The plan that a run could go on with at once when some of its nodes are lost.
+"""The plan that a run goes on with at once when some of its nodes are lost.
 
 It keeps the cut: as many stages, every node that is left in its stage, so no node needs what it
 does not hold, and nothing compiles anew. Every microbatch visits the stages that it visited, in the
-same order; where its path led over a lost node, another replica of that stage takes its place. It
-is made within milliseconds, without a search, and without SciPy, which is slow to load.
+same order; where its path led over a lost node, another replica of that stage takes its place.
+Stages of which no node is left may be left out: then paths lead past them. It is made within
+milliseconds, without a search, and without SciPy, which is slow to load.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -31,9 +33,15 @@ TRADED_AT_ONCE = 256
 ROUNDING_S = 1e-9
 
 
-def plan_without(plan: Plan, kept: Collection[int], stages: Placement | None = None) -> Plan:
+def plan_without(
+    plan: Plan,
+    kept: Collection[int],
+    stages: Placement | None = None,
+    left_out: Collection[int] = (),
+) -> Plan:
     """A plan like `plan` on the nodes `kept` only; if they are all of its nodes, the plan itself.
 
+    Some may be nodes of the plan's case that are in none of its stages, as they have come since.
     Node k of the new plan is the k-th smallest of `kept`, and its case is the plan's with these
     nodes. `stages` are the kept nodes of each stage, by their old numbers; if left out, each is
     where it was (`refilled` moves some, so that no stage is empty).
@@ -52,13 +60,14 @@ def plan_without(plan: Plan, kept: Collection[int], stages: Placement | None = N
     """
     nodes = sorted_nodes(plan.case, kept)
     stages = stages_of(plan, nodes) if stages is None else tuple(map(tuple, stages))
-    _require_placement(plan, nodes, stages)
+    _require_placement(plan, nodes, stages, left_out)
     if stages == plan.stages:
         return plan
+    plan = _leading_past(plan, left_out) if left_out else plan
     targets = {
         stage: _targets(plan, stage, replicas)
         for stage, replicas in enumerate(stages)
-        if set(replicas) != set(plan.stages[stage])
+        if set(replicas) != set(plan.stages[stage]) and stage not in left_out
     }
     number = {node: new for new, node in enumerate(nodes)}
     placed = tuple(tuple(number[node] for node in replicas) for replicas in stages)
@@ -82,7 +91,11 @@ def plan_without(plan: Plan, kept: Collection[int], stages: Placement | None = N
         timeline.averaging_s,
         quick_lower_bound_s(case, min(map(len, paths))),
     )
-    method = f"{plan.method}, nodes lost: {len(plan.case.nodes) - len(nodes)}"
+    before = {node for replicas in plan.stages for node in replicas}
+    lost, new = len(before - set(nodes)), len(set(nodes) - before)
+    method = plan.method
+    method += f", nodes lost: {lost}" if lost or not new else ""
+    method += f", nodes new: {new}" if new else ""
     return Plan(method, placed, paths, timeline.order, predicted, case)
 
 
@@ -96,7 +109,17 @@ def stages_of(plan: Plan, kept: Collection[int]) -> Placement:
     return tuple(tuple(node for node in stage if node in nodes) for stage in plan.stages)
 
 
-def _require_placement(plan: Plan, nodes: Sequence[int], stages: Placement) -> None:
+def _leading_past(plan: Plan, left_out: Collection[int]) -> Plan:
+    """The plan whose nodes of these stages have nothing to do."""
+    past = {node for stage in left_out for node in plan.stages[stage]}
+    paths = tuple(tuple(node for node in path if node not in past) for path in plan.microbatches)
+    order = tuple(() if node in past else own for node, own in enumerate(plan.order))
+    return replace(plan, microbatches=paths, order=order)
+
+
+def _require_placement(
+    plan: Plan, nodes: Sequence[int], stages: Placement, left_out: Collection[int]
+) -> None:
     placed = sorted(node for replicas in stages for node in replicas)
     if len(stages) != len(plan.stages) or placed != list(nodes):
         raise InputError(
@@ -106,6 +129,8 @@ def _require_placement(plan: Plan, nodes: Sequence[int], stages: Placement) -> N
             "Write such ones",
         )
     for stage, replicas in enumerate(stages):
+        if stage > 0 and stage in left_out:
+            continue
         if not replicas:
             raise InputError(
                 f"stages[{stage}]",
@@ -168,7 +193,7 @@ def _dealt(
 
     Only visits that must move do, unless `all_visits` may trade their replicas.
     """
-    round_trip_s = plan.case.hop_s + plan.case.hop_s.T
+    round_trip_s = plan.case.round_trip_s
     paths = [list(path) for path in plan.microbatches]
     visitors: dict[int, list[tuple[list[int], int]]] = {stage: [] for stage in targets}
     for path in paths:
@@ -183,7 +208,7 @@ def _dealt(
         here = [path[position] for path, position in visits]
         before = [path[position - 1] for path, position in visits]
         after = [path[(position + 1) % len(path)] for path, position in visits]
-        cost_s = round_trip_s[np.ix_(before, nodes)] + round_trip_s[np.ix_(after, nodes)]
+        cost_s = round_trip_s[np.ix_(before, nodes)] + round_trip_s.T[np.ix_(after, nodes)]
         place = np.array([nodes.index(node) if node in nodes else -1 for node in here])
         place[moving[stage]] = -1
         free = np.array([targets[stage][node] for node in nodes])

@@ -48,6 +48,9 @@ def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
     if not isinstance(value, dict) or AUTO not in (value.get("stages"), value.get("path_length")):
         return (parse_case(value, folder),)
     given = dict(fields.mapping(value, "case", value, REQUIRED))
+    if "left_out" in given:
+        problem = "is for a case that leaves nothing to be chosen"
+        raise InputError("case.left_out", given["left_out"], problem, "Remove this key")
     open_sizes = given["stages"] == AUTO
     if open_sizes:
         given["stages"] = _any_sizes(given)

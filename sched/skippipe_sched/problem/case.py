@@ -16,6 +16,7 @@ from jaxtyping import Float
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
+from skippipe_sched.problem.stage_sizes import sizes_and_left_out, so_that_they_add_up
 
 Contention = Literal["none", "link"]
 
@@ -29,10 +30,14 @@ REQUIRED = (
 )
 # Of the nodes that do not say it themselves.
 OF_NODES = {"location": "locations", "forward_s": "forward_s", "memory": "memory"}
+# A node may say it too, and nobody has to: it is what `memory: auto` follows from.
+MEMORY_BYTES = "memory_bytes"
 OPTIONAL = (
     *OF_NODES.values(),
+    MEMORY_BYTES,
     "microbatches_per_data_node",
     "microbatches",
+    "gradient_bytes",
     "same_location",
     "bandwidth_factor",
     "hop_overhead_s",
@@ -41,6 +46,7 @@ OPTIONAL = (
     "stage_cost",
     "contention",
     "rules",
+    "left_out",
 )
 # What leaves a choice open. Of bytes it leaves open what only a model decides.
 AUTO = "auto"
@@ -54,12 +60,13 @@ class Node:
     """A place that serves one stage.
 
     `forward_s` is the time of one forward pass of one microbatch there; `memory` is how many
-    microbatches may be in flight on it.
+    microbatches may be in flight on it. `memory_bytes` are those of its device, if they are given.
     """
 
     location: str
     forward_s: float
     memory: int
+    memory_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,10 @@ class Rules:
 class Case:
     """What a plan is made for, checked. Times in seconds, sizes in bytes.
 
-    `stage_cost` says for each stage how many times a node's `forward_s` its forward takes (the data
-    stage has the embedding and the head), `stage_bytes` what its replicas average. `source` is the
+    A hop to a forward or to the loss carries `activation_bytes`, a hop to a backward
+    `gradient_bytes`. `stage_cost` says for each stage how many times a node's `forward_s` its
+    forward takes (the data stage has the embedding and the head), `stage_bytes` what its replicas
+    average. Stages that are `left_out` have no node, and no path visits them. `source` is the
     mapping it was read from, with everything in it that lay in other files, so that a plan can
     carry its case whole.
     """
@@ -88,6 +97,7 @@ class Case:
     nodes: tuple[Node, ...]
     link_table: links.LinkTable
     activation_bytes: float
+    gradient_bytes: float
     stage_bytes: tuple[float, ...]
     stage_cost: tuple[float, ...]
     stages: tuple[int, ...]
@@ -98,6 +108,7 @@ class Case:
     backward_ratio: float
     loss_ratio: float
     contention: Contention
+    left_out: tuple[int, ...]
     source: Mapping[str, Any]
 
     @cached_property
@@ -108,12 +119,36 @@ class Case:
         return self.link_table.matrices([node.location for node in self.nodes])
 
     @cached_property
-    def hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
-        """Seconds that one activation (or its gradient) takes from node to node; 0 to itself."""
+    def forward_hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
+        """Seconds that one activation takes from node to node; 0 to itself."""
+        return self._hop_s(self.activation_bytes)
+
+    @cached_property
+    def backward_hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
+        """Seconds that the gradient of one activation takes from node to node; 0 to itself."""
+        return self._hop_s(self.gradient_bytes)
+
+    @cached_property
+    def round_trip_s(self) -> Float[np.ndarray, "nodes nodes"]:
+        """Seconds that an activation takes from node to node, and then its gradient back.
+
+        From which of two nodes matters where their links and these two bytes differ.
+        """
+        return self.forward_hop_s + self.backward_hop_s.T
+
+    def _hop_s(self, size: float) -> Float[np.ndarray, "nodes nodes"]:
         latency, bandwidth = self.link_matrices
-        hop = latency + self.activation_bytes / bandwidth + self.hop_overhead_s
+        hop = latency + size / bandwidth + self.hop_overhead_s
         np.fill_diagonal(hop, 0.0)
         return hop
+
+    def hop_bytes(self, kind: str) -> float:
+        """Bytes of the hop to an operation (F, L or B)."""
+        return self.gradient_bytes if kind == "B" else self.activation_bytes
+
+    def hop_duration(self, kind: str, source: int, target: int) -> float:
+        """Seconds of the hop from node `source` to an operation (F, L or B) on node `target`."""
+        return float((self.backward_hop_s if kind == "B" else self.forward_hop_s)[source, target])
 
     def duration(self, kind: str, node: int, stage: int) -> float:
         """Seconds of one operation (F, L or B) on `node` when it serves `stage`."""
@@ -132,15 +167,13 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
     `locations`, `forward_s` and `memory` may be left out where every node says its own.
     `bandwidth_factor` multiplies every bandwidth, that within a location too. `microbatches`, in
     place of `microbatches_per_data_node`, is a total that the data nodes share evenly.
+    A gradient has as many bytes as an activation unless `gradient_bytes` says otherwise.
 
     Raises:
         InputError: naming the field, its value, and what to write instead.
     """
     given = fields.mapping(value, "case", (*REQUIRED, *OPTIONAL), REQUIRED)
-    stages = tuple(
-        fields.integer(size, f"case.stages[{stage}]", 1)
-        for stage, size in enumerate(fields.sequence(given["stages"], "case.stages"))
-    )
+    stages, left_out = sizes_and_left_out(given)
     nodes = _nodes(given, stages)
     table_source = links.rows_of(given["links"], folder)
     same = fields.mapping(
@@ -151,12 +184,13 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
     )
     same_location = links.link(**_link_arguments(same), field="case.same_location")
     path_length = fields.integer(given["path_length"], "case.path_length", 1)
-    if path_length > len(stages):
+    visited = len(stages) - len(left_out)
+    if path_length > visited:
         raise InputError(
             "case.path_length",
             path_length,
-            f"there are only {len(stages)} stages, and a path visits no stage twice",
-            f"Write {len(stages)} or less, or add {path_length - len(stages)} to case.stages",
+            f"there are only {visited} stages, and a path visits no stage twice",
+            f"Write {visited} or less, or add {path_length - visited} to case.stages",
         )
     link_table = _all_times(
         links.table(table_source, same_location),
@@ -168,8 +202,9 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
     return Case(
         nodes=nodes,
         link_table=link_table,
-        activation_bytes=fields.number(
-            _known(given, "activation_bytes"), "case.activation_bytes", 0.0
+        activation_bytes=_of_hop(given, "activation_bytes"),
+        gradient_bytes=_of_hop(
+            given, "gradient_bytes" if "gradient_bytes" in given else "activation_bytes"
         ),
         stage_bytes=_of_each_stage(_known(given, "stage_bytes"), "case.stage_bytes", len(stages)),
         stage_cost=_of_each_stage(
@@ -187,6 +222,7 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         contention=fields.text(  # pyright: ignore[reportArgumentType]
             given.get("contention", "link"), "case.contention", ("none", "link")
         ),
+        left_out=left_out,
         source={**given, "links": table_source},
     )
 
@@ -207,11 +243,11 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
             "case.stages",
             given["stages"],
             f"the stages have {sum(stages)} places, but case.nodes gives {count} nodes",
-            _so_that_they_add_up(count, stages),
+            so_that_they_add_up(count, stages),
         )
     described = given["nodes"] if isinstance(given["nodes"], list) else [{}] * count
     for index, node in enumerate(described):
-        fields.mapping(node, f"case.nodes[{index}]", OF_NODES)
+        fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES))
     shared = _of_all_nodes(given, described)
     nodes = []
     for index, node in enumerate(described):
@@ -221,7 +257,8 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
             Node(
                 fields.text(own["location"], f"{field}.location"),
                 fields.number(own["forward_s"], f"{field}.forward_s", 0.0, above=True),
-                fields.integer(own["memory"], f"{field}.memory", 1),
+                _memory(own, field),
+                _memory_bytes(own, field),
             )
         )
     return tuple(nodes)
@@ -239,7 +276,9 @@ def _of_all_nodes(
         seconds = fields.number(given["forward_s"], "case.forward_s", 0.0, above=True)
         shared["forward_s"] = [seconds]
     if "memory" in given:
-        shared["memory"] = [fields.integer(given["memory"], "case.memory", 1)]
+        shared["memory"] = [_memory(given, "case")]
+    if MEMORY_BYTES in given:
+        shared[MEMORY_BYTES] = [_memory_bytes(given, "case")]
     for key, of_case in OF_NODES.items():
         silent = [index for index, node in enumerate(described) if key not in node]
         if not silent or key in shared:
@@ -253,17 +292,23 @@ def _of_all_nodes(
     return shared
 
 
-def _so_that_they_add_up(nodes: int, stages: Sequence[int]) -> str:
-    lacking = sum(stages) - nodes
-    if lacking < 0:
-        return f"Add {-lacking} to the sizes or take {-lacking} from the nodes to make them add up"
-    if nodes < len(stages):
-        least = len(stages) - nodes
-        return (
-            f"Each stage needs a node: leave out {least} of the stages, or add {least} to the "
-            f"nodes; then make the sizes add up"
+def _memory(given: Mapping[str, Any], of: str) -> int:
+    """Microbatches in flight, which a case has to say where no model is known."""
+    if given["memory"] == AUTO:
+        raise InputError(
+            f"{of}.memory",
+            AUTO,
+            "follows from a model, and a case by itself has none",
+            "Write the number of microbatches, which python -m skippipe_jax.memory says for a "
+            "configuration that has this case as plan.case",
         )
-    return f"Take {lacking} from the sizes or add {lacking} to the nodes to make them add up"
+    return fields.integer(given["memory"], f"{of}.memory", 1)
+
+
+def _memory_bytes(given: Mapping[str, Any], of: str) -> float | None:
+    size = given.get(MEMORY_BYTES)
+    field = f"{of}.{MEMORY_BYTES}"
+    return None if size is None else fields.number(size, field, 0.0, above=True)
 
 
 def _of_each_stage(
@@ -277,6 +322,10 @@ def _of_each_stage(
             "Write one number, or one number for each stage",
         )  # fmt: skip
     return tuple(fields.number(v, f"{field}[{s}]", 0.0, above=above) for s, v in enumerate(value))
+
+
+def _of_hop(given: Mapping[str, Any], key: str) -> float:
+    return fields.number(_known(given, key), f"case.{key}", 0.0)
 
 
 def _known(given: Mapping[str, Any], key: str) -> Any:

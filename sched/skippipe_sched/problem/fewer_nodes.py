@@ -1,11 +1,15 @@
-"""A case of some of its nodes: what is planned for when the others are lost."""
+"""A case of some of its nodes, or stages: what is planned for when the others are lost."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.case import OF_NODES, Case, parse_case
+from skippipe_sched.problem.case import MEMORY_BYTES, OF_NODES, Case, Node, parse_case
+
+REPLACED = (MEMORY_BYTES, "microbatches", "microbatches_per_data_node", "left_out")
 
 
 def with_nodes(
@@ -13,7 +17,9 @@ def with_nodes(
 ) -> Case:
     """The case of these `nodes` of it only; everything else stays as it is.
 
-    `stages` are the sizes of the stages now, `microbatches` what each data node sends. The nodes
+    `stages` are the sizes of the stages now, `microbatches` what each data node sends. Stages of
+    no nodes are left out: paths are no longer than the stages that are left, and a step that is
+    several of before passes over as many as those did. The nodes
     keep their order: node k of the new case is the k-th smallest of `nodes`. In the new case's
     `source` every node says its own location, speed and memory, as what a case gives its nodes in
     turn would fall on others. The links stay whole.
@@ -26,14 +32,41 @@ def with_nodes(
     source = {
         key: value
         for key, value in case.source.items()
-        if key not in (*OF_NODES.values(), "microbatches", "microbatches_per_data_node")
+        if key not in (*OF_NODES.values(), *REPLACED)
     }
+    left_out = [stage for stage, size in enumerate(stages) if size == 0]
+    if left_out:
+        rules = dict(case.source.get("rules", {}))
+        rules["max_jump"] = case.rules.max_jump * (1 + len(left_out))
+        path_length = min(case.path_length, len(stages) - len(left_out))
+        source |= {"left_out": left_out, "path_length": path_length, "rules": rules}
     source |= {
-        "nodes": [{key: getattr(case.nodes[node], key) for key in OF_NODES} for node in kept],
+        "nodes": [_described(case.nodes[node]) for node in kept],
         "stages": list(stages),
         "microbatches_per_data_node": counts[0] if len(set(counts)) == 1 else counts,
     }
     return parse_case(source)
+
+
+def with_stages_left(case: Case) -> Case:
+    """The case as if it had no stages but those that are not left out, numbered anew.
+
+    Its `source` stays that of the whole case.
+    """
+    left = [stage for stage in range(len(case.stages)) if stage not in case.left_out]
+    return replace(
+        case,
+        stages=tuple(case.stages[stage] for stage in left),
+        stage_bytes=tuple(case.stage_bytes[stage] for stage in left),
+        stage_cost=tuple(case.stage_cost[stage] for stage in left),
+        left_out=(),
+    )
+
+
+def _described(node: Node) -> dict[str, Any]:
+    """What a case says of a node that says all of it itself."""
+    said = {key: getattr(node, key) for key in (*OF_NODES, MEMORY_BYTES)}
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def sorted_nodes(case: Case, nodes: Collection[int]) -> tuple[int, ...]:

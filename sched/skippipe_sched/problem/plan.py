@@ -70,8 +70,9 @@ class Predicted:
 class Plan:
     """Who serves which stage, which way every microbatch goes, and what each node runs when.
 
-    `stages[s]` are the nodes of stage s (stage 0: the data nodes), `microbatches[m]` the path of
-    microbatch m as nodes, its data node first, `order[n]` what node n runs, in order.
+    `stages[s]` are the nodes of stage s (stage 0: the data nodes), none if the case has it left
+    out, `microbatches[m]` the path of microbatch m as nodes, its data node first, `order[n]` what
+    node n runs, in order.
     """
 
     method: str
@@ -151,8 +152,8 @@ def _stages(value: Any, case: Case) -> tuple[tuple[int, ...], ...]:
     stages: list[tuple[int, ...]] = []
     seen: dict[int, str] = {}
     for stage, nodes in enumerate(fields.sequence(value, "plan.stages")):
-        field = f"plan.stages[{stage}]"
-        for position, node in enumerate(fields.sequence(nodes, field)):
+        field, least = f"plan.stages[{stage}]", 0 if stage in case.left_out else 1
+        for position, node in enumerate(fields.sequence(nodes, field, minimum_length=least)):
             where = f"{field}[{position}]"
             fields.integer(node, where, 0, len(case.nodes) - 1)
             if node in seen:

@@ -71,8 +71,12 @@ def fair_shares(case: Case, nodes: Sequence[int], visits: int) -> list[float]:
 def violations(
     case: Case, stages: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]
 ) -> list[Violation]:
-    """Every rule that a placement and its paths break; empty if they keep them all."""
+    """Every rule that a placement and its paths break; empty if they keep them all.
+
+    Stages that the case leaves out do not count: those before and after are neighbours.
+    """
     stage_of = stage_of_nodes(stages)
+    left = [stage for stage in range(len(stages)) if stage not in case.left_out]
     found = []
     sizes = tuple(len(nodes) for nodes in stages)
     if sizes != case.stages:
@@ -80,12 +84,12 @@ def violations(
             Violation("placement", "plan.stages", sizes, f"the case has stages {case.stages}")
         )
     for microbatch, path in enumerate(paths):
-        problem = sequence_problem([stage_of[node] for node in path], case.rules)
+        problem = sequence_problem([left.index(stage_of[node]) for node in path], case.rules)
         if problem:
             found.append(Violation(problem[:3], f"plan.microbatches[{microbatch}]", path, problem))
     visits = Counter(node for path in paths for node in path)
     stage_visits = [sum(visits[node] for node in nodes) for nodes in stages]
-    inner = stage_visits[1:]
+    inner = [stage_visits[stage] for stage in left[1:]]
     if inner and max(inner) - min(inner) > 1:
         found.append(
             Violation(
@@ -106,7 +110,8 @@ def violations(
                 f"the case's {list(case.microbatches)}",
             )
         )
-    for stage, nodes in enumerate(stages[1:], start=1):
+    for stage in left[1:]:
+        nodes = stages[stage]
         for node, share in zip(nodes, fair_shares(case, nodes, stage_visits[stage]), strict=True):
             low = math.floor(share + SHARE_TOLERANCE)
             high = math.ceil(share - SHARE_TOLERANCE)

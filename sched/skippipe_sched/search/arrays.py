@@ -25,7 +25,8 @@ class Problem(NamedTuple):
 
     forward_s: np.ndarray  # nodes
     memory: np.ndarray  # nodes
-    hop_s: np.ndarray  # nodes, nodes
+    forward_hop_s: np.ndarray  # nodes, nodes
+    backward_hop_s: np.ndarray  # nodes, nodes
     latency_s: np.ndarray  # nodes, nodes
     bandwidth: np.ndarray  # nodes, nodes
     stage_of_slot: np.ndarray  # slots
@@ -98,7 +99,8 @@ def problem_of(case: Case) -> Problem:
     return Problem(
         forward_s=forward,
         memory=np.array([min(node.memory, sum(case.microbatches)) for node in case.nodes]),
-        hop_s=np.ascontiguousarray(case.hop_s),
+        forward_hop_s=np.ascontiguousarray(case.forward_hop_s),
+        backward_hop_s=np.ascontiguousarray(case.backward_hop_s),
         latency_s=np.ascontiguousarray(latency),
         bandwidth=np.ascontiguousarray(bandwidth),
         stage_of_slot=np.repeat(np.arange(len(case.stages)), case.stages),
@@ -231,6 +233,14 @@ def operation_s(problem, node, stage, position, length):
     if position == length:
         return forward_s * problem.loss_ratio
     return forward_s * problem.backward_ratio
+
+
+@compiled
+def hop_seconds(problem, source, target, position, length):
+    """Seconds of the hop between nodes to the operation at a position of a chain."""
+    if position > length:
+        return problem.backward_hop_s[source, target]
+    return problem.forward_hop_s[source, target]
 
 
 NO_DRAWS = Stretches(np.ones((0, 1, 1)), np.ones((0, 1, 1)), np.ones((0, 1)))

@@ -8,8 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from skippipe_sched.errors import InputError
+
+if TYPE_CHECKING:
+    from skippipe_sched.problem.plan import Plan
 
 DEFAULT_BUDGET_S = 10.0
 Placement = tuple[tuple[int, ...], ...]
@@ -27,8 +31,9 @@ class End:
 class Search:
     """A seed, a budget in seconds, a placement to keep if one is given, and what was found so far.
 
-    With `jitter`, a method that can plans for everything taking random times longer, by this mean
-    share, instead of for an iteration in which nothing is late.
+    With `begin`, a plan whose stages and paths are as large as the case's, a method that can begins
+    there too. With `jitter`, a method that can plans for everything taking random times longer, by
+    this mean share, instead of for an iteration in which nothing is late.
 
     A method does a number of steps that follows from the budget alone (`steps`), so the same seed
     and budget give the same plan on every machine that is quick enough. The clock is only the
@@ -43,6 +48,7 @@ class Search:
     budget_s: float = DEFAULT_BUDGET_S
     placement: Placement | None = None
     jitter: float = 0.0
+    begin: Plan | None = None
     watch: Callable[[float, float], None] | None = None
     end: End = field(default_factory=End)
     best_s: float = field(default=float("inf"), init=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe_sched.search.arrays import operation_s, slot_at
+from skippipe_sched.search.arrays import hop_seconds, operation_s, slot_at
 from skippipe_sched.search.compiled import compiled
 from skippipe_sched.search.events import pop, push
 
@@ -40,7 +40,7 @@ def _set_remaining(problem, candidate, scratch, limit_s):
             before = slot_at(paths, m, position - 1, length)
             if before != slot:
                 source = node_of_slot[before]
-                remaining_s += problem.hop_s[source, node]
+                remaining_s += hop_seconds(problem, source, node, position, length)
                 if problem.one_after_another:
                     scratch.link_free_s[source, node] = 0.0
                 slot = before
@@ -135,7 +135,7 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
                 target_slot = slot_at(paths, m, position, length)
                 if target_slot != slot:
                     source, target = node_of_slot[slot], node_of_slot[target_slot]
-                    hop_s = problem.hop_s[source, target]
+                    hop_s = hop_seconds(problem, source, target, position, length)
                     if stretched:
                         hop_s *= stretch.hops[m, position]
                     start_s = now

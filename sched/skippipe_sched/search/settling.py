@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe_sched.search.arrays import operation_s, slot_at
+from skippipe_sched.search.arrays import hop_seconds, operation_s, slot_at
 from skippipe_sched.search.chance import uniform
 from skippipe_sched.search.compiled import compiled
 from skippipe_sched.search.moves import NODES, draw_move, propose, revert
@@ -24,7 +24,7 @@ def _round_trip_s(problem, candidate, microbatch):
         slot = slot_at(paths, microbatch, position, length)
         source, node = candidate.node_of_slot[before], candidate.node_of_slot[slot]
         if slot != before:
-            seconds += problem.hop_s[source, node]
+            seconds += hop_seconds(problem, source, node, position, length)
         stage = problem.stage_of_slot[slot]
         seconds += operation_s(problem, node, stage, position, length)
         before = slot

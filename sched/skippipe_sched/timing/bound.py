@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -20,6 +20,7 @@ from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
 from scipy.sparse.csgraph import shortest_path
 
 from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.fewer_nodes import with_stages_left
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
 from skippipe_sched.timing.groups import Ring, groups_of, rings_of, round_trips
 from skippipe_sched.timing.one_node import NodeWork, busy_apart_s, busy_s
@@ -28,6 +29,7 @@ from skippipe_sched.timing.one_node import NodeWork, busy_apart_s, busy_s
 MOST_NODES_INTERLEAVED = 64
 
 
+@lru_cache(maxsize=16)  # A command asks for it before, within and after a search.
 def lower_bound_s(case: Case, path_length: int) -> float:
     """A bound [s] below `iteration_s` of every plan whose paths all visit `path_length` stages.
 
@@ -47,7 +49,7 @@ def lower_bound_s(case: Case, path_length: int) -> float:
     The data stage averages after the pipeline, an inner stage after its own last backward, and a
     node that is no data node is in some inner stage.
     """
-    return _Bound(case, path_length).seconds()
+    return _Bound(with_stages_left(case), path_length).seconds()
 
 
 def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
@@ -56,6 +58,13 @@ def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
     reckon = busy_s if len(distinct) <= MOST_NODES_INTERLEAVED else busy_apart_s
     seconds = {work: reckon(work) for work in distinct}
     return np.array([seconds[work] for work in works])
+
+
+def _travel_s(
+    hop_s: Float[np.ndarray, "groups groups"], stop_s: float
+) -> Float[np.ndarray, "groups groups"]:
+    """The quickest from a node to another one, straight or with stops of `stop_s` on the way."""
+    return (shortest_path(hop_s + stop_s)[:, :, None] + hop_s).min(axis=1)
 
 
 class _Bound:
@@ -74,7 +83,10 @@ class _Bound:
         self.visit_cost = costs[0] if costs else 0.0
         self.path_cost = sum(costs) - len(costs) * self.visit_cost
         self.trips = round_trips(self.groups.there_and_back_s, self.groups.count, path_length)
-        self.one_way = round_trips(self.groups.hop_s, self.groups.count, path_length)
+        self.forward_trips, self.backward_trips = (
+            round_trips(hop_s, self.groups.count, path_length)
+            for hop_s in (self.groups.forward_hop_s, self.groups.backward_hop_s)
+        )
 
     def seconds(self) -> float:
         """The least over where the data nodes may be; quick estimates decide what to look at."""
@@ -125,8 +137,8 @@ class _Bound:
         least_s = np.full(len(self.groups.count), np.inf)
         np.minimum.at(least_s, self.group, self.forward_s)
         path_s = self.path_cost * self.forward_s.min()
-        away_s = (self.one_way.least_s(self.visit_cost * least_s) + path_s).tolist()
-        back_s = self.one_way.least_s(self.visit_cost * ratio * least_s) + path_s * ratio
+        away_s = (self.forward_trips.least_s(self.visit_cost * least_s) + path_s).tolist()
+        back_s = self.backward_trips.least_s(self.visit_cost * ratio * least_s) + path_s * ratio
         counts = sorted(set(self.case.microbatches))
         works = [
             NodeWork(
@@ -167,8 +179,10 @@ class _Bound:
         nodes = len(self.forward_s)
         if not self.inner:
             return np.zeros(nodes), np.zeros(nodes)
-        data_s = self.forward_s.min() * case.stage_cost[0]
-        there, back = (self.travel_s(ratio) for ratio in (1.0, case.backward_ratio))
+        least_s, ratio = self.forward_s.min(), case.backward_ratio
+        data_s = least_s * case.stage_cost[0]
+        there = _travel_s(self.groups.forward_hop_s, self.visit_cost * least_s)
+        back = _travel_s(self.groups.backward_hop_s, ratio * self.visit_cost * least_s)
         head_s = data_s + there[ring.inside].min(axis=0)[self.group]
         away_s = there[:, ring.inside].min(axis=1) + back[ring.inside].min(axis=0)
         away_s = away_s[self.group] + data_s * case.loss_ratio
@@ -187,13 +201,6 @@ class _Bound:
             ended.append(np.where(low > 0, last_s + tail_s, 0.0))
             averaged.append(last_s + ring_s[self.group])
         return np.min(ended, axis=0), np.min(averaged, axis=0)
-
-    def travel_s(self, ratio: float) -> Float[np.ndarray, "groups groups"]:
-        """From a node to another one; a stop on the way takes `ratio` forwards of the fastest."""
-        hop_s = self.groups.hop_s
-        stop_s = ratio * self.visit_cost * self.forward_s.min()
-        stopping_s = shortest_path(hop_s + stop_s)
-        return (stopping_s[:, :, None] + hop_s).min(axis=1)
 
     @cached_property
     def inner_rings_s(self) -> dict[tuple[int, float, float], Float[np.ndarray, " groups"]]:
@@ -215,7 +222,7 @@ class _Bound:
         case = self.case
         if not self.inner or self.visits < len(self.inner):
             return 0.0
-        head_s = self.forward_s.min() * case.stage_cost[0] + float(self.groups.hop_s.min())
+        head_s = self.forward_s.min() * case.stage_cost[0] + float(self.groups.forward_hop_s.min())
         speeds = np.sort(1.0 / self.forward_s)[::-1]
         visits = self.visits // len(self.inner) * (1.0 + case.backward_ratio)
         return max(

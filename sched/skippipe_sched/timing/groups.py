@@ -25,7 +25,8 @@ class Groups:
 
     of_node: Int[np.ndarray, " nodes"]
     count: Int[np.ndarray, " groups"]
-    hop_s: Float[np.ndarray, "groups groups"]
+    forward_hop_s: Float[np.ndarray, "groups groups"]
+    backward_hop_s: Float[np.ndarray, "groups groups"]
     there_and_back_s: Float[np.ndarray, "groups groups"]
     latency: Float[np.ndarray, "groups groups"]
     bandwidth: Float[np.ndarray, "groups groups"]
@@ -36,13 +37,16 @@ def groups_of(case: Case, path_length: int) -> Groups:
     names = sorted({node.location for node in case.nodes})
     location = np.array([names.index(node.location) for node in case.nodes])
     latency, bandwidth = case.link_table.matrices(names)
-    hop_s = latency + case.activation_bytes / bandwidth + case.hop_overhead_s
+    forward_hop_s, backward_hop_s = (
+        latency + size / bandwidth + case.hop_overhead_s
+        for size in (case.activation_bytes, case.gradient_bytes)
+    )
     alone = np.flatnonzero(np.bincount(location) == 1)
-    hop_s[alone, alone] = np.inf
+    forward_hop_s[alone, alone] = backward_hop_s[alone, alone] = np.inf
     latency[alone, alone] = np.inf
     bandwidth[alone, alone] = 0.0
     bandwidth = np.maximum(bandwidth, bandwidth.T)
-    both_ways_s = hop_s + hop_s.T
+    there_and_back_s = forward_hop_s + backward_hop_s.T
     group = np.arange(len(names))
     most = _most_groups(path_length)
     if len(names) > most:
@@ -50,7 +54,7 @@ def groups_of(case: Case, path_length: int) -> Groups:
         from scipy.cluster.hierarchy import fcluster, linkage
         from scipy.spatial.distance import squareform
 
-        apart_s = both_ways_s.copy()
+        apart_s = (there_and_back_s + there_and_back_s.T) / 2
         np.fill_diagonal(apart_s, 0.0)
         group = fcluster(linkage(squareform(apart_s), "average"), most, "maxclust") - 1
     members = [np.flatnonzero(group == g) for g in range(group.max() + 1)]
@@ -62,8 +66,9 @@ def groups_of(case: Case, path_length: int) -> Groups:
     return Groups(
         group[location],
         np.bincount(group[location]),
-        best(hop_s, np.minimum),
-        best(both_ways_s, np.minimum),
+        best(forward_hop_s, np.minimum),
+        best(backward_hop_s, np.minimum),
+        best(there_and_back_s, np.minimum),
         best(np.minimum(latency, latency.T), np.minimum),
         best(bandwidth, np.maximum),
     )

@@ -27,12 +27,14 @@ def quick_lower_bound_s(case: Case, path_length: int) -> float:
     forward_s = [node.forward_s for node in case.nodes]
     inner_costs = sorted(case.stage_cost[1:])[: path_length - 1]
     inner_s = min(forward_s) * sum(inner_costs)
-    hops_s = 0.0
+    forward_hops_s = backward_hops_s = 0.0
     averaging_s = 0.0
     if len(case.nodes) > 1:
         apart = ~np.eye(len(case.nodes), dtype=bool)
         latency, bandwidth = (matrix[apart] for matrix in case.link_matrices)
-        hops_s = float(case.hop_s[apart].min()) * (path_length if path_length > 1 else 0)
+        hops = path_length if path_length > 1 else 0
+        forward_hops_s = float(case.forward_hop_s[apart].min()) * hops
+        backward_hops_s = float(case.backward_hop_s[apart].min()) * hops
         steps = 2 * (case.stages[0] - 1)
         averaging_s = steps / case.stages[0] * case.stage_bytes[0] / bandwidth.max()
         averaging_s += steps * latency.min()
@@ -40,8 +42,8 @@ def quick_lower_bound_s(case: Case, path_length: int) -> float:
     data_cost, loss_ratio, ratio = case.stage_cost[0], case.loss_ratio, case.backward_ratio
     works = {
         NodeWork(
-            most, min(node.memory, most), node.forward_s * data_cost, inner_s + hops_s,
-            node.forward_s * data_cost * loss_ratio, inner_s * ratio + hops_s,
+            most, min(node.memory, most), node.forward_s * data_cost, inner_s + forward_hops_s,
+            node.forward_s * data_cost * loss_ratio, inner_s * ratio + backward_hops_s,
             node.forward_s * data_cost * ratio,
         )
         for node in case.nodes

@@ -183,7 +183,6 @@ class _Simulation:
     ):
         self.case = case
         self.stages = stages
-        self.hop_s = case.hop_s
         self.paths = paths
         self.chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
         self.position = [0] * len(paths)
@@ -316,7 +315,7 @@ class _Simulation:
         start_s = now
         if self.case.contention == "link":
             start_s = max(now, self.link_free_s.get(link, 0.0))
-        planned_s = float(self.hop_s[link])
+        planned_s = self.case.hop_duration(following.kind, *link)
         end_s = start_s + self.stretched(planned_s, self.stretch.hops, following)
         self.link_free_s[link] = end_s
         self.transfers.append(Transfer(*link, following, now, start_s, end_s))
@@ -345,6 +344,8 @@ class _Simulation:
             ends[run.operation.node] = run.end_s
         averagings = []
         for stage, nodes in enumerate(self.stages):
+            if not nodes:
+                continue  # It is left out.
             start_s = max(ends[node] for node in nodes)
             planned_s = quickest_averaging_s(self.case, stage, tuple(nodes))
             end_s = start_s + planned_s * self.stretch.averagings.item(stage)

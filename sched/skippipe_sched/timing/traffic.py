@@ -71,9 +71,8 @@ class _Sending(NamedTuple):
 def _sendings(plan: Plan, timeline: Timeline) -> Iterator[_Sending]:
     case = plan.case
     for sent in timeline.transfers:
-        yield _Sending(
-            sent.source, sent.target, "pipeline", case.activation_bytes, sent.start_s, sent.end_s
-        )
+        size = case.hop_bytes(sent.operation.kind)
+        yield _Sending(sent.source, sent.target, "pipeline", size, sent.start_s, sent.end_s)
     latency, bandwidth = case.link_matrices
     for averaging in timeline.averagings:
         ring = best_ring(case, averaging.stage, plan.stages[averaging.stage])

@@ -1,0 +1,104 @@
+"""The goodput of every policy over the rates of faults, as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from xml.etree.ElementTree import Element, SubElement
+
+from skippipe_sched.churn.policies import POLICIES
+from skippipe_sched.churn.sweep import Point
+from skippipe_sched.figures.amounts import duration_text
+from skippipe_sched.figures.colours import GOLDEN_ANGLE, oklch
+from skippipe_sched.figures.svg import (
+    MARGIN,
+    WIDTH,
+    add_circle,
+    add_line,
+    add_text,
+    add_tip,
+    add_title,
+    round_ticks,
+    rounded,
+    start_picture,
+    svg_text,
+)
+
+# Pixels.
+HEIGHT = 380
+LEGEND_Y = 58.0
+LEGEND = 120.0
+SAMPLE = 26.0
+LEFT = 58.0
+RIGHT = WIDTH - 34.0
+TOP = 80.0
+BOTTOM = HEIGHT - 50.0
+TICKS_UP = 5
+
+STYLE = """
+.churn polyline{fill:none;stroke-width:2;stroke-linejoin:round}
+.churn .sample{stroke-width:2}
+.churn .inexact{stroke-dasharray:6 4}
+"""
+
+
+def picture(points: Sequence[Point], name: str) -> str:
+    """A line for each policy, dashed where it is not exact, as the text of an SVG.
+
+    From the left to the right each rate of faults is higher; between two rates the line is straight
+    on a logarithmic axis.
+    """
+    mtbfs_s = sorted({one.mtbf_s for one in points}, reverse=True)
+    highest = max(1.0, *(one.goodput for one in points))
+    calm, worst = math.log(mtbfs_s[0]), math.log(mtbfs_s[-1])
+
+    def x(mtbf_s: float) -> float:
+        share = (calm - math.log(mtbf_s)) / (calm - worst) if calm > worst else 0.5
+        return LEFT + (RIGHT - LEFT) * share
+
+    def y(goodput: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * goodput / highest
+
+    svg = start_picture("churn", (WIDTH, HEIGHT), f"Goodput of {name} under churn", _styles())
+    add_title(svg, name, "useful microbatches as a share of a run without faults")
+    for tick in round_ticks(highest, most=TICKS_UP):
+        add_line(svg, "grid", (LEFT, y(tick)), (RIGHT, y(tick)))
+        add_text(svg, "end", LEFT - 7, y(tick) + 4, f"{tick:g}")
+    for mtbf_s in mtbfs_s:
+        add_line(svg, "grid", (x(mtbf_s), TOP), (x(mtbf_s), BOTTOM + 4))
+        add_text(svg, "middle", x(mtbf_s), BOTTOM + 17, duration_text(mtbf_s))
+    below = "mean time between the faults of a node"
+    add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 12, below)
+    for index, policy in enumerate(POLICIES):
+        _draw_legend(svg, index, policy)
+        own = sorted((one for one in points if one.policy == policy), key=lambda one: x(one.mtbf_s))
+        corners = " ".join(f"{rounded(x(one.mtbf_s))},{rounded(y(one.goodput))}" for one in own)
+        SubElement(svg, "polyline", {"class": _classes(policy), "points": corners})
+        for one in own:
+            dot = add_circle(svg, f"dot-{policy}", x(one.mtbf_s), y(one.goodput), 3)
+            add_tip(
+                dot,
+                f"{policy}, {duration_text(one.mtbf_s)} between faults: {one.goodput:.3f} "
+                f"({one.least:.3f} to {one.most:.3f})",
+            )
+    return svg_text(svg)
+
+
+def _classes(policy: str) -> str:
+    return f"of-{policy}" if POLICIES[policy].is_exact else f"of-{policy} inexact"
+
+
+def _draw_legend(svg: Element, index: int, policy: str) -> None:
+    left = MARGIN + LEGEND * index
+    ends = (left, LEGEND_Y - 4), (left + SAMPLE, LEGEND_Y - 4)
+    add_line(svg, f"sample {_classes(policy)}", *ends)
+    label = add_text(svg, "", left + SAMPLE + 6, LEGEND_Y, policy)
+    add_tip(label, POLICIES[policy].about)
+
+
+def _styles() -> str:
+    colours = (oklch(0.58, 0.14, 30 + GOLDEN_ANGLE * index) for index in range(len(POLICIES)))
+    return STYLE + "".join(
+        f".churn .of-{policy}{{stroke:{colour}}}.churn .dot-{policy}{{fill:{colour}}}\n"
+        for policy, colour in zip(POLICIES, colours, strict=True)
+    )

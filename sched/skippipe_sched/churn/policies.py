@@ -1,0 +1,51 @@
+"""What a run may do when its hosts vanish."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+
+class Policy(NamedTuple):
+    """One way to go on.
+
+    `survives` says whether the others go on where every stage has a host left; without that, all
+    end and start again. `is_exact` says whether the parameters become those of a run without
+    faults.
+    """
+
+    about: str
+    survives: bool
+    is_exact: bool
+
+
+RESTART, STOP, REWIND = "restart", "stop", "rewind"
+BUDDY, AVERAGE, SKIP = "buddy", "average", "skip"
+
+POLICIES = {
+    RESTART: Policy("all hosts end, and start again from the last checkpoint", False, True),
+    STOP: Policy("the others go on; where a stage is lost, all start again", True, True),
+    REWIND: Policy("where a stage is lost, all go back to the last checkpoint", True, True),
+    BUDDY: Policy("where a stage is lost, an earlier copy of it takes its place", True, False),
+    AVERAGE: Policy("where a stage is lost, its neighbours' mean takes its place", True, False),
+    SKIP: Policy("where a stage is lost, the others train without it", True, False),
+}
+
+
+def recovery_of(
+    policy: str, lost: Sequence[int], held: Sequence[Collection[int]], copied: Collection[int]
+) -> str:
+    """What is done about stages that are lost: what the policy says, or `REWIND` where it cannot.
+
+    `held` are the nodes that hold the state of each stage, `copied` the stages whose copy is left.
+    """
+    last = len(held) - 1
+    if policy == BUDDY:
+        can = all(stage in copied for stage in lost)
+    elif policy == AVERAGE:
+        can = all(0 < stage < last and held[stage - 1] and held[stage + 1] for stage in lost)
+    elif policy == SKIP:
+        can = 0 not in lost
+    else:
+        can = policy == STOP
+    return policy if can else REWIND

@@ -1,0 +1,130 @@
+"""Every policy at every rate of faults, and what that comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skippipe_sched.churn.faults import draw_changes
+from skippipe_sched.churn.iteration_times import IterationTimes
+from skippipe_sched.churn.life import Costs, Record, live
+from skippipe_sched.churn.pace import Pace
+from skippipe_sched.churn.policies import POLICIES
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.plan import Plan
+
+
+@dataclass(frozen=True)
+class Churn:
+    """What hosts come and go by, besides the rate of faults. Times in seconds.
+
+    `repair_s` is how long a host that was lost is away, `end_s` how long a run is watched; each
+    policy lives through the faults of each of the `seeds`.
+    """
+
+    repair_s: float
+    end_s: float
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one policy comes to at one rate of faults: means over the seeds.
+
+    `goodput` is the number of useful microbatches as a share of those of a run without faults that
+    saves as often; `least` and `most` are those of a single seed. The others are those of `Record`,
+    and `faults` those of all nodes.
+    """
+
+    policy: str
+    mtbf_s: float
+    goodput: float
+    least: float
+    most: float
+    faults: float
+    losses: float
+    undone: float
+    recoveries: dict[str, float]
+    spent_s: dict[str, float]
+
+
+def doublings(mtbf_s: float, steps: int) -> list[float]:
+    """From 2**steps times `mtbf_s` down to its 2**steps-th part, each half of the one before."""
+    return [mtbf_s * 2.0**power for power in range(steps, -steps - 1, -1)]
+
+
+def sweep(
+    plan: Plan,
+    mtbfs_s: Sequence[float],
+    churn: Churn,
+    costs: Costs,
+    times: IterationTimes,
+    watch: Callable[[], object] = lambda: None,
+) -> list[Point]:
+    """A point for each policy at each of the rates, all of them under the same faults.
+
+    `times` are those of the plan; each rate may take an equal part of the placements that they may
+    plan. `watch` is called after every run.
+
+    Raises:
+        InputError: if a run without faults would not make a single step.
+    """
+    calm = calm_steps(times(plan.stages), costs, churn.end_s)
+    most, points = times.most, []
+    for done, mtbf_s in enumerate(mtbfs_s, start=1):
+        times.most = most * done // len(mtbfs_s)
+        records: dict[str, list[Record]] = {policy: [] for policy in POLICIES}
+        faults = []
+        for seed in churn.seeds:
+            nodes = len(plan.case.nodes)
+            changes = draw_changes(nodes, mtbf_s, churn.repair_s, churn.end_s, seed)
+            faults.append(sum(not change.is_back for change in changes))
+            for policy, of_policy in records.items():
+                of_policy.append(live(plan, policy, costs, changes, churn.end_s, times))
+                watch()
+        points += [_point(policy, mtbf_s, calm, faults, own) for policy, own in records.items()]
+    return points
+
+
+def calm_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
+    """The steps of a run without faults.
+
+    Raises:
+        InputError: if there is none.
+    """
+    steps = Pace(0.0, 0, iteration_s, costs.save_every, costs.save_s).steps_by(end_s)
+    if steps == 0:
+        raise InputError(
+            "--days", end_s / 86400, f"no step ends by then: one takes {iteration_s:.4g} s",
+            "Give more days",
+        )  # fmt: skip
+    return steps
+
+
+def _point(
+    policy: str, mtbf_s: float, calm: int, faults: Sequence[int], records: Sequence[Record]
+) -> Point:
+    goodputs = [record.steps / calm for record in records]
+
+    def mean(values: Iterable[float]) -> float:
+        return float(np.mean(list(values)))
+
+    kinds = sorted({kind for record in records for kind in record.recoveries})
+    return Point(
+        policy=policy,
+        mtbf_s=mtbf_s,
+        goodput=mean(goodputs),
+        least=min(goodputs),
+        most=max(goodputs),
+        faults=mean(faults),
+        losses=mean(record.losses for record in records),
+        undone=mean(record.undone for record in records),
+        recoveries={
+            kind: mean(record.recoveries.get(kind, 0) for record in records) for kind in kinds
+        },
+        spent_s={
+            kind: mean(record.spent_s[kind] for record in records) for kind in records[0].spent_s
+        },
+    )

@@ -1,0 +1,94 @@
+"""A case with more nodes than it has: what is planned for when some have come.
+
+Each has a location of its own. Links that nobody has measured are like the others of the case in
+the mean: by the mean latency, and the bandwidth by which bytes take their mean time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from skippipe_sched.problem.case import DEFAULT_SAME_LOCATION, Case, parse_case
+from skippipe_sched.problem.fewer_nodes import with_nodes
+from skippipe_sched.problem.links import GIBIBYTE, Link
+
+
+@dataclass(frozen=True)
+class NewNode:
+    """One that has come.
+
+    Attributes:
+        location: no other node has it.
+        forward_s: as of a case's nodes; None for their mean.
+        links_to: those that were measured, from here to other nodes, new ones among them.
+        links_from: those that were measured, from other nodes to here.
+    """
+
+    location: str
+    forward_s: float | None = None
+    links_to: Mapping[int, Link] = field(default_factory=dict)
+    links_from: Mapping[int, Link] = field(default_factory=dict)
+
+
+def mean_link(links: Sequence[Link]) -> Link:
+    """A link by which latency and bytes take as long as by these in the mean."""
+    return Link(
+        float(np.mean([link.latency_s for link in links])),
+        float(1.0 / np.mean([1.0 / link.bandwidth for link in links])),
+    )
+
+
+def usual_link(case: Case) -> Link:
+    """The mean of the links between the nodes of a case."""
+    latency_s, bandwidth = case.link_matrices
+    between = ~np.eye(len(case.nodes), dtype=bool)
+    if not between.any():
+        return case.link_table.same_location
+    return Link(float(latency_s[between].mean()), float(1.0 / (1.0 / bandwidth[between]).mean()))
+
+
+def with_more_nodes(case: Case, new: Sequence[NewNode]) -> Case:
+    """The case with more nodes, whose numbers follow those of the others.
+
+    Each has as much memory as the one that has least, and the case's last stage is so much larger:
+    who plans for it knows better.
+    """
+    places: dict[str, list[int]] = {}
+    for number, node in enumerate(case.nodes):
+        places.setdefault(node.location, []).append(number)
+    usual = usual_link(case)
+    table = {pair: link for pair, link in case.link_table.links.items() if set(pair) <= {*places}}
+    for place, own in enumerate(new):
+        for location, nodes in places.items():
+            there = own.links_to, own.links_from
+            pairs = (own.location, location), (location, own.location)
+            for links, pair in zip(there, pairs, strict=True):
+                found = [links[node] for node in nodes if node in links]
+                table[pair] = mean_link(found) if found else usual
+        for earlier, other in enumerate(new[:place], len(case.nodes)):
+            number = len(case.nodes) + place
+            there = own.links_to.get(earlier) or other.links_from.get(number)
+            back = own.links_from.get(earlier) or other.links_to.get(number)
+            table[own.location, other.location] = there or usual
+            table[other.location, own.location] = back or usual
+    same = case.link_table.same_location
+    source = dict(with_nodes(case, range(len(case.nodes)), case.stages, case.microbatches).source)
+    source.pop("bandwidth_factor", None)
+    source["same_location"] = dict(zip(DEFAULT_SAME_LOCATION, _told(same), strict=True))
+    source["links"] = [[*pair, *_told(link)] for pair, link in table.items()]
+    forward_s = float(np.mean([node.forward_s for node in case.nodes]))
+    memory = min(node.memory for node in case.nodes)
+    source["nodes"] = source["nodes"] + [
+        {"location": own.location, "forward_s": own.forward_s or forward_s, "memory": memory}
+        for own in new
+    ]
+    source["stages"] = [*case.stages[:-1], case.stages[-1] + len(new)]
+    return parse_case(source)
+
+
+def _told(link: Link) -> tuple[float, float]:
+    """A link in the units of tables."""
+    return 1e3 * link.latency_s, link.bandwidth / GIBIBYTE
