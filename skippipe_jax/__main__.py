@@ -15,8 +15,10 @@ from skippipe_jax.arguments import run_parsed
 # What each command does, in the order of the list that --help prints.
 ABOUT = {
     "train": "train along the paths of a plan, as one host or as one of many",
+    "join": "join a run in the place of a host that it has lost, with nothing but an address",
     "launch": "start all hosts of a run on this machine",
     **{command.name: command.about for command in PLANNING},
+    "keys": "make the secret by which the hosts of a run know each other",
     "profile": "measure a cluster, and write the case to plan for",
     "memory": "say what a run would need: memory of each node, bytes over links",
     "evaluate": "held-out loss of a model, in full and with stages left out or swapped",

@@ -73,8 +73,11 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextManager[Membership]:
     """Keep compiled programs as `config` says, and be one of the hosts that `arguments` name."""
     with loading():
-        from skippipe_jax.cluster.membership import joined
+        from skippipe_jax.cluster.joining import joined
+        from skippipe_jax.config.resume import identity, settings
+        from skippipe_jax.connections.hello import Run
         from skippipe_jax.runtime.compilation import keep_programs
+        from skippipe_jax.storage.run_folder import last_addresses
 
     keep_programs(config.compilation_cache)
     return joined(
@@ -83,6 +86,9 @@ def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextM
         arguments.hosts,
         arguments.host_id,
         arguments.distributed,
+        last_addresses(Path(config.run_dir)) if getattr(arguments, "resume", False) else (),
+        Run(identity(config), settings(config)),
+        spare=config.spare_places,
     )
 
 

@@ -46,6 +46,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.models.estimate import table, to_json, what_is_planned
         from skippipe_jax.models.footprint import memory_of_stages, traffic
+        from skippipe_jax.models.in_flight import short_of_memory
 
     case, visits = what_is_planned(config, arguments.config.parent)
     memory, sent = memory_of_stages(config, case), traffic(config, case, visits)
@@ -53,6 +54,8 @@ def _memory(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_json(config, case, memory, sent)))
     else:
         print(table(config, case, memory, sent))
+    for sentence in short_of_memory(config, case):
+        print(f"warning: {sentence}", file=sys.stderr)
     return 0
 
 

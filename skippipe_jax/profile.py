@@ -24,8 +24,8 @@ from skippipe_jax.arguments import (
 EPILOG = """\
 Start it on all hosts like python -m skippipe_jax.train, with the same configuration. Of that it
 takes model, data and network; plan.case may say what cannot be measured: locations, stages or
-stage_count, path_length or skip_ratio, microbatches or microbatches_per_data_node, rules, and the
-memory that a node may use at most.
+stage_count, path_length or skip_ratio, microbatches or microbatches_per_data_node, rules, and
+memory: the most microbatches in flight on a node, or auto.
 
 exit codes: 0 the case is written; 2 the input is wrong; 75 another host was lost or late, the disk
 is full or a port taken: start it again.

@@ -29,7 +29,8 @@ Under SLURM and on TPU pods the hosts find each other; elsewhere start one proce
 
 exit codes: 0 trained to the end; 2 the input is wrong; 75 another host was lost or late, something
 was waited for too long, or the disk is full, a port taken, the folder in use: start it again, with
---resume if the run had begun; 130 and 143 stopped by SIGINT and SIGTERM after a last checkpoint.
+--resume if the run had begun; 130 and 143 stopped by SIGINT and SIGTERM, after a last checkpoint,
+or at once before it trains, or leaving a run to the others that go on with it.
 """
 
 INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept"
@@ -59,6 +60,7 @@ def _train(arguments: argparse.Namespace) -> int:
     # What is wrong there is said before anything is loaded that takes seconds.
     config = load_config(arguments.config, arguments.set)
     with loading():
+        from skippipe_jax.cluster.ending import exit_at_once
         from skippipe_jax.training.trainer import train
 
     with joined_by(arguments, config) as host:
@@ -66,16 +68,30 @@ def _train(arguments: argparse.Namespace) -> int:
         if host.index == 0:
             print(summary(config), flush=True)
         ending = train(config, host, resume=arguments.resume, config_folder=arguments.config.parent)
-    if host.index == 0:
+    if ending.has_left:
+        print(
+            f"host {host.index} has left the run, which goes on from step {ending.step}; "
+            "it comes back by --resume"
+        )
+    elif host.leads:
         _say_how_it_ended(config, ending)
-    return 0 if ending.cut_short_by is None else 128 + ending.cut_short_by
+    code = 0 if ending.cut_short_by is None else 128 + ending.cut_short_by
+    if host.generation not in (0, 1):
+        # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
+        # would end them within JAX.
+        exit_at_once(code)
+    return code
 
 
 def where_to_resume(config: Config) -> str:
     """The sentence that tells from where a run that ended early can go on."""
     from skippipe_jax.storage.layout import latest_step
+    from skippipe_jax.storage.run_folder import is_run
 
-    step = latest_step(Path(config.run_dir))
+    folder = Path(config.run_dir)
+    step = latest_step(folder)
+    if step is None and not (is_run(folder) or config.checkpoint.copy_to):
+        return f"Start it again: no run has begun in {config.run_dir} yet."
     if step is None:
         # Not without --resume: the folder holds the run already.
         return f"Start it again with --resume: without a checkpoint, {config.run_dir} begins anew."

@@ -1,5 +1,5 @@
-"""Who is here: the hosts of a run, what they tell each other, and how they end together.
+"""Who is here: the hosts of a run, what they tell each other, and how they end or go on.
 
-Others use `membership.joined`, the verbs of `agreement`, and `addresses`. `hub` and `place` belong
+Others use `joining.joined`, `team`, and the verbs of `agreement`. `attendance` and `place` belong
 to the membership; `jax_runtime` is all that touches `jax._src`.
 """

@@ -59,8 +59,8 @@ def sockets() -> tempfile.TemporaryDirectory[str]:
 def start(config: ClusterConfig, index: int, count: int, sockets: str, address: str) -> None:
     """Connect JAX's distributed runtime by way of the links that `Membership` keeps.
 
-    `sockets` is the folder of the unix sockets on which the hub and the relay are, `address` that
-    on which this host listens.
+    `sockets` is the folder of the unix sockets on which the service and the relay are, `address`
+    that on which this host listens.
     """
     # It would catch SIGTERM, so that a host told to end would run on.
     jax.config.update("jax_enable_preemption_service", False)

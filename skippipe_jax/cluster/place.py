@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster import jax_runtime
-from skippipe_jax.cluster.addresses import parse_address
 from skippipe_jax.cluster.agreement import Host, agree
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AUTO, DISTRIBUTED, INDEPENDENT
+from skippipe_jax.connections.addresses import parse_address
+from skippipe_jax.connections.hello import Run
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class Place:
     index: int
     count: int
     coordinator: tuple[str, int]  # where host 0 is reached
+    run: Run = field(default_factory=Run)  # what its hosts have in common
+    keys: Keys = LOOPBACK_ONLY  # by which they know each other
+    spare: int = 0  # how many may come beside those of the start
 
 
 def find_place(
@@ -29,6 +34,7 @@ def find_place(
     hosts: int | None,
     host_id: int | None,
     distributed: bool,
+    spare: int = 0,
 ) -> Place | None:
     """Find this host's place from the arguments or the environment; None if it is alone.
 
@@ -36,7 +42,7 @@ def find_place(
         InputError: for arguments that contradict each other, or a cluster that JAX cannot detect.
     """
     if (coordinator, hosts, host_id) != (None, None, None):
-        return _given_place(coordinator, hosts, host_id)
+        return _given_place(coordinator, hosts, host_id, spare)
     if distributed or _is_launched_with_others():
         return _detected_place(config)
     return None
@@ -68,7 +74,9 @@ def require_same_runtime(host: Host, config: ClusterConfig, runtime: str) -> Non
     agree(host, "cluster.runtime", runtime, config.connect_timeout_s, differing)
 
 
-def _given_place(coordinator: str | None, hosts: int | None, host_id: int | None) -> Place:
+def _given_place(
+    coordinator: str | None, hosts: int | None, host_id: int | None, spare: int
+) -> Place:
     together = "give --coordinator HOST:PORT, --hosts N and --host-id I together, or none of them"
     if coordinator is None:
         raise InputError("--coordinator", None, "missing beside --hosts or --host-id", together)
@@ -78,7 +86,7 @@ def _given_place(coordinator: str | None, hosts: int | None, host_id: int | None
         raise InputError("--host-id", None, "missing beside --coordinator", together)
     if hosts < 1:
         raise InputError("--hosts", hosts, "a run has at least one host", "give their number")
-    if not 0 <= host_id < hosts:
+    if not 0 <= host_id < hosts + spare:
         remedy = f"give each host its own id from 0 to {hosts - 1}"
         raise InputError("--host-id", host_id, f"out of range for {hosts} hosts", remedy)
     return Place(host_id, hosts, parse_address("--coordinator", coordinator))

@@ -14,7 +14,7 @@ class CheckpointConfig:
 
     Attributes:
         every: save after every so many iterations.
-        keep: hold on to the last so many checkpoints.
+        keep: hold on to the last so many checkpoints; to two at least where hosts may be lost.
         keep_every: hold on for good to the checkpoint of every so many iterations.
         copy_to: URL of a folder (``gs://``, ``s3://``, ``file://`` or what else fsspec knows) to
             which the checkpoints are copied in the background, with the run's own files. A run

@@ -29,28 +29,45 @@ class ClusterConfig:
         heartbeat_timeout_s: seconds of silence after which a host is lost.
         connect_timeout_s: seconds in which all hosts must have found each other; also the longest
             that a host which has finished waits for the others to finish.
-        bind_address: the IP address of this host on which everything of the run listens: the hub
-            (host 0 only), the transfer servers and, where hosts are `distributed`, the CPU's
-            collectives. As all hosts share the configuration, each gets its own by the environment
-            variable SKIPPIPE_BIND_ADDRESS, which wins. By default, the address by which this host
-            and host 0 reach each other.
-        transfer_port: with p, the transfer server of host i for host j, of N hosts, listens on the
-            ports p + 2(iN + j) (requests) and the next (arrays), so that several hosts may share a
-            machine, and a firewall that lets p to p + 2N² - 1 through serves all of them. By
-            default, on any free ports.
+        rejoin_s: seconds that independent hosts which are too few to go on without the others, or
+            one that asks to be taken in again, wait for them before they end with exit code 75.
+        grace_s: seconds that an independent host which is told to leave (SIGTERM) has for handing
+            on what only it holds; then it goes in any case. It takes up to two iterations.
+        bind_address: the IP address of this host on which everything of the run listens: for the
+            messages of the others, the transfer servers and, where hosts are `distributed`, the
+            CPU's collectives. As all hosts share the configuration, each gets its own by the
+            environment variable SKIPPIPE_BIND_ADDRESS, which wins. By default, the address by which
+            this host and host 0 reach each other.
+        transfer_port: with p, the transfer server of host i for host j, of N hosts, takes requests
+            on the port p + iN + j, and host i itself, but for host 0, listens on p + iN + i for the
+            messages of the others; so several hosts may share a machine. Arrays come by any free
+            ports, which JAX does not let one choose. By default, so does everything. Host k of
+            `join.places`, with k >= N, takes the ports p + kk to p + kk + 2k, and so do the others
+            for it.
+        secret: the file with the secret of the run, which `skippipe keys FILE` makes and all hosts
+            have: they show each other that they do, and encrypt their messages by it. The
+            environment variable SKIPPIPE_SECRET_FILE, a path, wins over it, and SKIPPIPE_SECRET,
+            the secret itself, over both. Without one, hosts listen and connect on loopback
+            addresses only.
+        insecure: whether hosts without a secret use other addresses nevertheless, with a warning:
+            whoever reaches them is taken for one of the run. A secret in the environment wins.
     """
 
     host_of_node: tuple[int, ...] | None = None
     runtime: Annotated[str, RUNTIMES] = AUTO
     heartbeat_timeout_s: float = 30.0
     connect_timeout_s: float = 300.0
+    rejoin_s: float = 600.0
+    grace_s: float = 30.0
     bind_address: str | None = None
     transfer_port: int | None = None
+    secret: str | None = None
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         """Refuse timeouts that no host could keep, and what is no runtime, address or port."""
         require_choices(self, "cluster")
-        for field in ("heartbeat_timeout_s", "connect_timeout_s"):
+        for field in ("heartbeat_timeout_s", "connect_timeout_s", "rejoin_s", "grace_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise InputError(
@@ -59,7 +76,37 @@ class ClusterConfig:
         if self.bind_address is not None:
             require_one_interface(self.bind_address, "cluster.bind_address")
         if self.transfer_port is not None:
-            fields.integer(self.transfer_port, "cluster.transfer_port", 1, LAST_PORT - 1)
+            fields.integer(self.transfer_port, "cluster.transfer_port", 1, LAST_PORT)
+        if self.secret is not None and self.insecure:
+            remedy = "write cluster.secret alone, or cluster.insecure alone"
+            raise InputError("cluster.insecure", True, "there is a cluster.secret", remedy)
+
+    def port(self, host: int, other: int, hosts: int) -> int:
+        """The port on which a host listens for another; for messages of all if both are the same.
+
+        0 stands for any free one. `hosts` are those that the run begins with; what the others need
+        lies above all that is needed without them.
+
+        Raises:
+            InputError: if there are no such ports for all hosts.
+        """
+        if self.transfer_port is None:
+            return 0
+        if self.transfer_port + hosts**2 - 1 > LAST_PORT:
+            remedy = f"write at most {LAST_PORT + 1 - hosts**2}"
+            problem = f"too high for {hosts**2} ports, one for each pair of {hosts} hosts"
+            raise InputError("cluster.transfer_port", self.transfer_port, problem, remedy)
+        later = max(host, other)
+        if later < hosts:
+            return self.transfer_port + host * hosts + other
+        return self.transfer_port + later**2 + (other if later == host else later + 1 + host)
+
+    def with_ports(self, hosts: int, spare: int) -> int:
+        """How many of the `spare` places have ports, beside those of the hosts of the start."""
+        if self.transfer_port is None:
+            return spare
+        most = math.isqrt(LAST_PORT + 1 - self.transfer_port)
+        return max(0, min(spare, most - hosts))
 
 
 LAST_PORT = (1 << 16) - 1

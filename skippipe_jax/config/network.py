@@ -13,6 +13,8 @@ from skippipe_jax.config.choices import Choice, require_choices
 
 MODES = Choice(("real", "emulate"))
 AVERAGING = Choice(("auto", "collective", "ring"))
+HOPS = Choice(("float32", "bfloat16", "int8"))
+ROUNDING = Choice(("nearest", "stochastic"))
 ROUNDED = Choice(("bfloat16",))
 
 
@@ -34,8 +36,12 @@ class NetworkConfig:
             passes them round chunk by chunk in the planner's order of the replicas. `auto` takes
             the ring between hosts that have a JAX each (`cluster.runtime`), and where a link
             between hosts has less than 1 GiB/s in the case.
-        activation_dtype: `bfloat16` rounds activations and their gradients for each hop between
-            nodes, which halves their bytes. null: they travel as they are computed.
+        activation_dtype: as what activations travel from node to node. `bfloat16` takes half the
+            bytes of `float32`, and `int8` about a quarter: a token's channels are quantised in
+            groups of 128, which have a scale each. null: as they are computed.
+        gradient_dtype: as what activations' gradients travel. null: as activations do.
+        gradient_rounding: how gradients become `int8`: to the `nearest`, or `stochastic`, up or
+            down by chance, so that the mean is exact. Drawn by seed, step, microbatch and stage.
         averaging_dtype: `bfloat16` rounds gradients, and sums of some replicas' gradients, for
             each step of the ring. Replicas that share a device exchange nothing.
         deadline_s: seconds that a host waits for anything from another before the run ends.
@@ -47,7 +53,9 @@ class NetworkConfig:
     emulate_compute: bool = False
     jitter: float = 0.0
     averaging: Annotated[str, AVERAGING] = "auto"
-    activation_dtype: Annotated[str, ROUNDED] | None = None
+    activation_dtype: Annotated[str, HOPS] | None = None
+    gradient_dtype: Annotated[str, HOPS] | None = None
+    gradient_rounding: Annotated[str, ROUNDING] = "nearest"
     averaging_dtype: Annotated[str, ROUNDED] | None = None
     deadline_s: float = 300.0
 
@@ -64,6 +72,14 @@ class NetworkConfig:
                     "the network is real, and so nothing is delayed",
                     "Write network.mode: emulate too, or remove it",
                 )
+        gradient_dtype = self.gradient_dtype or self.activation_dtype
+        if self.gradient_rounding == "stochastic" and gradient_dtype != "int8":
+            raise InputError(
+                "network.gradient_rounding",
+                self.gradient_rounding,
+                "only int8 is rounded by chance, and gradients do not travel in it",
+                "Write network.gradient_dtype: int8, or remove it",
+            )
         if self.averaging == "collective" and self.averaging_dtype is not None:
             raise InputError(
                 "network.averaging_dtype",

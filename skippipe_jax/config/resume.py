@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from skippipe_sched.errors import InputError
@@ -13,6 +16,18 @@ from skippipe_jax.config.run import Config
 # How the model is cut into stages and computed, and when batches are made ready; neither parameters
 # nor batches depend on these.
 FREE_TO_CHANGE = ("model.stage_layers", "model.recompute", "model.attention", "data.prefetch")
+OF_THE_RUN = ("seed", "init_from", "model", "data")
+"""The sections that make a run this one, but for what is free to change in them."""
+DIFFERS_BY_HOST = (
+    "compilation_cache",
+    "data.path",
+    "data.prefetch",
+    "cluster.bind_address",
+    "cluster.secret",
+    "cluster.insecure",
+)
+"""What a host that joins may be told otherwise than the run, with the paths in `data.mixture`; the
+texts themselves are compared."""
 
 
 def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]]:
@@ -26,7 +41,7 @@ def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]
     """
     new, old = to_tree(config), to_tree(saved)
     changes = _differences("optimizer", new["optimizer"], old["optimizer"])
-    for section in ("seed", "init_from", "model", "data"):
+    for section in OF_THE_RUN:
         for name, now, before in _differences(section, new[section], old[section]):
             if name in FREE_TO_CHANGE:
                 changes.append((name, now, before))
@@ -38,6 +53,54 @@ def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]
                 f"Set {name}={json.dumps(before)}, or start another run with another run_dir",
             )
     return changes
+
+
+def require_same_for_all(config: Config, of_run: Config) -> None:
+    """Refuse what a host that joins is told otherwise than the run, but where hosts may differ.
+
+    Raises:
+        InputError: naming the key.
+    """
+    own, theirs = _without_own(config), _without_own(of_run)
+    for section, value in own.items():
+        for name, given, there in _differences(section, value, theirs[section]):
+            raise InputError(
+                name,
+                given,
+                f"the run has {there!r}, which is the same for all its hosts",
+                f"Leave it out: hosts may differ in {', '.join(DIFFERS_BY_HOST)}, and the paths in "
+                "data.mixture",
+            )
+
+
+def _without_own(config: Config) -> dict[str, Any]:
+    """What a configuration says that hosts which join cannot be told otherwise."""
+    tree = to_tree(config)
+    for name in DIFFERS_BY_HOST:
+        *sections, key = name.split(".")
+        del functools.reduce(dict.__getitem__, sections, tree)[key]
+    for source in tree["data"]["mixture"] or ():
+        del source["path"]
+    return tree
+
+
+def identity(config: Config) -> Mapping[str, str]:
+    """What makes a run this one and not another: its folder, and digests of sections."""
+    tree = to_tree(config)
+    for name in FREE_TO_CHANGE:
+        section, key = name.split(".")
+        del tree[section][key]
+    return {"run_dir": config.run_dir} | {name: digest(tree[name]) for name in OF_THE_RUN}
+
+
+def settings(config: Config) -> Mapping[str, str]:
+    """Digests of all that a run is told, by section."""
+    return {section: digest(value) for section, value in to_tree(config).items()}
+
+
+def digest(value: Any) -> str:
+    """What stands for a value of JSON where it is compared."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _differences(name: str, new: Any, old: Any) -> list[tuple[str, Any, Any]]:

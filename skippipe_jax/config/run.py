@@ -14,11 +14,14 @@ from skippipe_jax.config.choices import Choice, require_choices
 from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig
 from skippipe_jax.config.huggingface import folder_of
+from skippipe_jax.config.join import JoinConfig
 from skippipe_jax.config.model import ModelConfig
 from skippipe_jax.config.network import NetworkConfig
 from skippipe_jax.config.optimizer import OptimizerConfig
 from skippipe_jax.config.plan import PlanConfig
 from skippipe_jax.config.recipe import RecipeConfig
+from skippipe_jax.config.recovery import AVERAGE, BUDDY, REWIND, SKIP, RecoveryConfig
+from skippipe_jax.config.replan import ReplanConfig
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ class Config:
         checkpoint: when to save.
         cluster: which host serves which node.
         network: how nodes exchange arrays.
+        join: which hosts may come to it.
+        recovery: how the run goes on when hosts are lost.
+        replan: how it gets a better plan when they are others.
         log: who is told besides metrics.jsonl.
         validation: held-out loss while training.
     """
@@ -134,6 +140,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    join: JoinConfig = field(default_factory=JoinConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    replan: ReplanConfig = field(default_factory=ReplanConfig)
     log: LogConfig = field(default_factory=LogConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
@@ -197,6 +206,15 @@ class Config:
                     f"recipe.average_parameters_every = {every} iterations",
                     f"Write {-(-steps // every) * every}, or another multiple",
                 )
+        if self.recovery.lost_stage in (BUDDY, AVERAGE, SKIP):
+            raise InputError(
+                "recovery.lost_stage",
+                self.recovery.lost_stage,
+                "is for a stage that has no replica left, and with "
+                f"recipe.average_parameters_every = {every} replicas differ: the loss of any is "
+                "like that of a stage",
+                f"Write {REWIND}, or remove recipe.average_parameters_every",
+            )
         if self.network.averaging_dtype is not None:
             raise InputError(
                 "network.averaging_dtype",
@@ -205,6 +223,14 @@ class Config:
                 f"recipe.average_parameters_every = {every}",
                 "Remove one of the two",
             )
+
+    @property
+    def spare_places(self) -> int:
+        """The places beside those of the hosts that the run begins with.
+
+        There are none where replicas differ, as nobody could give a state to who comes to them.
+        """
+        return 0 if self.recipe.average_parameters_every is not None else self.join.places
 
     def traces(self, iteration: int) -> bool:
         """Whether the timeline of an iteration, counted from 0, is recorded."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from skippipe_sched.errors import InputError
+from skippipe_sched.figures.tables import aligned
 from tqdm import tqdm
 
 from skippipe_jax.config import Config, DataConfig
@@ -273,16 +274,8 @@ def table(found: Evaluation, cut: StageCut) -> str:
         for own in zip(*each, strict=True)
     ]
     rows.insert(0, titles)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += [
-        "  ".join(
-            f"{text:>{width}}" if column in FIGURES else f"{text:<{width}}"
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-            if width or column == 0
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)
+    left = [column for column in range(len(titles)) if column not in FIGURES]
+    return "\n".join([*lines, aligned(rows, left)])
 
 
 def _rows(found: Evaluation, stages: int) -> list[list[str]]:

@@ -2,5 +2,6 @@
 
 Others use `llama` (stages and their shapes), `branch_scales` (numbers folded into their weights),
 `document_mask` (what keeps packed documents apart), `flops`, `footprint`, which counts bytes by
-formula and loads no JAX, and `planned_case`, which fills them into a case.
+formula and loads no JAX, `in_flight`, which says how many microbatches fit into a node's, and
+`planned_case`, which fills both into a case.
 """

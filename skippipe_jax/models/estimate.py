@@ -9,17 +9,22 @@ from typing import Any
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.flows import size_text
+from skippipe_sched.figures.tables import aligned
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config
+from skippipe_jax.config.recovery import BUDDY
 from skippipe_jax.models.footprint import (
+    COPIES_OF_BUDDY,
     NodeMemory,
     Traffic,
     averaged_bytes,
-    hop_bytes,
+    copied_bytes,
+    sizes_of_hops,
     stage_parameters,
 )
+from skippipe_jax.models.in_flight import Room, holding, names, rooms
 from skippipe_jax.models.planned_case import cases_of
 
 # Methods whose paths visit every stage, whatever the case says.
@@ -55,7 +60,8 @@ def to_json(
 ) -> dict[str, Any]:
     """All figures by name, in bytes."""
     layers = config.model.layers_of_stages(len(case.stages))
-    return {
+    copies = {"copies": _copies(config, case)} if _has_copies(config) else {}
+    return copies | {
         "stages": [
             {
                 "stage": stage,
@@ -68,15 +74,67 @@ def to_json(
             }
             for stage, own in enumerate(memory)
         ],
+        "nodes": [_of_nodes(room) for room in rooms(config, case)],
         "bytes_per_iteration": asdict(sent),
         "case": _sizes(config, case),
     }
 
 
+def _of_nodes(room: Room) -> dict[str, Any]:
+    """Nodes that are alike: what they have, and hold if they serve the stage that takes most."""
+    return {
+        "nodes": list(room.nodes),
+        "memory_bytes": room.memory_bytes,
+        "usable_bytes": room.usable_bytes,
+        "in_flight": room.held.in_flight,
+        "stage": room.stage,
+        "bytes": asdict(room.held) | {"total": room.held.total},
+        "one_more_bytes": room.one_more_bytes,
+    }
+
+
+def _told(room: Room) -> str:
+    """The same as a line of text."""
+    one_more = "an iteration has no more"
+    if room.one_more_bytes is not None:
+        one_more = f"one more would take {size_text(room.one_more_bytes)}"
+    return f"{names(room.nodes)}: {holding(room)}; {one_more}"
+
+
 def _sizes(config: Config, case: Case) -> dict[str, Any]:
     """What follows from the configuration, and a case for the planner alone has to say."""
     averaged = averaged_bytes(config, len(case.stages))
-    return {"activation_bytes": hop_bytes(config), "stage_bytes": averaged}
+    return {**sizes_of_hops(config), "stage_bytes": averaged}
+
+
+def _has_copies(config: Config) -> bool:
+    return config.recovery.lost_stage == BUDDY
+
+
+def _copies(config: Config, case: Case) -> list[dict[str, int]]:
+    """What hosts keep of each stage in their own memory, besides what is on devices."""
+    return [
+        {"stage": stage, "bytes": size, "first_host": size, "buddy": COPIES_OF_BUDDY * size}
+        for stage, size in enumerate(copied_bytes(config, len(case.stages)))
+    ]
+
+
+def _told_copies(config: Config, case: Case) -> str:
+    """The same as a line of text."""
+    kept = ", ".join(
+        f"{size_text(own['first_host'])} and {size_text(own['buddy'])} of stage {own['stage']}"
+        for own in _copies(config, case)
+    )
+    return (
+        "for recovery.lost_stage: buddy its first host and its buddy keep in their own memory, "
+        f"which is none of a device: {kept}"
+    )
+
+
+def _hops(sent: Traffic) -> str:
+    if sent.gradient_hop == sent.hop:
+        return f"{size_text(sent.hop)} a hop"
+    return f"{size_text(sent.hop)} a hop and {size_text(sent.gradient_hop)} a hop back"
 
 
 HEADINGS = (
@@ -94,7 +152,7 @@ HEADINGS = (
 
 
 def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic) -> str:
-    """The figures as aligned text: a line for each stage, then traffic, and sizes for a case."""
+    """The figures as text: a line for each stage, then nodes, traffic, and sizes for a case."""
     layers = config.model.layers_of_stages(len(case.stages))
     lines: list[tuple[str, ...]] = [HEADINGS]
     for stage, own in enumerate(memory):
@@ -113,20 +171,14 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
                 size_text(own.total),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        for cells in lines
-    ]
     return "\n".join(
         [
-            *rows,
+            aligned(lines),
+            *(_told(room) for room in rooms(config, case)),
+            *([_told_copies(config, case)] if _has_copies(config) else []),
             f"an iteration of {sum(case.microbatches)} microbatches sends "
-            f"{size_text(sent.pipeline)} of activations and gradients, {size_text(sent.hop)} a "
-            f"hop, and {size_text(sent.averaging)} for averaging",
+            f"{size_text(sent.pipeline)} of activations and gradients, {_hops(sent)}, and "
+            f"{size_text(sent.averaging)} for averaging",
             "in a case for the planner alone: "
             + ", ".join(f"{key}: {size}" for key, size in _sizes(config, case).items()),
         ]

@@ -21,6 +21,10 @@ GRADIENT_BYTES = 4
 COUNTER_BYTES = 8
 """Of the two counters in the state of AdamW and its schedule."""
 TOKEN_BYTES = 4
+COPIES_OF_BUDDY = 2
+"""Of a stage on the host that keeps one should all others be lost: a whole one, and the next."""
+CHANNELS_OF_A_SCALE, SCALE_BYTES = 128, 2
+"""Where activations travel as int8: so many channels of a token have one scale, a bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +45,34 @@ class NodeMemory:
     working: int
 
     @property
+    def state(self) -> int:
+        """Always."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
     def total(self) -> int:
         """At most at any moment."""
-        state = self.parameters + self.gradients + self.optimizer
-        return state + self.in_flight * self.kept + self.waiting + self.working
+        return self.state + self.in_flight * self.kept + self.waiting + self.working
+
+
+@dataclass(frozen=True)
+class HopBytes:
+    """Bytes of what one microbatch sends from stage to stage, as it travels, with its scales."""
+
+    activation: int
+    gradient: int
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that all nodes send in one iteration, to others of one location too.
 
-    `hop` is one activation, or its gradient. `pipeline` are all of them along the paths of all
-    microbatches, and `averaging` the rings of all stages.
+    `hop` is one activation, and `gradient_hop` its gradient. `pipeline` are all of them along the
+    paths of all microbatches, and `averaging` the rings of all stages.
     """
 
     hop: int
+    gradient_hop: int
     pipeline: int
     averaging: int
 
@@ -73,15 +90,37 @@ def stage_parameters(model: ModelConfig, layers: int, *, is_data_stage: bool) ->
 
 
 def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
-    """Of what one microbatch hands on from stage to stage, or of its gradient, in a dtype."""
+    """Of what one microbatch hands on from stage to stage, or of its gradient, in a dtype.
+
+    In int8 it has the scales of its groups of channels, too.
+    """
     channels = model.width + (data.packing == "documents")
+    if dtype == "int8":
+        groups = -(-model.width // CHANNELS_OF_A_SCALE)
+        return _tokens(data) * (channels + SCALE_BYTES * groups)
     return _tokens(data) * channels * DTYPE_BYTES[dtype]
 
 
-def hop_bytes(config: Config) -> int:
-    """Of what one microbatch sends from stage to stage, in the dtype that travels."""
-    dtype = config.network.activation_dtype or config.model.compute_dtype
-    return activation_bytes(config.model, config.data, dtype)
+def hop_bytes(config: Config) -> HopBytes:
+    """Of what one microbatch sends from stage to stage, in the dtypes that travel."""
+    forward, back = travelling_dtypes(config)
+    return HopBytes(
+        activation_bytes(config.model, config.data, forward),
+        activation_bytes(config.model, config.data, back),
+    )
+
+
+def sizes_of_hops(config: Config) -> dict[str, int]:
+    """What a case says of `hop_bytes`: of gradients only where they have others."""
+    hop = hop_bytes(config)
+    sizes = {"activation_bytes": hop.activation}
+    return sizes if hop.gradient == hop.activation else sizes | {"gradient_bytes": hop.gradient}
+
+
+def travelling_dtypes(config: Config) -> tuple[str, str]:
+    """Of activations, and of their gradients."""
+    forward = config.network.activation_dtype or config.model.compute_dtype
+    return forward, config.network.gradient_dtype or forward
 
 
 def averaged_bytes(config: Config, stages: int) -> list[int]:
@@ -97,14 +136,33 @@ def averaged_bytes(config: Config, stages: int) -> list[int]:
     ]
 
 
-def memory_of_stages(config: Config, case: Case) -> list[NodeMemory]:
+def copied_bytes(config: Config, stages: int) -> list[int]:
+    """Of a copy of each stage: its parameters and what the optimizer keeps of them.
+
+    Raises:
+        InputError: if the layers do not spread over the stages.
+    """
+    of_number = DTYPE_BYTES[config.model.parameter_dtype] + 2 * GRADIENT_BYTES
+    return [
+        of_number * stage_parameters(config.model, count, is_data_stage=stage == 0) + COUNTER_BYTES
+        for stage, count in enumerate(config.model.layers_of_stages(stages))
+    ]
+
+
+def memory_of_stages(config: Config, case: Case, in_flight: int | None = None) -> list[NodeMemory]:
     """What a node of each stage holds, on a device of its own.
+
+    `in_flight` microbatches may be in flight on it: if that is not given, as many as on any node of
+    the case. Each data node may have as many under way as any of these.
 
     Raises:
         InputError: if the layers do not spread over the stages.
     """
     layers = config.model.layers_of_stages(len(case.stages))
-    in_flight = max(node.memory for node in case.nodes)
+    all_of_them = sum(case.microbatches)
+    most = min(max(node.memory for node in case.nodes), all_of_them)
+    in_flight = most if in_flight is None else in_flight
+    under_way = min(case.stages[0] * max(most, in_flight), all_of_them)
     return [
         memory_of_node(
             config,
@@ -112,7 +170,7 @@ def memory_of_stages(config: Config, case: Case) -> list[NodeMemory]:
             is_data_stage=stage == 0,
             averages=case.stages[stage] > 1,
             in_flight=in_flight,
-            data_nodes=case.stages[0],
+            under_way=under_way,
         )
         for stage, count in enumerate(layers)
     ]
@@ -125,12 +183,13 @@ def memory_of_node(
     is_data_stage: bool,
     averages: bool,
     in_flight: int,
-    data_nodes: int,
+    under_way: int,
 ) -> NodeMemory:
     """What a node holds that serves a stage of so many blocks.
 
     `averages` says whether the stage has other replicas. `in_flight` microbatches may be in flight
-    on each node, and each of `data_nodes` data nodes has so many under way.
+    on the node, and `under_way` those that data nodes have begun and not ended: each has handed on
+    one activation or gradient at most that is not taken up yet.
     """
     model, data = config.model, config.data
     count = stage_parameters(model, layers, is_data_stage=is_data_stage)
@@ -139,17 +198,18 @@ def memory_of_node(
     # Either a backward or a loss runs, which make a gradient of every parameter before adding it;
     # or, when all microbatches have passed, the replicas' sums go round.
     recomputed = {"none": 0, "block": 1, "stage": layers}[model.recompute]
-    operation = max(
+    operation = _unpacked_bytes(config) + max(
         kept_by_blocks(model, data, recomputed),
         bytes_of_loss(model, data) if is_data_stage else 0,
     )
+    hop = hop_bytes(config)
     return NodeMemory(
         parameters=parameters,
         gradients=GRADIENT_BYTES * count,
         optimizer=2 * GRADIENT_BYTES * count + COUNTER_BYTES,
-        kept=kept_bytes(model, data, layers, is_data_stage=is_data_stage) + targets,
+        kept=kept_bytes(config, layers, is_data_stage=is_data_stage) + targets,
         in_flight=in_flight,
-        waiting=data_nodes * in_flight * activation_bytes(model, data, model.compute_dtype),
+        waiting=under_way * max(hop.activation, hop.gradient),
         working=max(parameters + operation, averages * GRADIENT_BYTES * count),
     )
 
@@ -169,8 +229,9 @@ def traffic(config: Config, case: Case, visits: int) -> Traffic:
     """
     hop, averaged = hop_bytes(config), averaged_bytes(config, len(case.stages))
     return Traffic(
-        hop=hop,
-        pipeline=2 * visits * hop,
+        hop=hop.activation,
+        gradient_hop=hop.gradient,
+        pipeline=visits * (hop.activation + hop.gradient),
         averaging=sum(
             2 * (replicas - 1) * size for replicas, size in zip(case.stages, averaged, strict=True)
         ),
@@ -182,14 +243,26 @@ def _tokens(data: DataConfig) -> int:
     return data.microbatch_size * data.sequence_length
 
 
-def kept_bytes(model: ModelConfig, data: DataConfig, layers: int, *, is_data_stage: bool) -> int:
+def _unpacked_bytes(config: Config) -> int:
+    """What a backward pass makes of what came as something else than it computes with.
+
+    That are its inputs, the gradient of its outputs, and that of its inputs before it leaves.
+    """
+    computed = config.model.compute_dtype
+    forward, back = travelling_dtypes(config)
+    own = activation_bytes(config.model, config.data, computed)
+    return own * ((forward != computed) + 2 * (back != computed))
+
+
+def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
     """What a forward pass of a stage of so many blocks leaves for its backward pass."""
+    model, data = config.model, config.data
     tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
     is_packed = data.packing == "documents"
     if model.recompute == "stage":
         if is_data_stage:
             return TOKEN_BYTES * tokens * (1 + is_packed)
-        return activation_bytes(model, data, model.compute_dtype)
+        return hop_bytes(config).activation
     # Where tokens are looked up, and where marks of documents go round the blocks.
     around = TOKEN_BYTES * tokens * is_data_stage + is_packed * compute * tokens * (
         1 + is_data_stage

@@ -8,7 +8,9 @@
 - `path_length` or `skip_ratio`; by default paths may skip up to a third of the stages.
 - `microbatches` or `microbatches_per_data_node`; by default two for each node.
 - `rules`; by default one swap of neighbours, and jumps over any number of stages.
-- `memory`, the most microbatches in flight on any node; by default 16.
+- `memory`, the most microbatches in flight on any node; by default as many as an iteration has.
+  The case has as many as the measured `memory_bytes` hold, if these are fewer. With `auto` it
+  leaves that to who plans for it by a configuration, which may say `model.recompute` otherwise.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from typing import Any, TypeVar
 import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+from skippipe_sched.figures.amounts import size_text
 from skippipe_sched.problem.auto import AUTO, candidates
-from skippipe_sched.problem.case import OPTIONAL, REQUIRED
+from skippipe_sched.problem.case import MEMORY_BYTES, MOST_MICROBATCHES, OPTIONAL, REQUIRED
 from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, to_tree
-from skippipe_jax.models.footprint import averaged_bytes, hop_bytes
+from skippipe_jax.models.footprint import averaged_bytes, sizes_of_hops
+from skippipe_jax.models.in_flight import USABLE_SHARE, most_in_flight, short_of_memory
 from skippipe_jax.profiling.links import MeasuredLink
 from skippipe_jax.profiling.stages import (
     BACKWARD,
@@ -44,6 +48,7 @@ from skippipe_jax.profiling.stages import (
 )
 from skippipe_jax.program.compiler import hosts_of_nodes
 
+SIZES_OF_HOPS = ("activation_bytes", "gradient_bytes")
 NOT_MEASURED = (
     "locations",
     "stages",
@@ -58,7 +63,6 @@ NOT_MEASURED = (
 DEFAULT_SKIP_RATIO = [0.0, 0.34]
 MICROBATCHES_PER_NODE = 2
 LEAST_REPLICAS = 2
-MOST_IN_FLIGHT = 16
 LEAST_COPY_S = 1e-6
 
 Value = TypeVar("Value")
@@ -69,24 +73,29 @@ class HostReport:
     """What one host has measured.
 
     `links` lead to this host. `copy_s` are the seconds of a byte and of an activation from node to
-    node within the host, if it has several. `memory`, in microbatches, and `processors` are of each
-    of its nodes. `timings` are those of the stages on each processor that this host has timed.
+    node within the host, if it has several. `memory_bytes`, which a node may fill, and `processors`
+    are of each of its nodes. `timings` are those of the stages on each processor that this host has
+    timed.
     """
 
     name: str
     links: Sequence[MeasuredLink]
     copy_s: tuple[float, float] | None
-    memory: Sequence[int]
+    memory_bytes: Sequence[float]
     processors: Sequence[str]
     timings: Mapping[str, Sequence[StageTimings]]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A `case` for the planner; `measured` is all that it was made of."""
+    """A `case` for the planner; `measured` is all that it was made of.
+
+    `warnings` say which nodes have too little memory.
+    """
 
     case: dict[str, Any]
     measured: dict[str, Any]
+    warnings: Sequence[str]
 
     def save(self, path: Path) -> None:
         """Write the case to `path`, and all figures in full beside it, as NAME.measured.json."""
@@ -98,6 +107,7 @@ class Profile:
             f"{len(self.measured['hosts'])} hosts on {', '.join(names)}.",
             f"All figures in full: {in_full.name}",
             f"Model: {json.dumps(self.measured['model'])}",
+            f"Memory: {self.measured['memory']}",
         ]
         text = yaml.safe_dump(
             self.case, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100
@@ -107,12 +117,15 @@ class Profile:
     def summary(self) -> str:
         """What one wants to know first, as lines of text."""
         forward_s = [node["forward_s"] for node in self.case["nodes"]]
-        memory = [node["memory"] for node in self.case["nodes"]]
+        memory = [node["memory"] for node in self.case["nodes"] if "memory" in node]
+        in_flight = f"{min(memory)} to {max(memory)}" if memory else AUTO
+        sizes = [node[MEMORY_BYTES] for node in self.case["nodes"]]
         lines = [
             f"forward {min(forward_s):.4g} to {max(forward_s):.4g} s, backward "
             f"{self.case['backward_ratio']:.2f} times and loss {self.case['loss_ratio']:.2f} times "
-            f"as long, {min(memory)} to {max(memory)} microbatches in flight",
-            f"activation {self.case['activation_bytes'] / 1e6:.3f} MB, stages "
+            f"as long; {in_flight} microbatches in flight in {size_text(min(sizes))} to "
+            f"{size_text(max(sizes))}",
+            f"{_hops(self.case)}, stages "
             f"{', '.join(f'{size / 1e6:.3f}' for size in self.case['stage_bytes'])} MB",
         ]
         links = sorted(self.case["links"], key=lambda row: row[3])
@@ -124,22 +137,32 @@ class Profile:
                 f"  {gibibytes * GIBIBYTE / 1e6:10.3f} MB/s"
                 for source, target, latency_ms, gibibytes in rows
             ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"warning: {sentence}" for sentence in self.warnings)])
+
+
+def _hops(case: dict[str, Any]) -> str:
+    said = (
+        f"{size.removesuffix('_bytes')} {case[size] / 1e6:.3f} MB"
+        for size in SIZES_OF_HOPS
+        if size in case
+    )
+    return ", ".join(said)
 
 
 def profile_of(config: Config, host_of: Sequence[int], reports: Sequence[HostReport]) -> Profile:
     """What the planner takes, and all figures in full."""
     case = case_of(config, host_of, reports)
-    candidates(case)  # which refuse what is wrong with it
+    with_any_memory, *_ = candidates(case | {"memory": 1})
     measured = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": to_tree(config.model),
-        "activation_bytes": case["activation_bytes"],
+        **{size: case[size] for size in SIZES_OF_HOPS if size in case},
+        "memory": _reason(config),
         "host_of_node": host_of,
         "largest_error_of_costs": _costs(reports, host_of).largest_error,
         "hosts": [asdict(report) for report in reports],
     }
-    return Profile(case, measured)
+    return Profile(case, measured, short_of_memory(config, with_any_memory))
 
 
 def check_template(config: Config, hosts: int) -> tuple[int, ...]:
@@ -158,13 +181,13 @@ def check_template(config: Config, hosts: int) -> tuple[int, ...]:
             name="",
             links=[MeasuredLink(o, host, 0.0, 1.0, None, [], []) for o in range(hosts)],
             copy_s=None,
-            memory=[1] * host_of.count(host),
+            memory_bytes=[fields.LARGEST] * host_of.count(host),
             processors=[""] * host_of.count(host),
             timings={"": timings},
         )
         for host in range(hosts)
     ]
-    candidates(case_of(config, host_of, invented))
+    candidates(case_of(config, host_of, invented) | {"memory": 1})
     return host_of
 
 
@@ -173,29 +196,32 @@ def case_of(
 ) -> dict[str, Any]:
     """The case that the reports of all hosts and the template of the configuration make."""
     template = _template(config)
-    most = fields.integer(template.pop("memory", MOST_IN_FLIGHT), "plan.case.memory", 1)
+    most = _most_in_flight(template)
+    template.pop("memory", None)
     names = _names(template.pop("locations", None), len(reports))
     costs = _costs(reports, host_of)
-    memory = [min(most, count) for count in _of_nodes(host_of, [r.memory for r in reports])]
+    measured = _of_nodes(host_of, [report.memory_bytes for report in reports])
+    # What is free of a machine's memory changes with every moment.
+    sizes = [int(float(f"{size:.3g}")) for size in measured]
     links = [link for report in reports for link in report.links if link.source != link.target]
     overheads_s = [link.overhead_s for link in links if link.overhead_s is not None]
     stages = len(costs.stage_cost)
     case: dict[str, Any] = {
         "nodes": [
-            {"location": names[host], "forward_s": _short(forward_s), "memory": fits}
-            for host, forward_s, fits in zip(host_of, costs.forward_s, memory, strict=True)
+            {"location": names[host], "forward_s": _short(forward_s), MEMORY_BYTES: size}
+            for host, forward_s, size in zip(host_of, costs.forward_s, sizes, strict=True)
         ],
         "locations": names,
         "stages": AUTO,
         "path_length": AUTO,
         "rules": {"max_swaps": 1, "max_swap_distance": 1, "max_jump": stages},
-        "activation_bytes": hop_bytes(config),
+        **sizes_of_hops(config),
         "stage_bytes": averaged_bytes(config, stages),
         "forward_s": _short(statistics.median(costs.forward_s)),
         "stage_cost": [_short(cost) for cost in costs.stage_cost],
         "backward_ratio": _short(costs.backward_ratio),
         "loss_ratio": _short(costs.loss_ratio),
-        "memory": min(memory),
+        "memory": AUTO,
         "hop_overhead_s": _short(max(0.0, statistics.median(overheads_s or [0.0]))),
         "contention": "link",
         **template,
@@ -223,7 +249,41 @@ def case_of(
         ]
         for link in sorted(links, key=lambda link: (link.source, link.target))
     ]
+    if most != AUTO:
+        for node, fits in zip(case["nodes"], _fitting(config, case), strict=True):
+            node["memory"] = min(most, fits)
+        case["memory"] = min(node["memory"] for node in case["nodes"])
     return case
+
+
+def _most_in_flight(template: Mapping[str, Any]) -> Any:
+    """What `plan.case` says of memory: `auto`, or a number, which may be greater than any other."""
+    given = template.get("memory", MOST_MICROBATCHES)
+    return AUTO if given == AUTO else fields.integer(given, "plan.case.memory", 1)
+
+
+def _fitting(config: Config, case: Mapping[str, Any]) -> list[int]:
+    """By node, the microbatches that it holds whichever candidate the case becomes.
+
+    It is one where none fits: what has taken minutes to measure is not thrown away for that.
+    """
+    nodes = range(len(case["nodes"]))
+    found = [
+        most_in_flight(config, candidate, nodes) for candidate in candidates({**case, "memory": 1})
+    ]
+    return [max(1, min(of_nodes[node] for of_nodes in found)) for node in nodes]
+
+
+def _reason(config: Config) -> str:
+    """Why so many microbatches may be in flight, in words."""
+    given = _template(config).get("memory")
+    if given == AUTO:
+        return f"{AUTO} stands for as many microbatches in flight as {MEMORY_BYTES} holds"
+    return (
+        f"as many microbatches in flight as {USABLE_SHARE:g} of {MEMORY_BYTES} holds with "
+        f"model.recompute: {config.model.recompute}"
+        + ("" if given is None else f", but no more than {given} (plan.case.memory)")
+    )
 
 
 def _template(config: Config) -> dict[str, Any]:

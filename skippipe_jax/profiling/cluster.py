@@ -27,7 +27,6 @@ from skippipe_jax.profiling.stages import (
     Timing,
     free_bytes,
     measure_stage,
-    microbatches_in_memory,
     shapes_of_stages,
 )
 from skippipe_jax.runtime.transport import HostLink
@@ -63,18 +62,14 @@ def measure(
     host_of = check_template(config, host.count)
     local, own_nodes = jax.local_devices(), host_of.count(host.index)
     devices = [local[position % len(local)] for position in range(own_nodes)]
-    size, deadline_s = hop_bytes(config), config.network.deadline_s
+    size, deadline_s = hop_bytes(config).activation, config.network.deadline_s
     place = _place_of(host.index, devices)
     told = gather(host, "measure/place", lambda: asdict(place), deadline_s)
     places = [Place(**place) for place in told.values()]
 
     machine = places[host.index].machine
     nodes_here = sum(len(place.processors) for place in places if place.machine == machine)
-    shapes = shapes_of_stages(config, stage_count(config, len(host_of)))
-    memory = [
-        min(microbatches_in_memory(config, shape, free) for shape in set(shapes))
-        for free in (free_bytes(d, devices.count(d), nodes_here) for d in devices)
-    ]
+    memory_bytes = [free_bytes(device, devices.count(device), nodes_here) for device in devices]
     measured_links = measure_links(host.index, links, devices[0], size, deadline_s, say)
     copy_s = measure_copy(devices, size) if own_nodes > 1 else None
     # Who has measured its links already must not disturb the others.
@@ -87,7 +82,7 @@ def measure(
         name=socket.gethostname(),
         links=measured_links,
         copy_s=copy_s,
-        memory=memory,
+        memory_bytes=memory_bytes,
         processors=places[host.index].processors,
         timings=timings,
     )

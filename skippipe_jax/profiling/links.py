@@ -259,7 +259,12 @@ def _measure(
     activation_bytes: int,
     transfer_s: float,
 ) -> MeasuredLink:
-    """Ask for more and more until it takes long enough, then for an activation, until two agree."""
+    """Ask for more and more until it takes long enough, then for an activation.
+
+    The largest of these is asked for again until two agree: what queues let pass at once after a
+    rest makes two small ones agree on too much. An activation that does not agree with them is sent
+    again as well, since a busy host that is late to notice the marker finds the rest quick.
+    """
     round_trip_s = min(round_trips_s)
     size, transfers = SMALLEST_BYTES, [_transfer(way, SMALLEST_BYTES, round_trip_s)]
     # One at least comes after another: queues let some bytes pass at once after a rest.
@@ -269,18 +274,23 @@ def _measure(
         wanted = int(min(transfers[-1].rate * transfer_s, LARGEST_GROWTH * size))
         size = min(LARGEST_BYTES, max(SMALLEST_BYTES, wanted))
         transfers.append(_transfer(way, size, round_trip_s))
-    activation = None
-    if activation_bytes / transfers[-1].rate <= LONGEST_ACTIVATION * transfer_s:
-        activation = _transfer(way, activation_bytes, round_trip_s)
-        transfers.append(activation)
+    sends_activation = activation_bytes / transfers[-1].rate <= LONGEST_ACTIVATION * transfer_s
+    if sends_activation:
+        transfers.append(_transfer(way, activation_bytes, round_trip_s))
+        size = max(size, activation_bytes)
     for _ in range(MOST_REPETITIONS):
         if _agreeing(transfers[1:]):
             break
         transfers.append(_transfer(way, size, round_trip_s))
     bandwidth = _typical(transfers[1:]).rate
     overhead_s = None
-    if activation is not None:
-        overhead_s = activation.seconds - activation_bytes / bandwidth
+    if sends_activation:
+        overhead_s = _least_overhead_s(transfers, activation_bytes, bandwidth)
+        for _ in range(MOST_REPETITIONS):
+            if abs(overhead_s) < AGREEMENT * activation_bytes / bandwidth:
+                break
+            transfers.append(_transfer(way, activation_bytes, round_trip_s))
+            overhead_s = _least_overhead_s(transfers, activation_bytes, bandwidth)
     return MeasuredLink(
         source=way.other,
         target=way.host,
@@ -298,6 +308,12 @@ def _transfer(way: _Conversation, size: int, round_trip_s: float) -> MeasuredTra
         # The marker may have waited for the bytes; then it took as long as they did.
         after_marker = max(after_marker, until_marker + after_marker - round_trip_s)
     return MeasuredTransfer(size, after_marker)
+
+
+def _least_overhead_s(transfers: Sequence[MeasuredTransfer], size: int, bandwidth: float) -> float:
+    """How much longer a transfer of this size took than at a bandwidth, or shorter; the least."""
+    overheads_s = [own.seconds - size / bandwidth for own in transfers if own.bytes == size]
+    return min(overheads_s, key=abs)
 
 
 def _typical(transfers: Sequence[MeasuredTransfer]) -> MeasuredTransfer:

@@ -1,4 +1,4 @@
-"""Seconds that a device takes for the operations of a stage, and how much memory they need."""
+"""Seconds that a device takes for the operations of a stage, and how much memory it has."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from skippipe_jax.runtime.stage_functions import (
     StageFunctions,
     activation,
     stage_functions,
+    wire_of_run,
 )
 
 FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 LEAST_REPETITIONS = 3
-# Of what a stage leaves free; the rest is for what else the runtime holds for a while.
-SHARE_FOR_MICROBATCHES = 0.5
 MEMORY_OF_MACHINE = Path("/proc/meminfo")
 
 Shape = tuple[bool, int]
@@ -84,12 +83,14 @@ def measure_stage(
     compiles, so its figures mean nothing.
     """
     functions, inputs, targets = _functions(config, shape), *_inputs(config, shape, device)
+    wire = wire_of_run(config)
+    draw = jnp.zeros(4, jnp.uint32) if wire.gradients.is_drawn else None
     seconds: dict[str, list[float]] = defaultdict(list)
 
-    def timed(operation: str, function: Callable, *arguments: Any) -> Any:
+    def timed(operation: str, function: Callable, *arguments: Any, **how: bool) -> Any:
         jax.block_until_ready(arguments)
         start = time.perf_counter()
-        results = jax.block_until_ready(function(*arguments))
+        results = jax.block_until_ready(function(*arguments, **how))
         seconds[operation].append(time.perf_counter() - start)
         return results
 
@@ -99,32 +100,23 @@ def measure_stage(
         end = time.perf_counter() + budget_s
         while len(seconds[UPDATE]) < LEAST_REPETITIONS or time.perf_counter() < end:
             outputs, saved, gauge = timed(
-                FORWARD, functions.forward, parameters, gauge, inputs, None
+                FORWARD, functions.forward, parameters, gauge, inputs, None, leaves=True
             )
-            # The gradient of the outputs is the outputs themselves, unless there is a loss.
             if targets is not None:
-                outputs, gradients, totals, gauge = timed(
-                    LOSS, functions.loss, parameters, gradients, totals, gauge, outputs, targets
+                given = parameters, gradients, totals, gauge, outputs, targets, draw
+                gradient, gradients, totals, gauge = timed(
+                    LOSS, functions.loss, *given, leaves=True
                 )
-            _, gradients, gauge = timed(
-                BACKWARD, functions.backward, parameters, gradients, gauge, saved, outputs
-            )
+            else:
+                # The gradient of the outputs is the outputs themselves.
+                gradient = wire.gradients.pack(wire.activations.unpack(outputs), draw)
+            given = parameters, gradients, gauge, saved, gradient, draw
+            _, gradients, gauge = timed(BACKWARD, functions.backward, *given, leaves=True)
             summed = functions.squared_norm(gradients).at[TOKENS].set(inputs.shape[0])
             parameters, state, gradients = timed(
                 UPDATE, functions.update, parameters, state, gradients, summed
             )
     return {operation: Timing.of(values) for operation, values in seconds.items()}
-
-
-def microbatches_in_memory(config: Config, shape: Shape, free_bytes: float) -> int:
-    """How many microbatches may be in flight on a node with so much memory: one at least."""
-    functions = _functions(config, shape)
-    inputs, _ = jax.eval_shape(lambda: _inputs(config, shape))
-    state = jax.eval_shape(functions.create, jax.random.key(0), 0)
-    gauge = jax.ShapeDtypeStruct((2,), jnp.int32)
-    _, saved, _ = jax.eval_shape(functions.forward, state[0], gauge, inputs)
-    left = SHARE_FOR_MICROBATCHES * (free_bytes - _bytes(state))
-    return max(1, int(left / _bytes(saved)))
 
 
 def free_bytes(device: jax.Device, nodes_on_device: int, nodes_on_machine: int) -> float:
@@ -173,13 +165,15 @@ def _matrix(
 
 def _functions(config: Config, shape: Shape) -> StageFunctions:
     tokens = config.data.microbatch_size * config.data.sequence_length
-    return stage_functions(config.model, config.optimizer, config.train.steps, *shape, tokens)
+    return stage_functions(
+        config.model, config.optimizer, config.train.steps, *shape, tokens, wire_of_run(config)
+    )
 
 
 def _inputs(
     config: Config, shape: Shape, device: jax.Device | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A random microbatch for a stage; with targets for a data stage."""
+    """A random microbatch for a stage, as it travels; with targets for a data stage."""
     key, wanted = jax.random.key(0), activation(config.model, config.data)
     with jax.default_device(device):
         if shape[0]:
@@ -187,8 +181,5 @@ def _inputs(
             if config.data.packing == "documents":
                 return jnp.stack([tokens, jnp.zeros_like(tokens)], axis=-1), tokens
             return tokens, tokens
-        return jax.random.normal(key, wanted.shape, wanted.dtype), None
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        random = jax.random.normal(key, wanted.shape, wanted.dtype)
+        return wire_of_run(config).activations.pack(random), None

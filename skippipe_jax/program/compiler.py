@@ -169,10 +169,13 @@ def compile_held_out(
 ) -> tuple[Program, ...]:
     """The programs by which `count` held-out microbatches go forward through every stage in order.
 
+    Stages that are left out have no nodes, and nobody goes there.
+
     Microbatch m goes over a replica of each stage, by turns, and its loss (L) is computed back
     where it began. No instruction needs a later one, all stages soon have work, and of a data
     node's microbatches only as many are under way as there are stages.
     """
+    stages = [nodes for nodes in stages if nodes]
     ways: list[list[Compute]] = []
     for microbatch in range(count):
         path = [nodes[microbatch % len(nodes)] for nodes in stages]

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NUMBER_BITS = 24
-"""Of the number of a hop; what travels is named by the iteration and this number."""
-
 
 @dataclass(frozen=True)
 class Hop:
@@ -34,13 +31,7 @@ class HopNumbers:
         self.free = free
 
     def take(self, count: int) -> range:
-        """The next `count` numbers.
-
-        Raises:
-            ValueError: if there are not so many left: names of transfers would no longer differ.
-        """
+        """The next `count` numbers."""
         taken = range(self.free, self.free + count)
-        if taken.stop > 1 << NUMBER_BITS:
-            raise ValueError(f"an iteration has {taken.stop} hops; names hold 2**{NUMBER_BITS}")
         self.free = taken.stop
         return taken

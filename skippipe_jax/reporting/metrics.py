@@ -27,9 +27,11 @@ FIGURES = np.dtype(
         ("tokens_per_second", float),
         ("compiled", bool),
         ("emulated", bool),
+        ("generation", int),
     ]
 )
-"""Of an iteration. A loss is NaN where it was no finite number or, if held out, not computed."""
+"""Of an iteration. A loss is NaN where it was no finite number or, if held out, not computed; the
+generation is 0 where hosts have none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +109,7 @@ def _row(line: Mapping[str, Any], where: str) -> tuple[Any, ...]:
         fields.number(line.get(speed), where + speed, 0.0),
         fields.integer(line.get("compilations"), f"{where}compilations", 0) > 0,
         line.get("network") == "emulate",
+        fields.integer(line.get("generation") or 0, f"{where}generation", 0, 2**53),
     )
 
 

@@ -22,10 +22,13 @@ from skippipe_jax.config import ModelConfig
 from skippipe_jax.models.footprint import stage_parameters
 from skippipe_jax.program.schedule import OWN, timeline_of
 from skippipe_jax.reporting.curves import curve
+from skippipe_jax.reporting.generations import with_iterations
 from skippipe_jax.reporting.metrics import Metrics, load_metrics
 from skippipe_jax.reporting.timelines import measured_title
+from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
+    kept_plan,
     measured_timeline,
     recorded_steps,
 )
@@ -52,7 +55,11 @@ def report(folder: Path) -> str:
     plan, metrics = schedule.plans[name], whole.of([other == name for other in plans])
     predicted = timeline_of(plan, config.recipe.averaged(steps[-1] if steps else 0))
     recorded = recorded_steps(folder)
-    shown = [step for step in recorded if schedule.name(step - 1) == name]
+    shown = [
+        step
+        for step in recorded
+        if schedule.name(step - 1) == name and kept_plan(folder, step) is None
+    ]
     measured, notes = load_timelines(folder, plan, shown)
     if len(shown) < len(recorded):
         notes.append(f"{len(recorded) - len(shown)} recorded iterations had other plans.")
@@ -66,6 +73,8 @@ def report(folder: Path) -> str:
         configuration=fields.read_text(folder / CONFIG, CONFIG),
         parameters=_count_text(_parameters(config.model, len(plan.stages))),
         plan=plan,
+        generations=with_iterations(run_folder.read_generations(folder), whole),
+        recoveries=run_folder.read_recoveries(folder),
         locations=len({node.location for node in plan.case.nodes}),
         visited=sorted({len(path) for path in plan.microbatches}),
         metrics=metrics,
@@ -96,6 +105,7 @@ def _template() -> Any:
     )
     environment.filters |= {
         "grouped": lambda number: f"{number:,.0f}",
+        "loss": lambda loss: "not known" if loss is None else f"{loss:.4f}",
         "median": np.median,
         "percent": lambda share: f"{share:.0%}",
         "seconds": seconds_text,

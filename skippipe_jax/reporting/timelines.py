@@ -12,6 +12,7 @@ from skippipe_sched.figures.trace import chrome_trace
 from skippipe_jax.program.schedule import timeline_of
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
+    kept_plan,
     measured_timeline,
     recorded_steps,
     recording_path,
@@ -31,7 +32,7 @@ def draw_recorded(run_dir: Path) -> list[Path]:
     schedule = saved_schedule(run_dir)
     written = []
     for step in recorded_steps(run_dir):
-        plan = schedule.plan(step - 1)
+        plan = kept_plan(run_dir, step) or schedule.plan(step - 1)
         predicted = timeline_of(plan, schedule.recipe.averaged(step))
         try:
             measured = measured_timeline(run_dir, plan, step)

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from skippipe_sched.timing.simulate import Averaging
 
+from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.ring import RingPart
-
-# So many chunks of a ring are asked for ahead: see `INPUTS_ASKED_AHEAD`.
-CHUNKS_ASKED_AHEAD = 32
 
 
 class LiveAveraging:
@@ -71,9 +69,8 @@ class LiveAveraging:
         part = RingPart(ring, replica, self.replicas.to_sum(replica), self.dtype)
         self.parts[replica] = part
         start_s = time.perf_counter()
-        for hop, array in part.begin():
-            self.exchange.give(hop, self.iteration, array)
-        for _ in range(CHUNKS_ASKED_AHEAD):
+        self._offer_next(part.begin())
+        for _ in range(part.ahead):
             self._ask_for_chunk(replica, part, start_s)
 
     def waits(self) -> Iterator[str]:
@@ -85,6 +82,12 @@ class LiveAveraging:
         if self.left and not self.parts:
             stage = min(self.replicas.stage_of(replica) for replica in self.left)
             yield f"the average of stage {stage}"
+
+    def _offer_next(self, own: Iterator[tuple[Hop, jax.Array]]) -> None:
+        """Offer one chunk after another, and let what happens meanwhile have its turn between."""
+        for hop, array in itertools.islice(own, 1):
+            self.exchange.give(hop, self.iteration, array)
+            self.loop.post(lambda _: self._offer_next(own))
 
     def _ask_for_chunk(self, replica: int, part: RingPart, start_s: float) -> None:
         for step, chunk, hop in itertools.islice(part.unasked, 1):

@@ -28,12 +28,10 @@ def in_program_order(
         operation, leaves = instruction.operation, instruction.leaves
         if operation.microbatch in carried:
             value = carried.pop(operation.microbatch)
-            value = operations.unpack(value) if instruction.arrives is not None else value
         else:
             value = operations.first_input(operation, batches[operation.microbatch])
-        result, _ = operations.dispatch(operation, value)
+        result, _ = operations.dispatch(operation, value, leaves=leaves is not None)
         if leaves is not None:
-            packed = operations.pack(result)
-            carried[operation.microbatch] = jax.device_put(packed, topology.sharding(leaves.target))
+            carried[operation.microbatch] = jax.device_put(result, topology.sharding(leaves.target))
         elif result is not None:
             carried[operation.microbatch] = result

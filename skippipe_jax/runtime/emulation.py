@@ -63,7 +63,8 @@ class Emulation:
         if self.plan.case.contention == "link":
             start_s = max(ready_s, self.link_free_s.get(link, 0.0))
         factor = self.stretch.hops.item(following.microbatch, self.position[following])
-        self.link_free_s[link] = start_s + float(self.plan.case.hop_s[link]) * factor
+        planned_s = self.plan.case.hop_duration(following.kind, *link)
+        self.link_free_s[link] = start_s + planned_s * factor
         return self.link_free_s[link]
 
     def averaging_end_s(self, stage: int, end_s: float) -> float:

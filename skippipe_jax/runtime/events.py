@@ -42,6 +42,10 @@ class EventLoop:
         """Call `then` at a moment, or as soon as possible after it."""
         heapq.heappush(self._timers, (time_s, next(self._timer_count), then))
 
+    def post(self, then: Then) -> None:
+        """Call `then` in its turn. Any thread may call this."""
+        self._happened.put((time.perf_counter(), then))
+
     def when_ready(self, array: jax.Array, then: Then) -> None:
         """Call `then` once an array is there; an error that comes in its place is raised."""
 
@@ -52,9 +56,9 @@ class EventLoop:
             try:
                 array.block_until_ready()
             except Exception as error:
-                self._happened.put((time.perf_counter(), partial(raise_error, error)))
+                self.post(partial(raise_error, error))
             else:
-                self._happened.put((time.perf_counter(), then))
+                self.post(then)
 
         threading.Thread(target=wait, name="skippipe-wait", daemon=True).start()
 

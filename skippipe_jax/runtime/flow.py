@@ -138,12 +138,13 @@ class Flow:
             assert compute.arrives is not None
             progress.asked += 1
             then = partial(self._arrive, compute.operation)
-            self.exchange.ask(compute.arrives, self.iteration, self.operations.travelling, then)
+            like = self.operations.arriving(compute.operation)
+            self.exchange.ask(compute.arrives, self.iteration, like, then)
 
     def _arrive(self, operation: Operation, at_s: float, array: jax.Array) -> None:
         progress = self.nodes[operation.node]
         progress.asked -= 1
-        self._give_input(operation, at_s, self.operations.unpack(array))
+        self._give_input(operation, at_s, array)
         self._ask_ahead(progress)
 
     def _give_input(self, operation: Operation, at_s: float, array: jax.Array) -> None:
@@ -161,12 +162,10 @@ class Flow:
             ready_s = max(arrived_s, progress.idle_since_s or 0.0)
             start_s = self.emulation.operation_start_s(ready_s, start_s)
         progress.idle_since_s = None
-        result, at_the_end = self.operations.dispatch(operation, value)
         leaves = self.computes[operation].leaves
-        if leaves is not None:
-            result = self.operations.pack(result)
-            if self._goes_at_once(leaves):
-                self.exchange.give(leaves, self.iteration, result)
+        result, at_the_end = self.operations.dispatch(operation, value, leaves=leaves is not None)
+        if leaves is not None and self._goes_at_once(leaves):
+            self.exchange.give(leaves, self.iteration, result)
         self.loop.when_ready(
             at_the_end,
             lambda at_s: self._computed(Run(operation, arrived_s, start_s, at_s), result),

@@ -37,6 +37,8 @@ class HeldOut:
         topology = exchange.topology
         numbers = HopNumbers(topology.first_free_hop)
         programs = compile_held_out(topology.plan.stages, topology.host_of, count, numbers)
+        for link in exchange.links.values():
+            link.expect(range(topology.first_free_hop, numbers.free))
         self.program = programs[topology.host]
         self.exchange = exchange
         self.operations = operations

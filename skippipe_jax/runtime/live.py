@@ -9,13 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 from skippipe_sched.problem.plan import Operation, Plan
 from skippipe_sched.timing.simulate import Averaging, Run
 
+from skippipe_jax.cluster.team import Team
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.averaging import LiveAveraging
+from skippipe_jax.runtime.buddies import Buddies
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import seconds_since
 from skippipe_jax.runtime.exchange import Exchange
@@ -51,11 +56,19 @@ class LiveIteration:
         program: Program,
         iteration: int,
         *,
+        buddies: Buddies,
         ready_first: bool,
         averaging_dtype: str | None = None,
         emulation: Emulation | None = None,
+        team: Team | None = None,
     ):
-        """Without `ready_first` every node keeps to the plan's order, whatever comes late."""
+        """Without `ready_first` every node keeps to the plan's order, whatever comes late.
+
+        In a `team`, the iteration counts once all of its hosts hold their gradients, and what of
+        copies goes to `buddies` in this iteration.
+        """
+        self.team = team
+        self.buddies = buddies
         self.exchange = exchange
         self.loop = exchange.loop
         self.topology = exchange.topology
@@ -106,6 +119,7 @@ class LiveIteration:
         if self.emulation is not None:
             self.emulation.begin(self.iteration)
         self.flow.begin(batches)
+        self.buddies.begin(self.iteration)
         for node, progress in self.flow.nodes.items():
             if progress.is_done:
                 self._begin_ring_of(node)
@@ -178,9 +192,12 @@ class LiveIteration:
         norms = [n for stage in self.replicas.stages for n in self.replicas.squared_norms(stage)]
         busy_s = {node: progress.busy_s for node, progress in self.flow.nodes.items()}
         parts = [*self.operations.totals.values(), *norms]
-        local = add_up(self.topology, parts, self.stop, busy_s)
+        noted = self.replicas.squared_norms_of_blocks()
+        local = add_up(self.topology, parts, self.stop, busy_s, noted)
         like = jax.ShapeDtypeStruct(local.shape, local.dtype)
-        if not self.topology.sums_totals_by_links:
+        if self.team is not None:
+            self.loop.when_ready(local, lambda _: self._contribute(np.asarray(local)))
+        elif not self.topology.sums_totals_by_links:
             summed = sum_by_collective(self.topology, local)
             self.loop.when_ready(summed, lambda _: self._finish(summed))
         elif self.topology.host == 0:
@@ -191,6 +208,20 @@ class LiveIteration:
             own = self.topology.host
             self.exchange.give(self._totals_hop(own), self.iteration, local)
             self._ask(self._answer_hop(own), like, lambda _, summed: self._finish(summed))
+
+    def _contribute(self, totals: Float[np.ndarray, " all"]) -> None:
+        """This host holds the averaged gradients of all its stages: tell the team, with totals.
+
+        It does so once what comes of copies of other stages in this iteration is here too.
+        """
+        team = self.team
+        assert team is not None, "there is one"
+
+        def counted(outcome: tuple[float, ...]) -> None:
+            self.loop.post(lambda _: self._finish(jnp.asarray(outcome, jnp.float32)))
+
+        step, own = self.iteration + 1, totals.tolist()
+        self.buddies.when_there(lambda copies: team.contribute(step, own, counted, copies))
 
     def _ask(
         self, hop: Hop, like: jax.ShapeDtypeStruct, then: Callable[[float, jax.Array], None]
@@ -217,11 +248,11 @@ class LiveIteration:
             self._finish(summed)
 
     def _finish(self, summed: jax.Array) -> None:
-        totals, busy_s = apart(summed)
+        totals, busy_s, norms = apart(summed, len(self.topology.devices))
         self.waits_for_totals = False
         self.replicas.update(totals)
         gauges = {node: state.gauge for node, state in self.operations.nodes.items()}
-        self.updated = Outcome(totals, gauges, busy_s)
+        self.updated = Outcome(totals, gauges, busy_s, squared_norms=norms)
         if not self.replicas.averages_parameters(self.iteration):
             self._all_done()
             return
@@ -246,8 +277,11 @@ class LiveIteration:
     def _waits(self) -> Iterator[tuple[str, float]]:
         """What is waited for, and since when."""
         yield from self.flow.waits()
-        if self.waits_for_totals:
-            hosts = self.topology.hosts if self.topology.host == 0 else [0]
+        if copies := [*self.buddies.waits()]:
+            yield from ((what, self.loop.last_event_s) for what in copies)
+        elif self.waits_for_totals:
+            is_first = self.topology.host == 0 or self.team is not None
+            hosts = self.topology.hosts if is_first else [0]
             missing = [str(host) for host in hosts if host not in self.totals_of_hosts]
             yield f"the totals from host {', '.join(missing)}", self.loop.last_event_s
         elif self.flow.is_done or self.averaging.parts:

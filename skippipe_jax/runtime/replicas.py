@@ -6,11 +6,12 @@ own and now and then average parameters and moments (see `skippipe_jax.optim.loc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from skippipe_jax.optim.local_updates import numbers, with_mean
 from skippipe_jax.runtime.reduction import sum_over_devices
@@ -32,8 +33,14 @@ class Replicas:
         topology: Topology,
         states: Mapping[int, StageState],
         average_parameters_every: int | None,
+        *,
+        notes_norms: bool = False,
     ):
-        """Without `average_parameters_every`, gradients are summed in every iteration."""
+        """Without `average_parameters_every`, gradients are summed in every iteration.
+
+        `notes_norms` says whether anybody asks for the norms of stages.
+        """
+        self._notes_norms = notes_norms
         self.topology = topology
         self.states = states
         self.average_parameters_every = average_parameters_every
@@ -53,12 +60,20 @@ class Replicas:
         """The stages that have a replica here, in order."""
         return sorted({self.stage_of(replica) for replica in self.states})
 
-    def owned_stages(self) -> dict[int, dict[str, PyTree]]:
-        """What is saved here: the state of the stages whose first replica this host holds."""
+    def owned_stages(self, apart: Collection[int] = ()) -> dict[int, dict[str, PyTree]]:
+        """What is saved here: the state of the stages whose first replica this host holds.
+
+        Replicas on hosts that are `apart` do not count.
+        """
+        host_of = self.topology.host_of
+        counted = [
+            [replica for replica in replicas if host_of[replica] not in apart]
+            for replicas in self.topology.replicas
+        ]
         return {
             stage: self.states[replicas[0]].to_save()
-            for stage, replicas in enumerate(self.topology.replicas)
-            if replicas[0] in self.states
+            for stage, replicas in enumerate(counted)
+            if replicas and replicas[0] in self.states
         }
 
     def sum_by_collective(self, stage: int) -> None:
@@ -109,6 +124,18 @@ class Replicas:
         # The mean of n terms that are n^2 times as large is n times their sum.
         return [norm * len(counted) for norm in norms] if self.updates_locally else norms
 
+    def squared_norms_of_blocks(self) -> dict[int, Float[Array, ""]]:
+        """Those of the summed gradients of the blocks, of the stages whose first replica is here.
+
+        Embedding and head, which the data stage alone has, are no part of it. There are none where
+        norms are not noted.
+        """
+        return {
+            stage: _squared_norm(self.states[replicas[0]].gradients["blocks"])
+            for stage, replicas in enumerate(self.topology.replicas)
+            if self._notes_norms and replicas and replicas[0] in self.states
+        }
+
     def update(self, totals: Totals) -> None:
         """Update all replicas held here, by the totals of all hosts."""
         for replica, state in self.states.items():
@@ -141,6 +168,11 @@ def open_collectives(topology: Topology) -> None:
         if own:
             zeros = {device: jax.device_put(np.zeros(1, np.float32), device) for device in own}
             jax.block_until_ready(list(sum_over_devices(devices, zeros).values()))
+
+
+@jax.jit
+def _squared_norm(gradients: PyTree) -> Float[Array, ""]:
+    return sum((jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients)), jnp.float32(0))
 
 
 def _sum_of(trees: Sequence[PyTree]) -> PyTree:

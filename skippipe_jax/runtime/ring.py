@@ -5,7 +5,7 @@ n - 1 steps a replica passes on the sum of its own chunk and of what has come; a
 segment is summed up on one replica. In n - 1 more steps the sums go round, so that all replicas
 have the same bits. A chunk travels on as soon as it has come, so sending, receiving and adding
 overlap, and every link of the ring is busy all the time, as `skippipe_sched.timing.averaging`
-predicts.
+predicts. `skippipe_jax.runtime.pace` says how large chunks are, and how many are asked for ahead.
 """
 
 from __future__ import annotations
@@ -19,35 +19,68 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
+from skippipe_sched.problem.case import Case
 
 from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.runtime.pace import LARGEST_CHUNK_BYTES, chunk_bytes, chunks_ahead
 
-CHUNK_BYTES = 1 << 20
-# Enough chunks that adding hides behind sending, not so many that each costs more than it carries.
-FEWEST_CHUNKS, MOST_CHUNKS = 4, 32
+# Of a segment, so that adding hides behind sending: so few where little is averaged, and of much so
+# many, even where a link is so quick that chunks could be larger.
+FEWEST_CHUNKS, ENOUGH_CHUNKS = 4, 32
+# A segment is so many arrays at most: what cuts it has no more results, however many chunks go.
+MOST_BLOCKS = 32
+
+Block = Float[Array, " chunks_numbers"]
+Chunk = Float[Array, " numbers"]
 
 
 @dataclass(frozen=True)
 class Ring:
     """Who passes gradients to whom: `nodes` in order, each serving a replica on its own device.
 
-    A segment has `chunks` chunks of `chunk_length` numbers. `numbers` are those of its hops.
+    A segment has `chunks` chunks of `chunk_length` numbers, which lie in `blocks` of equally many.
+    The replica at each position asks for so many chunks `ahead`. `numbers` are those of the ring's
+    hops.
     """
 
     stage: int
     nodes: tuple[int, ...]
     numbers: range
+    blocks: int
     chunks: int
     chunk_length: int
+    ahead: tuple[int, ...]
 
     @classmethod
-    def of(cls, stage: int, nodes: Sequence[int], numbers: HopNumbers, length: int) -> Ring:
-        """The ring for gradients of `length` numbers, with hops of the next `numbers`."""
+    def of(
+        cls,
+        case: Case,
+        stage: int,
+        nodes: Sequence[int],
+        numbers: HopNumbers,
+        length: int,
+        *,
+        width: int = 4,
+        hop_bytes: float = math.inf,
+    ) -> Ring:
+        """The ring for gradients of `length` numbers, with hops of the next `numbers`.
+
+        Its links are those of the `case`, and each number takes `width` bytes on them. If they
+        carry anything but the ring, those are hops of `hop_bytes`.
+        """
         segment = math.ceil(length / len(nodes))
-        wanted = math.ceil(segment * 4 / CHUNK_BYTES)
-        chunks = min(max(wanted, FEWEST_CHUNKS), MOST_CHUNKS)
+        largest = math.ceil(segment * width / LARGEST_CHUNK_BYTES)
+        fewest = min(max(largest, FEWEST_CHUNKS), ENOUGH_CHUNKS)
+        wanted = max(fewest, math.ceil(segment * width / chunk_bytes(case, nodes, hop_bytes)))
+        of_block = math.ceil(wanted / MOST_BLOCKS)
+        blocks = math.ceil(wanted / of_block)
+        chunks = blocks * of_block
+        chunk_length = math.ceil(segment / chunks)
         hops = numbers.take(_steps(nodes) * chunks * len(nodes))
-        return cls(stage, tuple(nodes), hops, chunks, math.ceil(segment / chunks))
+        ahead = chunks_ahead(case, nodes, chunk_length * width)
+        in_all = _steps(nodes) * chunks
+        ahead = tuple(min(own, in_all) for own in ahead)
+        return cls(stage, tuple(nodes), hops, blocks, chunks, chunk_length, ahead)
 
     @property
     def steps(self) -> int:
@@ -75,6 +108,7 @@ class RingPart:
     Attributes:
         unasked: step, chunk and hop of all that comes and has not been asked for, in the order in
             which it is sent.
+        ahead: how many of these to ask for before they have come.
         travelling: what every hop carries.
         left: how much has yet to come.
     """
@@ -83,15 +117,16 @@ class RingPart:
         """Begin with the gradients of the replica on `node`; sums travel as `dtype`."""
         self.ring = ring
         self.position = ring.nodes.index(node)
+        self.ahead = ring.ahead[self.position]
         self.travelling = jax.ShapeDtypeStruct((ring.chunk_length,), dtype)
         self.unasked = self._arriving()
         self.left = ring.steps * ring.chunks
         self.like = jax.eval_shape(lambda tree: tree, gradients)
-        parts = _cut(gradients, len(ring.nodes) * ring.chunks, ring.chunk_length)
-        self.parts = [
-            parts[segment * ring.chunks : (segment + 1) * ring.chunks]
-            for segment in range(len(ring.nodes))
-        ]
+        # In which sums take the place of what was summed. What is sent is taken out when it is its
+        # turn, so that there is never much besides.
+        self.of_block = ring.chunks // ring.blocks
+        length = self.of_block * ring.chunk_length
+        self.blocks = _cut(gradients, len(ring.nodes) * ring.blocks, length)
 
     def _arriving(self) -> Iterator[tuple[int, int, Hop]]:
         before = (self.position - 1) % len(self.ring.nodes)
@@ -100,51 +135,76 @@ class RingPart:
                 yield step, chunk, self.ring.hop(before, step, chunk)
 
     def begin(self) -> Iterator[tuple[Hop, Array]]:
-        """What is sent first: the replica's own segment."""
+        """What is sent first, the replica's own segment: chunk by chunk, as the caller takes it."""
         for chunk in range(self.ring.chunks):
-            yield self._sent(0, chunk)
+            yield self.ring.hop(self.position, 0, chunk), self._own(chunk)
 
     def arrive(self, step: int, chunk: int, array: Array) -> tuple[Hop, Array] | None:
         """Take in what came in a step; what is sent on because of it, if anything is."""
         self.left -= 1
-        segment = self.ring.segment_sent(self.position - 1, step)
-        is_sum_of_all = step >= len(self.ring.nodes) - 1
-        own = self.parts[segment][chunk]
-        self.parts[segment][chunk] = array if is_sum_of_all else _add(own, array)
-        return self._sent(step + 1, chunk) if step + 1 < self.ring.steps else None
+        block, start = self._place(self.ring.segment_sent(self.position - 1, step), chunk)
+        last_sum = len(self.ring.nodes) - 2
+        if step <= last_sum:
+            array = _added(self.blocks[block], start, array)
+        if step >= last_sum:
+            # The sum of all: whoever makes it keeps it as the others get it.
+            self._keep(block, start, array)
+        if step + 1 == self.ring.steps:
+            return None
+        return self.ring.hop(self.position, step + 1, chunk), array
 
     def result(self) -> PyTree:
         """The sum of all replicas' gradients, when nothing is `left` to come."""
         leaves, structure = jax.tree.flatten(self.like)
-        chunks = [chunk for segment in self.parts for chunk in segment]
-        return jax.tree.unflatten(structure, _join(chunks, tuple(leaf.shape for leaf in leaves)))
+        summed = _join(self.blocks, tuple(leaf.shape for leaf in leaves))
+        return jax.tree.unflatten(structure, summed)
 
-    def _sent(self, step: int, chunk: int) -> tuple[Hop, Array]:
-        segment = self.ring.segment_sent(self.position, step)
-        array = self.parts[segment][chunk].astype(self.travelling.dtype)
-        if step == len(self.ring.nodes) - 1:
-            # The sum of all: whoever sends it keeps what the others get.
-            self.parts[segment][chunk] = array
-        return self.ring.hop(self.position, step, chunk), array
+    def _place(self, segment: int, chunk: int) -> tuple[int, int]:
+        """In which block a chunk is, and where in it."""
+        block, chunks_before = divmod(chunk, self.of_block)
+        return segment * self.ring.blocks + block, chunks_before * self.ring.chunk_length
+
+    def _own(self, chunk: int) -> Chunk:
+        block, start = self._place(self.position, chunk)
+        if self.of_block == 1:
+            return self.blocks[block].astype(self.travelling.dtype)
+        return _taken(self.blocks[block], start, self.travelling)
+
+    def _keep(self, block: int, start: int, summed: Chunk) -> None:
+        if self.of_block == 1:
+            self.blocks[block] = summed
+        else:
+            self.blocks[block] = _kept(self.blocks[block], start, summed)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _cut(tree: PyTree, parts: int, length: int) -> list[Float[Array, " length"]]:
+def _cut(tree: PyTree, blocks: int, length: int) -> list[Block]:
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])
-    flat = jnp.pad(flat, (0, parts * length - flat.size))
-    return [flat[part * length : (part + 1) * length] for part in range(parts)]
+    flat = jnp.pad(flat, (0, blocks * length - flat.size))
+    return [flat[block * length : (block + 1) * length] for block in range(blocks)]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _taken(block: Block, start: int, like: jax.ShapeDtypeStruct) -> Chunk:
+    return jax.lax.dynamic_slice(block, (start,), like.shape).astype(like.dtype)
+
+
+@jax.jit
+def _added(block: Block, start: int, arrived: Chunk) -> Chunk:
+    own = jax.lax.dynamic_slice(block, (start,), arrived.shape)
+    return (own + arrived.astype(own.dtype)).astype(arrived.dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _kept(block: Block, start: int, summed: Chunk) -> Block:
+    return jax.lax.dynamic_update_slice(block, summed.astype(block.dtype), (start,))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _join(parts: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    flat = jnp.concatenate(parts).astype(jnp.float32)
+def _join(blocks: list[Block], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    flat = jnp.concatenate(blocks).astype(jnp.float32)
     starts = itertools.accumulate((math.prod(shape) for shape in shapes), initial=0)
     return [
         flat[start : start + math.prod(shape)].reshape(shape)
         for start, shape in zip(starts, shapes, strict=False)
     ]
-
-
-@jax.jit
-def _add(own: Array, arrived: Array) -> Array:
-    return own + arrived.astype(own.dtype)

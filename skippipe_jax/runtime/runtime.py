@@ -8,7 +8,8 @@ starts when its input has arrived (`live`).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -16,25 +17,33 @@ from jaxtyping import PyTree
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.cluster.agreement import barrier, gather
+from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
+from skippipe_jax.config.recovery import AVERAGE, BUDDY
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares
+from skippipe_jax.runtime.buddies import Buddies, ways_of
+from skippipe_jax.runtime.copied import Copy
 from skippipe_jax.runtime.dispatch import in_program_order
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.given_stages import GivenStages, places_apart
+from skippipe_jax.runtime.handover import Handovers, exchanged
 from skippipe_jax.runtime.held_out import HeldOut
 from skippipe_jax.runtime.live import Clock, LiveIteration
 from skippipe_jax.runtime.operations import HeldOutOperations, TrainingOperations
+from skippipe_jax.runtime.remaking import NO_REMAINS, Remains, Remaking
 from skippipe_jax.runtime.replicas import Replicas, open_collectives
-from skippipe_jax.runtime.stage_functions import activation, functions_of_stages
-from skippipe_jax.runtime.state import Origin, StageState, make_states
+from skippipe_jax.runtime.stage_functions import activation, functions_of_run, wire_of_run
+from skippipe_jax.runtime.state import Kept, Origin, StageState, make_states
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from skippipe_jax.runtime.totals import Outcome, add_up, apart, sum_by_collective
-from skippipe_jax.runtime.transport import HostLink, Transfers
+from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
 
 
 class Runtime:
@@ -44,6 +53,7 @@ class Runtime:
         topology: who serves what.
         replicas: those held here.
         operations: what operations compute in training.
+        given: the stages that others save than those that hold them, in a team.
     """
 
     def __init__(
@@ -55,35 +65,34 @@ class Runtime:
         links: Mapping[int, HostLink],
         origin: Origin | None = None,
         clock_offset_s: float = 0.0,
+        team: Team | None = None,
+        kept: Kept | None = None,
+        copies: Collection[Copy] = (),
     ):
         """Make the state of the stages served here: from `origin`, or drawn from the seed.
 
         `programs` are this host's, by the names of the plans of `schedule`; `links[h]` leads to
-        host h. `clock_offset_s` is what to add to this host's clock for host 0's.
+        host h. `clock_offset_s` is what to add to this host's clock for host 0's. In a `team`,
+        steps count as `generations` has it, states that are `kept` are gone on with, and so are
+        `copies` of stages of others.
         """
+        self.team = team
         self.config = config
         self.schedule = schedule
         self.programs = programs
         self.topology = topology
         self.clock_offset_s = clock_offset_s
-        data, stages = config.data, len(topology.plan.stages)
-        functions = functions_of_stages(
-            stages,
-            config.model,
-            config.optimizer,
-            config.train.steps,
-            data.microbatch_size * data.sequence_length,
-        )
+        stages = len(topology.plan.stages)
+        functions = functions_of_run(config, stages)
         cut = config.model.layers_of_stages(stages)
         self.replicas = Replicas(
             topology,
-            make_states(topology, functions, cut, config.seed, origin),
+            make_states(topology, functions, cut, config.seed, origin, kept),
             config.recipe.average_parameters_every,
+            notes_norms=team is not None and config.recovery.lost_stage == AVERAGE,
         )
         self.exchange = Exchange(EventLoop(config.network.deadline_s), topology, links)
-        self.operations = TrainingOperations(
-            self.replicas, activation(config.model, data), config.network.activation_dtype
-        )
+        self.operations = TrainingOperations(self.replicas, wire_of_run(config), config.seed)
         scales = config.recipe.skip_scaling == "inverse"
         self.shares = {name: _shares(plan, scales=scales) for name, plan in schedule.plans.items()}
         self.emulations = {
@@ -94,8 +103,24 @@ class Runtime:
         self.ready_first = config.execution == "ready-first"
         # On one host nothing is ever late, unless it is made so.
         self.waits = bool(
-            len(topology.hosts) > 1 or self.emulations or self.ready_first or topology.rings
+            len(topology.hosts) > 1
+            or self.emulations
+            or self.ready_first
+            or topology.rings
+            or team is not None
         )
+        self.given = None
+        if team is not None:
+            self.given = GivenStages(topology, config, team)
+            for link in links.values():
+                link.expect(self.given.numbers, after=AFTER_A_STEP)
+        ways, first = [], 0
+        if team is not None:
+            ways, first = ways_of(topology, config), team.generation.step
+        every = config.recovery.buddy_every
+        self.buddies = Buddies(self.exchange, self.replicas, ways, every, first, copies)
+        if team is not None:
+            team.when_ended(lambda: self.exchange.loop.post(_end_team))
 
     @property
     def states(self) -> Mapping[int, StageState]:
@@ -104,11 +129,23 @@ class Runtime:
 
     def owned_stages(self) -> dict[int, dict[str, PyTree]]:
         """What this host saves: the state of the stages whose first replica it holds."""
-        return self.replicas.owned_stages()
+        return self.replicas.owned_stages(() if self.team is None else places_apart(self.team))
+
+    def given_stages(self, step: int) -> dict[int, dict[str, PyTree]]:
+        """What this host saves after a step for others; all hosts call this together."""
+        return (
+            {} if self.given is None else self.given.after(step, self.states, self.exchange.links)
+        )
+
+    @property
+    def copies(self) -> Collection[Copy]:
+        """Those of stages of others that are kept here."""
+        return self.buddies.copies
 
     def held_out(self, count: int) -> HeldOut:
         """The ways of `count` held-out microbatches; all hosts call this with the same count."""
-        operations = HeldOutOperations(self.replicas, self.operations.activation)
+        computed = activation(self.config.model, self.config.data)
+        operations = HeldOutOperations(self.replicas, computed)
         return HeldOut(self.exchange, operations, count, waits=self.waits)
 
     def run(
@@ -129,7 +166,7 @@ class Runtime:
             DeadlinePassed: if nothing came from other hosts for `network.deadline_s`.
         """
         name = self.schedule.name(iteration)
-        self.operations.begin(self.shares[name])
+        self.operations.begin(iteration, self.shares[name])
         if not (self.waits or record):
             return self._dispatch(iteration, self.programs[name], batches, stop)
         live = LiveIteration(
@@ -141,6 +178,8 @@ class Runtime:
             ready_first=self.ready_first,
             averaging_dtype=self.config.network.averaging_dtype,
             emulation=self.emulations.get(name),
+            team=self.team,
+            buddies=self.buddies,
         )
         return live.run(batches, stop, Clock.with_offset(self.clock_offset_s) if record else None)
 
@@ -155,7 +194,8 @@ class Runtime:
             norms += self.replicas.squared_norms(stage)
         parts = [*self.operations.totals.values(), *norms]
         local = add_up(self.topology, parts, stop, {})
-        totals, _ = apart(sum_by_collective(self.topology, local))
+        summed = sum_by_collective(self.topology, local)
+        totals, _, _ = apart(summed, len(self.topology.devices))
         self.replicas.update(totals)
         if self.replicas.averages_parameters(iteration):
             for stage in self.replicas.stages:
@@ -169,11 +209,18 @@ def open_runtime(
     schedule: Schedule,
     programs: Mapping[str, Program],
     host_of: Sequence[int],
-    host: Membership,
+    host: Membership | Team,
     transfers: Transfers,
     origin: Origin | None,
+    kept: Kept | None = None,
+    remains: Remains = NO_REMAINS,
 ) -> Runtime:
-    """The runtime of this host; all hosts call this together."""
+    """The runtime of this host; all hosts call this together.
+
+    In a team, states that are `kept` are gone on with, and those of stages that a host newly serves
+    come from others; those of stages that were lost are made from what others hold, and from what
+    `remains` of them.
+    """
     plan = schedule.plans[OWN]
     timeout_s = config.cluster.connect_timeout_s
     kinds = gather(host, "devices", lambda: [d.device_kind for d in jax.local_devices()], timeout_s)
@@ -182,10 +229,37 @@ def open_runtime(
     topology = Topology.of(
         config, plan, host.index, host_of, devices, numbers, in_one_jax=host.is_distributed
     )
-    links = transfers.links({node: topology.sharding(node) for node in topology.nodes})
+    team = host if isinstance(host, Team) else None
+    shardings = {node: topology.sharding(node) for node in topology.nodes}
+    links = transfers.links(shardings, 0 if team is None else team.generation.step)
+    for link in links.values():
+        link.expect(range(topology.first_free_hop))
     clock_offset_s = host.clock_offset_s() if config.trace != "never" else 0.0
-    runtime = Runtime(config, schedule, programs, topology, links, origin, clock_offset_s)
-    # Nobody waits in a collective, or for activations, of a host that still reads or compiles.
+    if team is not None:
+        handovers = Handovers(topology, config, team.holders)
+        if handovers.handovers or team.generation.remade:
+            functions = functions_of_run(config, len(plan.stages))
+            cut = config.model.layers_of_stages(len(plan.stages))
+
+            def make(
+                stages: Collection[int], origin: Origin | None, kept: Kept
+            ) -> Mapping[int, StageState]:
+                return make_states(topology, functions, cut, config.seed, origin, kept, stages)
+
+            given = handovers.shapes, handovers.numbers, kept or {}, remains
+            remaking = Remaking(topology, team, *given)
+            for link in links.values():
+                link.expect(range(topology.first_free_hop, handovers.numbers.free), once=True)
+            # Before this host waits for anything, so that no two wait for each other.
+            remaking.give(links)
+            remade = remaking.origin(links, origin)
+            kept = exchanged(handovers, make, remade, kept or {}, links, team)
+    given = schedule, programs, topology, links, origin, clock_offset_s
+    # Others are of stages that come back from a checkpoint, and have been given.
+    copies = remains.copies if config.recovery.lost_stage == BUDDY else ()
+    runtime = Runtime(config, *given, team=team, kept=kept, copies=copies)
+    # Nobody waits in a collective, or for activations, of a host that still reads or compiles; and
+    # nobody updates a state that another still takes.
     barrier(host, "runtime", timeout_s)
     if topology.in_one_jax:
         open_collectives(topology)
@@ -202,6 +276,10 @@ def give_collectives_threads(config: Config, host: Membership, nodes: int) -> No
     if host.is_distributed and config.network.averaging != "ring":
         threads = (os.cpu_count() or 1) + 2 * nodes + 1
         os.environ.setdefault("PJRT_NPROC", str(threads))
+
+
+def _end_team(_: float) -> NoReturn:
+    raise TeamEnded
 
 
 def _shares(plan: Plan, *, scales: bool) -> list[np.float32 | None]:

@@ -24,9 +24,11 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from skippipe_jax.config import DataConfig, ModelConfig, OptimizerConfig
+from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
+from skippipe_jax.models.footprint import travelling_dtypes
 from skippipe_jax.models.llama import DataStage, Stage
 from skippipe_jax.optim.adamw import adamw
+from skippipe_jax.runtime.wire_format import Draw, Wire, WireFormat
 
 Parameters = dict[str, Any]
 Gradients = dict[str, Any]
@@ -77,6 +79,10 @@ class StageFunctions:
     `inputs` are tokens [batch, time] on a data stage and activations [batch, time, width] on the
     others, or with packed documents [batch, time, 2] and [batch, time, width + 1]; `saved` is
     whatever the recomputation setting keeps.
+
+    In training, activations and gradients that come from other nodes are given as they have
+    travelled, and with `leaves=True` what is returned is as it travels from here; a stochastic
+    rounding takes what it is drawn by, `draw`, else None.
     """
 
     create: Callable[[PRNGKeyArray, int], tuple[Parameters, PyTree, Gradients]]
@@ -86,13 +92,14 @@ class StageFunctions:
     no_gradients: Callable[[Parameters], Gradients]
     """parameters -> zero gradients"""
     forward: Callable[..., tuple[Array, PyTree, Gauge]]
-    """(parameters, gauge, inputs, share or None) -> outputs, saved, gauge; with a share, what the
-    stage adds is divided by it (see `scaled`)"""
+    """(parameters, gauge, inputs, share or None, leaves=) -> outputs, saved, gauge; with a share,
+    what the stage adds is divided by it (see `scaled`)"""
     loss: Callable[..., tuple[Array, Gradients, Totals, Gauge]]
-    """(parameters, gradients, totals, gauge, activations, targets) -> gradient of the activations,
-    gradients, totals, gauge"""
+    """(parameters, gradients, totals, gauge, activations, targets, draw, leaves=) -> gradient of
+    the activations, gradients, totals, gauge"""
     backward: Callable[..., tuple[Array | None, Gradients, Gauge]]
-    """(parameters, gradients, gauge, saved, gradient of outputs) -> of inputs, gradients, gauge"""
+    """(parameters, gradients, gauge, saved, gradient of outputs, draw, leaves=) -> of inputs,
+    gradients, gauge"""
     squared_norm: Callable[[Gradients], Totals]
     """gradients -> totals that hold their squared norm alone"""
     update: Callable[..., tuple[Parameters, PyTree, Gradients]]
@@ -119,9 +126,15 @@ def stage_functions(
     is_data_stage: bool,
     layers: int,
     microbatch_tokens: int,
+    wire: Wire | None = None,
 ) -> StageFunctions:
-    """The functions of a stage of `layers` blocks in a run of `steps` iterations."""
+    """The functions of a stage of `layers` blocks in a run of `steps` iterations.
+
+    Without a `wire` nothing is rounded on its way.
+    """
     kind = DataStage if is_data_stage else Stage
+    activation_format = wire.activations if wire else None
+    gradient_format = wire.gradients if wire else None
     transformation = adamw(optimizer, steps)
     structure = nnx.graphdef(nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0))))
 
@@ -134,7 +147,9 @@ def stage_functions(
     ) -> tuple[Array, Callable]:
         if is_data_stage:
             return jax.vjp(lambda parameters: apply(parameters, inputs, share), parameters)
-        return jax.vjp(functools.partial(apply, share=share), parameters, inputs)
+        return jax.vjp(
+            functools.partial(apply, share=share), parameters, _arrived(inputs, activation_format)
+        )
 
     def create(key: PRNGKeyArray, first_layer: int):
         parameters = nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
@@ -143,32 +158,56 @@ def stage_functions(
     def begin(parameters: Parameters) -> PyTree:
         return transformation.init(parameters)
 
-    def forward(parameters: Parameters, gauge: Gauge, inputs: Array, share: Share | None = None):
+    def forward(
+        parameters: Parameters,
+        gauge: Gauge,
+        inputs: Array,
+        share: Share | None = None,
+        *,
+        leaves: bool = False,
+    ):
         in_flight = gauge[0] + 1
         gauge = jnp.stack([in_flight, jnp.maximum(gauge[1], in_flight)])
         if model.recompute == "stage":
-            return apply(parameters, inputs, share), (inputs, share), gauge
-        outputs, vjp = linearized(parameters, inputs, share)
-        return outputs, Saved.of(vjp, parameters), gauge
+            computed = inputs if is_data_stage else _arrived(inputs, activation_format)
+            # Kept as they have come, in as many bytes.
+            outputs, saved = apply(parameters, computed, share), (inputs, share)
+        else:
+            outputs, vjp = linearized(parameters, inputs, share)
+            saved = Saved.of(vjp, parameters)
+        return _leaving(outputs, activation_format if leaves else None), saved, gauge
 
     def backward(
-        parameters: Parameters, gradients: Gradients, gauge: Gauge, saved: PyTree, cotangent: Array
+        parameters: Parameters,
+        gradients: Gradients,
+        gauge: Gauge,
+        saved: PyTree,
+        cotangent: Array,
+        draw: Draw | None = None,
+        *,
+        leaves: bool = False,
     ):
         if model.recompute == "stage":
             _, vjp = linearized(parameters, *saved)
         else:
             vjp = saved.vjp(parameters)
-        of_parameters, *of_inputs = vjp(cotangent)
+        of_parameters, *of_inputs = vjp(_arrived(cotangent, gradient_format))
         gauge = gauge.at[0].add(-1)
-        return (of_inputs[0] if of_inputs else None), add(gradients, of_parameters), gauge
+        gradients = add(gradients, of_parameters)
+        if not of_inputs:
+            return None, gradients, gauge
+        return _leaving(of_inputs[0], gradient_format if leaves else None, draw), gradients, gauge
 
     def loss(
         parameters: Parameters,
         gradients: Gradients,
         totals: Totals,
         gauge: Gauge,
-        activations: Array,
+        outputs: Array,
         targets: Array,
+        draw: Draw | None = None,
+        *,
+        leaves: bool = False,
     ):
         def scaled_loss(parameters: Parameters, activations: Array):
             minimised, *terms = nnx.merge(structure, parameters).loss_terms(
@@ -176,12 +215,13 @@ def stage_functions(
             )
             return minimised / microbatch_tokens, terms
 
-        (of_parameters, of_activations), (tokens, nats, z_loss) = jax.grad(
+        (of_parameters, of_outputs), (tokens, nats, z_loss) = jax.grad(
             scaled_loss, argnums=(0, 1), has_aux=True
-        )(parameters, activations)
+        )(parameters, _arrived(outputs, activation_format))
         totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens).at[Z_LOSS].add(z_loss)
+        of_outputs = _leaving(of_outputs, gradient_format if leaves else None, draw)
         # Plus nothing: an output that is an input would be there before the rest.
-        return of_activations, add(gradients, of_parameters), totals, gauge + 0
+        return of_outputs, add(gradients, of_parameters), totals, gauge + 0
 
     def squared_norm(gradients: Gradients) -> Totals:
         squares = sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients))
@@ -213,20 +253,34 @@ def stage_functions(
         return jnp.stack(nnx.merge(structure, parameters).loss(activations, targets))
 
     # A cotangent can be overwritten by the gradient of the inputs, which has the same shape; a
-    # data stage's inputs are tokens, which have none.
+    # data stage's inputs are tokens, which have none. Activations can be by their gradient, if
+    # both travel alike.
     overwritten = (1,) if is_data_stage else (1, 4)
+    is_alike = wire is None or wire.activations.travelling == wire.gradients.travelling
     return StageFunctions(
         create=jax.jit(create),
         begin=jax.jit(begin),
         no_gradients=jax.jit(zero_gradients),
-        forward=jax.jit(forward),
-        loss=jax.jit(loss, donate_argnums=(1, 2, 4)),
-        backward=jax.jit(backward, donate_argnums=overwritten),
+        forward=jax.jit(forward, static_argnames="leaves"),
+        loss=jax.jit(
+            loss, donate_argnums=(1, 2, 4) if is_alike else (1, 2), static_argnames="leaves"
+        ),
+        backward=jax.jit(backward, donate_argnums=overwritten, static_argnames="leaves"),
         squared_norm=jax.jit(squared_norm),
         update=jax.jit(update, donate_argnums=(0, 1, 2)),
         predict=jax.jit(functools.partial(apply, share=None)),
         held_out=jax.jit(held_out),
     )
+
+
+def _arrived(array: Array, wire_format: WireFormat | None) -> Array:
+    """What is computed with, of what has come from another node or from this one."""
+    return array if wire_format is None else wire_format.unpack(array)
+
+
+def _leaving(array: Array, wire_format: WireFormat | None, draw: Draw | None = None) -> Array:
+    """What leaves the node, if a format says how; else what is computed with."""
+    return array if wire_format is None else wire_format.pack(array, draw)
 
 
 def scaled(inputs: Activations, outputs: Activations, share: Share) -> Activations:
@@ -258,13 +312,35 @@ def skips_update(
 
 
 def functions_of_stages(
-    stages: int, model: ModelConfig, optimizer: OptimizerConfig, steps: int, microbatch_tokens: int
+    stages: int,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    steps: int,
+    microbatch_tokens: int,
+    wire: Wire | None = None,
 ) -> list[StageFunctions]:
     """The jitted functions of each of so many stages; stages of one shape share them."""
     return [
-        stage_functions(model, optimizer, steps, stage == 0, count, microbatch_tokens)
+        stage_functions(model, optimizer, steps, stage == 0, count, microbatch_tokens, wire)
         for stage, count in enumerate(model.layers_of_stages(stages))
     ]
+
+
+def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
+    """Those of a run whose model is cut into so many stages."""
+    tokens = config.data.microbatch_size * config.data.sequence_length
+    steps, wire = config.train.steps, wire_of_run(config)
+    return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)
+
+
+def wire_of_run(config: Config) -> Wire:
+    """How a run's activations and their gradients travel."""
+    computed, width = activation(config.model, config.data), config.model.width
+    forward, back = travelling_dtypes(config)
+    return Wire(
+        WireFormat(computed, forward, width),
+        WireFormat(computed, back, width, config.network.gradient_rounding),
+    )
 
 
 def zero_gradients(parameters: Parameters) -> Gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -44,6 +44,10 @@ class StageState:
         self.parameters, self.optimizer_state = state["parameters"], state["optimizer_state"]
 
 
+Kept = Mapping[tuple[int, jax.Device], StageState]
+"""States that a host has held before, by stage and device."""
+
+
 @dataclass
 class NodeState:
     """What one node holds during an iteration, by microbatch."""
@@ -64,17 +68,39 @@ def make_states(
     cut: StageCut,
     seed: int,
     origin: Origin | None,
+    kept: Kept | None = None,
+    stages: Collection[int] | None = None,
 ) -> dict[int, StageState]:
-    """The state of every replica held here, by its name.
+    """The state of every replica held here, by its name; with `stages`, of these only.
 
-    It comes from `origin`, which is asked once for each stage, or is drawn from `seed`.
+    It is one of those that are `kept`, or a copy of one for another device, or comes from `origin`,
+    which is asked once for each stage, or is drawn from `seed`.
     """
     states: dict[int, StageState] = {}
-    served = sorted({topology.stage_of[node] for node in topology.own_replicas})
+    replicas = [
+        node
+        for node in topology.own_replicas
+        if stages is None or topology.stage_of[node] in stages
+    ]
+    of_stages = {stage: state for (stage, _), state in (kept or {}).items()}
+    for node in replicas:
+        state = (kept or {}).get((topology.stage_of[node], topology.device(node)))
+        if state is not None:
+            # What was added up of an iteration that did not count is forgotten.
+            with jax.default_device(topology.device(node)):
+                gradients = state.functions.no_gradients(state.parameters)
+            state.gradients = jax.device_put(gradients, topology.sharding(node))
+            states[node] = state
+    served = sorted({topology.stage_of[node] for node in replicas if node not in states})
     shown = tqdm(served, desc="state", unit="stage", disable=None if origin else True, leave=False)
     for stage in shown:
-        own = [node for node in topology.own_replicas if topology.stage_of[node] == stage]
+        own = [node for node in replicas if topology.stage_of[node] == stage and node not in states]
         first_layer = cut.blocks(stage).start
+        if stage in of_stages:
+            read = jax.device_get(of_stages[stage].to_save())
+            for node in own:
+                states[node] = _placed(functions[stage], read, topology, node)
+            continue
         if origin is None:
             for node in own:
                 states[node] = _drawn(functions[stage], first_layer, topology, node, seed)
@@ -83,7 +109,7 @@ def make_states(
         read = origin(stage, {"parameters": shapes[0], "optimizer_state": shapes[1]})
         for node in own:
             states[node] = _placed(functions[stage], read, topology, node)
-    return {node: states[node] for node in topology.own_replicas}
+    return {node: states[node] for node in replicas}
 
 
 def _drawn(

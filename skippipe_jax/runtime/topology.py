@@ -5,11 +5,14 @@ All of it follows from the plan and the configuration, so every host makes the s
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_sched.problem.plan import Plan
@@ -19,6 +22,7 @@ from skippipe_jax.config import Config, NetworkConfig
 from skippipe_jax.config.recipe import AVERAGED
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.runtime.copied import pieces_of_copies
 from skippipe_jax.runtime.ring import Ring
 
 # `network.averaging: auto` takes the collective where no link between replicas is slower.
@@ -79,6 +83,7 @@ class Topology:
         rings: of the stages that are averaged by one.
         totals: the numbers of the hops of totals, two for each host.
         first_free_hop: the numbers from here on mean nothing yet.
+        copies: the numbers of the hops by which copies of stages go to their buddies.
     """
 
     plan: Plan
@@ -91,6 +96,7 @@ class Topology:
     rings: Mapping[int, Ring]
     totals: range
     first_free_hop: int
+    copies: range = range(0)
 
     @classmethod
     def of(
@@ -111,12 +117,28 @@ class Topology:
             tuple(dict.fromkeys(replica_of[node] for node in nodes)) for nodes in plan.stages
         )
         averaged = AVERAGED if averages_parameters else 1
+        width = jnp.dtype(config.network.averaging_dtype or "float32").itemsize
         rings: dict[int, Ring] = {}
         for stage, shapes in enumerate(stage_shapes(config.model, len(plan.stages))):
             members = best_ring(plan.case, stage, sorted(replicas[stage]))
-            if _averages_by_ring(config.network, plan, host_of, members, in_one_jax=in_one_jax):
-                rings[stage] = Ring.of(stage, members, numbers, averaged * parameter_count(shapes))
+            if members and _averages_by_ring(
+                config.network, plan, host_of, members, in_one_jax=in_one_jax
+            ):
+                length = averaged * parameter_count(shapes)
+                shared = _carry_hops(plan, host_of, members)
+                rings[stage] = Ring.of(
+                    plan.case,
+                    stage,
+                    members,
+                    numbers,
+                    length,
+                    width=width,
+                    hop_bytes=min(plan.case.activation_bytes, plan.case.gradient_bytes)
+                    if shared
+                    else math.inf,
+                )
         totals = numbers.take(2 * (max(host_of) + 1))
+        copies = numbers.take(sum(map(len, pieces_of_copies(config, len(plan.stages)))))
         return cls(
             plan,
             host,
@@ -128,6 +150,7 @@ class Topology:
             rings,
             totals,
             numbers.free,
+            copies,
         )
 
     @cached_property
@@ -215,6 +238,14 @@ def _replicas_of_nodes(
         for stage, nodes in enumerate(plan.stages)
         for node in nodes
     }
+
+
+def _carry_hops(plan: Plan, host_of: Sequence[int], ring: Sequence[int]) -> bool:
+    """Whether the hosts of a ring have nodes of other stages, too, which take the same links."""
+    stages: dict[int, set[int]] = defaultdict(set)
+    for node, host in enumerate(host_of):
+        stages[host].add(plan.stage_of[node])
+    return any(len(stages[host_of[node]]) > 1 for node in ring)
 
 
 def _averages_by_ring(

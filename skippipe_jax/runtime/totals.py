@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,30 +22,39 @@ class Outcome:
     """Of one iteration, still being computed: the totals over all nodes, and this host's gauges.
 
     `busy_s` is how long each node computed, where that was watched; `recording` what happened when,
-    where that was asked for.
+    where that was asked for. `squared_norms` are those of the gradients of each stage's blocks,
+    where they are noted.
     """
 
     totals: Totals
     gauges: dict[int, Gauge]
     busy_s: Float[Array, " nodes"] | None
     recording: Recording | None = None
+    squared_norms: Float[Array, " stages"] | None = None
 
 
 def add_up(
-    topology: Topology, parts: Sequence[Totals], stop: bool, busy_s: Mapping[int, float]
-) -> Float[Array, " totals_and_nodes"]:
-    """What this host adds to the sum over all: totals, then how long each node computed."""
-    own = np.zeros(TOTALS + len(topology.devices), np.float32)
+    topology: Topology,
+    parts: Sequence[Totals],
+    stop: bool,
+    busy_s: Mapping[int, float],
+    squared_norms: Mapping[int, Float[Array, ""]] | None = None,
+) -> Float[Array, " all"]:
+    """What this host adds to the sum over all.
+
+    That are totals, then how long each node computed, then the squared norm of each stage.
+    """
+    nodes = len(topology.devices)
+    own = np.zeros(TOTALS + nodes + len(topology.plan.stages), np.float32)
     own[STOP] = stop
     for node, seconds in busy_s.items():
         own[TOTALS + node] = seconds
-    here = [jax.device_put(part, topology.host_device) for part in parts]
-    return _add_totals(here, jax.device_put(own, topology.host_device))
+    norms = {TOTALS + nodes + stage: norm for stage, norm in (squared_norms or {}).items()}
+    here = jax.device_put(([*parts], norms, own), topology.host_device)
+    return _add_totals(*here)
 
 
-def sum_by_collective(
-    topology: Topology, local: Float[Array, " totals_and_nodes"]
-) -> Float[Array, " totals_and_nodes"]:
+def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[Array, " all"]:
     """The sum over all hosts, which call this together."""
     own = {topology.host_device: local}
     return sum_over_devices(topology.host_devices, own)[topology.host_device]
@@ -56,12 +66,18 @@ def add_all(parts: list[Array]) -> Array:
     return sum(parts[1:], start=parts[0])
 
 
-@jax.jit
-def apart(summed: Float[Array, " totals_and_nodes"]) -> tuple[Totals, Float[Array, " nodes"]]:
-    """Totals, and how long each node computed."""
-    return summed[:TOTALS], summed[TOTALS:]
+@partial(jax.jit, static_argnums=1)
+def apart(
+    summed: Float[Array, " all"], nodes: int
+) -> tuple[Totals, Float[Array, " nodes"], Float[Array, " stages"]]:
+    """Totals, how long each of so many nodes computed, and the squared norm of each stage."""
+    busy_s, norms = summed[TOTALS : TOTALS + nodes], summed[TOTALS + nodes :]
+    return summed[:TOTALS], busy_s, norms
 
 
 @jax.jit
-def _add_totals(parts: list[Array], own: Array) -> Array:
-    return own.at[:TOTALS].add(jnp.sum(jnp.stack([*parts, jnp.zeros(TOTALS)]), axis=0))
+def _add_totals(parts: list[Array], norms: dict[int, Array], own: Array) -> Array:
+    own = own.at[:TOTALS].add(jnp.sum(jnp.stack([*parts, jnp.zeros(TOTALS)]), axis=0))
+    for place, norm in norms.items():
+        own = own.at[place].set(norm)
+    return own

@@ -5,23 +5,47 @@ What `receive` returns may still be on its way. Between nodes of one host `jax.d
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
+import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import transfer
 from jax.sharding import Sharding
+from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
-from skippipe_jax.program.hops import NUMBER_BITS, Hop
+from skippipe_jax.connections.addresses import join_address, parse_address, require_free
+from skippipe_jax.connections.severing import sever
+from skippipe_jax.program.hops import Hop
 
 # What a server copies at a time, and how many copies it makes ahead of the network: with more of
 # either it holds several times what it sends, and is no quicker.
 PIECE_BYTES = 1 << 20
 PARALLEL_COPIES = 2
+
+# The longest that the end of a server may take.
+CLOSING_S = 5.0
+
+
+# What is given after a step is named by the step and this: no training gets so far.
+AFTER_A_STEP = 1 << 48
+
+
+@dataclass
+class Reached:
+    """The last iteration in which this host has sent anything, over whichever link."""
+
+    iteration: int
 
 
 class HostLink:
@@ -31,35 +55,101 @@ class HostLink:
     """
 
     def __init__(
-        self, server: transfer.TransferServer, address: str, shardings: Mapping[int, Sharding]
+        self,
+        server: transfer.TransferServer,
+        key: bytes,
+        address: str,
+        key_there: bytes,
+        shardings: Mapping[int, Sharding],
+        reached: Reached,
     ):
         """Through our `server` and that at `address`, each for the other host alone.
 
-        `shardings[n]` says how arrays lie on the devices of node n of ours.
+        What a server sends is named by its key. `shardings[n]` says how arrays lie on the devices
+        of node n of ours. What this host has `reached` all its links know.
         """
-        self.server = server
+        self.server: transfer.TransferServer | None = server
+        self.key, self.key_there = key, key_there
         self.address = address
         self.shardings = shardings
         # Made when it is first needed: most hosts exchange nothing with most others.
         self.connection: transfer.TransferConnection | None = None
+        # By the number of each hop, the iteration in which it was sent last.
+        self._sent: dict[int, int] = {}
+        self._reached = reached
+        self._expected: list[tuple[range, int | None]] = []
+
+    def expect(self, numbers: range, *, after: int = 0, once: bool = False) -> None:
+        """The other host may ask for hops of these numbers, whether this one comes to send them.
+
+        It does so in each iteration, whose name comes after `after`; or `once`, in iteration 0.
+        """
+        self._expected.append((numbers, None if once else after))
 
     def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
         """Offer what the hop carries until it is pulled; it must not be donated before that."""
-        self.server.await_pull(_name(hop, iteration), [array])
+        self._open_server.await_pull(_name(self.key, hop.number, iteration), [array])
+        self._sent[hop.number] = iteration
+        if iteration < AFTER_A_STEP:
+            # States are handed over in iteration 0, whatever came before.
+            self._reached.iteration = max(self._reached.iteration, iteration)
 
     def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Ask for what the hop carries, which may be offered later; it is shaped as `like`."""
         if self.connection is None:
-            self.connection = self.server.connect(self.address)
+            self.connection = self._open_server.connect(self.address)
         here = self.shardings[hop.target]
         wanted = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
-        [array] = self.connection.pull(_name(hop, iteration), [wanted])
+        [array] = self.connection.pull(_name(self.key_there, hop.number, iteration), [wanted])
         return array
 
+    def close(self) -> None:
+        """Let go of all that was offered and asked for; what this host still waits for fails.
 
-def _name(hop: Hop, iteration: int) -> int:
-    """Names of transfers are numbers of 64 bits: the iteration, then the hop within it."""
-    return (iteration << NUMBER_BITS) + hop.number
+        Threads end and descriptors are closed, whether the other host lives, hangs or is gone.
+        """
+        if self.server is None:
+            return
+        # An ask that nobody answers ends only with its connection.
+        own, other = (parse_address("address", at) for at in (self.server.address(), self.address))
+        sever([own, other])
+        # The same ask holds the server that it came to, with all that is offered there, until what
+        # it asks for is offered.
+        nothing = jax.device_put(np.zeros(1, np.uint8))
+        for number, iteration in self._names():
+            self.server.await_pull(_name(self.key, number, iteration), [nothing])
+        self.server = self.connection = None
+
+    def _names(self) -> set[tuple[int, int]]:
+        """Whatever was offered here and may not have been pulled, or may have been asked for."""
+        # The other host may be one iteration ahead.
+        names = {(number, name) for number, last in self._sent.items() for name in (last, last + 1)}
+        now = self._reached.iteration
+        for numbers, after in self._expected:
+            iterations = (0,) if after is None else (after + now, after + now + 1)
+            names |= {(number, name) for number in numbers for name in iterations}
+        return names
+
+    @property
+    def _open_server(self) -> transfer.TransferServer:
+        assert self.server is not None, "is open"
+        return self.server
+
+
+def _wait_until_free(host: str, port: int) -> None:
+    """Return when a server that has been let go of listens no more, which another thread ends."""
+    until_s = time.monotonic() + CLOSING_S
+    while time.monotonic() < until_s:
+        try:
+            return require_free("cluster.transfer_port", host, port)
+        except TemporaryError:
+            time.sleep(0.01)
+
+
+def _name(key: bytes, number: int, iteration: int) -> int:
+    """Names of transfers are numbers of 64 bits, which nobody guesses who has not the key."""
+    what = struct.pack(">QQ", iteration, number)
+    return int.from_bytes(hashlib.blake2b(what, digest_size=8, key=key).digest())
 
 
 class Transfers:
@@ -72,52 +162,75 @@ class Transfers:
     def __init__(
         self,
         host: int,
-        hosts: int,
         backend: Any,
-        listen_on: Sequence[str],
+        requests: Mapping[int, str],
+        arrays: str,
         exchange: Callable[[str], Sequence[str]],
     ):
         """All hosts call this together, for the client of JAX's `backend` that has their devices.
 
-        `listen_on` are the addresses, "IP:PORT", on which this host's servers take requests and
-        send arrays. Port 0 means any; other ports are those for host 0, and the server for host h
-        has those 2h above. `exchange` tells all hosts a text (where these servers are reached) and
-        returns everyone's, by host.
+        The server for host h takes requests at `requests[h]`, "IP:PORT", where port 0 means any,
+        and arrays on any port of the IP address `arrays`. `exchange` tells all hosts a text (where
+        these servers are reached, and the key of what they send) and returns everyone's, by host.
         """
+        # Another in each generation of hosts: what was asked for in one means nothing in the next.
+        self.key = secrets.token_bytes(16)
+        self._opened: list[HostLink] = []
         self.servers = {
             other: transfer.start_transfer_server(
                 backend,
-                _port_above(listen_on[0], other),
-                [_port_above(listen_on[1], other)],
+                address,
+                # JAX ends the process where the port of arrays is a certain one: it is to be at
+                # once where it listens and where its connections begin.
+                [join_address(arrays, 0)],
                 max_num_parallel_copies=PARALLEL_COPIES,
                 transfer_size=PIECE_BYTES,
             )
-            for other in range(hosts)
-            if other != host
+            for other, address in requests.items()
         }
-        here = json.dumps({other: server.address() for other, server in self.servers.items()})
-        told = exchange(here) if hosts > 1 else []
-        self.addresses = {other: json.loads(told[other])[str(host)] for other in self.servers}
+        reached = {other: server.address() for other, server in self.servers.items()}
+        try:
+            here = json.dumps({"key": self.key.hex(), "reached": reached})
+            told = exchange(here) if reached else []
+        except BaseException:
+            self.servers.clear()
+            raise
+        others = {other: json.loads(told[other]) for other in self.servers}
+        self.addresses = {other: there["reached"][str(host)] for other, there in others.items()}
+        self.keys = {other: bytes.fromhex(there["key"]) for other, there in others.items()}
 
-    def links(self, shardings: Mapping[int, Sharding]) -> dict[int, HostLink]:
-        """A link to every other host; `shardings` are those of this host's nodes."""
-        return {
-            other: HostLink(server, self.addresses[other], shardings)
+    def links(self, shardings: Mapping[int, Sharding], first: int = 0) -> dict[int, HostLink]:
+        """A link to every other host; `shardings` are those of this host's nodes.
+
+        The iterations in which they are used begin with the `first`.
+        """
+        reached = Reached(first)
+        links = {
+            other: HostLink(
+                server, self.key, self.addresses[other], self.keys[other], shardings, reached
+            )
             for other, server in self.servers.items()
         }
+        self._opened += links.values()
+        return links
+
+    def close(self) -> None:
+        """Close all links, and free their ports."""
+        reached = [parse_address("address", server.address()) for server in self.servers.values()]
+        self.servers.clear()
+        for link in self._opened:
+            link.close()
+        self._opened.clear()
+        for address in reached:
+            _wait_until_free(*address)
 
 
-def open_transfers(config: Config, host: Membership) -> Transfers:
+def open_transfers(config: Config, host: Membership | Team) -> Transfers:
     """The transfer servers of this host; all hosts call this together."""
 
-    def exchange(address: str) -> list[str]:
-        told = gather(host, "transfer_server", lambda: address, config.cluster.connect_timeout_s)
+    def exchange(here: str) -> list[str]:
+        told = gather(host, "transfer_server", lambda: here, config.cluster.connect_timeout_s)
         return [told[index] for index in range(host.count)]
 
     backend = jax.local_devices()[0].client
-    return Transfers(host.index, host.count, backend, host.transfer_addresses(), exchange)
-
-
-def _port_above(address: str, host: int) -> str:
-    name, _, port = address.rpartition(":")
-    return address if port == "0" else f"{name}:{int(port) + 2 * host}"
+    return Transfers(host.index, backend, host.transfer_addresses(), host.address, exchange)

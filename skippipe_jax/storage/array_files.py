@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,18 @@ logging.getLogger("absl").addFilter(
 )
 
 
+def _is_of_another_file(record: logging.LogRecord) -> bool:
+    """Whether asyncio tells of an error that Orbax did not ask for, having raised one before."""
+    if "exception was never retrieved" not in record.getMessage() or record.exc_info is None:
+        return False
+    return any("/orbax/" in frame.filename for frame in traceback.extract_tb(record.exc_info[2]))
+
+
+# On a full disk each file of a checkpoint may print such a traceback, or one of those below, beside
+# the one error, which is raised.
+logging.getLogger("asyncio").addFilter(lambda record: not _is_of_another_file(record))
+
+
 def _is_late_for_orbax(unraisable: sys.UnraisableHookArgs) -> bool:
     """Whether a file tells its end to the event loop that Orbax closes when another one fails."""
     error = unraisable.exc_value
@@ -43,8 +56,6 @@ def _tell_what_cannot_be_raised(
         before(unraisable)
 
 
-# On a full disk each file of a checkpoint would print such a traceback before the one error, which
-# is raised.
 sys.unraisablehook = _tell_what_cannot_be_raised
 
 

@@ -7,8 +7,11 @@ In the run folder, which all hosts share:
         data.json             how far the data had been read
         COMMITTED             written last: what the checkpoint holds, with a digest of every file
 
-A folder without COMMITTED is not a checkpoint. COMMITTED says how many blocks each stage held, so
-that `read_stage` can put the stages of any other cut together from those.
+It is written as 00000020.writing-G, where G counts generations of hosts, and gets its name once it
+is whole: those who were cut off write another one than those who went on without them. A folder
+without COMMITTED is not a checkpoint. COMMITTED says how many blocks each stage held, so that
+`read_stage` can put the stages of any other cut together from those. It also says which stages the
+run went on without by then, and after which step their state is that the checkpoint holds.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from skippipe_sched.errors import InputError
@@ -31,6 +34,8 @@ COMMITTED, DATA = "COMMITTED", "data.json"
 """Of the files of a checkpoint, the mark that it is whole, and how far the data had been read."""
 DAMAGED = ".damaged"
 """What the name of a folder ends with whose step is damaged: it counts no more."""
+WRITING = ".writing-"
+"""What follows the number of the step in the name of a folder that is being written."""
 FORMAT, VERSION = "skippipe-checkpoint", 2
 
 
@@ -39,7 +44,7 @@ class Checkpoint:
     """A committed checkpoint of stages with ``stage_layers`` blocks.
 
     ``files`` gives the digest of each file in ``folder``; those of the ``intact`` parts have been
-    found to have it.
+    found to have it. Stages that were ``left_out`` are as they were after an earlier step: which.
     """
 
     folder: Path
@@ -47,6 +52,15 @@ class Checkpoint:
     stage_layers: tuple[int, ...]
     files: Mapping[str, str]
     intact: frozenset[str] = frozenset()
+    left_out: Mapping[int, int] = field(default_factory=dict)
+
+    def about_left_out(self) -> list[str]:
+        """Which stages are older than the checkpoint, a sentence for each."""
+        return [
+            f"stage {stage} of step {self.step} is {self.step - step} steps old: the run went on "
+            f"without it after step {step}"
+            for stage, step in sorted(self.left_out.items())
+        ]
 
 
 class DamagedCheckpoint(InputError):
@@ -83,6 +97,12 @@ def steps_named(names: Collection[str]) -> list[int]:
 def step_folder(run_dir: Path, step: int) -> Path:
     """The folder of a step, as an absolute path: Orbax takes no others."""
     return run_dir.absolute() / CHECKPOINTS / step_name(step)
+
+
+def unfinished_folder(run_dir: Path, step: int, generation: int) -> Path:
+    """Where the hosts of a generation write the checkpoint of a step until it is whole."""
+    folder = step_folder(run_dir, step)
+    return folder.with_name(f"{folder.name}{WRITING}{generation}")
 
 
 def stage_name(stage: int) -> str:
@@ -152,7 +172,9 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
         files = dict(record["files"].items())
         for name in files:
             inside(folder, name)
-        return Checkpoint(folder, chosen, tuple(map(int, record["stage_layers"])), files)
+        left_out = {int(stage): int(of) for stage, of in record.get("left_out", {}).items()}
+        layers = tuple(map(int, record["stage_layers"]))
+        return Checkpoint(folder, chosen, layers, files, left_out=left_out)
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -194,16 +216,34 @@ def digest(path: Path) -> str:
 # What comes and goes.
 
 
-def declare_whole(folder: Path, stage_layers: Sequence[int], files: Mapping[str, str]) -> None:
-    """Write COMMITTED, with the digest of every file of the checkpoint in `folder`."""
+def declare_whole(
+    unfinished: Path,
+    folder: Path,
+    stage_layers: Sequence[int],
+    files: Mapping[str, str],
+    left_out: Mapping[int, int] | None = None,
+) -> None:
+    """Make what was written in `unfinished` the checkpoint in `folder`, with a digest of each file.
+
+    Stages that are `left_out` are as they were after these steps.
+    If others have done so for that step meanwhile, theirs is the same, and stays.
+    """
     record = {
         "format": FORMAT,
         "version": VERSION,
         "step": int(folder.name),
         "stage_layers": list(stage_layers),
         "files": files,
-    }
-    write_whole(folder / COMMITTED, json.dumps(record, indent=1), durably=True)
+    } | ({"left_out": left_out} if left_out else {})
+    write_whole(unfinished / COMMITTED, json.dumps(record, indent=1), durably=True)
+    if folder.exists() and not is_committed(folder):
+        shutil.rmtree(folder)  # An earlier version of this program wrote checkpoints in place.
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not is_committed(folder):
+            raise
+        shutil.rmtree(unfinished)
     synchronize(folder.parent)
 
 
@@ -212,6 +252,17 @@ def remove(folder: Path) -> None:
     # The mark goes first: what an interruption leaves is then no checkpoint.
     (folder / COMMITTED).unlink(missing_ok=True)
     shutil.rmtree(folder)
+
+
+def remove_unfinished(run_dir: Path, up_to: int | None = None) -> None:
+    """Remove what there is of checkpoints that were not finished, of steps `up_to` that or all.
+
+    Whoever still writes there was cut off from those that call this.
+    """
+    for folder in (run_dir / CHECKPOINTS).glob(f"*{WRITING}*"):
+        step = folder.name.partition(WRITING)[0]
+        if step.isdecimal() and (up_to is None or int(step) <= up_to):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(folder: Path) -> None:

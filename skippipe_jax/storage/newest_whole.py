@@ -19,6 +19,7 @@ from skippipe_jax.storage.layout import (
     is_committed,
     open_checkpoint,
     remove,
+    remove_unfinished,
     require_intact,
     saved_steps,
     set_aside,
@@ -56,13 +57,18 @@ def every_part(checkpoint: Checkpoint) -> list[str]:
 def newest_whole(run_dir: Path, step: int | None = None) -> Checkpoint:
     """Open the checkpoint of `step`, by default the newest whose stages are whole.
 
-    Says on stderr which are not.
+    Says on stderr which are not, and which stages of it are older.
 
     Raises:
         InputError: if there is none, as `open_checkpoint` and `require_intact` say it.
     """
-    if step is not None:
-        return open_checkpoint(run_dir, step)
+    found = open_checkpoint(run_dir, step) if step is not None else _newest_whole(run_dir)
+    for sentence in found.about_left_out():
+        warn(sentence)
+    return found
+
+
+def _newest_whole(run_dir: Path) -> Checkpoint:
     steps: list[int | None] = [*saved_steps(run_dir)] or [None]
     damages: list[DamagedCheckpoint] = []
     while steps:
@@ -161,12 +167,14 @@ class _Search:
         raise self.damages[steps[0]]
 
     def tell(self, last: Checkpoint | None) -> None:
-        """Say what was damaged, and remove such copies; on host 0."""
+        """Say what was damaged or is old, and remove damaged copies; on host 0."""
         for step, damage in self.damages.items():
             remedy = "It was fetched from the copy again"
             if last is not None and step != last.step:
                 remedy = f"The run goes on from step {last.step}"
             warn(str(damage.with_remedy(remedy)))
+        for sentence in [] if last is None else last.about_left_out():
+            warn(sentence)
         for step in self.useless:
             assert self.spare is not None
             self.spare.forget(step)
@@ -207,6 +215,7 @@ class _Search:
 
 def _clear(run_dir: Path, last: Checkpoint | None, damaged: Collection[int]) -> None:
     """Leave no folder of a step after the last, and none that is not whole."""
+    remove_unfinished(run_dir)
     for found in steps_with_folders(run_dir):
         folder = step_folder(run_dir, found)
         is_last = last is not None and found == last.step

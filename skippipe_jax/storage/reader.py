@@ -88,6 +88,15 @@ def read_arrays(
     return jax.tree.unflatten(jax.tree.structure(abstract), whole)
 
 
+def step_of_stage(checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int) -> int:
+    """After which step the state is that a checkpoint holds of a stage, under any cut.
+
+    That is its own step, unless a saved stage was left out by then that holds some of the blocks.
+    """
+    saved = _rows_of_saved_stages(checkpoint.stage_layers, stage_layers, stage)
+    return min(checkpoint.left_out.get(own, checkpoint.step) for own, _ in saved)
+
+
 def parts_read(
     checkpoint: Checkpoint, stage_layers: Sequence[int], stages: Collection[int]
 ) -> set[str]:

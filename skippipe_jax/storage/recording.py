@@ -4,6 +4,8 @@ A run folder holds `timelines/<step>/host_<i>.json` for every recorded iteration
 
     {"runs": [["F", microbatch, node, arrived_s, start_s, end_s], ...],
      "averagings": [[stage, start_s, end_s], ...]}
+
+Beside it lies `plan.json` where hosts were lost, and the rest went on under another plan.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.plan import KINDS, Operation, Plan, microbatch_chain
+from skippipe_sched.problem.plan import KINDS, Operation, Plan, load_plan, microbatch_chain
 from skippipe_sched.timing.simulate import Averaging, Run, Timeline, Transfer
 
 from skippipe_jax.storage.whole_file import write_whole
 
-TIMELINES = "timelines"
+TIMELINES, PLAN = "timelines", "plan.json"
 
 
 class IncompleteRecordingError(InputError):
@@ -58,6 +60,23 @@ def recording_path(folder: Path, step: int, host: int) -> Path:
     return folder / TIMELINES / f"{step:08d}" / f"host_{host}.json"
 
 
+def keep_plan(run_dir: Path, step: int, plan: Plan) -> None:
+    """Leave the plan of an iteration that is recorded where it is not the run's own."""
+    folder = recording_path(run_dir, step, 0).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.save(folder / PLAN)
+
+
+def kept_plan(run_dir: Path, step: int) -> Plan | None:
+    """The plan of a recorded iteration; None if it is the run's own.
+
+    Raises:
+        InputError: if it is damaged.
+    """
+    path = recording_path(run_dir, step, 0).parent / PLAN
+    return load_plan(path) if path.exists() else None
+
+
 def recorded_steps(run_dir: Path) -> list[int]:
     """The steps of which a run folder holds recordings, ascending."""
     paths = (run_dir / TIMELINES).glob("*/host_*.json")
@@ -69,9 +88,9 @@ def remove_recordings(run_dir: Path, after: int) -> None:
 
     The hosts may be fewer then, and what the others had left would not fit what is new.
     """
-    for step in recorded_steps(run_dir):
-        if step > after:
-            shutil.rmtree(recording_path(run_dir, step, 0).parent)
+    for folder in (run_dir / TIMELINES).glob("*/"):
+        if folder.name.isdecimal() and int(folder.name) > after:
+            shutil.rmtree(folder)
 
 
 def measured_timeline(run_dir: Path, plan: Plan, step: int) -> Timeline:
@@ -206,9 +225,11 @@ def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...
 def _averagings(
     plan: Plan, runs: Mapping[Operation, Run], seen: Sequence[Averaging]
 ) -> tuple[Averaging, ...]:
-    """One for every stage; that of a stage of which none was seen takes no time."""
+    """One for every stage that has nodes; that of a stage of which none was seen takes no time."""
     averagings = []
     for stage, nodes in enumerate(plan.stages):
+        if not nodes:
+            continue  # It is left out.
         of_stage = [averaging for averaging in seen if averaging.stage == stage]
         last_s = max((run.end_s for run in runs.values() if run.operation.node in nodes), default=0)
         start_s = max((averaging.start_s for averaging in of_stage), default=last_s)

@@ -7,10 +7,12 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, TemporaryError, kind_of
@@ -18,9 +20,13 @@ from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.plan import Plan, load_plan
 
 from skippipe_jax.config import NO_RECIPE, Config, parse_config, to_yaml
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.consensus.wire import generation_to_json, parse_generation
 from skippipe_jax.program.schedule import OWN, Schedule, timeline_of
 from skippipe_jax.storage.layout import CHECKPOINTS, latest_step
 from skippipe_jax.storage.whole_file import PARTIAL, write_whole
+
+T = TypeVar("T")
 
 CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"
 PLANS = "plans"
@@ -29,6 +35,13 @@ CASE = "case.yaml"
 """Where a run that measured its cluster keeps the case."""
 BEST = "best.json"
 """Which checkpoint has the lowest held-out loss, in a run that computes it."""
+MEMBERSHIP = "membership.jsonl"
+"""Which hosts have trained together, a line for each generation."""
+RECOVERIES = "recoveries.jsonl"
+"""How the run has come over the loss of a stage, a line for each time."""
+GENERATIONS = "generations"
+"""The folder of the plans by which generations went on, in which two hosts that have lost each
+other also find out which goes on."""
 
 
 def is_run(folder: Path) -> bool:
@@ -212,10 +225,149 @@ def own_files(folder: Path) -> list[Path]:
     ]
 
 
+def append_generation(
+    folder: Path, generation: Generation, plan: Plan, members: Sequence[Mapping[str, Any]]
+) -> None:
+    """Add a generation of hosts to membership.jsonl, and what each member tells of itself.
+
+    The plan by which those of a later one than the first go on is kept in full.
+    """
+    line = {
+        "generation": generation.number,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": generation.step,
+        "cause": generation.cause,
+        "leader": generation.leader,
+        "rewound": generation.is_rewound,
+        "plan": plan.method,
+        "predicted_seconds": plan.predicted.iteration_s,
+        "members": list(members),
+    }
+    if generation.left_out:
+        line["left_out"] = list(generation.left_out)
+    if generation.lost:
+        remade = [asdict(made) for made in generation.remade]
+        line |= {"lost": list(generation.lost), "remade": remade}
+    with _accessible(folder), (folder / MEMBERSHIP).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    if generation.number > 1:
+        with _accessible(folder):
+            (folder / GENERATIONS).mkdir(exist_ok=True)
+            plan.save(folder / GENERATIONS / f"plan-{generation.number}.json")
+
+
+def append_recovery(folder: Path, line: Mapping[str, Any]) -> None:
+    """Add to recoveries.jsonl how the run has come over the loss of a stage."""
+    with _accessible(folder), (folder / RECOVERIES).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_recoveries(folder: Path) -> list[Mapping[str, Any]]:
+    """How the run has come over losses of stages; a line that is cut short is left out.
+
+    Raises:
+        InputError: if another line is none of this program's.
+    """
+    path = folder / RECOVERIES
+    return _whole_lines(path, _read_recovery) if path.exists() else []
+
+
+def _read_recovery(text: str, field: str) -> Mapping[str, Any]:
+    try:
+        line = json.loads(text)
+        for key in ("generation", "step", "steps_old"):
+            fields.integer(line[key], f"{field}, {key}", 0)
+        for stage in fields.sequence(line["stages"], f"{field}, stages"):
+            fields.integer(stage, f"{field}, stages", 0)
+        for told in (line["by"], line["asked"], line["cause"]):
+            fields.text(told, field)
+        for key in ("loss_before", "loss_after"):
+            if line[key] is not None:
+                fields.number(line[key], f"{field}, {key}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(field, text, "is no recovery of a run", "Remove this line") from error
+    return line
+
+
+def first_to_write(folder: Path, generation: Generation) -> Generation:
+    """Write a generation of hosts, unless one of its number is there; returns what is there.
+
+    Of two hosts that have lost each other this decides which goes on: only one can make a file.
+    """
+    decided = folder / GENERATIONS
+    path = decided / f"{generation.start:x}-{generation.number}.json"
+    with _accessible(folder):
+        decided.mkdir(exist_ok=True)
+        own = decided / f"{path.name}.{os.getpid()}{PARTIAL}"
+        own.write_text(json.dumps(generation_to_json(generation)), encoding="utf-8")
+        # A link is made with the whole of the file, or not at all.
+        with suppress(FileExistsError):
+            os.link(own, path)
+        own.unlink()
+        return parse_generation(json.loads(path.read_text(encoding="utf-8")))
+
+
+def read_generations(folder: Path) -> list[Mapping[str, Any]]:
+    """The generations of hosts that have trained together; a line that is cut short is left out.
+
+    Raises:
+        InputError: if another line is none of this program's.
+    """
+    path = folder / MEMBERSHIP
+    if not path.exists():
+        return []
+    return _whole_lines(path, _read_generation)
+
+
+def _read_generation(text: str, field: str) -> Mapping[str, Any]:
+    try:
+        line = json.loads(text)
+        for key in ("generation", "step", "leader"):
+            fields.integer(line[key], f"{field}, {key}", 0)
+        for told in (line["at"], line["cause"] or "the run began"):
+            fields.text(told, field)
+        bool(line["rewound"])
+        for member in fields.sequence(line["members"], f"{field}, members"):
+            fields.integer(member["host"], f"{field}, host", 0)
+            fields.text(member["address"], f"{field}, address")
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(field, text, "is no generation of hosts", "Remove this line") from error
+    return line
+
+
+def last_addresses(folder: Path) -> list[str]:
+    """Where the hosts that have trained together last listened for one another."""
+    generations = read_generations(folder)
+    return [str(member["address"]) for member in generations[-1]["members"]] if generations else []
+
+
 def append_metrics(folder: Path, line: dict[str, Any]) -> None:
     """Add one iteration to the metrics; a crash loses at most this line."""
-    with _accessible(folder), (folder / METRICS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with closing(MetricsWriter(folder)) as metrics:
+        metrics.append(line)
+
+
+class MetricsWriter:
+    """Adds iterations to the metrics of a run, as long as nobody else goes on with it.
+
+    Whoever does makes a new file (`continue_run`). A host that was stopped meanwhile still has the
+    old one, and what it adds there counts no more.
+    """
+
+    def __init__(self, folder: Path):
+        """Open the file that is there now, or a new one."""
+        self._folder = folder
+        with _accessible(folder):
+            self._file = (folder / METRICS).open("ab", buffering=0)
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one iteration; a crash loses at most this line."""
+        with _accessible(self._folder):
+            self._file.write((json.dumps(line) + "\n").encode())
+
+    def close(self) -> None:
+        """Add no more."""
+        self._file.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -224,10 +376,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: if another line is none of this program's.
     """
-    path = folder / METRICS
-    lines = fields.read_text(path, METRICS).splitlines(keepends=True)
+    return _whole_lines(folder / METRICS, _read_line)
+
+
+def _whole_lines(path: Path, read: Callable[[str, str], T]) -> list[T]:
+    """What `read` makes of each line and its name; one that a crash cut short is left out."""
+    lines = fields.read_text(path, path.name).splitlines(keepends=True)
     return [
-        _read_line(line, f"{path}, line {number}")
+        read(line, f"{path}, line {number}")
         for number, line in enumerate(lines, 1)
         if line.endswith("\n")
     ]

@@ -9,16 +9,20 @@ PARTIAL = ".partial"
 """What the name of a file ends with until it is whole."""
 
 
-def write_whole(path: Path, text: str, *, durably: bool = False) -> None:
+def write_whole(path: Path, content: str | bytes, *, durably: bool = False) -> None:
     """Write a file so that a crash leaves the old one, if there is one, or the new one.
 
     With `durably` a power cut does so too, and the file is on the disk when this returns.
     """
     partial = path.with_name(path.name + PARTIAL)
-    partial.write_text(text, encoding="utf-8")
-    if durably:
-        synchronize(partial)
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if durably:
+            synchronize(partial)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     if durably:
         synchronize(path.parent)
 

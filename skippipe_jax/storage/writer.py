@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from skippipe_sched.errors import FULL_DISK, InputError, kind_of
 
 from skippipe_jax.cluster.agreement import Host, from_host_0, gather
+from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.storage.array_files import PyTree, Writing, begin_writing
 from skippipe_jax.storage.layout import (
     DATA,
@@ -23,9 +24,11 @@ from skippipe_jax.storage.layout import (
     is_committed,
     part_of,
     remove,
+    remove_unfinished,
     saved_steps,
     stage_name,
     step_folder,
+    unfinished_folder,
 )
 from skippipe_jax.storage.warning import warn
 from skippipe_jax.storage.whole_file import synchronize
@@ -34,6 +37,10 @@ from skippipe_jax.storage.whole_file import synchronize
 OF_THE_DISK = {
     os.strerror(number): number for number in (*FULL_DISK, errno.EROFS, errno.EFBIG, errno.EACCES)
 }
+
+
+class NotCommitted(RuntimeError):
+    """A checkpoint is not committed, for no reason that the user could mend."""
 
 
 class Copy(Protocol):
@@ -71,22 +78,29 @@ class CheckpointWriter:
         keep_every: int | None = None,
         mirror: Copy | None = None,
         timeout_s: float = 1200,
+        generation: int = 0,
+        when_whole: Callable[[int], None] = lambda _: None,
     ):
         """Write below ``run_dir``, holding on to the last ``keep`` checkpoints.
 
         Those of every ``keep_every`` steps are kept for good. On host 0, ``mirror`` is brought up
         to date after each checkpoint, before older ones are removed. A checkpoint is whole with
         a stage for each of ``stage_layers``, their blocks, and the state of the data. Hosts wait
-        ``timeout_s`` at most for one another's parts.
+        ``timeout_s`` at most for one another's parts. Those of another ``generation`` may write the
+        same steps meanwhile; where there are generations two checkpoints are held on to at least,
+        since those that are left may not have heard yet that the last one is whole. ``when_whole``
+        is called with the step of each checkpoint that is.
         """
         self._run_dir = run_dir
         self._host = host
         self._stage_layers = tuple(stage_layers)
-        self._keep = keep
+        self._keep = max(keep, 2) if generation else keep
         self._keep_every = keep_every
         self._protected: int | None = None
         self._mirror = mirror
         self._timeout_s = timeout_s
+        self._generation = generation
+        self._when_whole = when_whole
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._last_save: Future[None] | None = None
         # Slow links hold up neither training nor the next checkpoint.
@@ -98,6 +112,7 @@ class CheckpointWriter:
         step: int,
         stages: Mapping[int, Mapping[str, PyTree]],
         data: Mapping[str, Any] | None,
+        left_out: Mapping[int, int] | None = None,
     ) -> None:
         """Begin a checkpoint; on return its arrays may be donated, and the writing goes on.
 
@@ -109,27 +124,30 @@ class CheckpointWriter:
             stages: by index, the state of each stage that this host writes: trees under a few
                 top-level names, whose leaves are jax.Array on one device each.
             data: how far the data has been read, fit for JSON, from one host and None from others.
+            left_out: from host 0, stages that are as they were after an earlier step, and which.
 
         Raises:
             InputError: the step is saved already.
             Exception: the checkpoint before was not committed, see `wait`.
         """
         self.wait()
-        folder = step_folder(self._run_dir, step)
-        if is_committed(folder):
+        whole = step_folder(self._run_dir, step)
+        if is_committed(whole):
             raise InputError(
-                str(folder), step, "is saved already", "Resume the run, or name a new run folder"
+                str(whole), step, "is saved already", "Resume the run, or name a new run folder"
             )
+        folder = unfinished_folder(self._run_dir, step, self._generation)
         texts = {} if data is None else {DATA: json.dumps(data)}
         writes: Future[dict[str, Writing]] = Future()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if stages or texts:
+                folder.mkdir(parents=True, exist_ok=True)
             parts = {stage_name(stage): state for stage, state in stages.items()}
             writes.set_result({name: begin_writing(folder / name, parts[name]) for name in parts})
         except Exception as error:
             # Raised by the background thread, which tells the other hosts that wait for this part.
             writes.set_exception(error)
-        self._last_save = self._background.submit(self._finish, step, writes, texts)
+        self._last_save = self._background.submit(self._finish, step, writes, texts, left_out)
 
     def protect(self, step: int) -> None:
         """Hold on to the checkpoint of ``step`` too, and no longer to the one protected before.
@@ -145,21 +163,22 @@ class CheckpointWriter:
             InputError: it was not, since the run folder cannot be written any more; for a full disk
                 a TemporaryError.
             TimeoutError: it was not, since another host has not done its part in time.
-            RuntimeError: it was not, for another reason, on this host or another.
+            TeamEnded: it was not, since hosts are lost, and those that are left save again.
+            NotCommitted: it was not, for another reason, on this host or another.
         """
         last_save, self._last_save = self._last_save, None
         if last_save is None:
             return
         try:
             last_save.result()
-        except TimeoutError:
+        except (TimeoutError, TeamEnded):
             raise
         except Exception as error:
             # Of this host or another; some come through Orbax, which knows no OSError.
             reason = next((text for text in OF_THE_DISK if text in str(error)), None)
             if reason is None:
                 problem = f"{type(error).__name__}: {error}"
-                raise RuntimeError(f"a checkpoint is not committed: {problem}") from error
+                raise NotCommitted(f"a checkpoint is not committed: {problem}") from error
             raise kind_of(OSError(OF_THE_DISK[reason], reason))(
                 "run_dir",
                 str(self._run_dir),
@@ -188,9 +207,10 @@ class CheckpointWriter:
         step: int,
         writes: Future[dict[str, Writing]],
         texts: Mapping[str, str],
+        left_out: Mapping[int, int] | None,
     ) -> None:
         """Complete this host's part, and have host 0 commit once all parts are there."""
-        folder = step_folder(self._run_dir, step)
+        folder = unfinished_folder(self._run_dir, step, self._generation)
         parts = gather(
             self._host,
             f"checkpoint/{step}/part",
@@ -200,18 +220,27 @@ class CheckpointWriter:
         from_host_0(
             self._host,
             f"checkpoint/{step}/whole",
-            lambda: self._commit(folder, dict(ChainMap(*parts.values()))),
+            lambda: self._commit(step, folder, dict(ChainMap(*parts.values())), left_out),
             self._timeout_s,
         )
+        self._when_whole(step)
 
-    def _commit(self, folder: Path, files: Mapping[str, str]) -> None:
+    def _commit(
+        self,
+        step: int,
+        folder: Path,
+        files: Mapping[str, str],
+        left_out: Mapping[int, int] | None,
+    ) -> None:
         """Declare the checkpoint of these files whole, if it is; drop old ones."""
         expected = {stage_name(stage) for stage in range(len(self._stage_layers))}
         expected.add(DATA)
         written = {part_of(name) for name in files}
         if written != expected:
             raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
-        declare_whole(folder, self._stage_layers, files)
+        whole = step_folder(self._run_dir, step)
+        declare_whole(folder, whole, self._stage_layers, files, left_out)
+        remove_unfinished(self._run_dir, up_to=step)
         if self._mirror is None:
             self._remove_old()
         else:
@@ -255,13 +284,13 @@ def write_checkpoint(
     The states, like those of `CheckpointWriter.save`, are asked for and written one by one: no two
     need be held at a time.
     """
-    folder = step_folder(run_dir, step)
+    folder = unfinished_folder(run_dir, step, 0)
     folder.mkdir(parents=True)
     files: dict[str, str] = {}
     for stage in range(len(stage_layers)):
         name = stage_name(stage)
         files |= _complete_part(folder, {name: begin_writing(folder / name, state_of(stage))}, {})
-    declare_whole(folder, stage_layers, files)
+    declare_whole(folder, step_folder(run_dir, step), stage_layers, files)
 
 
 def _complete_part(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skippipe_jax.cluster.agreement import barrier
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
 from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
@@ -19,17 +22,20 @@ from skippipe_jax.training.trackers import open_trackers
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
 
+# Iterations end one after another, and each is written soon after: more are never missing.
+LINES_KEPT = 8
+
 
 def own_callbacks(
-    trainer: Trainer, writer: CheckpointWriter, skipped_updates: int
+    trainer: Trainer, host: Membership | Team, writer: CheckpointWriter, skipped_updates: int
 ) -> list[Callback]:
-    """What every run has, and what its configuration asks for; most of it on host 0 alone.
+    """What every run has, and what its configuration asks for; most of it on the first host alone.
 
-    `writer` is that of checkpoints, and so many updates have been skipped before.
+    `host` is this one, `writer` that of checkpoints, and so many updates have been skipped before.
     """
     config, folder, step = trainer.config, trainer.folder, trainer.steps_done
     recordings = [] if config.trace == "never" else [RecordingsDrawn()]
-    if trainer.host.index != 0:
+    if host.index != 0:
         return [*recordings]
     return [
         MetricsFile(folder),
@@ -45,11 +51,63 @@ class MetricsFile(Callback):
 
     def __init__(self, folder: Path):
         """Write into the folder of a run."""
-        self.folder = folder
+        self.metrics = run_folder.MetricsWriter(folder)
 
     def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         """Add the line."""
-        run_folder.append_metrics(self.folder, dict(metrics))
+        self.metrics.append(dict(metrics))
+
+    def close(self) -> None:
+        """Add no more lines."""
+        self.metrics.close()
+
+
+class KeptLines(Callback):
+    """The last lines of metrics, on every host: the first may be lost before it has written one.
+
+    Attributes:
+        awaiting: the line after these, of which callbacks are told once its step is validated.
+    """
+
+    def __init__(self):
+        """Begin with none."""
+        self.awaiting: Mapping[str, Any] | None = None
+        self.lines: deque[Mapping[str, Any]] = deque(maxlen=LINES_KEPT)
+
+    def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        """Keep the line."""
+        self.lines.append(metrics)
+
+    @property
+    def last_loss(self) -> float | None:
+        """That of the last line; None if there is none, or it is no finite number."""
+        last = self.awaiting or (self.lines[-1] if self.lines else None)
+        return None if last is None else last["loss"]
+
+    def forget(self, after: int) -> None:
+        """Forget what was told of the steps after one, which come again."""
+        counting = [line for line in self.lines if line["step"] <= after]
+        self.lines = deque(counting, maxlen=LINES_KEPT)
+        if self.awaiting is not None and self.awaiting["step"] > after:
+            self.awaiting = None
+
+    def told(self) -> list[Mapping[str, Any]]:
+        """The lines, as others hear them."""
+        return [*self.lines] if self.awaiting is None else [*self.lines, self.awaiting]
+
+    def hear(self, told: Iterable[Sequence[Mapping[str, Any]]]) -> None:
+        """Go on with the lines of whoever is furthest."""
+        most = max(told, key=lambda lines: lines[-1]["step"] if lines else 0)
+        self.lines, self.awaiting = deque(most, maxlen=LINES_KEPT), None
+
+    def write_the_missing(self, folder: Path) -> None:
+        """Add those that a host which was lost has not written."""
+        written = max((line["step"] for line in run_folder.read_metrics(folder)), default=0)
+        for line in self.lines:
+            if line["step"] > written:
+                run_folder.append_metrics(folder, dict(line))
+        if self.awaiting is not None and self.awaiting["step"] <= written:
+            self.awaiting = None  # The host that was lost has validated the step.
 
 
 class BestCheckpoint(Callback):

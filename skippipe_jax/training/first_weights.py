@@ -11,6 +11,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.agreement import agree
 from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config, StageCut
 from skippipe_jax.config.huggingface import folder_of
 from skippipe_jax.interop.huggingface import Weights, open_weights
@@ -48,7 +49,7 @@ class FirstWeights:
             self.digests[stage] = _digest(parameters)
         return {"parameters": parameters}
 
-    def require_same(self, config: Config, host: Membership, topology: Topology) -> None:
+    def require_same(self, config: Config, host: Membership | Team, topology: Topology) -> None:
         """Refuse a host that has read other weights for a stage than the first that serves it.
 
         All hosts call this together.
@@ -64,6 +65,8 @@ class FirstWeights:
                 )
 
             hosts = {topology.host_of[node] for node in topology.plan.stages[stage]}
+            # Who takes its state from others reads none.
+            hosts -= host.fresh if isinstance(host, Team) else frozenset()
             timeout_s = config.cluster.connect_timeout_s
             agree(host, f"weights/{stage}", digest, timeout_s, differing, hosts)
 

@@ -19,6 +19,7 @@ from skippipe_sched.timing.averaging import best_ring
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.flops import iteration_flops
+from skippipe_jax.models.footprint import hop_bytes
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.optim.adamw import learning_rate_schedule, updates_made
 from skippipe_jax.profiling.devices import (
@@ -34,7 +35,6 @@ from skippipe_jax.runtime.stage_functions import (
     STOP,
     TOKENS,
     Z_LOSS,
-    activation,
     skips_update,
 )
 from skippipe_jax.runtime.totals import Outcome
@@ -82,6 +82,8 @@ class Metrics:
         self.config = config
         self.schedule = schedule
         self.asked_to_stop = False
+        self.generation = None if runtime.team is None else runtime.team.generation.number
+        self.hosts = len(runtime.topology.hosts)
         # By the name of an iteration's plan, and how many numbers for each parameter it averages.
         self.expected = {
             (name, averaged): Expected.of(plan, config, averaged)
@@ -175,9 +177,9 @@ class Metrics:
             )
         return {
             "step": step,
-            "loss": _finite(loss),
-            "z_loss": _finite(totals[Z_LOSS] / totals[TOKENS]) if optimizer.z_loss else None,
-            "validation_loss": _finite(held_out),
+            "loss": finite(loss),
+            "z_loss": finite(totals[Z_LOSS] / totals[TOKENS]) if optimizer.z_loss else None,
+            "validation_loss": finite(held_out),
             "tokens": int(totals[TOKENS]),
             "tokens_per_second": float(totals[TOKENS]) / seconds,
             "flops_utilisation": self._flops_utilisation(self.flops[name], seconds),
@@ -185,10 +187,12 @@ class Metrics:
             "plan": name,
             "predicted_seconds": expected.seconds,
             "network": self.config.network.mode,
+            "generation": self.generation,
+            "hosts": self.hosts,
             "bytes_sent": sum(expected.sent.values()),
             "bytes_per_link": {f"{a}-{b}": size for (a, b), size in expected.sent.items()},
             "idle_share": _idle_share(finished.busy_s, seconds),
-            "gradient_norm": _finite(norm),
+            "gradient_norm": finite(norm),
             "skipped_updates": self.skipped_updates,
             "learning_rate": float(np.asarray(learning_rate)),
             "compilations": finished.compilations.count,
@@ -213,7 +217,7 @@ class Metrics:
         return {device.id: peak_memory_bytes(device) for device in self.own_devices}
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     """A number as JSON can hold it."""
     return float(value) if value is not None and math.isfinite(value) else None
 
@@ -233,18 +237,18 @@ def bytes_per_link(plan: Plan, config: Config, averaged: int = 1) -> dict[tuple[
     parameter.
     """
     network = config.network
-    travelling = jnp.dtype(network.activation_dtype or config.model.compute_dtype)
-    hop_bytes = activation(config.model, config.data).size * travelling.itemsize
+    size = hop_bytes(config)
     sent: Counter[tuple[int, int]] = Counter()
     for microbatch, path in enumerate(plan.microbatches):
         for before, after in itertools.pairwise(microbatch_chain(microbatch, path)):
             if before.node != after.node:
-                sent[before.node, after.node] += hop_bytes
+                is_gradient = after.kind == "B"
+                sent[before.node, after.node] += size.gradient if is_gradient else size.activation
     element = jnp.dtype(network.averaging_dtype or jnp.float32).itemsize
     for stage, shapes in enumerate(stage_shapes(config.model, len(plan.stages))):
         ring = best_ring(plan.case, stage, plan.stages[stage])
         size = averaged * parameter_count(shapes) * element
-        passed = 2 * (len(ring) - 1) * size // len(ring)
+        passed = 2 * (len(ring) - 1) * size // len(ring) if ring else 0
         for position, node in enumerate(ring):
             if passed:
                 sent[ring[position - 1], node] += passed

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, signals_that_end
 from skippipe_sched.methods import DEFAULT_METHOD
 from skippipe_sched.problem.auto import candidates, load_cases
 from skippipe_sched.problem.case import Case
@@ -15,10 +15,9 @@ from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
 
 from skippipe_jax.config import NO_RECIPE, Config, PlanConfig, RecipeConfig
-from skippipe_jax.models.planned_case import cases_of
+from skippipe_jax.models.planned_case import candidates_of, cases_of
 from skippipe_jax.program.schedule import Schedule, best_plan, make_schedule
 from skippipe_jax.training.messages import say, say_meanwhile
-from skippipe_jax.training.signals import interrupts_that_end
 
 
 def make_plan(
@@ -48,12 +47,12 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
         InputError: as `plan_of` does, or if a plan of the recipe breaks a rule.
     """
     if measured is not None:
-        cases = candidates(measured)
+        cases = candidates_of(config, dict(measured))
         own = _planned(config.plan, cases, config.recipe, "what was measured")
     else:
         own = plan_of(config, config_folder)
     search = config.plan.method, config.plan.seed, config.plan.budget_s
-    with interrupts_that_end():
+    with signals_that_end():  # numba calls back from C, where exceptions get lost.
         return make_schedule(config.recipe, own, *search, say)
 
 
@@ -71,7 +70,7 @@ def plan_of(config: Config, config_folder: Path) -> Plan:
 def _planned(config: PlanConfig, cases: Sequence[Case], recipe: RecipeConfig, what: str) -> Plan:
     if config.method != "balanced":  # Which is instant.
         say_meanwhile(f"planning for {what} by {config.method}, {config.budget_s:g} s at most")
-    with interrupts_that_end():
+    with signals_that_end():  # numba calls back from C, where exceptions get lost.
         return best_plan(cases, config.method, Search(config.seed, config.budget_s), recipe)
 
 

@@ -91,7 +91,7 @@ class ProgressBar(Callback):
             )
         if metrics["validation_loss"] is not None:
             self._say(f"step {metrics['step']}: held-out loss {metrics['validation_loss']:.4f}")
-        self._show(metrics)
+        self._show(metrics, trainer.membership.count)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -101,9 +101,12 @@ class ProgressBar(Callback):
         """Print a line above the bar."""
         self.bar.write(text, file=sys.stderr)
 
-    def _show(self, line: Mapping[str, Any]) -> None:
+    def _show(self, line: Mapping[str, Any], hosts: int) -> None:
         emulated = " on an emulated network" if line["network"] == "emulate" else ""
         speed = f"{line['tokens_per_second']:,.0f} tokens/s{emulated}"
+        if (line["generation"] or 1) > 1:
+            of = max(hosts, line["hosts"])
+            speed += f", {line['hosts']} of {of} hosts, generation {line['generation']}"
         loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
         self.bar.set_postfix_str(f"loss {loss}, {speed}", refresh=False)
         self.bar.update()

@@ -6,8 +6,6 @@ hosts read there what it has written. All that can be wrong with the input is fo
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.cluster.agreement import agree, from_host_0, gather, hear, tell
 from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import (
     Config,
     DataConfig,
@@ -27,21 +26,25 @@ from skippipe_jax.config import (
     require_same_run,
     to_tree,
 )
+from skippipe_jax.config.resume import digest, settings
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.batches import TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.interop.huggingface import Weights
+from skippipe_jax.models.in_flight import short_of_memory
 from skippipe_jax.models.planned_case import differing_sizes
 from skippipe_jax.profiling.case import Profile, check_template
 from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting.timelines import draw_recorded
+from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.runtime import Runtime, give_collectives_threads, open_runtime
-from skippipe_jax.runtime.state import from_checkpoint
+from skippipe_jax.runtime.state import Kept, from_checkpoint
 from skippipe_jax.runtime.topology import sharding_of
 from skippipe_jax.runtime.transport import Transfers, open_transfers
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.joined_folder import is_joined, require_not_joined
 from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
 from skippipe_jax.storage.layout import DATA, Checkpoint, latest_step
 from skippipe_jax.storage.mirror import Mirror
@@ -67,7 +70,7 @@ class Settled:
         programs: those of this host, by the names of the plans.
         data: the microbatches of the run, if a data node is served here.
         weights: those that a new run begins with, if it is told where they come from.
-        transfers: the transfer servers of this host.
+        transfers: the transfer servers of this host, once it has met the others.
         mirror: the copy of the run folder, on host 0, if there shall be one.
     """
 
@@ -76,7 +79,7 @@ class Settled:
     programs: Mapping[str, Program]
     data: TrainingBatches | None
     weights: Weights | None
-    transfers: Transfers
+    transfers: Transfers | None
     mirror: Mirror | None
 
     @property
@@ -132,7 +135,7 @@ def settle(
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     # On what text, and from what weights?
-    data = _open_data(config, plan, programs[OWN])
+    data = open_data(config, plan, programs[OWN])
     config.model.layers_of_stages(len(plan.stages))
     _require_attention(config.model)
     weights = None if resume else find_weights(config)
@@ -141,7 +144,8 @@ def settle(
         if not resume:
             hold.take()
             run_folder.require_new(Path(config.run_dir))  # Another may have been quicker.
-        for sentence in differing_sizes(config, plan.case):
+        warnings = differing_sizes(config, plan.case)
+        for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
             say_meanwhile(f"warning: {sentence}")
         _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
         tell(host, "run", lambda: _description(config, schedule))
@@ -154,6 +158,27 @@ def settle(
     return Settled(schedule, host_of, programs, data, weights, transfers, mirror)
 
 
+def settle_alone(config: Config, host: Membership) -> Settled:
+    """What a host knows by itself that comes back to a run which goes on without it.
+
+    Raises:
+        InputError: if the configuration is another than that of the run.
+    """
+    folder = Path(config.run_dir)
+    if not is_joined(folder):
+        require_same_run(config, run_folder.saved_config(folder, "run_dir"))
+    schedule = run_folder.saved_schedule(folder)
+    nodes = len(schedule.plans[OWN].case.nodes)
+    host_of = hosts_of_nodes(nodes, host.count, config.cluster.host_of_node)
+    _require_attention(config.model)
+    if host.index >= host.count:  # Which stage it serves the others say.
+        return Settled(schedule, host_of, {}, None, None, None, None)
+    compiled = compile_plans(schedule.plans, host_of)
+    programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
+    data = open_data(config, schedule.plans[OWN], programs[OWN])
+    return Settled(schedule, host_of, programs, data, None, None, None)
+
+
 def parts_of(config: Config, settled: Settled) -> Callable[[Checkpoint], set[str]]:
     """Which parts of a checkpoint this host reads: those of its stages, and where the data is."""
     plan = settled.plan
@@ -164,22 +189,32 @@ def parts_of(config: Config, settled: Settled) -> Callable[[Checkpoint], set[str
 
 
 def open_stages(
-    config: Config, host: Membership, settled: Settled, checkpoint: Checkpoint | None
+    config: Config,
+    host: Membership | Team,
+    settled: Settled,
+    checkpoint: Checkpoint | None,
+    kept: Kept | None = None,
+    remains: Remains = NO_REMAINS,
 ) -> Runtime:
     """The runtime, its stages as the checkpoint has them, or as a run begins; on all hosts.
+
+    In a team that goes on, states that are `kept` are as they are, and lost ones are made from what
+    `remains` of them.
 
     Raises:
         InputError: if they cannot be read, or this host reads other weights than others.
     """
     cut = config.model.layers_of_stages(len(settled.plan.stages))
     # A run that stopped before its first checkpoint begins anew when it is resumed.
-    weights = None if checkpoint is not None else settled.weights or find_weights(config)
+    is_begun = checkpoint is not None or kept is not None
+    weights = None if is_begun else settled.weights or find_weights(config)
     first = None if weights is None else FirstWeights(weights, cut, are_compared=host.count > 1)
     origin = first and first.read
     if checkpoint is not None:
         origin = from_checkpoint(checkpoint, cut)
     given = settled.schedule, settled.programs, settled.host_of
-    runtime = open_runtime(config, *given, host, settled.transfers, origin)
+    assert settled.transfers is not None, "the hosts have met"
+    runtime = open_runtime(config, *given, host, settled.transfers, origin, kept, remains)
     if first is not None:
         first.require_same(config, host, runtime.topology)
     return runtime
@@ -195,9 +230,10 @@ def go_on(config: Config, step: int) -> None:
 
 
 def open_writer(
-    config: Config, host: Membership, cut: StageCut, mirror: Mirror | None
+    config: Config, host: Membership | Team, cut: StageCut, mirror: Mirror | None
 ) -> CheckpointWriter:
     """What writes the checkpoints of the run; all hosts open one."""
+    is_team = isinstance(host, Team)
     return CheckpointWriter(
         Path(config.run_dir),
         host,
@@ -205,6 +241,8 @@ def open_writer(
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
         mirror=mirror,
+        generation=host.generation.number if is_team else 0,
+        when_whole=host.saved if is_team else lambda _: None,
     )
 
 
@@ -235,6 +273,7 @@ def _opened_folder(
         say(message)
     if not resume:
         return True
+    require_not_joined(folder)
     saved = run_folder.saved_config(folder, "run_dir")
     for name, now, before in require_same_run(config, saved):
         say(f"the run goes on with {name} = {now!r}, before it was {before!r}")
@@ -252,11 +291,12 @@ def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
     searches = 1 + config.recipe.most_searches
     patience_s = config.cluster.connect_timeout_s + 2 * searches * config.plan.budget_s
     theirs = hear(host, "run", [0], patience_s)[0]
-    for section, value in to_tree(config).items():
-        if _digest(value) != theirs["config"][section]:
+    tree = to_tree(config)
+    for section, own in settings(config).items():
+        if own != theirs["config"].get(section):
             raise InputError(
                 section,
-                value,
+                tree[section],
                 f"host {host.index} has this, and host 0 has something else",
                 "Start all hosts with the same configuration",
             )
@@ -275,19 +315,14 @@ def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
 
 def _description(config: Config, schedule: Schedule) -> dict[str, Any]:
     """What the other hosts compare their configuration and plans with."""
-    sections = {section: _digest(value) for section, value in to_tree(config).items()}
-    return {"config": sections, "plans": _digest_of_plans(schedule)}
+    return {"config": settings(config), "plans": _digest_of_plans(schedule)}
 
 
 def _digest_of_plans(schedule: Schedule) -> str:
-    return _digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
+    return digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def _open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
+def open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
     """The microbatches of the run, if a data node is served here."""
     data = data_config(config)
     check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))

@@ -1,17 +1,29 @@
-"""What SIGINT and SIGTERM do: end a run after a last checkpoint, and its planning at once."""
+"""How SIGINT and SIGTERM are taken in while a run trains."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+from skippipe_sched.errors import raise_terminated
+
+T = TypeVar("T")
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[signal.Signals]]:
-    """Collects SIGINT and SIGTERM; a second one ends the program at once.
+def stop_signals(
+    numbers: Sequence[signal.Signals] = STOPPING,
+    when_received: Callable[[signal.Signals], None] = lambda _: None,
+) -> Iterator[list[signal.Signals]]:
+    """Collects SIGINT and SIGTERM, or other signals, and tells of the first.
+
+    A second one ends the program at once.
 
     Only a main thread gets signals: in another, nothing is collected.
     """
@@ -24,8 +36,9 @@ def stop_signals() -> Iterator[list[signal.Signals]]:
         if received:
             raise KeyboardInterrupt
         received.append(signal.Signals(number))
+        when_received(received[0])
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield received
     finally:
@@ -33,20 +46,36 @@ def stop_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def interrupts_that_end() -> Iterator[None]:
-    """Let Ctrl-C end the program at once, without the exception that is its usual way.
+def run_interruptibly(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine as `asyncio.run` does, and let SIGTERM cancel it as SIGINT does there.
 
-    numba compiles the search by callbacks from C, in which exceptions get lost.
+    Within the event loop an exception could come to a task that nobody asks for it.
     """
-    if not (_is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    async def heeding() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None, "runs"
+        signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(cancel, task))
+        try:
+            return await coroutine
+        finally:
+            signal.signal(signal.SIGTERM, raise_terminated)
+
+    is_told = False
+
+    def cancel(task: asyncio.Task[Any]) -> None:
+        nonlocal is_told
+        is_told = True
+        task.cancel()
+
+    if not _is_main_thread() or signal.getsignal(signal.SIGTERM) is not raise_terminated:
+        return asyncio.run(coroutine)
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return asyncio.run(heeding())
+    except asyncio.CancelledError:
+        if is_told:
+            raise_terminated()
+        raise
 
 
 def _is_main_thread() -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 
 from skippipe_jax.cluster.agreement import hear, tell
 from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.runtime.runtime import Runtime
@@ -14,7 +15,7 @@ from skippipe_jax.runtime.runtime import Runtime
 class Validation:
     """Computes the held-out loss; all hosts make one, and use it at the same steps."""
 
-    def __init__(self, config: Config, data: DataConfig, runtime: Runtime, host: Membership):
+    def __init__(self, config: Config, data: DataConfig, runtime: Runtime, host: Membership | Team):
         """Read the held-out text where a data node is served.
 
         Raises:

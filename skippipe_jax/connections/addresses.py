@@ -13,6 +13,9 @@ from skippipe_jax.config.cluster import require_one_interface
 BIND_VARIABLE = "SKIPPIPE_BIND_ADDRESS"
 """The environment variable with the address on which everything of this host listens."""
 
+_LONGEST = 64
+"""No numeric address has so many characters."""
+
 
 def parse_address(field: str, text: str) -> tuple[str, int]:
     """Read ``HOST:PORT``."""
@@ -20,6 +23,21 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InputError(field, text, "not an address", "write HOST:PORT, such as 10.0.0.1:1234")
     return host.strip("[]"), int(port)
+
+
+def require_numeric(text: str) -> str:
+    """An address as hosts tell it, ``IP:PORT``: no name that would have to be looked up.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    if len(text) > _LONGEST or not text.isascii():
+        raise ValueError("is no address")
+    host, _ = parse_address("address", text)
+    address = ipaddress.ip_address(host)
+    if isinstance(address, ipaddress.IPv6Address) and not (address.scope_id or "0").isalnum():
+        raise ValueError("is no address")  # Looked up, it would not be refused by an OSError.
+    return text
 
 
 def join_address(host: str, port: int) -> str:

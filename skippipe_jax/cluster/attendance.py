@@ -1,0 +1,272 @@
+"""The life of a host among others, on an event loop in a thread of its own.
+
+The main thread may be blocked for ever in a collective whose peer is gone, so what meets the other
+hosts, watches them, and ends the process when one is lost, is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster.ending import (
+    CODES_OF_OTHERS,
+    LINGER_S,
+    LOST_HOST_EXIT_CODE,
+    REASON_CHARACTERS,
+    Verdict,
+    exit_at_once,
+    exit_by_fault,
+    say_and_exit,
+)
+from skippipe_jax.cluster.place import Place
+from skippipe_jax.config import ClusterConfig
+from skippipe_jax.connections import clock
+from skippipe_jax.connections.hello import NUMBER_BITS, Hello
+from skippipe_jax.connections.links import MESSAGE_CHARACTERS, say
+from skippipe_jax.connections.meeting import Meeting
+from skippipe_jax.connections.mesh import Mesh
+from skippipe_jax.connections.pulse import BEATS
+from skippipe_jax.connections.reception import Reception
+from skippipe_jax.consensus.control import Control, Listener, Store
+from skippipe_jax.consensus.generations import State
+
+T = TypeVar("T")
+
+
+class Attendance:
+    """One host's connections to the others, and what it does on what comes over them.
+
+    Attributes:
+        name: of this host, for readers.
+        process: a number that no other process has.
+        is_outside: whether the others go on with a run of which this host was lost.
+        last_words, reception: see `Membership`.
+    """
+
+    def __init__(self, config: ClusterConfig, index: int, count: int, board: Board):
+        """Do nothing yet; what the others tell goes to the board."""
+        self.name = f"host {index} (process {os.getpid()} on {socket.gethostname()})"
+        self.process = secrets.randbits(NUMBER_BITS)
+        self.is_outside = False
+        self.last_words: Callable[[], str] = str
+        self.reception = Reception()
+        self._config, self._index, self._count, self._board = config, index, count, board
+        # What follows exists only among several hosts, and belongs to the event loop's thread.
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread
+        self._meeting: Meeting | None = None
+        self._verdict: asyncio.Future[Verdict]
+        self._is_failing = self._was_stopped = False
+        self._control: Control | None = None
+
+    # Any thread may call these.
+
+    @property
+    def control(self) -> Control | None:
+        """This host's part in what is decided together, once the run outlives its hosts."""
+        return self._control
+
+    @property
+    def address(self) -> str:
+        """The IP address by which the others reach this host, and on which it listens."""
+        return "127.0.0.1" if self._meeting is None else self._meeting.address
+
+    @property
+    def control_address(self) -> str:
+        """Where this host listens for the others."""
+        return self._mesh.directory.hello.address
+
+    @property
+    def missed(self) -> frozenset[int]:
+        """The hosts that are gone or silent."""
+        return self._mesh.missed
+
+    def broadcast(self, *message: Any) -> None:
+        """Send a message to all other hosts."""
+        self._loop.call_soon_threadsafe(self._mesh.broadcast, *message)
+
+    def send(self, host: int, *message: Any) -> None:
+        """Send a message to another host; it is lost if there is no connection."""
+        self._loop.call_soon_threadsafe(self._mesh.send, host, *message)
+
+    def begin_control(self, state: State, listener: Listener, store: Store) -> None:
+        """From now on the run outlives its hosts."""
+        self._done(self._begin_control(state, listener, store))
+
+    def part(self, patience_s: float) -> None:
+        """Say farewell, and end the thread when the others have as well, or after some seconds."""
+        self._done(self._mesh.part(patience_s))
+        self._loop.call_soon_threadsafe(self._verdict.cancel)
+        self._thread.join()
+
+    def tell_failure(self, reason: str, code: int) -> None:
+        """Tell the others that this host ends by its own fault, and why."""
+        self._done(self._tell_failure(f"{self.name} failed: {reason}", code))
+
+    def end(self, reason: str) -> NoReturn:
+        """End the process because of something that this host has found."""
+        ending = self._end(Verdict(f"{self.name}: {reason}"))
+        if self._count == 1:
+            asyncio.run(ending)
+        self._done(ending)
+        exit_at_once(LOST_HOST_EXIT_CODE)
+
+    def _done(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
+        """Meet the other hosts and watch them from now on; returns when all are there.
+
+        With addresses where they listened last, those that still do; none may.
+        """
+        entered: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._attend(place, sockets, last_addresses, entered)),
+            name="skippipe-cluster",
+            daemon=True,
+        )
+        self._thread.start()
+        entered.result()
+
+    async def _attend(
+        self, place: Place, sockets: str | None, last_addresses: Sequence[str], begun: Future[None]
+    ) -> None:
+        """The life of the event loop: meet the others, then watch them until the end."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._end_by_fault)
+        self._verdict = self._loop.create_future()
+        new_mesh = partial(self._new_mesh, place, sockets)
+        self._meeting = Meeting(self._config, place.coordinator, place.keys, new_mesh)
+        try:
+            if last_addresses:
+                self.is_outside = await self._meeting.with_those_left(last_addresses)
+                if not self.is_outside:
+                    self._mesh.close()
+                    return begun.set_result(None)
+            else:
+                await self._meeting.with_all(sockets and f"{sockets}/relay")
+        except Exception as error:
+            self._mesh.close()
+            return begun.set_exception(error)
+        begun.set_result(None)
+        try:
+            watches = [self._verdict, asyncio.create_task(self._beat())]
+            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            if not self._verdict.cancelled():
+                await self._end(self._verdict.result())
+        except Exception as error:
+            # A host that watches no longer would hang at the next loss.
+            exit_by_fault(error, self.name, self.last_words)
+        finally:
+            self._mesh.close()  # Nobody else would attend to who comes while the loop ends.
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self._meeting is not None, "has others"
+        return self._meeting.mesh
+
+    def _new_mesh(self, place: Place, sockets: str | None) -> Mesh:
+        return Mesh(
+            Hello(
+                self._index, place.count, self.process, self.name, "", place.run, spare=place.spare
+            ),
+            heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            connect_timeout_s=self._config.connect_timeout_s,
+            received=self._received,
+            lost=self._misses,
+            found=self._finds,
+            reception=self.reception,
+            service=f"{sockets}/service" if sockets and place.index == 0 else None,
+            keys=place.keys,
+        )
+
+    def _received(self, source: int, message: list[Any]) -> bool:
+        """Take in what another host has sent; whether it is what a host sends."""
+        match message:
+            case ["put", str(key), str(value)] if len(key) + len(value) <= MESSAGE_CHARACTERS:
+                self._board.post(source, key, value)
+            case ["clock", float(sent)] if math.isfinite(sent):
+                self._mesh.send(source, "clock", sent, time.time())
+            case ["clock", float(sent), float(theirs)] if math.isfinite(sent + theirs):
+                self._board.post(source, clock.key(source), clock.answered(sent, theirs))
+            case ["verdict", int(culprit), str(text), int(code)] if code in CODES_OF_OTHERS:
+                return self._hears_verdict(source, culprit, text[:REASON_CHARACTERS], code)
+            case ["control", list(given)]:
+                return self._control is None or self._control.received(source, given)
+            case _:
+                return False
+        return True
+
+    def _hears_verdict(self, source: int, culprit: int, text: str, code: int) -> bool:
+        is_lost, control = code == LOST_HOST_EXIT_CODE, self._control
+        is_a_host = 0 <= culprit < self._mesh.directory.hello.places
+        if control is not None and (is_lost or control.goes_on_without(source)):
+            say(f"{text}. The others go on.")  # Its process ends, which they notice.
+        elif is_a_host:
+            self._judge(culprit, text, code)
+        return is_a_host
+
+    def _misses(self, host: int, how: str) -> None:
+        if self._control is not None:
+            self._control.is_missed(host)
+        elif not self._mesh.directory.outlives:
+            # One that was stopped may find the others gone before it reads their verdict.
+            culprit = self._index if self._was_stopped else host
+            self._judge(culprit, f"{self._mesh.directory.names[culprit]} is lost: {how}")
+
+    def _finds(self, host: int) -> None:
+        if self._control is not None:
+            self._control.is_there(host)
+
+    def _judge(self, culprit: int, text: str, code: int = LOST_HOST_EXIT_CODE) -> None:
+        """End because of a host, by the first verdict that there is, and pass it on."""
+        if self._verdict.done() or self._is_failing:
+            return
+        self._mesh.broadcast("verdict", culprit, text, code)
+        if culprit == self._index:
+            text = f"{text}; that is this host, it was stopped or cut off"
+        self._verdict.set_result(Verdict(text, code))
+
+    async def _beat(self) -> None:
+        """Show the others that this host lives, and judge those that were silent for too long."""
+        timeout_s = self._config.heartbeat_timeout_s
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(timeout_s / BEATS)
+            self._was_stopped |= time.monotonic() - before_s > timeout_s
+            if self._board.generation > 0:
+                self._mesh.directory.is_outside = False  # Or it has been taken in again.
+            self._mesh.beat()
+
+    async def _tell_failure(self, reason: str, code: int) -> None:
+        self._is_failing = True
+        self._mesh.broadcast("verdict", self._index, reason, code)
+        await self._mesh.drained(LINGER_S)
+
+    async def _begin_control(self, state: State, listener: Listener, store: Store) -> None:
+        self._mesh.directory.outlives = True
+        self._control = Control(state, self._mesh.send, listener, store)
+        for host in self._mesh.missed:
+            self._control.is_missed(host)
+
+    async def _end(self, verdict: Verdict) -> NoReturn:
+        mesh = self._mesh if self._count > 1 else None
+        await say_and_exit(verdict, self.name, self.last_words, mesh and mesh.drained)
+
+    def _end_by_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the process: a host that watches no longer would hang at the next loss."""
+        error = context.get("exception")
+        if error is None or isinstance(error, OSError):
+            return loop.default_exception_handler(context)
+        exit_by_fault(error, self.name, self.last_words)

@@ -1,0 +1,139 @@
+"""Being one of the hosts of a run for the length of a block, however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+from skippipe_sched.errors import TemporaryError, Terminated, as_input_error
+
+from skippipe_jax.cluster import jax_runtime
+from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.cluster.ending import (
+    LOST_HOST_EXIT_CODE,
+    exit_at_once,
+    exit_code_of,
+    exit_code_of_others,
+    told_in_time,
+)
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.place import Place, chosen_runtime, find_place, require_same_runtime
+from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config.cluster import DISTRIBUTED
+from skippipe_jax.connections.hello import Run
+from skippipe_jax.connections.keys import Keys
+from skippipe_jax.connections.links import say
+
+
+@contextlib.contextmanager
+def joined(
+    config: ClusterConfig,
+    coordinator: str | None = None,
+    hosts: int | None = None,
+    host_id: int | None = None,
+    distributed: bool = False,
+    last_addresses: Sequence[str] = (),
+    run: Run | None = None,
+    is_newcomer: bool = False,
+    spare: int = 0,
+) -> Iterator[Membership]:
+    """Be one of the run's hosts for the length of a block, begun before JAX's backend starts.
+
+    Hosts come from ``coordinator``, ``hosts`` and ``host_id`` where given; else from SLURM (a step
+    of several tasks) or a TPU pod (several workers) as JAX detects them, or, with ``distributed``,
+    from any cluster that JAX detects. Otherwise the membership has one host. Among several hosts,
+    and as ``cluster.runtime`` says, each has its own JAX, or `jax.distributed` connects them.
+
+    A block that ends well leaves. One that raises ends the whole process, unless the host is alone:
+    if the error came from a lost host then with `LOST_HOST_EXIT_CODE` and the message about that
+    host; else the error is printed, the others learn it, and the exit code is that of an
+    `InputError`, 130 for an interrupt and 1 for anything else. `DeadlinePassed` ends the process of
+    a host that is alone as well: its message is printed and the code is `LOST_HOST_EXIT_CODE`.
+
+    Args:
+        config: the timeouts, and the secret where the environment has none.
+        coordinator: ``HOST:PORT`` on host 0 that all hosts can reach.
+        hosts: number of processes in the run.
+        host_id: this process's index among them.
+        distributed: ask JAX to detect the cluster, even if nothing here hints at one.
+        last_addresses: where hosts of the run listened last. If one does, the run lives, and this
+            host was lost of it: it `is_outside` until `Membership.ask_in`.
+        run: what tells the hosts of this run from those of others.
+        is_newcomer: this host takes a lost one's place or none, and whatever ends it ends no other.
+        spare: so many newcomers may be there beside the `hosts`, with the numbers after theirs.
+
+    Raises:
+        InputError: for arguments that contradict each other.
+        TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
+            not appear within ``connect_timeout_s``.
+    """
+    beside = spare if is_newcomer else 0
+    place = find_place(config, coordinator, hosts, host_id, distributed, beside)
+    if place is not None:
+        spare = config.with_ports(place.count, spare)
+        place = replace(place, run=run or place.run, keys=Keys.of(config), spare=spare)
+    runtime = chosen_runtime(config, distributed)
+    membership = _join(config, place, runtime, last_addresses, is_newcomer)
+    try:
+        yield membership
+        membership.leave()
+    except BaseException as error:
+        _abandon(membership, error, is_newcomer)
+        raise
+
+
+def _join(
+    config: ClusterConfig, place: Place | None, runtime: str, known: Sequence[str], newcomer: bool
+) -> Membership:
+    if place is None or place.count == 1:
+        return Membership(config, 0, 1)
+    membership = Membership(config, place.index, place.count, runtime == DISTRIBUTED)
+    if known and not membership.is_distributed:
+        membership.enter(place, None, known)
+        if membership.is_outside:
+            return membership
+        if newcomer:
+            problem = "nobody goes on there with a run that this host could join"
+            raise TemporaryError("join", ", ".join(known), problem, "Join again later")
+        membership = Membership(config, place.index, place.count)
+    with jax_runtime.sockets() if membership.is_distributed else nullcontext() as sockets:
+        membership.enter(place, sockets)
+        try:
+            require_same_runtime(membership, config, runtime)
+            if sockets is not None:
+                jax_runtime.start(config, place.index, place.count, sockets, membership.address)
+        except BaseException as error:
+            _abandon(membership, error)
+            raise
+    return membership
+
+
+def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = False) -> None:
+    """End this process because of an error of its own, or of the host that caused it.
+
+    It returns on a host that is alone, unless a deadline has passed.
+    """
+    if isinstance(error, DeadlinePassed):
+        membership.stop(str(error))
+    if membership.count == 1:
+        return
+    membership.explain(error)
+    told, code = as_input_error(error), exit_code_of(error)
+    words = told_in_time(membership.last_words, code)
+    if told is not None:
+        say(f"error: {told} {words}".strip())
+    elif isinstance(error, KeyboardInterrupt):
+        by = "SIGTERM: " if isinstance(error, Terminated) else ""
+        say(f"{by}interrupted at once. {words}".strip())
+    else:
+        traceback.print_exception(error)
+        if words:
+            say(words)
+    ending = told or error
+    reason = f"{type(ending).__name__}: {ending}".removesuffix(": ")
+    membership.fail(reason, LOST_HOST_EXIT_CODE if is_newcomer else exit_code_of_others(code))
+    # Not by raising: at exit JAX waits for collectives and hosts that will never come.
+    exit_at_once(code)

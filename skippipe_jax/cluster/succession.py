@@ -1,0 +1,80 @@
+"""The generations of a run as one host lives through them: what the run is told, and asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from skippipe_jax.cluster.board import NOBODY, Board
+from skippipe_jax.consensus.generations import Generation
+
+Totals = tuple[float, ...]
+Counted = Callable[[Totals], None]
+"""Called with the totals of all hosts, once a step counts."""
+
+
+class Succession:
+    """Takes in what `Control` tells on the event loop, for the run in another thread.
+
+    Attributes:
+        entered: the generation that was entered last, or None.
+    """
+
+    def __init__(self, board: Board):
+        """Begin outside of all generations; `board` follows them."""
+        self.entered: Generation | None = None
+        self._board = board
+        self._lock = threading.Lock()
+        self._counted: Counted | None = None
+        self._when_ended: Callable[[], None] | None = None
+
+    def next(self, after: int, timeout_s: float) -> Generation | None:
+        """The next generation of this host with a greater number; None if it takes too long."""
+
+        def is_there() -> bool:
+            return self.entered is not None and self.entered.number > after
+
+        return self.entered if self._board.wait_for(is_there, timeout_s) else None
+
+    def expect(self, generation: int, counted: Counted) -> None:
+        """Call `counted` once the next step counts, unless the generation has ended."""
+        with self._lock:
+            if self._board.generation == generation:
+                self._counted = counted
+
+    def when_ended(self, generation: int, then: Callable[[], None]) -> None:
+        """Call `then` when a generation ends, or at once if it has."""
+        with self._lock:
+            self._when_ended = then
+            has_ended = self._board.generation != generation
+        if has_ended:
+            then()
+
+    def applies(self, step: int, outcome: Any) -> None:
+        """A step counts: the one that this host has contributed to, for there is no other."""
+        del step
+        counted = self._counted
+        if counted is not None:
+            counted(outcome)
+
+    def enters(self, generation: Generation) -> None:
+        """A generation begins, of which this host is a member."""
+        self.entered = generation
+        self._end(generation.number)
+
+    def is_left_out(self, generation: Generation) -> None:
+        """The others go on without this host, which asks to be taken in again."""
+        del generation
+        self._end(NOBODY)
+
+    def ends(self) -> None:
+        """No generation comes any more: whoever waits for something in one is told so."""
+        self._end(NOBODY)
+
+    def _end(self, following: int) -> None:
+        with self._lock:
+            self._board.begin(following)
+            then, self._when_ended, self._counted = self._when_ended, None, None
+        if then is not None:
+            then()

@@ -1,0 +1,6 @@
+"""How the hosts of a run reach each other: one connection between any two of them.
+
+Others use `meeting`, `mesh`, `links` for what is said by a connection, `keys` and `secret` for whom
+a host believes, `addresses`, and `severing`, which cuts connections; for those that would like to
+join, `newcomer` asks and `reception` answers, by `invitation`.
+"""

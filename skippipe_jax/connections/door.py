@@ -1,0 +1,171 @@
+"""Who comes in by the port on which a host listens.
+
+Until it has said hello as a host of this run does, whoever connects may send one line, behind a
+handshake where the run has a secret, has `HELLO_S` for it, and is one of a few: who comes as one
+too many takes the place of the one that has taken longest, of those at the address with the most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from skippipe_sched.errors import InputError, TemporaryError
+
+from skippipe_jax.connections.addresses import join_address, listening_socket
+from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, refuse
+from skippipe_jax.connections.jax_relay import serve_jax
+from skippipe_jax.connections.keys import Keys
+from skippipe_jax.connections.links import LINE_BYTES, Link, OneSided, each_in_a_task, say
+from skippipe_jax.connections.seal import ALERT, IN_CLEAR
+
+STRANGERS = 32
+"""So many connections may be about to say who they are."""
+
+RELAYED_PER_HOST = 4
+"""So many connections JAX may have from each host, and more than it makes."""
+
+REFUSALS_TOLD = 100
+"""After so many lines, strangers are refused without a word."""
+
+
+class Door:
+    """Takes in the connections of hosts of the run, and no others."""
+
+    def __init__(
+        self,
+        own: Hello,
+        refusal: Callable[[Hello], InputError | None],
+        come_in: Callable[[Hello, Link], Coroutine[None, None, None]],
+        receive: Callable[[Link, Sequence[Any]], Coroutine[None, None, InputError | None]],
+        service: str | None,
+        keys: Keys,
+    ):
+        """Listen nowhere yet, on behalf of a host.
+
+        `refusal` says why a host cannot come in that has said hello; by `come_in` one is attended
+        to that can, as long as that takes, and by `receive` a newcomer that would like to be one,
+        unless it says why not. JAX's connections come to its service, the unix socket `service`, if
+        there is one in this process. All of them have the `keys`.
+        """
+        self._host, self._most_relayed = own.host, RELAYED_PER_HOST * own.hosts
+        self._refusal, self._come_in, self._service = refusal, come_in, service
+        self._receive, self._keys = receive, keys
+        self._strangers: dict[Link, str] = {}
+        self._without_keys: set[tuple[str, str]] = set()
+        self._relayed = 0
+        self._refusals = 0
+        self._servers: list[asyncio.Server] = []
+
+    async def listen(self, addresses: Sequence[str], port: int) -> str:
+        """Listen on some addresses of this host; ``IP:PORT`` of the first.
+
+        Raises:
+            InputError: if it may not by its keys, or cannot.
+        """
+        attend = each_in_a_task(self._attend)
+        for address in addresses:
+            self._keys.require_allowed(address)
+            if (warning := self._keys.warning(address)) is not None:
+                say(warning)
+            given = listening_socket(address, port)
+            port = given.getsockname()[1]
+            server = await asyncio.start_server(attend, sock=given, limit=LINE_BYTES)
+            self._servers.append(server)
+        return join_address(addresses[0], port)
+
+    def close(self) -> None:
+        """Listen no more."""
+        for server in self._servers:
+            server.close()
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Attend to a connection, which is closed when this returns."""
+        link = Link(reader, writer)
+        try:
+            first = await self._first_line(link)
+        except OneSided:
+            link.writer.write(ALERT if self._keys.has_secret else IN_CLEAR)
+            own, its = ("one", "no") if self._keys.has_secret else ("none", "a")
+            return self._say_once(link, f"it has {its} secret, and this run has {own}")
+        except ssl.SSLError:
+            return self._say_once(link, "it does not have the secret of this run")
+        match first:
+            case [{"protocol": protocol} as given]:
+                await self._meet(link, protocol, given)
+            case ["newcomer", *said]:
+                if (refusal := await self._receive(link, said)) is not None:
+                    self._refuse(link, "a newcomer", refusal)
+            case ["join", *_]:  # So hosts of the first protocol began.
+                self._refuse(link, "a host", other_protocol(1, self._host))
+            case ["jax"] if self._service is not None and self._relayed < self._most_relayed:
+                self._relayed += 1
+                try:
+                    await serve_jax(self._service, link)
+                finally:
+                    self._relayed -= 1
+            case None if reader.at_eof():
+                return  # Another host has only looked whether this one is there.
+            case _:
+                self._say_refused(link, "a connection", "it is no host of this run")
+
+    async def _first_line(self, link: Link) -> object:
+        """What a stranger says first; None if it is no message, or takes too long.
+
+        Raises:
+            OneSided, ssl.SSLError: if it does not have this host's keys.
+        """
+        if len(self._strangers) == STRANGERS:
+            # A host says hello at once, so it is never the one that has taken longest; and one that
+            # is far, whose handshake takes a while, has its address for itself.
+            [(most, _)] = Counter(self._strangers.values()).most_common(1)
+            oldest = next(other for other, address in self._strangers.items() if address == most)
+            del self._strangers[oldest]
+            oldest.break_off("it has said nothing for too long")
+        self._strangers[link] = _address_of(link)
+        try:
+            return await link.hello(self._keys.listening)
+        finally:
+            self._strangers.pop(link, None)
+
+    async def _meet(self, link: Link, protocol: object, given: object) -> None:
+        """Take in a host that says hello, or refuse it and say why."""
+        if protocol != PROTOCOL:
+            return self._refuse(link, "a host", other_protocol(protocol, self._host))
+        try:
+            hello = Hello.parse(given)
+        except ValueError as error:
+            return self._say_refused(link, "a connection", f"its hello {error}")
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            return self._refuse(link, hello.name, refusal)
+        await self._come_in(hello, link)
+
+    def _refuse(self, link: Link, who: str, error: InputError) -> None:
+        """Tell both sides why a host cannot come in; this one only what no further try mends."""
+        refuse(link, error)
+        if not isinstance(error, TemporaryError):
+            self._say_refused(link, who, str(error))
+
+    def _say_once(self, link: Link, why: str) -> None:
+        """Tell this side of who does not have its keys, once for each address that has none."""
+        came = _address_of(link), why
+        if came not in self._without_keys and len(self._without_keys) < REFUSALS_TOLD:
+            self._without_keys.add(came)
+            self._say_refused(link, "a connection", why)
+
+    def _say_refused(self, link: Link, who: str, why: str) -> None:
+        self._refusals += 1
+        if self._refusals <= REFUSALS_TOLD:
+            peer = link.writer.get_extra_info("peername")
+            say(f"host {self._host} refused {who} from {peer}: {why}")
+        if self._refusals == REFUSALS_TOLD:
+            say(f"host {self._host} tells no more of whom it refuses")
+
+
+def _address_of(link: Link) -> str:
+    """From where it comes; nothing if it has gone already."""
+    return (link.writer.get_extra_info("peername") or ("", 0))[0]

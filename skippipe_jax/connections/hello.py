@@ -1,0 +1,289 @@
+"""How hosts introduce themselves, and what makes them hosts of one run.
+
+Whatever another host says of itself is bounded and checked here before it is believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from skippipe_sched.errors import InputError, TemporaryError
+
+from skippipe_jax.connections import checked
+from skippipe_jax.connections.addresses import join_address, require_numeric
+from skippipe_jax.connections.keys import LOOPBACK_ONLY
+from skippipe_jax.connections.links import WANTS_SECRET, Link
+
+PROTOCOL = 5
+"""Hosts of another number do not understand each other. Those of the first say no number."""
+
+NUMBER_BITS = 48
+"""How large the number of a process is."""
+
+VERSIONED = ("skippipe-jax", "jax")
+"""The packages of which all hosts need the same version: they compute the same, to the last bit."""
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """The versions of what hosts have to have alike, by package; those installed only."""
+    found = {}
+    for package in VERSIONED:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"  # Run where its files are.
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """What hosts of one run have in common.
+
+    Attributes:
+        identity: what makes it this run, and not another one, by what it is about.
+        settings: digests of all that the run was told, by section. Hosts that gather compare that
+            later, so that all of them end when one was told something else.
+        versions: of the packages that matter.
+    """
+
+    identity: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=versions)
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who a host is, as it begins a connection.
+
+    Attributes:
+        host: which of the hosts it is.
+        hosts: how many the run begins with.
+        process: a number that no other process has.
+        name: for readers.
+        address: ``IP:PORT`` where it listens.
+        run: which run it is of.
+        start: tells this start of the run from others, once it has begun: the process of host 0.
+        comes_back: whether it means a run that has begun, of which it was lost.
+        spare: how many hosts may come to the run beside those.
+    """
+
+    host: int
+    hosts: int
+    process: int
+    name: str
+    address: str
+    run: Run
+    start: int = 0
+    comes_back: bool = False
+    spare: int = 0
+
+    @property
+    def places(self) -> int:
+        """How many hosts there may be."""
+        return self.hosts + self.spare
+
+    def to_json(self) -> dict[str, Any]:
+        """As the first line of a connection."""
+        return {"protocol": PROTOCOL} | asdict(self)
+
+    @classmethod
+    def parse(cls, given: Any) -> Hello:
+        """The hello in a line.
+
+        Raises:
+            ValueError: if it is none of this protocol.
+        """
+        match given:
+            case {
+                "protocol": protocol,
+                "host": host,
+                "hosts": hosts,
+                "process": process,
+                "name": name,
+                "address": address,
+                "run": {"identity": identity, "settings": settings, "versions": versions},
+                "start": start,
+                "comes_back": bool(comes_back),
+                "spare": spare,
+            } if protocol == PROTOCOL:
+                hosts, spare = checked.number(hosts, 1 << 16), checked.number(spare, 1 << 16)
+                return cls(
+                    checked.number(host, hosts + spare),
+                    hosts,
+                    checked.number(process, 1 << NUMBER_BITS),
+                    checked.name(name),
+                    require_numeric(checked.text(address)),
+                    Run(checked.texts(identity), checked.texts(settings), checked.texts(versions)),
+                    checked.number(start, 1 << NUMBER_BITS),
+                    comes_back,
+                    spare,
+                )
+        raise ValueError("is no hello")
+
+    def unlike(self, other: Hello) -> InputError | None:
+        """Why the other is no host of this one's run, if it is none.
+
+        The settings count for a host that comes back alone.
+        """
+        pairs = [
+            ("", self.run.identity, other.run.identity, _OTHER_RUN),
+            ("the version of ", self.run.versions, other.run.versions, _OTHER_VERSION),
+        ]
+        if other.comes_back:
+            pairs.append(("", self.run.settings, other.run.settings, _OTHER_SETTINGS))
+        for prefix, own, theirs, remedy in pairs:
+            for part in sorted(own.keys() | theirs.keys()):
+                if own.get(part) != theirs.get(part):
+                    problem = (
+                        f"that is host {other.host}'s, and host {self.host} has {own.get(part)!r}"
+                    )
+                    return InputError(f"{prefix}{part}", theirs.get(part), problem, remedy)
+        if other.hosts != self.hosts:
+            problem = f"host {self.host} was started with --hosts {self.hosts}"
+            return InputError("--hosts", other.hosts, problem, "give all hosts the same number")
+        if other.spare != self.spare:
+            problem = f"host {self.host} has {self.spare} places to spare"
+            return InputError("join.places", other.spare, problem, _OTHER_SETTINGS)
+        return None
+
+
+_OTHER_RUN = (
+    "Start all hosts of a run with the same configuration, and another run at an address of its own"
+)
+_OTHER_VERSION = "Install the same version on all hosts"
+_TOLD = 1000
+"""So much of what another host says of an error is believed."""
+
+_OTHER_SETTINGS = "Start the host again with the configuration that the others run by"
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What a host is told that is taken in.
+
+    Attributes:
+        host: which of the hosts tells it.
+        name: of that host, for readers.
+        start: see `Hello`; 0 before the run has begun.
+        addresses: where hosts listen, as far as that host knows.
+    """
+
+    host: int
+    name: str
+    start: int
+    addresses: Mapping[int, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is told."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, given: Any, hosts: int) -> Welcome:
+        """The welcome of a host of a run of so many, at most.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        match given:
+            case {"host": host, "name": name, "start": start, "addresses": dict(addresses)}:
+                return cls(
+                    checked.number(host, hosts),
+                    checked.name(name),
+                    checked.number(start, 1 << NUMBER_BITS),
+                    {
+                        checked.number(int(checked.text(other)), hosts): require_numeric(
+                            checked.text(address)
+                        )
+                        for other, address in addresses.items()
+                    },
+                )
+        raise ValueError("is no welcome")
+
+
+def other_protocol(theirs: Any, host: int) -> InputError:
+    """What a host is told that speaks another protocol."""
+    problem = f"host {host} speaks {PROTOCOL}"
+    return InputError("the protocol between hosts", theirs, problem, _OTHER_VERSION)
+
+
+def refuse(link: Link, error: InputError) -> None:
+    """Tell a host that it cannot take part, and why; `admitted` reads it there."""
+    parts = error.field, error.value, error.problem, error.remedy
+    link.send("refused", error.exit_code, *parts)
+
+
+def refusal_in(answer: Any) -> InputError | None:
+    """The error of another host in its answer, if that is one by which it has refused this one."""
+    match answer:
+        case ["refused", int(code), str(about), value, str(problem), str(remedy)]:
+            kind = TemporaryError if code == TemporaryError.exit_code else InputError
+            return kind(about[:_TOLD], value, problem[:_TOLD], remedy[:_TOLD])
+    return None
+
+
+async def admitted(
+    link: Link, own: Hello, host: int | None, address: tuple[str, int], timeout_s: float
+) -> Welcome:
+    """Say hello by a connection that this host has opened, and wait for the other's welcome.
+
+    `host` is which one was called at `address`, where that is known. The connection is closed
+    unless the host at its other end takes this one in.
+
+    Raises:
+        InputError: the other host's, if it refuses this one.
+        TemporaryError: if it does not answer, or something else does.
+    """
+    is_admitted = False
+    try:
+        link.send(own.to_json())
+        told = await _welcome(link, own, address, timeout_s)
+        _require_called(own, told, host, address)
+        is_admitted = True
+    finally:
+        if not is_admitted:
+            link.writer.close()
+    return told
+
+
+async def _welcome(link: Link, own: Hello, address: tuple[str, int], timeout_s: float) -> Welcome:
+    try:
+        answer = await asyncio.wait_for(link.receive(), timeout_s)
+    except TimeoutError:
+        answer, link.ending = None, f"no answer in {timeout_s:g} s"
+    if (refusal := refusal_in(answer)) is not None:
+        raise refusal
+    match answer:
+        case ["welcome", told]:
+            try:
+                return Welcome.parse(told, own.places)
+            except ValueError as error:
+                link.ending = f"its welcome {error}"
+        case None if link.ending == WANTS_SECRET:
+            raise LOOPBACK_ONLY.is_one_sided(link.writer.get_extra_info("peername")[:2])
+    raise TemporaryError(
+        "--coordinator",
+        join_address(*address),
+        f"what listens there is not host 0 of a run, or ended the connection ({link.ending})",
+        "look at the output of host 0, and whether another program uses this port",
+    )
+
+
+def _require_called(own: Hello, told: Welcome, host: int | None, address: tuple[str, int]) -> None:
+    """Refuse a welcome that is not that of the host which was called."""
+    is_another = told.host == own.host if host is None else told.host != host
+    is_of_another_start = own.start and told.start and own.start != told.start
+    # Whoever comes back learns of the others from all that it finds.
+    is_first = host == 0 and not own.start
+    if is_another or is_of_another_start or (is_first and len(told.addresses) < own.hosts):
+        raise TemporaryError(
+            "--coordinator",
+            join_address(*address),
+            f"host {told.host} answers there, and not as one of this start of the run",
+            "look which processes of earlier starts are still running, and end them",
+        )

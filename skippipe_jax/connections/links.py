@@ -1,0 +1,326 @@
+"""Connections between hosts: short messages as JSON lines, bounded in both directions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from skippipe_sched.errors import TemporaryError
+
+from skippipe_jax.connections.addresses import join_address, parse_address
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
+from skippipe_jax.connections.seal import ALERT, HANDSHAKE, Seal
+
+MESSAGE_CHARACTERS = 1 << 20
+"""The longest key and value together."""
+
+LINE_BYTES = 1 << 16
+"""The longest line. A message that is longer comes in several, of which all but the last begin with
+`MORE`, and takes `MESSAGE_BYTES` at most: JSON may write a character in twelve bytes."""
+
+ANSWER_S = 3.0
+"""How long a host may take to answer that is looked for among several."""
+
+SENT_NONSENSE = "it sent what no host sends"
+"""How a connection ends from which something else comes than a host says."""
+
+WANTS_SECRET = "it speaks to those only that have its secret"
+"""How a connection in clear ends to a host that has one."""
+
+MORE = b"+"
+MESSAGE_BYTES = 12 * MESSAGE_CHARACTERS
+
+DEPTH = 8
+"""How deep lists, mappings and what is in them may lie in one another; no message is as deep."""
+
+MOST_WAITING = 2 * MESSAGE_BYTES
+"""So much may wait to be sent [bytes] before the other end counts as taking nothing in any more."""
+
+HELLO_S = 10.0
+"""How long a new connection may take to say who it is, in one line."""
+
+
+class OneSided(Exception):
+    """At one end of a connection there is a secret, and at the other there is none."""
+
+
+class Link:
+    """One end of a connection, which is in clear until it is sealed.
+
+    Attributes:
+        ending: how it ended, once it has.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        """Take over an open connection."""
+        self.reader = reader
+        self.writer = writer
+        self.ending = "its connection closed without a farewell"
+        self._came = bytearray()  # what is not read yet
+        self._seal: Seal | None = None
+
+    async def seal(self, context: ssl.SSLContext) -> None:
+        """Go on by TLS, from the handshake on; nothing has been said in clear.
+
+        Raises:
+            OneSided: if the other end speaks in clear.
+            ssl.SSLError: if it does not show what the context demands.
+            ConnectionError: if it ends the connection.
+        """
+        seal, is_through = Seal(context), False
+        if context.protocol == ssl.PROTOCOL_TLS_CLIENT:
+            seal.shake(b"")
+            self.writer.write(seal.waiting())
+        if await self.first_byte() not in (HANDSHAKE, ALERT[:1], b""):
+            raise OneSided
+        while not is_through:
+            if not await self._more_came():
+                raise ConnectionResetError("it ended the connection in the handshake")
+            try:
+                is_through = seal.shake(self._taken(len(self._came)))
+            finally:
+                self.writer.write(seal.waiting())
+        self._came += seal.opened(b"")
+        self._seal = seal
+
+    async def first_byte(self) -> bytes:
+        """What comes first, which is read nevertheless; nothing if the connection ends."""
+        await self._more_came()
+        return bytes(self._came[:1])
+
+    async def read(self) -> bytes:
+        """What comes next; nothing once the connection has ended."""
+        await self._more_came()
+        return self._taken(len(self._came))
+
+    def write(self, said: bytes) -> None:
+        """Send without waiting."""
+        self.writer.write(said if self._seal is None else self._seal.sealed(said))
+
+    def send(self, *message: Any) -> None:
+        """Send a message without waiting; to an end that has gone, nothing."""
+        if self.writer.is_closing():
+            return
+        if self.writer.transport.get_write_buffer_size() > MOST_WAITING:
+            return self.break_off("it takes nothing in any more")
+        text, size = json.dumps(message).encode(), LINE_BYTES // 2
+        lines = [text[start : start + size] for start in range(0, len(text), size)]
+        self.write(b"".join([*(MORE + line + b"\n" for line in lines[:-1]), lines[-1], b"\n"]))
+
+    def break_off(self, why: str) -> None:
+        """End the connection at once, with what waits to be sent."""
+        self.ending = why
+        self.writer.transport.abort()
+
+    async def receive(self, most: int = MESSAGE_BYTES) -> Any:
+        """The next message, or None once the connection has ended, then `ending` says how."""
+        try:
+            text = bytearray()
+            while (line := await self._line()).startswith(MORE):
+                text += line[len(MORE) : -1]
+                if not most or len(text) > most:
+                    raise ValueError("is no message of ours")
+            if not line.endswith(b"\n"):
+                self.ending = WANTS_SECRET if line == ALERT else self.ending
+                return None
+            message = json.loads(text + line)
+            if message is None or not _is_flat(message, DEPTH):
+                raise ValueError("is no message of ours")
+            return message
+        except OSError as error:
+            self.ending = f"its connection broke ({error})"
+        except (ValueError, RecursionError):  # Too long, no JSON, or nested too deep for it.
+            self.ending = SENT_NONSENSE
+        return None
+
+    async def hello(self, context: ssl.SSLContext | None = None) -> Any:
+        """The first message of who calls, which is one line and comes in time; None if it does not.
+
+        With a `context`, what comes before it is a handshake by that.
+
+        Raises:
+            OneSided: if it begins with one and should not, or the other way round.
+            ssl.SSLError: if it does not show what the context demands.
+        """
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await self.first_byte()
+                if first == HANDSHAKE and context is None:
+                    raise OneSided
+                if first and first != HANDSHAKE and context is not None:
+                    await self.receive(most=0)  # What is not read may cost it the answer.
+                    raise OneSided
+                if context is not None:
+                    await self.seal(context)
+                return await self.receive(most=0)
+        except ssl.SSLError:
+            raise
+        except OSError:
+            return None
+
+    async def drained(self, timeout_s: float) -> None:
+        """Wait until what was sent has left, or the connection has ended."""
+        try:
+            await asyncio.wait_for(self.writer.drain(), timeout_s)
+        except (OSError, TimeoutError):
+            self.ending = "it takes nothing in any more"
+
+    async def _line(self) -> bytes:
+        """The next line, or what there is of it when the connection ends.
+
+        Raises:
+            ValueError: if it is too long.
+        """
+        while not (end := self._came.find(b"\n") + 1) and len(self._came) <= LINE_BYTES:
+            if not await self._receives():
+                return self._taken(len(self._came))
+        if not 0 < end <= LINE_BYTES + 1:
+            raise ValueError("is too long")
+        return self._taken(end)
+
+    async def _more_came(self) -> bool:
+        """Wait until there is something to read; whether there is."""
+        return bool(self._came) or await self._receives()
+
+    async def _receives(self) -> bool:
+        """Wait until more has come to be read; whether it has before the connection ended."""
+        before = len(self._came)
+        while len(self._came) == before:
+            came = await self.reader.read(LINE_BYTES)
+            if not came:
+                return False
+            self._came += came if self._seal is None else self._seal.opened(came)
+        return True
+
+    def _taken(self, size: int) -> bytes:
+        taken = bytes(self._came[:size])
+        del self._came[:size]
+        return taken
+
+
+async def open_link(
+    address: tuple[str, int], timeout_s: float = HELLO_S, keys: Keys = LOOPBACK_ONLY
+) -> Link:
+    """Connect to a host that listens, and that has these keys.
+
+    Raises:
+        InputError: if it has others, or this one may not call such an address.
+        OSError: if nobody listens.
+        TimeoutError: if nothing answers.
+    """
+    async with asyncio.timeout(timeout_s):
+        await _require_allowed(address, keys)
+        link = Link(*await asyncio.open_connection(*address, limit=LINE_BYTES))
+        if keys.calling is None:
+            return link
+        is_sealed = False
+        try:
+            await link.seal(keys.calling)
+            is_sealed = True
+        except ssl.SSLCertVerificationError as error:
+            raise keys.differs(address) from error
+        except OneSided as error:
+            raise keys.is_one_sided(address) from error
+        finally:
+            if not is_sealed:
+                link.writer.close()
+        return link
+
+
+async def _require_allowed(address: tuple[str, int], keys: Keys) -> None:
+    if not keys.has_secret:
+        loop = asyncio.get_running_loop()
+        for *_, found in await loop.getaddrinfo(*address, type=socket.SOCK_STREAM):
+            keys.require_allowed(str(found[0]))
+
+
+async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBACK_ONLY) -> Link:
+    """Connect to a host, which may start later than this one.
+
+    Raises:
+        InputError: see `open_link`.
+        TemporaryError: if it does not answer.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            return await open_link(address, min(HELLO_S, max(remaining, 0.1)), keys)
+        except (OSError, TimeoutError) as error:
+            if remaining <= 0:
+                raise TemporaryError(
+                    "--coordinator",
+                    join_address(*address),
+                    f"no connection in {timeout_s:g} s (last: {str(error) or 'no answer'})",
+                    "check that this host is running with this address, that this machine can "
+                    "reach it, and that no firewall stops the port",
+                ) from error
+        await asyncio.sleep(min(0.5, max(remaining, 0)))
+
+
+async def answered(address: str, keys: Keys = LOOPBACK_ONLY) -> Link | None:
+    """A connection to where a host listened once; None if nobody does.
+
+    Raises:
+        InputError: see `open_link`.
+    """
+    try:
+        return await open_link(parse_address("address", address), ANSWER_S, keys)
+    except (OSError, TimeoutError):
+        return None
+
+
+def say(text: str) -> None:
+    """Print to stderr, whatever the main thread holds."""
+    # Not through sys.stderr, whose lock the main thread may hold for ever.
+    os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+
+
+def _is_flat(value: Any, levels: int) -> bool:
+    """Whether lists and mappings lie in one another no deeper than that."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_flat(part, levels - 1) for part in parts)
+
+
+class Tasks:
+    """Tasks that nobody waits for, held until they end: an event loop holds them weakly."""
+
+    def __init__(self):
+        """Begin with none."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it beside the others."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+def each_in_a_task(
+    attend: Attend,
+) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+    """Attend to every connection in a task that may be cancelled; those of asyncio complain.
+
+    The connection is closed when the task ends.
+    """
+    tasks = Tasks()
+
+    async def attended(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await attend(reader, writer)
+        finally:
+            writer.close()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.start(attended(reader, writer))
+
+    return connected

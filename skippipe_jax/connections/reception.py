@@ -1,0 +1,161 @@
+"""Attends to newcomers: those who ask which place there is for them in the run.
+
+They come by the port on which this host listens for the others, as any host of the run does. A few
+are attended to at a time, each for as long as it goes on asking: who comes as one too many takes
+the place of the one that has been there for longest, which asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from skippipe_sched.errors import InputError, TemporaryError
+
+from skippipe_jax.connections import checked
+from skippipe_jax.connections.directory import Directory
+from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol
+from skippipe_jax.connections.invitation import Files, Invitation, Place
+from skippipe_jax.connections.links import Link
+from skippipe_jax.connections.ways import MOST_BYTES, MOST_QUESTIONS, answer
+
+MOST_NEWCOMERS = 16
+"""So many are attended to at a time."""
+
+ASKS_S = 60.0
+"""So long one may take for a piece of a file, and to ask for the next."""
+
+JOINING = "join"
+"""The field by which newcomers are refused."""
+
+
+class Inviting(Protocol):
+    """What the run knows of the places and files that it has for newcomers."""
+
+    @property
+    def text(self) -> str | None:
+        """The fingerprint of the text that the run reads, if it is known here."""
+        ...
+
+    @property
+    def standing(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """The hosts that train now, and the nodes of each stage."""
+        ...
+
+    def places(self, free: Collection[int]) -> Sequence[Place]:
+        """Those of the places at which nobody is that the run does not wait for."""
+        ...
+
+    def files(self) -> Files:
+        """What newcomers need; it is read, so this may take a while."""
+        ...
+
+
+class Reception:
+    """Tells newcomers of a run, once it goes on without lost hosts.
+
+    Attributes:
+        inviting: what the run has for them; None before that.
+    """
+
+    def __init__(self):
+        """Invite nobody yet."""
+        self.inviting: Inviting | None = None
+        self._there: dict[Link, None] = {}
+
+    async def attend(
+        self, directory: Directory, away: Collection[int], link: Link, said: Sequence[Any]
+    ) -> InputError | None:
+        """Attend to a newcomer as long as it asks, or say why it is refused.
+
+        It has `said` which protocol it speaks, and its versions. `directory` says who this host is
+        and where all listen, and `away` who is gone, silent or has left.
+        """
+        inviting, refusal = self.inviting, _unlike(said, directory.hello)
+        if refusal is None and inviting is None:
+            problem = "no run has begun here that goes on without lost hosts"
+            refusal = TemporaryError(JOINING, directory.hello.name, problem, "Ask again later")
+        if refusal is not None or inviting is None:
+            return refusal
+        if len(self._there) == MOST_NEWCOMERS:
+            longest = next(iter(self._there))
+            del self._there[longest]
+            longest.break_off("others ask as well")
+        self._there[link] = None
+        try:
+            return await _give(inviting, directory, away, link)
+        finally:
+            self._there.pop(link, None)
+
+
+async def _give(
+    inviting: Inviting, directory: Directory, away: Collection[int], link: Link
+) -> InputError | None:
+    try:
+        files = await asyncio.to_thread(inviting.files)
+    except InputError as error:  # Its folder is there again later, or other hosts have it.
+        return TemporaryError(error.field, error.value, error.problem, error.remedy)
+    own = directory.hello
+    places = tuple(inviting.places({*directory.never_taken, *away}))
+    addresses = directory.addresses | {own.host: own.address}
+    text = inviting.text
+    members, placement = inviting.standing
+    told = Invitation(
+        own.host,
+        own.hosts,
+        addresses,
+        places,
+        files.told,
+        text,
+        own.spare,
+        members,
+        placement,
+    )
+    link.send("invitation", told.to_json())
+    for _ in range(sum(file.pieces for file in files.told) + MOST_QUESTIONS):
+        match await _next(link):
+            case ["piece", file, number]:
+                try:
+                    piece = files.piece(file, number)
+                except ValueError:
+                    return None
+                link.send("piece", file, number, piece)
+                await link.drained(ASKS_S)
+            case ["take" | "give" as way, int(size)] if 0 <= size <= MOST_BYTES:
+                if not await answer(link, way, size):
+                    return None
+            case _:
+                return None
+
+
+async def _next(link: Link) -> Any:
+    """What a newcomer asks for next; None if it does not in time."""
+    try:
+        return await asyncio.wait_for(link.receive(), ASKS_S)
+    except TimeoutError:
+        return None
+
+
+def _unlike(said: Sequence[Any], own: Hello) -> InputError | None:
+    """Why a newcomer could be no host of this one's run, by what it has said."""
+    match said:
+        case [protocol, _] if protocol != PROTOCOL:
+            return other_protocol(protocol, own.host)
+        case [_, dict(given)]:
+            try:
+                theirs = checked.texts(given)
+            except ValueError:
+                theirs = {}
+            versions = own.run.versions
+            for part in sorted(versions.keys() | theirs.keys()):
+                if versions.get(part) != theirs.get(part):
+                    problem = f"that is the newcomer's, and host {own.host} has "
+                    return InputError(
+                        f"the version of {part}",
+                        theirs.get(part),
+                        f"{problem}{versions.get(part)!r}",
+                        "Install the same version on all hosts",
+                    )
+            return None
+    return InputError(JOINING, None, "that is no newcomer", "Install the same version on all hosts")

@@ -1,0 +1,114 @@
+"""How quick the ways between a newcomer and a host are, measured before the newcomer is a host.
+
+The newcomer asks by the connection over which it has been invited. `["take", size]` and so many
+bytes behind it are answered by `["taken", size]`, and `["give", size]` by so many bytes: from the
+question to the end of the answer it takes a round trip, and as long as the bytes need. The host
+goes on training meanwhile, so a way is tried for a part of a second only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+
+from skippipe_jax.connections.links import Link
+
+LEAST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 8
+ROUND_TRIPS = 4
+MOST_QUESTIONS = 64
+"""So often a newcomer may ask."""
+
+PATIENCE_S = 10.0
+"""So long either end waits for the other."""
+
+_PIECE_BYTES = 1 << 20
+_LEAST_S = 1e-6
+
+
+@dataclass(frozen=True)
+class Way:
+    """Between a newcomer and a host.
+
+    Attributes:
+        latency_s: half of the shortest round trip.
+        to: bytes per second from the newcomer to the host.
+        back: those from the host to the newcomer.
+    """
+
+    latency_s: float
+    to: float
+    back: float
+
+
+async def measured(link: Link, most_s: float) -> Way:
+    """The way to the host at the other end, tried for about so many seconds.
+
+    Raises:
+        ValueError: if it does not answer as a host does, or not in time.
+    """
+    # The first one may wait for what the host is about.
+    round_trips = [await _asked(link, "take", 0) for _ in range(1 + ROUND_TRIPS)][1:]
+    round_trip_s = min(round_trips)
+    rates = []
+    for way in ("take", "give"):
+        size, until_s = LEAST_BYTES, time.monotonic() + most_s / 2
+        while True:
+            seconds = max(_LEAST_S, await _asked(link, way, size) - round_trip_s)
+            # What comes after it would take so many times as long.
+            is_last = time.monotonic() + GROWTH * seconds > until_s
+            if is_last or size == MOST_BYTES:
+                break
+            size = min(MOST_BYTES, GROWTH * size)
+        rates.append(max(1.0, size / seconds))
+    return Way(round_trip_s / 2, *rates)
+
+
+async def _asked(link: Link, way: str, size: int) -> float:
+    """Seconds until the host has taken so many bytes, or given them."""
+    began_s = time.perf_counter()
+    link.send(way, size)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            if way == "give":
+                await _received(link, size)
+            else:
+                await _sent(link, size)
+                if await link.receive() != ["taken", size]:
+                    raise ValueError("did not take what was sent to measure the way")
+    except TimeoutError as error:
+        raise ValueError(f"answered for {PATIENCE_S:g} s no more") from error
+    return time.perf_counter() - began_s
+
+
+async def answer(link: Link, way: str, size: int) -> bool:
+    """Take so many bytes from a newcomer, or give them; whether that was done in time."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            if way == "give":
+                await _sent(link, size)
+            else:
+                await _received(link, size)
+                link.send("taken", size)
+    except (OSError, ValueError):  # It has gone, or takes too long.
+        return False
+    return True
+
+
+async def _sent(link: Link, size: int) -> None:
+    # Random, as no network can make it shorter.
+    piece = os.urandom(min(size, _PIECE_BYTES))
+    for start in range(0, size, _PIECE_BYTES):
+        link.write(piece[: size - start])
+        await link.drained(PATIENCE_S)
+
+
+async def _received(link: Link, size: int) -> None:
+    while size > 0:
+        came = await link.read()
+        if not came:
+            raise ValueError(link.ending)
+        size -= len(came)
+    if size:
+        raise ValueError("sent more than was asked for")

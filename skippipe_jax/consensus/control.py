@@ -1,0 +1,157 @@
+"""Drives the rules of `generations` over the connections of a host, and tells the run of it.
+
+The rules live on the event loop of the control plane. The run lives in another thread: it is told
+through `Listener`, and tells what it holds and has saved by methods that any thread may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from skippipe_jax.consensus import wire
+from skippipe_jax.consensus.decisions import advance
+from skippipe_jax.consensus.generations import (
+    Apply,
+    Enter,
+    Event,
+    Generation,
+    Held,
+    LeftOut,
+    Presence,
+    Received,
+    Saved,
+    Send,
+    State,
+    Stored,
+    Tick,
+    Told,
+    Wish,
+    Writes,
+)
+from skippipe_jax.consensus.leaving import is_the_end
+
+TICK_S = 0.5
+"""How often what may have been lost is sent again."""
+
+SOON_S = 0.05
+"""So long after a host is missed the rest begin to do without it: more may be missed as well."""
+
+
+class Listener(Protocol):
+    """What the run is told, on the event loop's thread."""
+
+    def applies(self, step: int, outcome: Any) -> None:
+        """The step counts, with these totals of all."""
+        ...
+
+    def enters(self, generation: Generation) -> None:
+        """The last generation has ended, and this is the next."""
+        ...
+
+    def is_left_out(self, generation: Generation) -> None:
+        """The others go on without this host."""
+        ...
+
+
+Store = Callable[[Generation], Generation]
+"""Writes a generation where only the first can, and returns what is there then."""
+
+
+class Control:
+    """A host's part in what the hosts decide together. Lives on an event loop."""
+
+    def __init__(
+        self,
+        state: State,
+        send: Callable[..., None],
+        listener: Listener,
+        store: Store,
+    ):
+        """Begin with a state; `send` takes a host and the parts of a message to it."""
+        self._state = state
+        self._send = send
+        self._listener = listener
+        self._store = store
+        self._loop = asyncio.get_running_loop()
+        self._ticking = self._loop.create_task(self._tick_for_ever())
+        self._ticking.add_done_callback(_raise_its_error)
+
+    def received(self, source: int, given: list[Any]) -> bool:
+        """Another host has sent something; whether it is a message of ours, as only those count."""
+        try:
+            message = wire.parse(given)
+        except ValueError:
+            return False
+        self._happens(Received(source, message))
+        return True
+
+    def goes_on_without(self, host: int) -> bool:
+        """Whether a generation goes on here of which that host is no member."""
+        return self._state.is_member and host not in self._state.members
+
+    def is_there(self, host: int) -> None:
+        """A host that was missed is heard of again."""
+        self._happens(Presence(host, is_there=True))
+
+    def is_missed(self, host: int) -> None:
+        """A host is gone, or has been silent for too long."""
+        self._happens(Presence(host, is_there=False))
+        self._loop.call_later(SOON_S, self._happens, Tick())
+
+    def held(self, held: Held) -> None:
+        """The run holds the averaged gradients of a step. Any thread may call this."""
+        self._loop.call_soon_threadsafe(self._happens, held)
+
+    def saved(self, step: int) -> None:
+        """The checkpoint of a step is whole. Any thread may call this."""
+        self._loop.call_soon_threadsafe(self._happens, Saved(step))
+
+    def told_to_leave(self, grace_s: float, late: Callable[[], None]) -> None:
+        """This host was told to leave; call `late` if it has not left after some seconds.
+
+        Any thread may call this; `late` is called on the event loop's.
+        """
+
+        def leaves() -> None:
+            self._happens(Told())
+            self._happens(Tick())  # So that the others hear of it at once.
+            self._loop.call_later(grace_s, late)
+
+        self._loop.call_soon_threadsafe(leaves)
+
+    @property
+    def is_the_end(self) -> bool:
+        """Whether so many hosts are told to leave that the run has to end. For any thread."""
+        return is_the_end(self._state)
+
+    def wishes(self, wish: Wish) -> None:
+        """Go on under another placement when the next step counts. Any thread may call this."""
+        self._loop.call_soon_threadsafe(self._happens, wish)
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            self._happens(Tick())
+            await asyncio.sleep(TICK_S)
+
+    def _happens(self, event: Event) -> None:
+        self._state, effects = advance(self._state, event)
+        for effect in effects:
+            match effect:
+                case Send(target, message):
+                    self._send(target, "control", wire.to_json(message))
+                case Apply(step, outcome):
+                    self._listener.applies(step, outcome)
+                case Enter(generation):
+                    self._listener.enters(generation)
+                case LeftOut(generation):
+                    self._listener.is_left_out(generation)
+                case Writes(generation):
+                    self._happens(Stored(self._store(generation)))
+
+
+def _raise_its_error(task: asyncio.Task[None]) -> None:
+    """Hand the error that has ended a task to the loop: what nobody waits for fails unheard."""
+    if not task.cancelled():
+        task.result()

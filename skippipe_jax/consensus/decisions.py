@@ -1,0 +1,386 @@
+"""How the hosts of a run agree on who they are and on which steps count, whoever is lost.
+
+A *generation* is a set of hosts that train together, its members. When one is lost, or comes back,
+the others enter the next generation together. Which one that is they decide by single-decree Paxos
+(Lamport, "Paxos Made Simple", 2001) among the members of the last: a majority of them has to live.
+Of two members neither is one: there a file decides that only the first to come can create, in
+storage that both reach, if there is any. What hosts cannot do that do not reach it is in `apart`.
+
+Within a generation a step goes so: a host that holds the averaged gradients of all its stages sends
+its totals to the leader. Who has the totals of all members knows that all of them hold their
+gradients, so the leader's sum of them, which every update needs, is at once the word that the step
+*counts*. A host applies a step only with that sum.
+
+So when a generation ends, the last step that any of those left has applied can be applied by all of
+them: each says what it has applied and with which sum, and promises to take no further part in the
+generation. A step of which none of them has the sum was applied by nobody who goes on, and is run
+again with the same microbatches. A host that is not among them, such as a leader that was cut off
+after it had applied a step, may hold what the others do not; it takes their state before it goes on
+with them.
+
+All of this is one pure function, `advance`: (state, event) -> (state, effects). Time is no part of
+it. Messages may be lost, late or doubled: what is missing is sent again when `Tick` comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from skippipe_jax.consensus.apart import asks_store, can_decide
+from skippipe_jax.consensus.complaints import after_beat
+from skippipe_jax.consensus.generations import (
+    Accepted,
+    Apply,
+    Ask,
+    Beat,
+    Contribution,
+    Counts,
+    Decided,
+    Effect,
+    Enter,
+    Event,
+    Generation,
+    Held,
+    LeftOut,
+    Message,
+    Presence,
+    Promise,
+    Proposal,
+    Received,
+    Rules,
+    Saved,
+    Send,
+    Standing,
+    State,
+    Stored,
+    Tick,
+    Told,
+    Wish,
+    Writes,
+)
+from skippipe_jax.consensus.holders import entered_with, has_holders_of_all, served
+from skippipe_jax.consensus.leaving import going
+from skippipe_jax.consensus.left_out import is_left_out_rightly
+from skippipe_jax.consensus.next_generation import next_generation
+
+
+def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> State:
+    """The state of a host that is there when a run begins, in its first generation."""
+    process = generation.processes[generation.members.index(host)]
+    holds = served(rules, generation, host)
+    standing = Standing(generation.step, saved=saved, holds=holds)
+    return State(host, process, rules, generation, is_member=True, standing=standing)
+
+
+def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
+    """What follows from an event. A process that wants to join begins as `State(...)`."""
+    match event:
+        case Received(source, message):
+            return _received(state, source, message)
+        case Presence(host, is_there):
+            return _presence(state, host, is_there=is_there), []
+        case Held(number, step, totals, copies):
+            is_here = number == state.number and state.takes_part
+            if not is_here or step != state.standing.applied + 1:
+                return state, []  # The generation in which it was computed has ended.
+            assert state.generation is not None, "a member's"
+            # By now it has taken what it did not hold.
+            holds = {*state.standing.holds, *served(state.rules, state.generation, state.host)}
+            standing = replace(
+                state.standing, holds_next=True, holds=tuple(sorted(holds)), copies=copies
+            )
+            return _contribute(replace(state, standing=standing, totals=totals))
+        case Saved(step):
+            saved = max(step, state.standing.saved)
+            return replace(state, standing=replace(state.standing, saved=saved)), []
+        case Stored(generation):
+            return _tell_decided(state, generation)
+        case Tick():
+            return _tick(state)
+        case Told():
+            return replace(state, leaving={state.host: 0} | dict(state.leaving)), []
+        case Wish():
+            return replace(state, wish=event), []
+
+
+def _received(state: State, source: int, message: Message) -> tuple[State, list[Effect]]:
+    if not _is_of_run(state, message):
+        return state, []
+    match message:
+        case Decided(generation):
+            return _decided(state, generation)
+        case Beat():
+            return _beat(state, source, message)
+        case Contribution(number, step, totals):
+            is_here = number == state.number and state.takes_part
+            return _contribution(state, source, step, totals) if is_here else (state, [])
+        case Counts(number, step, outcome):
+            is_here = number == state.number and state.takes_part
+            is_leader = state.generation is not None and source == state.generation.leader
+            return _count(state, step, outcome) if is_here and is_leader else (state, [])
+        case Ask():
+            return _asked(state, source, message)
+        case Promise() | Accepted():
+            return _answered(state, source, message)
+
+
+def _is_of_run(state: State, message: Message) -> bool:
+    """Whether the generation in a message, if there is one, can be one of this start of the run."""
+    match message:
+        case Decided(generation):
+            number = generation.number
+        case Ask(number, _, Generation() as generation):
+            pass
+        case Promise(number, _, _, (_, generation)):
+            pass
+        case _:
+            return True
+    own, rules = state.generation, state.rules
+    is_of_start = own is None or own.start == generation.start
+    has_hosts = set(generation.members) <= set(rules.hosts)
+    is_of_number = generation.number == number > 0
+    is_ours = is_of_start and is_of_number and has_hosts and rules.fits(generation.placement)
+    is_whole = is_ours and has_holders_of_all(rules, generation)
+    return is_whole and is_left_out_rightly(rules, generation)
+
+
+def _presence(state: State, host: int, *, is_there: bool) -> State:
+    """Nothing is done at once: more hosts may go for the same reason, until the next tick."""
+    if is_there:
+        return replace(state, suspected=state.suspected - {host})
+    waiting = {other: process for other, process in state.waiting.items() if other != host}
+    return replace(state, suspected=state.suspected | {host}, waiting=waiting)
+
+
+def _tick(state: State) -> tuple[State, list[Effect]]:
+    """Send again what may have been lost, and propose where that is this host's part."""
+    missed = tuple(sorted(state.suspected))
+    leaves = state.host in state.leaving
+    if leaves:
+        state = _hears_leaving(state, state.host)
+    is_apart = state.rules.is_apart
+    beat = Beat(state.number, state.process, state.promised, missed, leaves, is_apart)
+    effects = state.to_others(beat, state.rules.hosts)
+    if state.takes_part and state.totals is not None:
+        state, more = _contribute(state)
+        effects += more
+    cut_off = state.cut_off
+    left = [host for host in state.members if state.is_left(host) and host not in cut_off]
+    # A generation that only others wait for ends after a step; the last one has no other after it.
+    has_to_end = state.rounds > 0 or len(left) < len(state.members)
+    goes_on = state.generation is not None and not state.generation.is_last
+    if state.number and goes_on and has_to_end and state.host == min(left, default=None):
+        state, more = _propose(state)
+        effects += more
+    return state, effects
+
+
+def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
+    """Tell a host that is behind; one that is in no generation waits for the next."""
+    missed = [host for host in beat.missed if host in state.rules.hosts]
+    state = replace(state, complaints=after_beat(state.complaints, source, missed))
+    if beat.leaves:
+        state = _hears_leaving(state, source)
+    elif source in state.leaving:  # It has been started again.
+        state = replace(state, leaving={h: n for h, n in state.leaving.items() if h != source})
+    if not state.number or beat.number > state.number:
+        return state, []
+    assert state.generation is not None, "has a number"
+    if beat.number == state.number:
+        rounds = beat.promised[0] if source in state.members else 0
+        return replace(state, rounds=max(state.rounds, rounds)), []
+    if beat.number == 0 and not state.generation.has(source, beat.process):
+        apart = state.apart | {source} if beat.is_apart else state.apart - {source}
+        return replace(state, waiting={**state.waiting, source: beat.process}, apart=apart), []
+    return state, [Send(source, Decided(state.generation))]
+
+
+def _hears_leaving(state: State, host: int) -> State:
+    return replace(state, leaving={**state.leaving, host: state.leaving.get(host, 0) + 1})
+
+
+# Steps.
+
+
+def _contribute(state: State) -> tuple[State, list[Effect]]:
+    generation, step = state.generation, state.standing.applied + 1
+    assert generation is not None, "a member's"
+    if state.leads:
+        return _contribution(state, state.host, step, state.totals)
+    return state, [Send(generation.leader, Contribution(generation.number, step, state.totals))]
+
+
+def _contribution(state: State, source: int, step: int, totals: Any) -> tuple[State, list[Effect]]:
+    """The leader hears the totals of a member; those of the last one make the step count."""
+    standing, number = state.standing, state.number
+    if not state.leads or source not in state.members:
+        return state, []
+    if step == standing.applied and standing.outcome is not None:
+        return state, [Send(source, Counts(number, step, standing.outcome))]  # It was lost.
+    lengths = {len(own) for own in (*state.heard.values(), totals)}
+    if step != standing.applied + 1 or len(lengths) > 1:
+        return state, []
+    state = replace(state, heard={**state.heard, source: totals})
+    if len(state.heard) < len(state.members):
+        return state, []
+    outcome = state.rules.add_up(state.heard)
+    told = state.to_others(Counts(number, step, outcome), state.members)
+    state, effects = _count(state, step, outcome)
+    return state, told + effects
+
+
+def _count(state: State, step: int, outcome: Any) -> tuple[State, list[Effect]]:
+    """A step counts: apply it. With that a generation ends that somebody waits for the end of."""
+    if step != state.standing.applied + 1 or not state.standing.holds_next:
+        return state, []
+    assert state.generation is not None, "a member's"
+    before, holds = state.standing, served(state.rules, state.generation, state.host)
+    standing = Standing(step, outcome, saved=before.saved, holds=holds, copies=before.copies)
+    state = replace(state, standing=standing, totals=None, heard={})
+    effects: list[Effect] = [Apply(step, outcome)]
+    is_wished = state.wish is not None and state.wish.number == state.number
+    has_to_change = bool(state.joining or going(state) or is_wished)
+    if state.leads and has_to_change and state.host not in state.cut_off:
+        state, more = _propose(state)
+        effects += more
+    return state, effects
+
+
+# The next generation.
+
+
+def _propose(state: State) -> tuple[State, list[Effect]]:
+    """Propose by a greater ballot than any that is known, or go on with such a proposal."""
+    proposal, number = state.proposal, state.number + 1
+    is_dated = proposal is not None and (
+        proposal.ballot < max(state.promised, (state.rounds, -1))
+        or (proposal.generation is None and proposal.without != state.cut_off)
+    )
+    if proposal is None or is_dated:
+        proposal = Proposal((state.rounds + 1, state.host), state.cut_off)
+        state = replace(state, rounds=state.rounds + 1, proposal=proposal)
+    elif proposal.generation is None:
+        state, effects = _promised(state)  # Who has not answered may be suspected by now.
+        if effects:
+            return state, effects
+    return _ask_members(state, Ask(number, proposal.ballot, proposal.generation))
+
+
+def _ask_members(state: State, ask: Ask) -> tuple[State, list[Effect]]:
+    """Ask all members of the last generation; this host answers itself at once."""
+    assert state.proposal is not None, "is under way"
+    asked = [host for host in state.members if host not in state.proposal.without]
+    effects = state.to_others(ask, asked)
+    state, answers = _asked(state, state.host, ask)
+    for answer in answers:
+        assert isinstance(answer, Send), "an answer"
+        state, more = _received(state, state.host, answer.message)
+        effects += more
+    return state, effects
+
+
+def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
+    """Answer a proposal for the generation after this host's own."""
+    if not state.number or ask.number > state.number + 1:
+        return state, []
+    if ask.number <= state.number:
+        assert state.generation is not None, "a member's"
+        return state, [Send(source, Decided(state.generation))]
+    if source not in state.members or source != ask.ballot[1]:
+        return state, []
+    if ask.ballot < state.promised:
+        leaves = state.host in state.leaving
+        beat = Beat(state.number, state.process, state.promised, leaves=leaves)
+        return state, [Send(source, beat)]
+    state = replace(state, promised=ask.ballot, rounds=max(state.rounds, ask.ballot[0]))
+    if ask.generation is None:
+        promise = Promise(ask.number, ask.ballot, state.standing, state.accepted)
+        return state, [Send(source, promise)]
+    state = replace(state, accepted=(ask.ballot, ask.generation))
+    return state, [Send(source, Accepted(ask.number, ask.ballot))]
+
+
+def _answered(state: State, source: int, answer: Promise | Accepted) -> tuple[State, list[Effect]]:
+    """Go on with the proposal that a host has answered."""
+    proposal = state.proposal
+    if proposal is None or (answer.number, answer.ballot) != (state.number + 1, proposal.ballot):
+        return state, []
+    if source not in state.members:
+        return state, []
+    if isinstance(answer, Promise):
+        if proposal.generation is not None or source in proposal.without:
+            return state, []
+        promises = {**proposal.promises, source: answer}
+        return _promised(replace(state, proposal=replace(proposal, promises=promises)))
+    accepted_by = proposal.accepted_by | {source}
+    state = replace(state, proposal=replace(proposal, accepted_by=accepted_by))
+    if proposal.generation is None or not _can_decide(state, accepted_by):
+        return state, []
+    return _tell_decided(state, proposal.generation)
+
+
+def _promised(state: State) -> tuple[State, list[Effect]]:
+    """Name the next generation as soon as all that live have promised, and a majority."""
+    proposal = state.proposal
+    assert proposal is not None, "is under way"
+    promises = proposal.promises
+    awaited = [host for host in state.members if host not in proposal.without]
+    everybody = all(host in promises for host in awaited if state.is_left(host))
+    if not everybody or not (asks_store(state) or _can_decide(state, promises)):
+        return state, []
+    if asks_store(state):
+        return state, [Writes(next_generation(state, promises))]
+    accepted = [promise.accepted for promise in promises.values() if promise.accepted is not None]
+    latest = max(accepted, key=lambda pair: pair[0], default=None)
+    generation = next_generation(state, promises) if latest is None else latest[1]
+    state = replace(state, proposal=replace(proposal, generation=generation))
+    return _ask_members(state, Ask(state.number + 1, proposal.ballot, generation))
+
+
+def _tell_decided(state: State, generation: Generation) -> tuple[State, list[Effect]]:
+    """Enter a generation, and tell all others of it."""
+    told = state.to_others(Decided(generation), state.rules.hosts)
+    state, effects = _decided(state, generation)
+    return state, told + effects
+
+
+def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]:
+    """Enter a generation that is later than this host's own, or learn that it is left out."""
+    if state.generation is not None and generation.number <= state.generation.number:
+        return state, []
+    # Whoever has missed a generation has missed steps, unless all go back to a checkpoint.
+    has_state = state.number > 0 and state.number == generation.number - 1
+    takes_state = state.host in generation.fresh or generation.is_rewound or generation.is_last
+    is_member = generation.has(state.host, state.process) and (has_state or takes_state)
+    effects: list[Effect] = []
+    if is_member and not takes_state and state.standing.applied < generation.step:
+        effects.append(Apply(generation.step, generation.outcome))
+    effects.append(Enter(generation) if is_member else LeftOut(generation))
+    members = generation.members
+    if not is_member and state.host in state.leaving:
+        # It goes at once, and those who hear that it does have to know why.
+        effects = state.to_others(Decided(generation), state.rules.hosts) + effects
+    entered = State(
+        state.host,
+        state.process,
+        state.rules,
+        generation,
+        is_member=is_member,
+        standing=Standing(
+            generation.step,
+            saved=state.standing.saved,
+            holds=entered_with(state, generation) if is_member else (),
+            copies=state.standing.copies if is_member and not takes_state else (),
+        ),
+        suspected=state.suspected,
+        waiting={host: own for host, own in state.waiting.items() if host not in members},
+        leaving=state.leaving,
+        apart=state.apart,
+    )
+    return entered, effects
+
+
+def _can_decide(state: State, hosts: Iterable[int]) -> bool:
+    return state.generation is not None and can_decide(state.generation, hosts)

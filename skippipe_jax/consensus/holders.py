@@ -1,0 +1,167 @@
+"""Who holds the state of which stage, as hosts come and go and stages move between them.
+
+Under another placement a host keeps the states of the stages that it goes on serving, and takes
+those that are new to it from a member that holds them. Until it has contributed to a step it does
+not count as holding them. What it served before it gives up only once a step has been applied, by
+which it would fall behind: so a generation that ends before its first step loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from skippipe_jax.consensus.apart import is_readable
+from skippipe_jax.consensus.generations import Generation, Rules, Standing, State, Wish
+
+Held = Mapping[int, Collection[int]]
+"""The stages whose state each host holds."""
+
+
+class Choice(NamedTuple):
+    """The next placement, who is a member under it, and by which plan if it is no quick one."""
+
+    placement: Any
+    members: frozenset[int]
+    plan: str
+
+
+def chosen(
+    rules: Rules,
+    last: Generation,
+    held: Held,
+    members: frozenset[int],
+    going: frozenset[int],
+    apart: Collection[int],
+    wish: Wish | None,
+    left_out: Collection[int] = (),
+) -> Choice | None:
+    """Under which placement some hosts go on after the last generation; None if a stage is lost.
+
+    Those that are `going` serve what they have served until the others hold all of it, and are
+    members no longer then. A `wish` counts where nobody comes or goes. Some hosts are `apart`.
+    Stages that are `left_out` need nobody.
+    """
+    placement = last.placement
+    if not rules.moves:
+        whole = (host for host in held if rules.serves(placement, host) <= set(held[host]))
+        is_whole = rules.covers(placement, frozenset(whole))
+        return Choice(placement, members, last.plan) if is_whole else None
+    is_same = members == set(last.members)
+    if (
+        wish is not None
+        and is_same
+        and not going
+        and rules.covers(wish.placement, members)
+        and is_readable(rules, placement, wish.placement, apart)
+    ):
+        target, plan, staying = wish.placement, wish.plan, members
+    else:
+        staying = members - going
+        target, plan = covering(rules, placement, staying, apart, left_out), ""
+    if target is None:
+        staying, target = members, covering(rules, placement, members, apart, left_out)
+    if target is None or not are_held(rules, target, held, left_out):
+        return None
+    if is_handed_on(rules, target, held, staying, left_out):
+        members = staying
+    if members == set(last.members) and target == placement:
+        plan = plan or last.plan
+    return Choice(target, members, plan)
+
+
+def covering(
+    rules: Rules,
+    placement: Any,
+    hosts: frozenset[int],
+    apart: Collection[int],
+    left_out: Collection[int] = (),
+) -> Any:
+    """The placement if these hosts serve all stages under it, else another; None if none does.
+
+    It may be made safer. Some of the hosts are `apart`. Stages that are `left_out` need none.
+    """
+    if _covers(rules, placement, hosts, left_out):
+        safer = rules.safest(placement, hosts, apart) if rules.moves and not left_out else placement
+        return safer if _covers(rules, safer, hosts, left_out) else placement
+    if not rules.moves:
+        return None
+    if left_out and rules.placed_without is not None:
+        moved = rules.placed_without(placement, hosts, apart, left_out)
+    else:
+        moved = rules.placed(placement, hosts, apart)
+    return moved if moved is not None and _covers(rules, moved, hosts, left_out) else None
+
+
+def _covers(rules: Rules, placement: Any, hosts: frozenset[int], left_out: Collection[int]) -> bool:
+    if not left_out:
+        return rules.covers(placement, hosts)
+    everything = {host: rules.serves(placement, host) for host in hosts}
+    return all(everything.values()) and are_held(rules, placement, everything, left_out)
+
+
+def are_held(rules: Rules, placement: Any, held: Held, left_out: Collection[int] = ()) -> bool:
+    """Whether some host holds each of the stages, but for those that are left out."""
+    return all(
+        holding or stage in left_out
+        for stage, holding in enumerate(holders_of(rules, placement, held))
+    )
+
+
+def is_handed_on(
+    rules: Rules,
+    placement: Any,
+    held: Held,
+    hosts: Iterable[int],
+    left_out: Collection[int] = (),
+) -> bool:
+    """Whether of each stage one of these hosts that serve it holds the state."""
+    serving = {host: rules.serves(placement, host) & set(held.get(host, ())) for host in hosts}
+    return are_held(rules, placement, serving, left_out)
+
+
+def holders_of(rules: Rules, placement: Any, held: Held) -> tuple[tuple[int, ...], ...]:
+    """The hosts that hold the state of each stage."""
+    stages = frozenset[int]().union(*(rules.serves(placement, host) for host in rules.hosts))
+    return tuple(
+        tuple(host for host in sorted(held) if stage in held[host]) for stage in sorted(stages)
+    )
+
+
+def read_by(rules: Rules, placement: Any, hosts: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """The hosts that hold the state of each stage once these have read a checkpoint."""
+    return holders_of(rules, placement, {host: rules.serves(placement, host) for host in hosts})
+
+
+def has_holders_of_all(rules: Rules, generation: Generation) -> bool:
+    """Whether a generation that tells who holds the state of stages tells it of all of them."""
+    told = len(generation.holders)
+    return told in (0, len(holders_of(rules, generation.placement, {})))
+
+
+def served(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
+    """The stages that a host serves in a generation."""
+    return tuple(sorted(rules.serves(generation.placement, host)))
+
+
+def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]) -> Held:
+    """What hosts hold once all have applied the last step that one of them has.
+
+    Who has not yet does so to what it serves in the last generation.
+    """
+    furthest = max(standing.applied for standing in standings.values())
+    return {
+        host: own.holds if own.applied == furthest else served(rules, last, host)
+        for host, own in standings.items()
+    }
+
+
+def entered_with(state: State, generation: Generation) -> tuple[int, ...]:
+    """The stages whose state a member holds as it enters a generation."""
+    if state.host in generation.fresh:
+        return ()
+    if generation.is_rewound or generation.is_last or state.generation is None:
+        return served(state.rules, generation, state.host)
+    if state.standing.applied == generation.step:
+        return state.standing.holds
+    return served(state.rules, state.generation, state.host)  # It has just applied a step.

@@ -1,0 +1,86 @@
+"""What the next generation is, once enough members of the last have promised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from skippipe_jax.consensus import lost_stages
+from skippipe_jax.consensus.apart import apart_of, leader_of
+from skippipe_jax.consensus.causes import cause
+from skippipe_jax.consensus.generations import Generation, Promise, State
+from skippipe_jax.consensus.holders import chosen, covering, held_after, holders_of, read_by
+from skippipe_jax.consensus.leaving import going
+from skippipe_jax.consensus.left_out import still_left_out, without_lost
+from skippipe_jax.consensus.lost_stages import CannotBeRemade
+
+
+def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation:
+    """The generation of those that have promised, and of those that wait to be taken in."""
+    last, rules = state.generation, state.rules
+    assert last is not None, "a member's"
+    going_on = frozenset(promises)
+    new = {host: process for host, process in state.joining.items() if host not in going_on}
+    furthest = max((own.standing for own in promises.values()), key=lambda own: own.applied)
+    held = held_after(rules, last, {host: own.standing for host, own in promises.items()})
+    wish = state.wish if state.wish is not None and state.wish.number == last.number else None
+    leaving = going(state)
+    everybody = going_on | new.keys()
+    apart = apart_of(state, sorted(everybody), new)
+    left_out = still_left_out(rules, last, everybody)
+    choice = chosen(rules, last, held, everybody, leaving, apart, wish, left_out)
+    if choice is not None:
+        everybody = choice.members
+    members = tuple(sorted(everybody))
+    process_of = dict(zip(last.members, last.processes, strict=True)) | new
+    without = frozenset() if state.proposal is None else state.proposal.without
+    apart = tuple(host for host in apart if host in everybody)
+    lacks_some = any(own.standing.applied < furthest.applied for own in promises.values())
+    holding = frozenset(host for host in going_on & everybody if held[host])
+    leading = holding - leaving - {*apart}
+    following = Generation(
+        last.number + 1,
+        members,
+        tuple(process_of[host] for host in members),
+        leader=leader_of(members, leading or holding or going_on, apart),
+        step=furthest.applied,
+        outcome=furthest.outcome if lacks_some else None,
+        fresh=tuple(host for host in members if host not in holding),
+        placement=last.placement,
+        start=last.start,
+        apart=apart,
+    )
+    if choice is not None:
+        holders = holders_of(rules, choice.placement, {host: held[host] for host in holding})
+        following = replace(
+            following,
+            placement=choice.placement,
+            holders=holders,
+            plan=choice.plan,
+            left_out=left_out,
+        )
+    following = replace(following, cause=cause(last, following, new, without, leaving))
+    if set(apart) == set(members):
+        return replace(following, is_last=True)  # Nobody could write what they would train.
+    if choice is not None:
+        return following
+    following = replace(following, lost=lost_stages.lost(rules, last, held))
+    try:
+        if rules.placed_without is not None:
+            return without_lost(rules, last, following, held, promises)
+        return lost_stages.remade(rules, following, held, promises)
+    except CannotBeRemade as error:
+        following = replace(following, cause=f"{following.cause}{error}")
+    saved = max(own.standing.saved for own in promises.values())
+    leader = leader_of(members, going_on, apart)
+    following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)
+    reading = frozenset(members).difference(apart)
+    placement = rules.placed(last.placement, reading, ()) if rules.rewinds else None
+    if placement is not None:  # Those that are apart may have to be given a stage besides.
+        placement = covering(rules, placement, frozenset(members), apart)
+    if placement is None:
+        return replace(following, is_last=True)
+    holders = read_by(rules, placement, reading) if apart else ()
+    if not all(holders):  # Those that reach the folder are too few to serve all stages.
+        return replace(following, is_last=True)
+    return replace(following, placement=placement, holders=holders, is_rewound=True)

@@ -1,0 +1,201 @@
+"""How many microbatches a node may hold: what `memory: auto` in a case stands for. No JAX.
+
+A plan decides which stage a node serves, and needs to know before how many microbatches may be in
+flight on it. So the stage that takes most decides, whichever it will be.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from skippipe_sched.figures.amounts import size_text
+from skippipe_sched.problem.case import AUTO, Case
+
+from skippipe_jax.config import Config
+from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.models.footprint import NodeMemory, memory_of_stages
+
+USABLE_SHARE = 0.9
+"""Of a device's bytes. The rest is for the runtime, for the gaps between arrays, and for what an
+operation makes beyond the formulas, which do not know what XLA makes of it."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a node has, and holds with so many microbatches in flight.
+
+    Attributes:
+        nodes: all that are alike.
+        memory_bytes: of the device of each; None where the case does not say.
+        stage: of those that they may serve, the one that takes most.
+        held: by a node of that stage.
+        one_more_bytes: what the next microbatch takes, with what it lets others send. None where
+            an iteration has no more.
+    """
+
+    nodes: Sequence[int]
+    memory_bytes: float | None
+    stage: int
+    held: NodeMemory
+    one_more_bytes: int | None
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """The share of the device's bytes that may be filled."""
+        return None if self.memory_bytes is None else USABLE_SHARE * self.memory_bytes
+
+    @property
+    def is_short(self) -> bool:
+        """Whether what is held does not fit."""
+        return self.usable_bytes is not None and self.held.total > self.usable_bytes
+
+
+def most_in_flight(config: Config, case: Case, nodes: Collection[int]) -> dict[int, int]:
+    """For each of these nodes the most microbatches that fit; 0 where not even one does.
+
+    What the case says of their `memory` makes no difference; that of all others does, as all data
+    nodes together send to one. Where nodes differ, those with most bytes hold as many as leave room
+    for one on every other that has room at all.
+
+    Raises:
+        InputError: if the layers do not spread over the stages.
+    """
+    usable = {node: USABLE_SHARE * (case.nodes[node].memory_bytes or 0.0) for node in nodes}
+    least = _needed(config, _with_memory(case, dict.fromkeys(nodes, 1)), 1)
+    with_room = {own for own in usable.values() if own >= least}
+    if not with_room:
+        return dict.fromkeys(nodes, 0)
+
+    def fits(count: int) -> bool:
+        level = _with_memory(case, dict.fromkeys(nodes, count))
+        return _needed(config, level, count) <= max(with_room) and (
+            _needed(config, level, 1) <= min(with_room)
+        )
+
+    level = _greatest(sum(case.microbatches), fits)
+    at_level = _with_memory(case, dict.fromkeys(nodes, level))
+    found = {
+        own: _greatest(level, lambda count, own=own: _needed(config, at_level, count) <= own)
+        for own in set(usable.values())
+    }
+    return {node: found[own] if own in with_room else 0 for node, own in usable.items()}
+
+
+def rooms(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> list[Room]:
+    """What every node has and holds, those that are alike together, in order of the first of each.
+
+    `stage_of` says which stage each node serves, where a plan has decided it.
+
+    Raises:
+        InputError: if the layers do not spread over the stages.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for index, node in enumerate(case.nodes):
+        served = None if stage_of is None else stage_of[index]
+        alike.setdefault((node.memory, node.memory_bytes, served), []).append(index)
+    return [
+        _room(config, case, nodes, memory, memory_bytes, served)
+        for (memory, memory_bytes, served), nodes in alike.items()
+    ]
+
+
+def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> list[str]:
+    """A sentence for each kind of node whose `memory` is more than its bytes allow.
+
+    `stage_of` says which stage each node serves, where a plan has decided it.
+    """
+    return [
+        f"case.memory = {room.held.in_flight} is more than {names(room.nodes)} can hold: "
+        f"{holding(room)}. Write {'' if room.held.in_flight == 1 else f'less, memory: {AUTO}, '}"
+        f"{ways_out(config, case, room)}"
+        for room in rooms(config, case, stage_of)
+        if room.is_short
+    ]
+
+
+def holding(room: Room) -> str:
+    """What is held, in words, and what it would have to fit in."""
+    held = room.held
+    text = (
+        f"stage {room.stage} takes {size_text(held.total)} with {held.in_flight} in flight "
+        f"({size_text(held.state)} always, {size_text(held.in_flight * held.kept)} in flight, "
+        f"{size_text(held.waiting)} waiting, {size_text(held.working)} working)"
+    )
+    if room.memory_bytes is None or room.usable_bytes is None:
+        return text
+    return (
+        f"{text}, and {size_text(room.usable_bytes)} may be filled, {USABLE_SHARE:g} of "
+        f"{size_text(room.memory_bytes)}"
+    )
+
+
+def ways_out(config: Config, case: Case, room: Room) -> str:
+    """What makes nodes hold less, as the end of a remedy."""
+
+    def held_with(recompute: str) -> int:
+        other = replace(config, model=replace(config.model, recompute=recompute))
+        return memory_of_stages(other, case, room.held.in_flight)[room.stage].total
+
+    ways = ["more stages"]
+    # Which of them takes least depends: what is kept less of is made again, and needs room then.
+    least = min(RECOMPUTE, key=held_with)
+    if held_with(least) < room.held.total:
+        ways.insert(0, f"model.recompute: {least}")
+    if config.data.microbatch_size > 1:
+        ways.append("a smaller data.microbatch_size")
+    else:
+        ways.append("a shorter data.sequence_length")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}"
+
+
+def names(nodes: Sequence[int]) -> str:
+    """Nodes in words, as "nodes 0-4, 7"; they are in order."""
+    runs: list[list[int]] = []
+    for node in nodes:
+        if runs and node == runs[-1][-1] + 1:
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    told = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(told)}"
+
+
+def _room(
+    config: Config,
+    case: Case,
+    nodes: Sequence[int],
+    memory: int,
+    memory_bytes: float | None,
+    served: int | None,
+) -> Room:
+    all_of_them = sum(case.microbatches)
+    in_flight = min(memory, all_of_them)
+    of_stages = memory_of_stages(config, case, in_flight)
+    may_serve = range(len(of_stages)) if served is None else [served]
+    stage = max(may_serve, key=lambda stage: of_stages[stage].total)
+    held, one_more_bytes = of_stages[stage], None
+    if in_flight < all_of_them:
+        then = memory_of_stages(config, case, in_flight + 1)
+        one_more_bytes = max(then[stage].total for stage in may_serve) - held.total
+    return Room(tuple(nodes), memory_bytes, stage, held, one_more_bytes)
+
+
+def _needed(config: Config, case: Case, in_flight: int) -> int:
+    """Bytes of a node of the stage that takes most."""
+    return max(held.total for held in memory_of_stages(config, case, in_flight))
+
+
+def _with_memory(case: Case, counts: Mapping[int, int]) -> Case:
+    """The case whose nodes have these numbers as their memory, where there is one for them."""
+    nodes = (
+        replace(node, memory=counts.get(index, node.memory))
+        for index, node in enumerate(case.nodes)
+    )
+    return replace(case, nodes=tuple(nodes))
+
+
+def _greatest(most: int, fits: Callable[[int], bool]) -> int:
+    """The greatest number up to `most` that fits, if all that are smaller do; 0 for none."""
+    return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))

@@ -1,0 +1,81 @@
+"""Has nodes of some stages run all that they will before their states are there, on zeros.
+
+So a host is ready when others take it in, who all wait for its first iteration: nothing is traced
+or compiled then. What is compiled is kept, too, where JAX keeps programs (see `compilation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from skippipe_jax.config import Config
+from skippipe_jax.runtime.stage_functions import (
+    TOTALS,
+    StageFunctions,
+    activation,
+    functions_of_run,
+    wire_of_run,
+)
+
+
+def compile_ahead(
+    config: Config, stages: Collection[int], of_stages: int, devices: Collection[jax.Device]
+) -> int:
+    """Run the functions of these stages, of so many, once on some devices; returns how many.
+
+    A device holds the state of a stage and a microbatch in flight meanwhile, and nothing of that
+    afterwards.
+    """
+    functions = functions_of_run(config, of_stages)
+    distinct = {functions[stage]: stage == 0 for stage in sorted(stages)}
+    count = 0
+    for device in devices:
+        for own, is_data_stage in distinct.items():
+            count += _run_once(config, own, SingleDeviceSharding(device), is_data_stage)
+    return count
+
+
+def _run_once(
+    config: Config, functions: StageFunctions, sharding: SingleDeviceSharding, is_data_stage: bool
+) -> int:
+    """What training calls, as it calls it: with arrays that have been put on the device."""
+
+    def zeros(shapes: Any) -> Any:
+        return jax.tree.map(lambda own: jnp.zeros(own.shape, own.dtype, device=sharding), shapes)
+
+    wire, computed = wire_of_run(config), activation(config.model, config.data)
+    parameters, state, gradients = zeros(jax.eval_shape(functions.create, jax.random.key(0), 0))
+    gauge = zeros(jax.ShapeDtypeStruct((2,), jnp.int32))
+    totals = zeros(jax.ShapeDtypeStruct((TOTALS,), jnp.float32))
+    tokens = zeros(jax.ShapeDtypeStruct(computed.shape[:2], jnp.int32))
+    draw = np.zeros(4, np.uint32) if wire.gradients.is_drawn else None
+    inputs = zeros(wire.activations.travelling)
+    if is_data_stage:
+        marked = (*tokens.shape, 2) if config.data.packing == "documents" else tokens.shape
+        inputs = zeros(jax.ShapeDtypeStruct(marked, jnp.int32))
+    scales = config.recipe.skip_scaling == "inverse" and not is_data_stage
+    share = np.float32(1.0) if scales else None
+    _, saved, gauge = functions.forward(parameters, gauge, inputs, share, leaves=True)
+    if is_data_stage:
+        outputs = zeros(wire.activations.travelling)
+        given = gradients, totals, gauge, outputs, tokens, draw
+        _, gradients, totals, gauge = functions.loss(parameters, *given, leaves=True)
+    # Nothing leaves a data stage backward, so nothing is rounded.
+    given = (
+        gradients,
+        gauge,
+        saved,
+        zeros(wire.gradients.travelling),
+        None if is_data_stage else draw,
+    )
+    _, gradients, _ = functions.backward(parameters, *given, leaves=not is_data_stage)
+    functions.squared_norm(gradients)
+    functions.no_gradients(parameters)
+    jax.block_until_ready(functions.update(parameters, state, gradients, totals, None))
+    return 6 if is_data_stage else 5

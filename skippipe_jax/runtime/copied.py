@@ -1,0 +1,66 @@
+"""The state of a stage as bytes: how hosts keep copies of stages of others, and cut them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import PyTree, UInt8
+
+from skippipe_jax.config import Config
+from skippipe_jax.config.recovery import BUDDY
+from skippipe_jax.models.footprint import copied_bytes
+
+Bytes = UInt8[np.ndarray, " bytes"]
+
+# As much as a server copies at a time: larger pieces would only delay activations for longer.
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """The state of a stage after a step, in this host's own memory."""
+
+    stage: int
+    step: int
+    state: Bytes
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """The stage and the step, by which hosts speak of it."""
+        return self.stage, self.step
+
+
+def packed(state: PyTree) -> Bytes:
+    """All arrays of a state, one after another."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    return np.concatenate(
+        [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves]
+    )
+
+
+def unpacked(given: Bytes, shapes: PyTree) -> PyTree:
+    """The state of these shapes, of which the bytes are given."""
+    leaves, structure = jax.tree.flatten(shapes)
+    ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])
+    assert ends[-1] == len(given), "are the bytes of such a state"
+    parts = np.split(given, ends[:-1])
+    return structure.unflatten(
+        part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
+    )
+
+
+def pieces(size: int, of: int | None = None) -> Iterator[slice]:
+    """So many bytes cut into pieces, by default of `PIECE_BYTES`."""
+    of = PIECE_BYTES if of is None else of
+    return (slice(start, min(start + of, size)) for start in range(0, size, of))
+
+
+def pieces_of_copies(config: Config, stages: int) -> Sequence[range]:
+    """For each stage the pieces of its copy that travel in one iteration; none without buddies."""
+    if config.recovery.lost_stage != BUDDY:
+        return []
+    every = config.recovery.buddy_every
+    return [range(len([*pieces(-(-size // every))])) for size in copied_bytes(config, stages)]

@@ -1,0 +1,111 @@
+"""Stages that only hosts apart hold are given to one that writes them, when the run is saved.
+
+Hosts that are apart do not reach the folder of the run. As long as another replica of a stage is
+elsewhere, that one is saved; otherwise the leader, which reaches the folder, is given the state for
+as long as it takes to write it. All hosts wait for that, so it costs the bytes of the stage over
+the bandwidth between the two, at each checkpoint. Array by array, the leader keeps it beside its
+own states: in the memory of its machine, if JAX has a device for that, else on its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from skippipe_jax.cluster.agreement import barrier
+from skippipe_jax.cluster.team import Team
+from skippipe_jax.config import Config
+from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.runtime.handover import arrived, shapes_of_state
+from skippipe_jax.runtime.stage_functions import functions_of_run
+from skippipe_jax.runtime.state import StageState
+from skippipe_jax.runtime.topology import Topology
+from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink
+
+GIVEN_S = 3600.0
+"""How long hosts wait at most until such states have been given."""
+
+
+def places_apart(team: Team) -> frozenset[int]:
+    """Those of a team that do not reach the folder of the run."""
+    return frozenset(map(team.hosts.index, team.generation.apart))
+
+
+class GivenStages:
+    """Which stages of a team are given to its leader; all hosts make the same.
+
+    Attributes:
+        source_of: the host that gives each of them.
+        numbers: of the hops by which they go.
+    """
+
+    def __init__(self, topology: Topology, config: Config, team: Team):
+        """Find the stages that only hosts apart hold."""
+        self._topology, self._team = topology, team
+        apart = places_apart(team)
+        given = [
+            (stage, replicas[0])
+            for stage, replicas in enumerate(topology.replicas)
+            if replicas and all(topology.host_of[replica] in apart for replica in replicas)
+        ]
+        self.source_of = {stage: topology.host_of[replica] for stage, replica in given}
+        stages = len(topology.plan.stages)
+        cut = config.model.layers_of_stages(stages)
+        functions = functions_of_run(config, stages)
+        numbers, leader = HopNumbers(topology.first_free_hop), topology.first_nodes[0]
+        self._shapes = {
+            stage: shapes_of_state(functions[stage], cut.blocks(stage).start) for stage, _ in given
+        }
+        self._hops: dict[int, Sequence[Hop]] = {
+            stage: [
+                Hop(number, replica, leader)
+                for number in numbers.take(len(jax.tree.leaves(self._shapes[stage])))
+            ]
+            for stage, replica in given
+        }
+        self.numbers = range(topology.first_free_hop, numbers.free)
+
+    def after(
+        self, step: int, states: Mapping[int, StageState], links: Mapping[int, HostLink]
+    ) -> dict[int, dict[str, PyTree]]:
+        """The states of these stages after a step, on the leader; all hosts call this together.
+
+        `states` are those held here, by replica.
+
+        Raises:
+            TeamEnded: if the team ends before all is there.
+        """
+        if not self._hops:
+            return {}
+        iteration, own = AFTER_A_STEP + step, {}
+        for stage, hops in self._hops.items():
+            if hops[0].source in states:
+                leaves = jax.tree.leaves(states[hops[0].source].to_save())
+                for hop, leaf in zip(hops, leaves, strict=True):
+                    links[0].send(hop, iteration, leaf)
+            elif self._team.index == 0:
+                shapes, structure = jax.tree.flatten(dict(self._shapes[stage]))
+                link = links[self.source_of[stage]]
+                arrays = [
+                    self._set_aside(link.receive(hop, iteration, shape))
+                    for hop, shape in zip(hops, shapes, strict=True)
+                ]
+                own[stage] = jax.tree.unflatten(structure, arrays)
+        # Nobody updates a state that the leader still takes.
+        barrier(self._team, f"given/{step}", GIVEN_S)
+        return own
+
+    def _set_aside(self, array: jax.Array) -> jax.Array:
+        [array] = arrived([array], self._team)
+        return beside(array)
+
+
+def beside(array: jax.Array | np.ndarray) -> jax.Array:
+    """An array beside those of the states that are held: see above."""
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if platforms and "cpu" not in platforms.split(","):
+        return jax.device_put(array)
+    return jax.device_put(np.asarray(array), jax.local_devices(backend="cpu")[0])

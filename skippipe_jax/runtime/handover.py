@@ -1,0 +1,170 @@
+"""A host takes the state of stages that it newly serves from others that hold it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from skippipe_jax.cluster.team import Team
+from skippipe_jax.config import Config
+from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.runtime.stage_functions import StageFunctions, functions_of_run
+from skippipe_jax.runtime.state import Kept, Origin, StageState, State
+from skippipe_jax.runtime.topology import Topology
+from skippipe_jax.runtime.transport import HostLink
+
+# So often a host that waits looks whether its team still goes on.
+LOOK_S = 0.5
+
+
+class Handover(NamedTuple):
+    """The state of a stage goes from one host to a node of another, array by array."""
+
+    stage: int
+    source: int
+    hops: tuple[Hop, ...]
+
+
+class Handovers:
+    """Which states go from which hosts to which, in one team. All hosts make the same."""
+
+    def __init__(self, topology: Topology, config: Config, holders: Sequence[Collection[int]]):
+        """`holders` are the hosts that hold the state of each stage, whether they serve it or not.
+
+        With none at all, every host holds what it serves.
+        """
+        self.topology = topology
+        self.numbers = HopNumbers(topology.first_free_hop)
+        stages = len(topology.plan.stages)
+        cut = config.model.layers_of_stages(stages)
+        self.shapes = [
+            shapes_of_state(functions, cut.blocks(stage).start)
+            for stage, functions in enumerate(functions_of_run(config, stages))
+        ]
+        self.handovers = tuple(self._planned(holders))
+
+    def _planned(self, holders: Sequence[Collection[int]]) -> Iterator[Handover]:
+        """One for each stage that a host serves and does not hold, from its holders by turns.
+
+        A stage that nobody holds is made anew by those who serve it.
+        """
+        host_of, numbers = self.topology.host_of, self.numbers
+        for stage, holding in enumerate(holders):
+            if not holding:
+                continue
+            replicas = self.topology.replicas[stage]
+            targets = {host_of[node]: node for node in replicas if host_of[node] not in holding}
+            # Those that go on serving it first: the others may be about to leave.
+            serving = {host_of[node] for node in replicas}
+            sources = sorted(holding, key=lambda host, serving=serving: host not in serving)
+            leaves = len(jax.tree.leaves(self.shapes[stage]))
+            for place, target in enumerate(targets.values()):
+                source = sources[place % len(sources)]
+                own = self.topology.first_nodes[source]
+                hops = tuple(Hop(number, own, target) for number in numbers.take(leaves))
+                yield Handover(stage, source, hops)
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """The stages whose state this host takes from others."""
+        return frozenset(
+            handover.stage
+            for handover in self.handovers
+            if self.topology.is_here(handover.hops[0].target)
+        )
+
+    def give(self, states: Mapping[int, StageState], links: Mapping[int, HostLink]) -> None:
+        """Offer what others take from here, of the states that this host has by stage.
+
+        It must not be donated before they have it.
+        """
+        for stage, source, hops in self.handovers:
+            if source == self.topology.host:
+                leaves = jax.tree.leaves(states[stage].to_save())
+                for hop, leaf in zip(hops, leaves, strict=True):
+                    links[self.topology.host_of[hop.target]].send(hop, 0, leaf)
+
+    def origin(self, links: Mapping[int, HostLink], team: Team) -> Origin:
+        """The state of each stage that this host takes from others.
+
+        Raises:
+            TeamEnded: when it is asked and the team ends before all is there.
+        """
+
+        def take(stage: int, shapes: State) -> State:
+            [own] = [
+                handover
+                for handover in self.handovers
+                if handover.stage == stage and self.topology.is_here(handover.hops[0].target)
+            ]
+            leaves, structure = jax.tree.flatten(dict(shapes))
+            arrays = [
+                links[own.source].receive(hop, 0, leaf)
+                for hop, leaf in zip(own.hops, leaves, strict=True)
+            ]
+            return jax.tree.unflatten(structure, list(map(np.asarray, arrived(arrays, team))))
+
+        return take
+
+
+def exchanged(
+    handovers: Handovers,
+    make: Callable[[Collection[int], Origin | None, Kept], Mapping[int, StageState]],
+    origin: Origin | None,
+    kept: Kept,
+    links: Mapping[int, HostLink],
+    team: Team,
+) -> Kept:
+    """What a host goes on with once it has given and taken all that moves.
+
+    `make` makes the states of some stages, from an origin and those that are kept. What others take
+    from here is offered before anything is taken, as two may take from each other.
+
+    Raises:
+        TeamEnded: if the team ends before all is there.
+    """
+    topology, taken = handovers.topology, handovers.taken
+    own = dict(make(set(topology.stage_of) - taken, origin, kept))
+    of_stages = {stage: state for (stage, _), state in kept.items()}
+    of_stages |= {topology.stage_of[node]: state for node, state in own.items()}
+    handovers.give(of_stages, links)
+    own |= make(taken, handovers.origin(links, team), {})
+    here = {(topology.stage_of[node], topology.device(node)): state for node, state in own.items()}
+    return {**kept, **here}
+
+
+def shapes_of_state(functions: StageFunctions, first_layer: int) -> State:
+    """The shapes of what is saved of a stage."""
+    parameters, optimizer_state, _ = jax.eval_shape(
+        functions.create, jax.random.key(0), first_layer
+    )
+    return {"parameters": parameters, "optimizer_state": optimizer_state}
+
+
+def arrived(arrays: Sequence[jax.Array], team: Team) -> Sequence[jax.Array]:
+    """The arrays, once they are there; a host that sends them may be lost, or stopped for ever."""
+    ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            jax.block_until_ready(arrays)
+        except Exception as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    threading.Thread(target=wait, name="skippipe-handover", daemon=True).start()
+    while True:
+        try:
+            error = ended.get(timeout=LOOK_S)
+        except queue.Empty:
+            team.require_goes_on()
+            continue
+        if error is not None:
+            raise error
+        return arrays

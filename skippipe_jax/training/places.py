@@ -1,0 +1,114 @@
+"""The places of a run: those of the hosts that it begins with, and spare ones for hosts that come.
+
+All that counts hosts counts places: numbers of hosts, ports, and whom the rules of generations may
+name. The first generation has the hosts of the start alone, so a spare place is to them what the
+place of a lost host is, but that nobody waits for it and nobody misses who was never there.
+
+Each spare place has one node, with a number after those of the run's own plan, which is in no stage
+before its host has come. Who names the generation with that host gives the node a stage. From then
+on it stays where it is, like all others, unless a plan that is searched for has it elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from skippipe_sched.problem.more_nodes import NewNode, with_more_nodes
+from skippipe_sched.problem.plan import Plan
+
+from skippipe_jax.config import Config
+from skippipe_jax.consensus.generations import Generation, Rules
+from skippipe_jax.consensus.holders import covering
+
+Placement = tuple[tuple[int, ...], ...]
+"""The nodes of each stage, by the numbers of the run's own plan."""
+
+
+def host_of_places(config: Config, host_of: Sequence[int]) -> tuple[int, ...]:
+    """The host of each node of the run's own plan, as given, and then that of each spare place."""
+    hosts = max(host_of) + 1
+    return (*host_of, *range(hosts, hosts + config.cluster.with_ports(hosts, config.spare_places)))
+
+
+def with_places(plan: Plan, nodes: Collection[int], new: Mapping[int, NewNode]) -> Plan:
+    """The plan of a case that has all of `nodes`, those that are new among them.
+
+    What is known of some of these is in `new`, by their numbers. They are in no stage of the plan.
+    """
+    own = len(plan.case.nodes)
+    come = range(own, max(nodes) + 1)
+    if not come:
+        return plan
+    nodes_to_come = [new.get(node, NewNode(f"place {node}")) for node in come]
+    return replace(plan, case=with_more_nodes(plan.case, nodes_to_come))
+
+
+def with_stages(
+    plan: Plan, placement: Placement, nodes: Collection[int], left_out: Collection[int] = ()
+) -> Placement:
+    """The placement, in which those of `nodes` that are in no stage are in one.
+
+    Each goes where a replica of those there are has most to compute, but not to the data stage if
+    there is another: it may lack the text. None goes to stages that are `left_out`. `plan` is the
+    run's own.
+    """
+    work = Counter(plan.stage_of[node] for path in plan.microbatches for node in path)
+    stages = [[*own] for own in placement]
+    choices = [stage for stage in range(1, len(stages)) if stage not in left_out] or [0]
+
+    def load(stage: int) -> float:
+        replicas = len(set(nodes).intersection(stages[stage]))
+        return plan.case.stage_cost[stage] * work[stage] / replicas if replicas else float("inf")
+
+    for node in sorted(set(nodes).difference(*placement)):
+        stages[max(choices, key=load)].append(node)
+    return tuple(map(tuple, stages))
+
+
+def secured(
+    own: Placement,
+    placement: Placement,
+    host_of: Sequence[int],
+    hosts: Collection[int],
+    without_text: Collection[int] = (),
+) -> Placement:
+    """The placement, in which no stage has but one of these hosts while others stand in elsewhere.
+
+    Whoever stands in for a lost stage stays there when its hosts are back, and what it has left may
+    be served by a single host, with which it would be lost. So a node goes to such a stage, if by
+    the run's `own` placement more hosts serve it, from one that more serve than by that: a node
+    that was there before, if there is any. Nodes `without_text` do not go to the data stage.
+    """
+
+    def serving(nodes: Collection[int]) -> set[int]:
+        return {host_of[node] for node in nodes if host_of[node] in hosts}
+
+    at_first = [len({host_of[node] for node in nodes}) for nodes in own]
+    stages = [[*nodes] for nodes in placement]
+    for stage, nodes in enumerate(stages):
+        here = serving(nodes)
+        if len(here) != 1 or at_first[stage] == 1:
+            continue
+        found = [
+            (node not in own[stage], node, giver)
+            for giver, theirs in enumerate(stages)
+            if len(serving(theirs)) > at_first[giver]
+            for node in theirs
+            if host_of[node] in {*hosts} - here and not (stage == 0 and node in without_text)
+        ]
+        if found:
+            _, node, giver = min(found)
+            stages[giver].remove(node)
+            nodes.append(node)
+    moved = tuple(tuple(sorted(nodes)) for nodes in stages)
+    return placement if moved == tuple(tuple(sorted(nodes)) for nodes in placement) else moved
+
+
+def stages_for(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
+    """The stages that who comes to a place serves, as far as that is known before."""
+    members, apart = frozenset({*generation.members, host}), {*generation.apart, host}
+    found = covering(rules, generation.placement, members, apart, generation.left_out)
+    placement = generation.placement if found is None else found
+    return tuple(sorted(rules.serves(placement, host)))

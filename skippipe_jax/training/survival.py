@@ -1,0 +1,343 @@
+"""A run goes on with the hosts that are left of it, and with those that come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+from skippipe_jax.cluster.agreement import DeadlinePassed, gather
+from skippipe_jax.cluster.board import TeamEnded
+from skippipe_jax.cluster.jax_runtime import may_stem_from_a_peer
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
+from skippipe_jax.config import Config
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.runtime.compiled_ahead import compile_ahead
+from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
+from skippipe_jax.runtime.state import Kept
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.joined_folder import is_joined
+from skippipe_jax.storage.layout import Checkpoint, is_committed, open_checkpoint, step_folder
+from skippipe_jax.storage.reader import read_data_state
+from skippipe_jax.storage.writer import NotCommitted
+from skippipe_jax.training.callbacks import KeptLines
+from skippipe_jax.training.departure import HasLeft
+from skippipe_jax.training.inviting import Inviting
+from skippipe_jax.training.left_out import copies_read, steps_saved
+from skippipe_jax.training.lost_stages import how_remade
+from skippipe_jax.training.measured import told_by
+from skippipe_jax.training.messages import say, say_meanwhile
+from skippipe_jax.training.places import host_of_places, stages_for
+from skippipe_jax.training.recoveries import RecoveriesFile
+from skippipe_jax.training.regroup import regrouped, rules_of
+from skippipe_jax.training.replanning import FoundPlans, Replanning
+from skippipe_jax.training.search_process import Preparing, Standby
+from skippipe_jax.training.setup import Settled, go_on
+from skippipe_jax.training.stretch import HEAR_S, Stretch
+
+if TYPE_CHECKING:
+    from skippipe_jax.training.trainer import Trainer
+
+# So often a host looks whether another is lost.
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a host goes on with, whoever goes on with it.
+
+    Attributes:
+        read: the microbatches that have been read.
+        kept: the states that it holds, or takes from others; None where a run begins.
+        checkpoint: the one that states come from where none are kept.
+        remains: what it has besides, to make a stage from that is lost.
+    """
+
+    read: int
+    kept: Kept | None = None
+    checkpoint: Checkpoint | None = None
+    remains: Remains = NO_REMAINS
+
+
+NOTHING = Holding(read=0, kept={})
+"""Of a host without which others have gone on."""
+
+
+class Survival:
+    """Opens a stretch of a run after another, each with the hosts that are left then.
+
+    Attributes:
+        lines: the last ones of metrics, kept through all stretches.
+        recoveries: writes down how the run has come over the loss of a stage.
+        plans: those that were searched for.
+    """
+
+    def __init__(self, trainer: Trainer, settled: Settled):
+        """`settled` is what all hosts of the run have settled."""
+        self._trainer = trainer
+        self._settled = settled
+        self._host_of = host_of_places(trainer.config, settled.host_of)
+        self._rules = rules_of(trainer.config, settled)
+        self._inviting = Inviting(trainer.folder)
+        self.lines = KeptLines()
+        self.recoveries = RecoveriesFile(trainer.folder)
+        self.plans = FoundPlans()
+        self._standby = Standby(trainer.config.replan.method)
+
+    def close(self) -> None:
+        """Search no more."""
+        self._standby.close()
+
+    def come_back(self) -> Stretch:
+        """Take part again in a run that lives, of which this host was lost.
+
+        Raises:
+            DeadlinePassed: if the others do not take this host in.
+        """
+        config, membership = self._trainer.config, self._trainer.membership
+        _get_ready(config, self._settled, membership.index)
+        patience_s, since_s = config.cluster.rejoin_s, time.monotonic()
+        team = membership.ask_in(self._rules, self._store, patience_s)
+        if team is None:
+            raise DeadlinePassed(
+                "this host has waited to be taken in by those that go on with the run, in vain; "
+                f"cluster.rejoin_s is {patience_s:g}"
+            )
+        is_in = "is in" if membership.index in team.generation.apart else "is back in"
+        say(f"host {membership.index} {is_in} the run, at step {team.generation.step}")
+        return self._opened(team, NOTHING, since_s)
+
+    def begin(self, membership: Membership, checkpoint: Checkpoint | None, read: int) -> Stretch:
+        """The first stretch, which all hosts of the run open together."""
+        step, stages = self._trainer.steps_done, self._settled.plan.stages
+        team = membership.outlive(self._rules, self._store, stages, step, saved=step)
+        try:
+            with _closed_by_an_error(self._settled):
+                read, _ = self._agreed(team, self._settled, Holding(read))
+                self._write(team, self._settled)
+                stretch = Stretch(self._trainer, team, self._settled, read, checkpoint)
+                return self._replanned(stretch, team, self._settled)
+        except TeamEnded:
+            holding = Holding(read, checkpoint=checkpoint)
+            return self._opened(self._next(team), holding, time.monotonic())
+
+    def _store(self, generation: Generation) -> Generation:
+        return run_folder.first_to_write(self._trainer.folder, generation)
+
+    def going_on(self, act: Callable[[], None], stretch: Stretch) -> Stretch:
+        """Act; the stretch that follows where hosts are lost meanwhile, or come back."""
+        team = stretch.host
+        try:
+            act()
+        except TeamEnded:
+            return self._after(stretch)
+        except Exception as error:
+            if not (isinstance(team, Team) and self._is_of_a_loss(error, team)):
+                raise
+            return self._after(stretch)
+        return stretch
+
+    def _is_of_a_loss(self, error: Exception, team: Team) -> bool:
+        """Whether an error came when a host of the team was lost, which may show later."""
+        patience_s = 0.0
+        if not isinstance(error, DeadlinePassed):
+            # Those who went on may have removed a checkpoint that was being written without them.
+            if not (isinstance(error, NotCommitted) or may_stem_from_a_peer(error)):
+                return False
+            # A death shows at once; only a host that hangs takes the whole timeout.
+            patience_s = 2 * self._trainer.config.cluster.heartbeat_timeout_s
+        until_s = time.monotonic() + patience_s
+        while not (team.has_ended or self._trainer.membership.misses(team.hosts)):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+    def _after(self, stretch: Stretch) -> Stretch:
+        """Close a stretch whose hosts are no longer the same, and open the next."""
+        since_s, team = time.monotonic(), stretch.host
+        assert isinstance(team, Team), "only a team ends"
+        try:
+            following = self._next(team)
+        except HasLeft:
+            stretch.leave()
+            raise
+        # What a host knows that was left out does not count, and may be told by others otherwise.
+        self.lines.awaiting = None
+        if following.index not in following.fresh:
+            stretch.report()
+            self.lines.awaiting = stretch.awaiting
+        holding = Holding(stretch.read, stretch.kept, remains=stretch.remains)
+        stretch.leave()
+        return self._opened(following, holding, since_s)
+
+    def _opened(self, team: Team, holding: Holding, since_s: float) -> Stretch:
+        while True:
+            # A team may end before all is open; what it had to go on with the next one has, too.
+            holding = self._held(team, holding)
+            try:
+                return self._open(team, holding, since_s)
+            except TeamEnded:
+                pass
+            except Exception as error:  # What is fetched from a host that dies raises at once.
+                if not self._is_of_a_loss(error, team):
+                    raise
+            team = self._next(team)
+
+    def _next(self, team: Team) -> Team:
+        self._trainer.departure.require_stays()
+        patience_s = self._trainer.config.cluster.rejoin_s
+        following = self._trainer.membership.next_team(team.generation, patience_s)
+        if following is None:
+            # A checkpoint that the others would have to take part in is waited for no longer.
+            self._trainer.membership.give_up()
+            raise DeadlinePassed(
+                "this host has waited for as many others as it takes to go on, in vain; "
+                f"cluster.rejoin_s is {patience_s:g}"
+            )
+        return following
+
+    def _held(self, team: Team, holding: Holding) -> Holding:
+        """What this host has to go on with in a team, with what it held before.
+
+        Raises:
+            DeadlinePassed: if the run ends with this team.
+        """
+        trainer, generation = self._trainer, team.generation
+        if generation.is_last and set(generation.apart) == set(generation.members):
+            raise DeadlinePassed(
+                f"{generation.cause}, and all hosts that are left have joined the run without its "
+                "folder: what they would train nobody could save"
+            )
+        if generation.is_last:
+            raise DeadlinePassed(
+                f"{generation.cause}, and no replica of a stage is left that could be moved or "
+                f"rewound; recovery.lost_stage is {trainer.config.recovery.lost_stage}"
+            )
+        is_fresh = team.index in team.fresh
+        if generation.is_rewound and not is_fresh:
+            if generation.step == 0 and not is_committed(step_folder(trainer.folder, 0)):
+                return Holding(read=0)  # Nothing has been saved yet.
+            checkpoint = open_checkpoint(trainer.folder, generation.step)
+            read = int(read_data_state(checkpoint)["microbatches"])
+            return Holding(read, kept={}, checkpoint=checkpoint)
+        return NOTHING if is_fresh else holding
+
+    def _open(self, team: Team, holding: Holding, since_s: float) -> Stretch:
+        """The stretch of a team, after the step that it begins with."""
+        trainer, generation = self._trainer, team.generation
+        if team.index in team.fresh:
+            self.recoveries.forget()
+        elif generation.lost:
+            policy, before = trainer.config.recovery.lost_stage, trainer.steps_done
+            saved = steps_saved(trainer.config, generation)
+            self.recoveries.begin_one(generation, policy, before, self.lines.last_loss, saved)
+        trainer.steps_done = generation.step
+        self.lines.forget(after=generation.step)
+        found = self.plans.of_team(team, HEAR_S)
+        new = told_by(team, trainer.folder, self._host_of, len(self._settled.host_of), HEAR_S)
+        settled = regrouped(trainer.config, self._settled, team, found, new)
+        with _closed_by_an_error(settled):
+            read, remains = self._agreed(team, settled, holding)
+            self._write(team, settled)
+            if generation.lost or team.fresh:
+                self.recoveries.hear(
+                    gather(team, "recovery", self.recoveries.told, HEAR_S).values()
+                )
+            if 0 in team.fresh:  # Whoever leads has no lines of its own.
+                self.lines.hear(gather(team, "lines", self.lines.told, HEAR_S).values())
+            if team.index == 0:
+                # Not before all have told something: a leader that was stopped wakes when others
+                # lead.
+                go_on(trainer.config, generation.step)
+                self.lines.write_the_missing(trainer.folder)
+            copies = copies_read(trainer.config, team)
+            remains = replace(remains, copies=(*remains.copies, *copies))
+            given = holding.checkpoint, holding.kept, remains
+            stretch = Stretch(trainer, team, settled, read, *given)
+        stretch.awaiting = self.lines.awaiting
+        if team.index == 0:
+            of = max(team.count, trainer.membership.count)
+            say_meanwhile(
+                f"{generation.cause}{how_remade(generation)}: {team.count} of "
+                f"{of} hosts go on from step {generation.step}, after "
+                f"{time.monotonic() - since_s:.1f} s"
+            )
+        return self._replanned(stretch, team, settled)
+
+    def _replanned(self, stretch: Stretch, team: Team, settled: Settled) -> Stretch:
+        """The stretch, while which the leader looks for a better plan, if it is asked to.
+
+        Other hosts may have to do so later.
+        """
+        config = self._trainer.config
+        # Where replicas differ stages cannot move, and of several plans each would want another
+        # placement.
+        moves = config.recipe.average_parameters_every is None
+        is_only = len(settled.schedule.plans) == 1
+        # A search knows no stages that are left out.
+        moves = moves and not team.generation.left_out
+        if config.replan.budget_s and moves and is_only:
+            standing, own, host_of = settled.plan, self._settled.plan, self._host_of
+            stretch.follow(Preparing(self._standby, standing, team.index))
+            if team.index == 0:
+                given = standing, own, host_of, self._trainer, self._standby
+                stretch.follow(Replanning(config, team, self.plans, *given))
+        return stretch
+
+    def _agreed(self, team: Team, settled: Settled, holding: Holding) -> tuple[int, Remains]:
+        """The microbatches that have been read, and what remains: as who knows it tells the rest.
+
+        Who takes the state of others knows neither. Newcomers are told of the team from now on.
+        """
+        own, text = holding.remains, None if settled.data is None else settled.data.fingerprint
+        tell = (holding.read, own.squared_norms, own.updates, text)
+        told = gather(team, "read", lambda: tell, HEAR_S).values()
+        reads, norms, updates, texts = zip(*told, strict=True)
+        known_text = min((of_host for of_host in texts if of_host is not None), default=None)
+        serves = partial(stages_for, self._rules, team.generation)
+        self._inviting.entered(team.generation, serves, known_text)
+        self._trainer.membership.reception.inviting = self._inviting
+        known = next((of_host for of_host in norms if of_host is not None), None)
+        made = max((count for count in updates if count is not None), default=None)
+        squared_norms = None if known is None else tuple(known)
+        return max(reads), Remains(own.copies, squared_norms, made)
+
+    def _write(self, team: Team, settled: Settled) -> None:
+        """Leave a line in membership.jsonl."""
+        # By the numbers of the run's own plan, which every generation knows.
+        here = self._trainer.membership.index
+        own = [node for node, host in enumerate(self._host_of) if host == here]
+        told = gather(team, "member", lambda: team.here() | {"nodes": own}, HEAR_S)
+        if team.index == 0:
+            run_folder.append_generation(
+                self._trainer.folder, team.generation, settled.plan, list(told.values())
+            )
+
+
+def _get_ready(config: Config, settled: Settled, here: int) -> None:
+    """Compile what this host will run, unless it is given another stage: others would wait."""
+    if is_joined(Path(config.run_dir)):  # It was made ready before it came.
+        return
+    nodes = [node for node, host in enumerate(settled.host_of) if host == here]
+    stages = {settled.plan.stage_of[node] for node in nodes}
+    devices = jax.local_devices()[: max(1, len(nodes))]
+    compile_ahead(config, stages, len(settled.plan.stages), devices)
+
+
+@contextmanager
+def _closed_by_an_error(settled: Settled) -> Iterator[None]:
+    """The transfer servers of a team that ends before it has begun give their ports back."""
+    try:
+        yield
+    except BaseException:
+        if settled.transfers is not None:
+            settled.transfers.close()
+        raise
