@@ -23,6 +23,12 @@ from skippipe_jax.data.batches import NOT_COUNTED, Batch
 from skippipe_jax.models.llama import create_stage
 from skippipe_jax.optim.adamw import adamw
 
+Hop = Callable[[int, int, int, jax.Array], jax.Array]
+"""(iteration, microbatch, position, what the stage there hands on) -> what arrives of it
+
+`jax.grad` goes through it, and through its gradient on the way back.
+"""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -45,14 +51,15 @@ def train(
     iterations: Sequence[Sequence[Batch]],
     seed: int,
     steps: int | None = None,
+    hop: Hop | None = None,
 ) -> tuple[list[Any], list[float]]:
     """Parameters of every stage after the iterations, and the loss of each iteration.
 
     `stage_paths[m]` are the stages that microbatch m visits in order, `iterations[i][m]` its batch
-    in iteration i.
+    in iteration i. Without a `hop` all that is handed on arrives as it is.
     """
     phase = Phase(model.layers_of_stages(stages), stage_paths, iterations)
-    return train_by(model, optimizer, [phase], seed, steps or len(iterations))
+    return train_by(model, optimizer, [phase], seed, steps or len(iterations), hop=hop)
 
 
 def train_by(
@@ -63,6 +70,7 @@ def train_by(
     steps: int,
     *,
     scaled: bool = False,
+    hop: Hop | None = None,
 ) -> tuple[list[Any], list[float]]:
     """The same over several phases, with the stages of the last one.
 
@@ -82,13 +90,13 @@ def train_by(
         layers = tuple(phase.layers)
         if layers not in step_of_cut:
             structures = [nnx.graphdef(module) for module in modules(layers)]
-            loss = _loss(structures, range(len(layers)), optimizer, scaled)
+            loss = _loss(structures, range(len(layers)), optimizer, scaled, hop)
             step_of_cut[layers] = _step(loss, transformation, optimizer)
         parameters, state = cut((parameters, state), layers)
         for batches in phase.iterations:
             unpacked = [one_by_one(batch) for batch in batches]
             parameters, state, value = step_of_cut[layers](
-                parameters, state, unpacked, phase.stage_paths
+                parameters, state, unpacked, phase.stage_paths, len(losses)
             )
             losses.append(float(value))
     return parameters, losses
@@ -176,6 +184,7 @@ def _loss(
     stage_of: Mapping[int, int] | Sequence[int],
     optimizer: OptimizerConfig,
     scaled: bool,
+    hop: Hop | None = None,
 ):
     """Parameters, batches and paths of an iteration -> what is minimised, and what is reported.
 
@@ -196,17 +205,22 @@ def _loss(
         return jnp.sum(jnp.log(z) ** 2 * (targets >= 0))
 
     def loss(
-        parameters: list[Any], batches: Sequence[Batch], paths: Sequence[Sequence[int]]
+        parameters: list[Any],
+        batches: Sequence[Batch],
+        paths: Sequence[Sequence[int]],
+        iteration: int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         nats = tokens = squares = jnp.zeros(())
-        for path, batch in zip(paths, batches, strict=True):
+        for microbatch, (path, batch) in enumerate(zip(paths, batches, strict=True)):
             x = batch["tokens"]
-            for place in path:
+            for position, place in enumerate(path):
                 stage = stage_of[place]
                 before, x = x, apply(structures[stage], parameters[place], x)
                 if scaled and stage > 0:
                     visits = sum(stage_of[other] == stage for path in paths for other in path)
                     x = before + (x - before) / (visits / len(paths))
+                if hop is not None:
+                    x = hop(iteration, microbatch, position, x)
             first = parameters[path[0]]
             own = loss_of(structures[0], first, x, batch["targets"])
             nats, tokens = nats + own[0], tokens + own[1]
@@ -228,8 +242,9 @@ def _step(loss: Callable[..., Any], transformation: Any, optimizer: OptimizerCon
         state: Any,
         batches: Sequence[Batch],
         stage_paths: Sequence[Sequence[int]],
+        iteration: int,
     ):
-        gradients, value = jax.grad(loss, has_aux=True)(parameters, batches, stage_paths)
+        gradients, value = jax.grad(loss, has_aux=True)(parameters, batches, stage_paths, iteration)
         norm, bound = float(optax.tree.norm(gradients)), optimizer.skip_above_norm
         # Not `norm > bound`, which NaN is not.
         if bound is not None and not norm <= bound:

@@ -1,12 +1,16 @@
 """The benchmarks run, and print one JSON object last; their figures are for quiet machines."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from experiments.benchmarks import churn, churn_host, churn_records, lost_stages, regions
+from experiments.benchmarks.churn_faults import KINDS, PHASES, draw, links_between
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import SMALL_CASE, virtual_devices
 
@@ -55,6 +59,21 @@ def test_planner(processes: Processes):
     assert figures["ratio"] > 1
 
 
+def test_hop_bytes(processes: Processes):
+    settings = ["--settings", "given", "more-in-flight", "--dtypes", "float32", "int8"]
+    report = last_line_of(processes, "hop_bytes", *settings, "--seeds", "1", "--budget", "0.1")
+    found = {(own["setting"], own["dtype"]): own for own in report["results"]}
+    assert len(found) == 4
+    for setting in ("given", "more-in-flight"):
+        whole, quarter = (found[setting, dtype] for dtype in ("float32", "int8"))
+        # A byte a channel, and of every 128 of them a scale of two.
+        assert quarter["activation_bytes"] / whole["activation_bytes"] == (1 + 1 / 64) / 4
+        assert quarter["lower_bound_s"] < whole["lower_bound_s"]
+        for own in (whole, quarter):
+            [run] = own["runs"]
+            assert own["lower_bound_s"] <= own["median_iteration_s"] == run["iteration_s"]
+
+
 def test_late(processes: Processes):
     report = last_line_of(processes, "late", "--iterations", "2")
     strict, ready_first = report["results"]
@@ -76,6 +95,24 @@ def test_wire(processes: Processes):
     assert len({tuple(own["losses"]) for own in results}) == 4
 
 
+def test_packing(processes: Processes):
+    small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
+    words = [f"model.{setting}" for setting in small] + ["data.sequence_length=32"]
+    words.append(f"plan.case={json.dumps(SMALL_CASE)}")
+    overrides = [word for setting in words for word in ("--set", setting)]
+    few = ["--iterations", "2", "--width", "256", "--dtypes", "int8"]
+    report = last_line_of(processes, "packing", *few, *overrides)
+    kernels, [sent] = report["kernels"], report["sockets"]
+    assert kernels["hops_each_way"] == 4
+    for own in kernels["formats"]:
+        hop_ms = own["pack_ms"] + own["pack_gradient_ms"] + 2 * own["unpack_ms"]
+        iteration_ms = 1e3 * kernels["iteration_processor_s"]
+        assert own["share"] == pytest.approx(4 * hop_ms / iteration_ms, rel=0.02)
+    # Of 4 sequences of 256 tokens, whose 256 channels have two scales.
+    assert sent["by_formula"] == 2 * 8 * 4 * 4 * 256 * (256 + 2 * 2)
+    assert 1.0 < sent["ratio"] < 1.03
+
+
 def test_data(processes: Processes):
     small = ["--iterations", "2", "--copies", "1", "--turns", "1", "--vocabulary-size", "300"]
     model = ["width=32", "heads=2", "kv_heads=1", "ffn_width=48"]
@@ -91,3 +128,194 @@ def test_data(processes: Processes):
     assert tokenizing["ratio"] == pytest.approx(
         tokenizing["ours_MB_per_s"] / tokenizing["encode_batch_MB_per_s"], abs=0.01
     )
+
+
+def test_churn_draws_faults_of_all_kinds_at_all_phases_a_third_of_them_on_the_leader():
+    faults = draw(5, 6, 48, list(KINDS))
+    assert faults == draw(5, 6, 48, list(KINDS)) != draw(6, 6, 48, list(KINDS))
+    assert set(Counter(fault.kind for fault in faults).values()) == {48 // len(KINDS)}
+    assert set(Counter(fault.phase for fault in faults).values()) == {48 // len(PHASES)}
+    assert sum(fault.hits_leader for fault in faults) == 16
+    for fault in faults:
+        struck = fault.struck(4, range(6))
+        assert (struck[0] == 4) == fault.hits_leader
+        assert len(set(struck)) == len(struck) < 6 / 2
+        if fault.kind == "partition":
+            cut = links_between(struck, fault.kind, 6)
+            assert len(set(cut)) == 2 * len(struck) * (6 - len(struck))
+
+
+def counted(generation: int, step: int, host: int, digest: str) -> dict[str, Any]:
+    digests = {"0": digest}
+    return {"what": "counted", "at": step, "by": host, "generation": generation, "step": step} | {
+        "digests": digests
+    }
+
+
+def read(generation: int, step: int, *microbatches: int) -> dict[str, Any]:
+    return {"what": "read", "generation": generation, "step": step, "microbatches": microbatches}
+
+
+def test_churn_sees_replicas_that_differ_and_microbatches_that_are_left_out():
+    notes = [counted(1, 1, 0, "a"), counted(1, 1, 1, "a"), counted(1, 2, 0, "b")]
+    assert not churn_records.differing_replicas([*notes, counted(2, 2, 1, "c")])
+    [told] = churn_records.differing_replicas([*notes, counted(1, 2, 1, "c")])
+    assert told == "replicas of stage 0 differ after step 2 in generation 1"
+    notes += [read(1, 1, 0, 1), read(1, 1, 2, 3), read(1, 2, 4, 5)]
+    assert not churn_records.wrongly_read([*notes, read(1, 2, 6, 7)], 4)
+    assert len(churn_records.wrongly_read([*notes, read(2, 2, 6, 7)], 4)) == 1
+    assert len(churn_records.wrongly_read([*notes, read(1, 2, 5, 6, 7)], 4)) == 1
+
+
+def test_churn_sees_a_step_that_was_trained_otherwise_or_is_not_there():
+    lines = [{"step": step, "loss": 5.0, "tokens": 8, "gradient_norm": 1.0} for step in (1, 2)]
+    assert not churn_records.otherwise_trained(lines, lines)
+    other = [lines[0], lines[1] | {"gradient_norm": 1.001}]
+    assert churn_records.otherwise_trained(other, lines) == [
+        "gradient_norm of step 2 is 1.001, undisturbed 1.0"
+    ]
+    [told] = churn_records.otherwise_trained([*lines, lines[1]], lines)
+    assert told == "metrics.jsonl goes from step 2 to 2"
+    assert churn_records.otherwise_trained(lines, lines[:1])
+
+
+def test_churn_measures_from_when_a_loss_is_noticed():
+    missed = {"what": "missed", "at": 12.0, "by": 1, "host": 0}
+    notes = [counted(1, 9, 1, "a"), missed, counted(1, 13, 1, "a"), counted(2, 14, 1, "a")]
+    found = churn_records.recovery(notes, 10.0, 1)
+    assert found == {"detected_s": 2.0, "recovered_s": 2.0}
+    assert churn_records.recovery(notes[2:], 10.0, 1)["recovered_s"] is None
+    assert churn_records.percentile([3.0, 1.0, 2.0], 0.95) == 3.0
+
+
+def test_lost_stages_counts_steps_until_the_loss_is_as_low_as_before():
+    losses = {step: 5.0 - 0.1 * step for step in range(1, 11)}
+    # After step 10 it is as after step 4, and falls as before.
+    losses |= {step: 5.0 - 0.1 * (step - 6) for step in range(11, 31)}
+    lines = [{"step": step, "loss": loss} for step, loss in losses.items()]
+    told = {"by": "buddy", "step_before": 10, "step": 10, "steps_old": 6}
+    told |= {"loss_before": losses[10], "loss_after": losses[11]}
+    others = [5.0 - 0.1 * step for step in range(1, 31)]
+    found = lost_stages.judged(lines, [told], 2, others)
+    assert found["above_after"] == found["above_end"] == pytest.approx(0.6)
+    assert found["steps_until_as_low"] == 6
+    assert found["end_loss"] == pytest.approx((losses[29] + losses[30]) / 2)
+    # A run that goes back from step 10 to 4 makes six steps again.
+    again = {step: 5.0 - 0.1 * step for step in range(1, 31)}
+    assert lost_stages.steps_until(again, 4, 10, 2) == 6
+    assert lost_stages.steps_until(losses, 10, 10, 2) == 6
+    assert lost_stages.steps_until({step: float(step) for step in range(1, 31)}, 10, 10, 2) is None
+
+
+def test_lost_stages_shows_each_policy_beside_the_undisturbed_run():
+    losses = [5.0 - 0.1 * step for step in range(20)]
+    own = {"losses": losses, "end_loss": 3.2, "by": None}
+    told = {"by": "rewind", "steps_old": 5, "loss_before": 4.0, "loss_after": 4.5}
+    average = own | told | {"steps_until_as_low": None, "above_after": 0.025}
+    average["above_end"] = -0.0125
+    results = {"undisturbed": own, "average": average, "stop": own | {"losses": losses[:12]}}
+    report = {"steps": 20, "at": 12, "window": 3, "results": results}
+    rows = [line.split() for line in lost_stages.table(report).splitlines()]
+    assert rows[1] == ["undisturbed", *"-----", "3.2000", *"--"]
+    assert rows[2][:7] == ["average", "rewind", "5", "4.0000", "4.5000", "never", "3.2000"]
+    assert rows[2][7:] == ["+0.0250", "-0.0125"]
+    drawn = ElementTree.fromstring(lost_stages.picture(report))
+    lines = [one for one in drawn.iter() if one.tag.endswith("polyline")]
+    assert [one.get("class") for one in lines] == [*results]
+    corners = [len((one.get("points") or "").split()) for one in lines]
+    assert corners[0] == corners[1] > corners[2] > 0
+
+
+def test_lost_stages_says_what_is_wrong_with_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for words, field in (
+        (["--at", "195"], "--at"),
+        (["--steps", "1"], "--steps"),
+        (["--set", "recovery.buddy_evry=3"], "recovery.buddy_evry"),
+    ):
+        monkeypatch.setattr("sys.argv", ["lost_stages", *words])
+        assert lost_stages.main() == 2
+        assert field in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--hosts", "2"], "--hosts"),
+        (["--faults", "0"], "--faults"),
+        (["--heartbeat-timeout-s", "0"], "--heartbeat-timeout-s"),
+        (["--kinds", "kill", "--set", "model.wdth=3"], "model.wdth"),
+        (["--kinds", "cut"], "--kinds"),
+        (["--every-s", "0"], "--every-s"),
+        (["--restart"], "--restart"),
+    ],
+)
+def test_churn_says_what_is_wrong_with_its_arguments(
+    words: list[str],
+    field: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr("sys.argv", ["churn", *words])
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert churn.main() == 2
+    assert field in capsys.readouterr().err
+
+
+def test_churn_watches_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    watched: list[tuple[type, str]] = []
+    monkeypatch.setattr(
+        churn_host, "wrap", lambda owner, name, around: watched.append((owner, name))
+    )
+    churn_host.wrap_package(churn_host.Witness(tmp_path, 0))
+    assert watched
+    assert [name for owner, name in watched if not hasattr(owner, name)] == []
+
+
+def line_of_membership(number: int, cause: str, hosts: int, predicted_s: float) -> dict[str, Any]:
+    members = [{"host": host, "nodes": [host]} for host in range(hosts)]
+    own = {"generation": number, "cause": cause, "members": members}
+    return own | {"predicted_seconds": predicted_s}
+
+
+def test_regions_holds_each_generation_against_its_plan():
+    generations = [
+        line_of_membership(1, "", 3, 2.0),
+        line_of_membership(2, "host 2 was lost", 2, 4.0),
+        line_of_membership(3, regions.FOUND, 2, 2.5),
+    ]
+    # In the first iteration of each, hosts compile.
+    each = {1: [9.0, 2.0, 2.1, 2.1], 2: [9.0, 5.0, 5.0], 3: [9.0, 2.5]}
+    lines = [
+        {"generation": number, "seconds_per_iteration": own, "compilations": int(place == 0)}
+        for number, seconds in each.items()
+        for place, own in enumerate(seconds)
+    ]
+    stages = {1: {0: 0, 1: 1, 2: 1}, 2: {0: 0, 1: 1}, 3: {0: 1, 1: 0}}
+    seen_s = {1: 100.0, 2: 203.0, 3: 219.0}
+    results = regions.measured_generations(generations, lines, seen_s, [200.0], stages)
+    assert [result["ratio"] for result in results] == [pytest.approx(1.05), 1.25, None]
+    assert [result["is_as_predicted"] for result in results] == [True, False, None]
+    assert results[2]["arrived_after_s"] == 16.0
+    assert results[2]["arrived_after_fault_s"] == 19.0
+    assert results[2]["nodes_moved"] == 2
+    slow, late = regions.failures(results)
+    assert "generation 2 takes 1.250" in slow
+    assert "generation 3 came after 16.0 s" in late
+    assert regions.failures(results[:1]) == ["no better plan came"]
+    rows = [line.split() for line in regions.table(results).splitlines()[1:]]
+    assert rows[0] == ["1", "3", "own", "2.00", "2.10", "1.050", "4", *"---"]
+    assert rows[2] == ["3", "2", "searched", "2.50", "-", "-", "2", "16.0", "19.0", "2"]
+    drawn = ElementTree.fromstring(regions.picture(results, "lost"))
+    curves = [one for one in drawn.iter() if one.get("class") == "measured"]
+    assert [len((one.get("points") or "").split()) for one in curves] == [16, 12, 8]
+
+
+def test_regions_says_what_is_wrong_with_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for words, field in ((["--lose", "Iova"], "--lose"), (["--iterations", "1"], "--iterations")):
+        monkeypatch.setattr("sys.argv", ["regions", *words])
+        assert regions.main() == 2
+        assert field in capsys.readouterr().err

@@ -36,9 +36,10 @@ from docs.follow import (
     read,
 )
 from skippipe_jax.__main__ import ABOUT, PLANNING, parser, parsers
-from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, keys, load_config, parse_config
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.layout import latest_step
 from tests.fork_server import fork_server
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -155,6 +156,18 @@ def test_a_run_moves_as_the_page_says(followed: Callable[[str], Followed]):
     found = followed("resume.md")
     lines = run_folder.read_metrics(found.folder / "runs" / "first")
     assert [line["step"] for line in lines] == list(range(1, 116))
+
+
+def test_hosts_come_and_go_as_the_page_says(followed: Callable[[str], Followed]):
+    folder = followed("churn.md").folder / "runs" / "lasting"
+    generations = (folder / run_folder.MEMBERSHIP).read_text().splitlines()
+    assert [json.loads(line)["cause"] for line in generations] == [
+        "", "host 2 was lost", "host 2 joined", "host 1 was told to leave",
+    ]  # fmt: skip
+    lines = run_folder.read_metrics(folder)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    # The host that has joined alone held a stage of it at the end.
+    assert latest_step(folder) == len(lines)
 
 
 def test_fine_tuning_learns_the_answers(followed: Callable[[str], Followed]):
@@ -336,3 +349,19 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path):
             r'<(?:script|link|img)[^>]*(?:src|href)="(https?://[^"]+)"', html.read_text()
         )
         assert not fetched, html
+
+
+def test_what_survives_what_is_shown_by_tests():
+    """Each line of the table names the tests that show it, and these exist."""
+    _, told = (DOCS / "churn.md").read_text(encoding="utf-8").split("## When a host is lost\n")
+    told = told.split("\n## ")[0]
+    _, _, *rows = [line for line in told.splitlines() if line.startswith("|")]
+    assert rows
+    for row in rows:
+        _, _, _, shown, _ = row.split("|")
+        named = re.findall(r"`(\S+\.py)`: ((?:`test_\w+`(?:, )?)+)", shown)
+        assert named, row
+        for module, tests in named:
+            defined = (ROOT / "tests" / module).read_text(encoding="utf-8")
+            for test in re.findall(r"test_\w+", tests):
+                assert f"def {test}(" in defined, f"{module}: {test}"

@@ -134,6 +134,6 @@ def test_correlation_with_and_without_full_paths():
 
 def test_in_the_datacentre_hops_cost_latency_and_bytes_alone():
     case = case_of(Job("datacentre", "joint", 0, 1.0, memory=6))
-    assert case.hop_s[0, 1] == pytest.approx(0.001 + 1 / 64)
+    assert case.forward_hop_s[0, 1] == pytest.approx(0.001 + 1 / 64)
     assert {node.memory for node in case.nodes} == {6}
     assert case_of(Job("gcp20", "joint", 0, 1.0)).source == cases.load("gcp20").source

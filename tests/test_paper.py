@@ -10,18 +10,26 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from experiments.paper import convergence, drawing, plans, reproduce, robustness, trade_off
-from experiments.paper.campaign import CONFIGS, REPOSITORY, SEEDS, Campaign, Run, runs_of, shrunken
+from experiments.paper import (
+    convergence,
+    drawing,
+    plans,
+    reproduce,
+    robustness,
+    trade_off,
+)
+from experiments.paper.campaign import CONFIGS, SEEDS, Campaign, Run, runs_of, shrunken
+from experiments.paper.jobs import REPOSITORY
 from experiments.paper.summary import Summary
 from skippipe_jax.config import load_config, to_tree
 from skippipe_jax.storage import run_folder
+from tests.paper_results import made_up
 
 PLAN, PATHS = {"plan.file"}, {"plan.file", "plan.method"}
 REDRAWN = {"recipe.redraw_every", "recipe.redraws", "recipe.longest_redraw"}
@@ -118,7 +126,10 @@ def test_recipes_that_end_full_do_so_for_a_fifth():
 
 def test_first_seeds_are_trained_first():
     runs = runs_of(["skip33_inverse", "full"], quick=False)
-    assert [run.name for run in runs] == ["full-0", "skip33_inverse-0", "full-1", "full-2"]
+    names = [run.name for run in runs]
+    assert names == [
+        "full-0", "skip33_inverse-0", "full-1", "skip33_inverse-1", "full-2", "full-3", "full-4",
+    ]  # fmt: skip
     assert runs_of(["skip33_inverse", "full"], quick=True) == runs[:2]
 
 
@@ -160,6 +171,16 @@ def test_a_run_is_summed_up(trained: Campaign):
     # After so few steps, two of them may agree to four digits.
     assert len({spread["loss"] for spread in found.keep.values()}) >= 5
     assert found.loss_scaled != found.loss
+    assert math.exp(found.loss_scaled) == pytest.approx(
+        found.keep_scaled["6"]["perplexity"], rel=1e-3
+    )
+    assert found.keep_scaled.keys() == found.keep.keys()
+    # The data stage alone has nothing that is scaled.
+    assert found.keep_scaled["1"] == found.keep["1"]
+    # A path visits 4.4 of 6 stages on average: with fewer than that nothing is scaled up.
+    assert found.keep_scaled["5"] != found.keep["5"]
+    assert found.keep_scaled["3"] == found.keep["3"]
+    assert found.command == "python -m experiments.paper.campaign --only skip33_ends_full"
     assert found.machine["jax"]
 
 
@@ -182,33 +203,15 @@ def test_random_paths_are_others_for_another_seed(trained: Campaign):
     assert all(b - a >= draws for a, b in itertools.pairwise(seeds))
 
 
-def made_up(loss: float, steps: int, stages: int = 6) -> Summary:
-    """What a run might have found, with that loss at the end."""
-    spread = {"perplexity": 5.0, "deviation": 0.2, "least": 4.7, "greatest": 5.4, "loss": 1.6}
-    return Summary(
-        digest="",
-        steps=steps,
-        tokens_per_iteration=3840,
-        curve=[[step, 50.0 * step, loss + 50 / step] for step in range(20, steps + 1, 20)],
-        simulated_s=50.0 * steps,
-        loss=loss,
-        loss_scaled=loss + 0.1,
-        keep={str(n): spread for n in range(1, stages + 1)},
-        early_exit=[loss + 0.1 * (stages - n) for n in range(1, stages + 1)],
-        swaps=spread,
-        minutes=5.0,
-        command="",
-        commit="",
-        machine={},
-    )
-
-
 def everything() -> dict[str, list[Summary]]:
+    """A whole campaign, in which an arm's seeds do not all move alike."""
     found = {}
     for number, (arm, seeds) in enumerate(SEEDS.items()):
         steps = config_of(arm)["train"]["steps"]
         stages = len(plans.case_of(arm).stages) if arm in plans.KINDS else 6
-        found[arm] = [made_up(1.5 + 0.01 * number + 0.02 * s, steps, stages) for s in range(seeds)]
+        losses = [1.5 + 0.01 * number + 0.02 * s + 0.01 * (number * s % 3) for s in range(seeds)]
+        gain = 0.05 if arm.startswith("skip") else 0.0
+        found[arm] = [made_up(loss, steps, stages, gain) for loss in losses]
     return found
 
 
@@ -281,8 +284,8 @@ def test_figures_of_one_arm_are_drawn_too(tmp_path: Path):
 def test_loss_at_equal_time_lies_between_the_runs_or_beyond_them():
     found = {
         "full": [made_up(1.5, 400)],
-        "skip33": [made_up(1.7, 400)],
-        "skip33_equal_time": [made_up(1.6, 800)],
+        "skip33": [made_up(1.7, 400, gain=0.1)],
+        "skip33_equal_time": [made_up(1.6, 800, gain=0.3)],
     }
     seconds = {
         "as trained": {"full": 80.0, "skip33": 40.0},
@@ -291,22 +294,108 @@ def test_loss_at_equal_time_lies_between_the_runs_or_beyond_them():
         "beyond": {"full": 80.0, "skip33": 20.0},
     }
     networks = trade_off.figures_of(found, seconds)["equal_time"]
-    losses = {name: own["points"][0]["loss"] for name, own in networks.items()}
-    assert losses == pytest.approx(
-        {"as trained": 1.6, "as long as full": 1.7, "between": 1.65, "beyond": 1.5}
-    )
-    beyond = [own["points"][0]["beyond_what_was_trained"] for own in networks.values()]
+    losses = {name: own["loss"]["skip33"] for name, own in networks.items()}
+    scaled = {name: own["loss_scaled"]["skip33"] for name, own in networks.items()}
+    expected = {"as trained": 1.6, "as long as full": 1.7, "between": 1.65, "beyond": 1.5}
+    assert losses == {name: [pytest.approx(loss)] for name, loss in expected.items()}
+    expected = {"as trained": 1.3, "as long as full": 1.6, "between": 1.45, "beyond": 1.0}
+    assert scaled == {name: [pytest.approx(loss)] for name, loss in expected.items()}
+    beyond = [own["beyond_what_was_trained"]["skip33"] for own in networks.values()]
     assert beyond == [False, False, False, True]
 
 
+def test_where_skipping_pays_is_judged_over_the_seeds_that_both_have():
+    found = {
+        "full": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.6, 1.7, 1.5, 1.6)],
+        "skip33": [made_up(loss, 400) for loss in (1.7, 1.8)],
+        "skip33_equal_time": [made_up(loss, 800, gain=0.3) for loss in (1.4, 1.52)],
+        "small67": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.55, 1.5)],
+        "small67_equal_time": [made_up(loss, 800, gain=0.0) for loss in (1.3, 1.4, 1.3)],
+    }
+    seconds = {"regions": {"full": 80.0, "skip33": 40.0, "small67": 40.0}}
+    figures = trade_off.figures_of(found, seconds)
+    [of_regions] = figures["equal_time"].values()
+    control, smaller = of_regions["minus_control"], of_regions["minus_smaller"]
+    own = control["loss"]["skip33"]
+    assert (own["mean"], own["seeds"], own["pooled"]) == (pytest.approx(-0.09), 2, True)
+    assert control["loss_scaled"]["skip33"]["mean"] == pytest.approx(-0.39)
+    assert smaller["loss"]["skip33"]["mean"] == pytest.approx(0.11)
+    assert smaller["loss"]["full"]["seeds"] == 3
+    alike = figures["equal_data"]["minus_control"]["loss"]
+    assert alike["skip33"]["mean"] == pytest.approx(0.2)
+    assert alike["small67"]["mean"] == pytest.approx(-0.25 / 3, abs=1e-5)
+
+
 def test_robustness_compares_with_all_stages():
-    seeds = [replace(made_up(math.log(p), 400)) for p in (4.0, 6.0)]
-    own = robustness.figures_of({"full": seeds})["arms"]["full"]
-    assert own["worse_than_all_stages"]["0.50"] == pytest.approx(0.0)
-    assert own["keep"]["3"] == {
-        "perplexity": 5.0, "deviation": pytest.approx(0.2), "least": 4.7, "greatest": 5.4,
-    }  # fmt: skip
-    assert asdict(seeds[0])["keep"].keys() == {"1", "2", "3", "4", "5", "6"}
+    seeds = [made_up(math.log(p), 400, gain=math.log(2)) for p in (4.0, 6.0)]
+    figures = robustness.figures_of({"full": seeds})
+    keep, scaled = (figures["arms"]["full"][name] for name in ("keep", "keep_scaled"))
+    assert keep["6"] == {
+        "perplexity": pytest.approx(5.0),
+        "deviation": pytest.approx(0.2),
+        "least": pytest.approx(3.6),
+        "greatest": pytest.approx(6.6),
+    }
+    assert scaled["3"]["perplexity"] == pytest.approx(2.5 * math.exp(0.3))
+    for way in robustness.WAYS:
+        worse = figures["compared"][way]["worse_than_all_stages"]
+        assert worse["3"]["full"]["mean"] == pytest.approx(math.exp(0.3) - 1, abs=1e-5)
+
+
+def test_robustness_compares_with_the_control_and_with_smaller_models():
+    found = {
+        "full": [made_up(math.log(p), 400, gain=-0.5) for p in (4.0, 5.0, 6.0)],
+        "skip33": [made_up(math.log(p), 400, gain=math.log(2)) for p in (6.0, 8.0)],
+        "small67": [made_up(math.log(p), 400, 4, gain=0.0) for p in (4.0, 5.0)],
+    }
+    compared = robustness.figures_of(found)["compared"]
+    minus = compared["plain"]["minus_control"]["6"]["skip33"]
+    assert (minus["mean"], minus["seeds"]) == (pytest.approx(2.5), 2)
+    # The control as it is, also where the arm is scaled.
+    assert compared["scaled"]["minus_control"]["6"]["skip33"]["mean"] == pytest.approx(-1.0)
+    of_four = math.exp(0.2)
+    smaller = {way: compared[way]["minus_smaller"]["small67"] for way in robustness.WAYS}
+    assert smaller["plain"]["skip33"]["mean"] == pytest.approx(7 * of_four - 4.5, abs=1e-4)
+    assert smaller["scaled"]["skip33"]["mean"] == pytest.approx(3.5 * of_four - 4.5, abs=1e-4)
+    assert smaller["plain"]["full"]["seeds"] == 2
+
+
+def test_differences_in_convergence_pair_arms_with_their_controls():
+    found = {
+        "full": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.6, 1.8)],
+        "skip33": [made_up(loss, 400, gain=0.1) for loss in (1.7, 1.8, 2.0)],
+        "skip33_ends_full": [made_up(loss, 400, gain=-0.1) for loss in (1.6, 1.8)],
+    }
+    figures = convergence.figures_of(found)
+    assert figures["minus"].keys() == {"full", "skip33"}
+    plain = figures["minus"]["skip33"]["loss"]
+    scaled = figures["minus"]["skip33"]["loss_scaled_at_evaluation"]
+    assert plain.keys() == scaled.keys() == {"full", "skip33_ends_full"}
+    assert plain["skip33_ends_full"]["mean"] == pytest.approx(-0.05)
+    assert scaled["skip33_ends_full"]["mean"] == pytest.approx(0.15)
+    assert scaled["full"]["mean"] == pytest.approx(-0.1)
+    gains = figures["scaled_minus_plain"]
+    assert {arm: own["mean"] for arm, own in gains.items()} == pytest.approx(
+        {"skip33": -0.1, "skip33_ends_full": 0.1}
+    )
+
+
+def test_every_difference_that_is_drawn_is_written():
+    for control, shown in convergence.PANELS.values():
+        assert set(shown) - {control} <= set(convergence.COMPARED[control])
+    used = {*convergence.ARMS, *robustness.WHOLE, *robustness.SMALLER, *trade_off.ARMS}
+    assert used == SEEDS.keys()
+
+
+def test_a_seed_without_the_ones_before_it_pairs_with_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    campaign = Campaign(tmp_path, quick=False)
+    there = {"full-0", "full-1", "full-2", "skip33-0", "skip33-2"}
+    found = made_up(1.5, 400)
+    monkeypatch.setattr(campaign, "summary", lambda run: found if run.name in there else None)
+    finished = campaign.finished(runs_of(["full", "skip33"], quick=False))
+    assert {arm: len(own) for arm, own in finished.items()} == {"full": 3, "skip33": 1}
 
 
 def command(*words: str) -> list[str]:

@@ -17,9 +17,7 @@ MOST_MODULES_AT_THE_TOP = 15
 LONGEST_FILE, LONGEST_CLASS = 450, 250
 # Longer ones, and why. Whoever makes one short takes it off the list.
 LONG_FILES: dict[str, str] = {}
-LONG_CLASSES = {
-    "skippipe_jax/cluster/membership.py: Membership": "it is replaced whole, together with the hub",
-}
+LONG_CLASSES: dict[str, str] = {}
 HEAVY = ("jax", "flax", "orbax", "grain")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -75,11 +73,15 @@ def test_no_file_is_too_long():
     assert {name for name, lines in found.items() if lines > LONGEST_FILE} == LONG_FILES.keys()
 
 
+# Before any test runs: once a test has had a RecursionError, Python 3.11 may parse no more.
+LINES_OF_CLASSES = {
+    f"{name}: {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+    for name, text in modules()
+    for node in ast.walk(ast.parse(text))
+    if isinstance(node, ast.ClassDef)
+}
+
+
 def test_no_class_is_too_long():
-    found = {
-        f"{name}: {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for name, text in modules()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef)
-    }
-    assert {name for name, lines in found.items() if lines > LONGEST_CLASS} == LONG_CLASSES.keys()
+    too_long = {name for name, lines in LINES_OF_CLASSES.items() if lines > LONGEST_CLASS}
+    assert too_long == LONG_CLASSES.keys()

@@ -47,6 +47,7 @@ from skippipe_sched.timing.simulate import Run, Stretch, Timeline, simulate_plan
 from experiments.benchmarks import machine
 from experiments.benchmarks.wan import Hosts
 from skippipe_jax.config.cluster import AUTO, RUNTIMES
+from skippipe_jax.config.network import HOPS
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.recording import measured_timeline, recorded_steps
 
@@ -102,7 +103,7 @@ def main() -> int:
         help=f"how many are timed, after {WARMUP_ITERATIONS} others (default: %(default)s)",
     )
     parser.add_argument(
-        "--activation-dtype", choices=["bfloat16"], help="what activations are rounded to for a hop"
+        "--activation-dtype", choices=HOPS, help="what activations are rounded to for a hop"
     )
     parser.add_argument(
         "--runtime", choices=RUNTIMES, default=AUTO, help="cluster.runtime (default: %(default)s)"

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from skippipe_sched.errors import InputError
 
 from experiments.benchmarks import machine
 
@@ -49,7 +55,32 @@ def finish(report: dict[str, Any], table: str | None, path: Path | None) -> int:
     return 0
 
 
+def figure(value: float | None, how: str) -> str:
+    """A figure in a table, formatted; one that there is none of is a dash."""
+    return "-" if value is None else format(value, how)
+
+
 def write(report: dict[str, Any], path: Path | None) -> None:
     """Write a report, or as much as there is of it, to `path` if there is one."""
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def folder_for(keep: Path | None, benchmark: str) -> Iterator[Path]:
+    """A folder to work in: `keep`, which stays, or a new one that goes.
+
+    Raises:
+        InputError: if `keep` is there and not empty.
+    """
+    if keep is not None:
+        if keep.exists() and any(keep.iterdir()):
+            raise InputError("--keep", str(keep), "is not empty", "Name a new folder")
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix=f"{benchmark}-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)

@@ -38,6 +38,8 @@ NETWORK_FILES = Path("/etc/netns")
 NAME = re.compile(r"shaped-(\d+)-\d+-\w+")  # the process that made it, its number there, the host
 HOSTS_FILE = "127.0.0.1 localhost\n{address} {hostname}\n"
 
+# Packets to this address reach all hosts, none of which takes them in.
+NOBODY = "02:00:00:ff:ff:ff"
 NOT_SHAPED_BYTES_PER_S = 10e9
 # What a link may send at once after a rest: enough that a timer which fires late loses little, and
 # so little that a transfer does not look quicker than the link.
@@ -107,6 +109,16 @@ class ShapedNetwork:
         """
         bridge = ["master", "bridge"] if up else ["nomaster"]
         _run("ip", "-n", self._switch, "link", "set", _port(host), *bridge)
+
+    def set_paths(self, pairs: Iterable[tuple[int, int]], up: bool) -> None:
+        """Cut the directed links of these pairs of hosts, or join them again.
+
+        Packets get lost in silence here too; all other links of both hosts go on.
+        """
+        for source, target in pairs:
+            address = _hardware(target) if up else NOBODY
+            neighbour = f"neigh replace {self.address(target)} lladdr {address} dev {INTERFACE}"
+            _batch("ip", self.namespace(source), [neighbour])
 
     def set_rate(self, source: int, target: int, bytes_per_s: float) -> None:
         """Change the rate of a directed link from now on.

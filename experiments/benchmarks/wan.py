@@ -6,7 +6,9 @@ Hosts are network namespaces of this machine, one JAX process in each, joined by
 shapes to a table of bandwidths between cloud regions, scaled so that a hop takes 0.1 to 2 seconds.
 `skippipe_jax.profile` measures these links and the stages of a small LLaMA; every method plans for
 the case that it wrote; the model is trained along each plan, averaging included; and the seconds of
-its iterations are held against the prediction.
+its iterations are held against the prediction. With `--hops` all of that is done for each format in
+which activations and their gradients travel, and with `--slower-links 4` hops take so many times as
+long, so that they dominate an iteration.
 
 The full pipeline is placed as the reference places it: its genetic search scores one activation
 inside a stage, not the bytes that averaging moves. Links are cut to that range of hops: the one
@@ -21,13 +23,11 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ import numpy as np
 import yaml
 from jaxtyping import Float
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.errors import run_command
 from skippipe_sched.figures.gantt import (
     CHARACTER,
     LEGEND_Y,
@@ -55,11 +55,13 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement, Search
 
-from experiments.benchmarks import machine
+from experiments.benchmarks import machine, reporting
 from experiments.benchmarks.shaped_network import ShapedNetwork
 from skippipe_jax.launch import free_port
 from skippipe_jax.storage import run_folder
 
+AS_COMPUTED = "float32"
+HOPS = (AS_COMPUTED, "bfloat16", "int8")
 METHODS = ("full", "dtfm-skip", "skippipe-no-tc2", "skippipe", "joint", "full-joint")
 SEED = 0
 FASTEST_HOP_S, SLOWEST_HOP_S = 0.1, 2.0
@@ -85,6 +87,10 @@ class Workload:
     path_length: int
     microbatches_per_data_node: int
     memory: int
+    width: int = 64
+    ffn_width: int = 128
+    microbatch_size: int = 6
+    sequence_length: int = 256
 
     @property
     def hosts(self) -> int:
@@ -92,11 +98,10 @@ class Workload:
 
     @property
     def activation_bytes(self) -> int:
-        return MICROBATCH_SIZE * SEQUENCE_LENGTH * MODEL_WIDTH * 4
+        return self.microbatch_size * self.sequence_length * self.width * 4
 
 
-MODEL_WIDTH, FFN_WIDTH, HEADS = 64, 128, 4
-MICROBATCH_SIZE, SEQUENCE_LENGTH = 6, 256
+HEADS = 4
 WORKLOADS = {
     20: Workload((5, 3, 3, 3, 3, 3), path_length=3, microbatches_per_data_node=6, memory=3),
     4: Workload((2, 1, 1), path_length=2, microbatches_per_data_node=2, memory=2),
@@ -126,6 +131,20 @@ def main() -> int:
         help="how many are timed, after a first that compiles (default: %(default)s)",
     )
     parser.add_argument(
+        "--hops",
+        nargs="+",
+        default=[AS_COMPUTED],
+        choices=HOPS,
+        help=f"formats in which activations and their gradients travel (default: {AS_COMPUTED})",
+    )
+    parser.add_argument(
+        "--slower-links",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="all links are so many times slower (default: %(default)s)",
+    )
+    parser.add_argument(
         "--path-length", type=int, help="stages that a microbatch visits (default: half of them)"
     )
     parser.add_argument(
@@ -146,28 +165,31 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.path_length is not None:
         length = fields.integer(arguments.path_length, "--path-length", 1, len(workload.stages))
         workload = dataclasses.replace(workload, path_length=length)
+    slower = fields.number(arguments.slower_links, "--slower-links", 0.0, above=True)
     locations, rates = shaped_rates(arguments.links, workload)
-    with _folder(arguments.keep) as folder, ShapedNetwork(rates) as network:
-        hosts = Hosts(network, folder, arguments.hosts)
-        config = write_config(folder, workload, locations)
-        start = time.monotonic()
-        hosts.run("profile", "skippipe_jax.profile", "--config", config, "-o", folder / "case.yaml")
-        profile_s = time.monotonic() - start
-        [case] = load_cases(folder / "case.yaml")
-        deviation = bandwidth_deviation(case, rates)
-        print(f"profile: {profile_s:.0f} s, bandwidth within {deviation:.1%} of tc's", flush=True)
-        rows = []
-        for method in arguments.methods:
-            plan = plan_by(method, case, arguments.budget)
-            rows.append(trained(plan, hosts, config, arguments.iterations))
-            print(_line(rows[-1], rows), flush=True)
+    rates = rates / slower
+    rows, profiles = [], {}
+    with reporting.folder_for(arguments.keep, "wan") as folder, ShapedNetwork(rates) as network:
+        for hops in dict.fromkeys(arguments.hops):
+            own = folder / hops
+            own.mkdir(exist_ok=True)
+            hosts = Hosts(network, own, arguments.hosts)
+            config = write_config(folder, workload, locations, hops)
+            case, profiles[hops] = profiled(hosts, config, rates)
+            of_hops: list[dict[str, Any]] = []
+            for method in arguments.methods:
+                plan = plan_by(method, case, arguments.budget)
+                row = trained(plan, hosts, config, arguments.iterations)
+                of_hops.append({"hops": hops} | row)
+                print(_line(of_hops[-1], of_hops), flush=True)
+            rows += of_hops
     result = {
         "machine": machine.describe(),
         "hosts": arguments.hosts,
         "workload": dataclasses.asdict(workload),
         "links": str(arguments.links or "gcp12"),
-        "profile_s": profile_s,
-        "bandwidth_deviation": deviation,
+        "slower_links": slower,
+        "profiles": profiles,
         "methods": rows,
     }
     if arguments.json is not None:
@@ -178,33 +200,55 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def profiled(
+    hosts: Hosts, config: Path, rates: Float[np.ndarray, "hosts hosts"]
+) -> tuple[Case, dict[str, float]]:
+    """The case that is measured, how long that took, and how far its bandwidths are from `tc`'s."""
+    start = time.monotonic()
+    hosts.run(
+        "profile", "skippipe_jax.profile", "--config", config, "-o", hosts.folder / "case.yaml"
+    )
+    seconds = time.monotonic() - start
+    [case] = load_cases(hosts.folder / "case.yaml")
+    deviation = bandwidth_deviation(case, rates)
+    print(f"profile: {seconds:.0f} s, bandwidth within {deviation:.1%} of tc's", flush=True)
+    return case, {"seconds": seconds, "bandwidth_deviation": deviation}
+
+
 def shaped_rates(
-    table: Path | None, workload: Workload
+    table: Path | None,
+    workload: Workload,
+    regions: Sequence[str] = (),
+    hops_s: tuple[float, float] = (FASTEST_HOP_S, SLOWEST_HOP_S),
 ) -> tuple[list[str], Float[np.ndarray, "hosts hosts"]]:
-    """Locations of the hosts, and bytes per second that `tc` is told between them."""
+    """Locations of the hosts, and bytes per second that `tc` is told between them.
+
+    Hosts are dealt out to the `regions`, by default to all of the table; the quickest and the
+    slowest hop take `hops_s`.
+    """
     source = "gcp12" if table is None else links.rows_of(str(table.resolve()), Path())
     of_locations = links.table(source, SAME_LOCATION)
-    names = list(dict.fromkeys(name for pair in of_locations.links for name in pair))
+    names = regions or list(dict.fromkeys(name for pair in of_locations.links for name in pair))
     locations = [names[host % len(names)] for host in range(workload.hosts)]
     _, bandwidth = of_locations.matrices(locations)
     # The slowest but one: NL and London's is a case of its own.
-    scale = workload.activation_bytes / SLOWEST_HOP_S / np.unique(bandwidth)[:2].max()
-    fastest = workload.activation_bytes / FASTEST_HOP_S
-    payload = np.clip(bandwidth * scale, workload.activation_bytes / SLOWEST_HOP_S, fastest)
+    fastest, slowest = (workload.activation_bytes / seconds for seconds in hops_s)
+    scale = slowest / np.unique(bandwidth)[:2].max()
+    payload = np.clip(bandwidth * scale, slowest, fastest)
     return locations, payload / PAYLOAD_SHARE
 
 
-def write_config(folder: Path, workload: Workload, locations: Sequence[str]) -> Path:
+def write_config(folder: Path, workload: Workload, locations: Sequence[str], hops: str) -> Path:
     """The configuration of all runs: a model of as many blocks as there are stages."""
     config = {
         "compilation_cache": str(folder / "compiled"),
         "model": {
-            "width": MODEL_WIDTH,
+            "width": workload.width,
             "layers": len(workload.stages),
             "heads": HEADS,
             "kv_heads": HEADS,
-            "ffn_width": FFN_WIDTH,
-            "context": SEQUENCE_LENGTH,
+            "ffn_width": workload.ffn_width,
+            "context": workload.sequence_length,
         },
         "plan": {
             "case": {
@@ -218,12 +262,15 @@ def write_config(folder: Path, workload: Workload, locations: Sequence[str]) -> 
         },
         "data": {
             "source": "python",
-            "sequence_length": SEQUENCE_LENGTH,
-            "microbatch_size": MICROBATCH_SIZE,
+            "sequence_length": workload.sequence_length,
+            "microbatch_size": workload.microbatch_size,
         },
         "network": {"averaging": "ring"},
+        "cluster": {"insecure": True},  # The hosts have the shaped network for themselves.
     }
-    path = folder / "config.yaml"
+    if hops != AS_COMPUTED:
+        config["network"]["activation_dtype"] = hops
+    path = folder / f"{hops}.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
 
@@ -336,21 +383,6 @@ class Hosts:
         return self.folder / "output" / f"{name}_{host}.txt"
 
 
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        if keep.exists() and any(keep.iterdir()):
-            raise InputError("--keep", str(keep), "is not empty", "Name a new folder")
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep
-        return
-    folder = Path(tempfile.mkdtemp(prefix="wan-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
 def picture(rows: Sequence[dict[str, Any]], title: str) -> str:
     """The text of an SVG: for every method a bar as predicted, and under it one as measured."""
     left = MARGIN + CHARACTER * max(len(row["method"]) for row in rows) + 12
@@ -378,7 +410,7 @@ def _line(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     baseline = next((r["measured_s"] for r in rows if r["method"] == "full"), None)
     to_full = "" if baseline is None else f"  {row['measured_s'] / baseline:6.3f} of full"
     return (
-        f"{row['method']:16}  predicted {row['predicted_s']:7.2f} s  "
+        f"{row['method']:16}  {row['hops']:8}  predicted {row['predicted_s']:7.2f} s  "
         f"measured {row['measured_s']:7.2f} s  "
         f"({row['measured_s'] / row['predicted_s']:.3f}){to_full}"
     )

@@ -4,9 +4,10 @@
 #   experiments/launch/firewall.sh HOSTS TRANSFER_PORT | nft -f -
 #
 # HOSTS is the file with the addresses of all hosts that ssh.sh takes; TRANSFER_PORT stands in the
-# configuration, as cluster.transfer_port: 2N^2 ports from there on for N hosts. From the
-# environment: PORT, where host 0 listens (8476). Collectives on CPUs listen on ports of the system's
-# choice, so strangers are kept from these as well; what a host asks for itself comes back to it.
+# configuration, as cluster.transfer_port: N^2 ports from there on for N hosts, those that may join
+# later among them. From the environment: PORT, where host 0 listens (8476). Arrays, and collectives
+# on CPUs, come by ports of the system's choice, so strangers are kept from these as well; what a
+# host asks for itself comes back to it.
 #
 # It ends with the machine, or by: nft delete table inet skippipe-run
 set -euo pipefail
@@ -35,7 +36,7 @@ while read -r name address _; do
     esac
 done < <(grep -Ev '^[[:space:]]*(#|$)' "$hosts_file")
 count=$((${#addresses_4[@]} + ${#addresses_6[@]}))
-last=$((transfer_port + 2 * count * count - 1))
+last=$((transfer_port + count * count - 1))
 read -r first_of_system last_of_system < /proc/sys/net/ipv4/ip_local_port_range
 
 # A set is written with commas.

@@ -6,9 +6,10 @@
 #   experiments/launch/tpu_pod.sh train --config FILE --set run_dir=/mnt/shared/run [ARGUMENT...]
 #   experiments/launch/tpu_pod.sh stop
 #
-# install copies this checkout to every worker and installs it there; train passes its arguments to
-# skippipe_jax.train; stop, given in another terminal, ends a run after a last checkpoint. run_dir
-# must be a folder that all workers share, such as a mounted Filestore instance.
+# install copies this checkout to every worker and installs it there, with a new secret by which
+# the workers know each other; train passes its arguments to skippipe_jax.train; stop, given in
+# another terminal, ends a run after a last checkpoint. run_dir must be a folder that all workers
+# share, such as a mounted Filestore instance.
 set -euo pipefail
 
 : "${NAME:?is the name of the TPU slice}" "${ZONE:?is the zone of the TPU slice}"
@@ -24,13 +25,18 @@ case $action in
     install)
         git archive --prefix=skippipe-jax/ --output=/tmp/skippipe-jax.tar HEAD
         gcloud compute tpus tpu-vm scp /tmp/skippipe-jax.tar "$NAME:" --zone="$ZONE" --worker=all
-        on_all_workers "tar -xf skippipe-jax.tar && cd skippipe-jax &&
+        secret=$(mktemp)
+        trap 'rm -f "$secret"' EXIT
+        head -c 32 /dev/urandom | base64 > "$secret"
+        gcloud compute tpus tpu-vm scp "$secret" "$NAME:skippipe-secret" --zone="$ZONE" --worker=all
+        on_all_workers "chmod 600 skippipe-secret &&
+            tar -xf skippipe-jax.tar && cd skippipe-jax &&
             sudo apt-get install -y python3.11-venv && python3.11 -m venv .venv &&
             .venv/bin/pip install -r requirements-tpu.txt"
         ;;
     train)
         on_all_workers "cd skippipe-jax &&
-            exec .venv/bin/python -m skippipe_jax.train --distributed ${*@Q}"
+            exec env SKIPPIPE_SECRET_FILE=../skippipe-secret .venv/bin/python -m skippipe_jax.train --distributed ${*@Q}"
         ;;
     stop)
         # The brackets keep the pattern from matching the shell that looks for it.

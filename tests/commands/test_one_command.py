@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from skippipe_sched.errors import INTERRUPTED_EXIT_CODE
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
 from experiments.benchmarks import start
 from skippipe_jax import __main__ as skippipe
 from skippipe_jax import convert, evaluate, generate, harness, launch, train
+from skippipe_jax.arguments import INTERRUPTED
 from tests.commands.examples import CASE, Command
 
 PLANNING = {command.name for command in skippipe.PLANNING}
@@ -255,8 +255,18 @@ def test_unknown_arguments_are_refused(module: Any, command: Command):
     assert "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("last", ["skippipe_jax", "jax._src.core", "treescope"])
-def test_an_interrupt_while_a_command_loads_leaves_no_traceback(last: str, folder: Path):
+@pytest.mark.parametrize(
+    ("last", "number"),
+    [
+        ("skippipe_jax", signal.SIGTERM),
+        ("jax._src.core", signal.SIGINT),
+        ("treescope", signal.SIGTERM),
+    ],
+    ids=["first", "in the middle", "at the end"],
+)
+def test_a_signal_while_a_command_loads_ends_it_by_one_line(
+    last: str, number: signal.Signals, folder: Path
+):
     """Some packages would take a KeyboardInterrupt for an import that has failed, and go on."""
     command = [sys.executable, "-X", "importtime", "-m", "skippipe_jax"]
     command += ["generate", "--run", "nowhere", "--prompt", "x"]
@@ -265,14 +275,18 @@ def test_an_interrupt_while_a_command_loads_leaves_no_traceback(last: str, folde
         said = list(
             itertools.takewhile(lambda line: line.split("|")[-1].strip() != last, process.stderr)
         )
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         said += process.stderr
-        # Between two imports it is the command that ends.
-        assert process.wait() in (-signal.SIGINT, INTERRUPTED_EXIT_CODE)
-    assert not any("Traceback" in line for line in said)
+        assert process.wait() == 128 + number
+    told = [line for line in said if not line.startswith("import time:")]
+    # Between two imports it is the command that ends.
+    assert told in (
+        [f"ended by {number.name}\n"],
+        [f"SIGTERM: {INTERRUPTED}\n" if number == signal.SIGTERM else f"{INTERRUPTED}\n"],
+    )
 
 
-def test_an_interrupt_while_the_search_is_compiled_ends_training(folder: Path):
+def test_a_signal_while_the_search_is_compiled_ends_training(folder: Path):
     """numba calls back from C, where a KeyboardInterrupt would be lost."""
     command = [sys.executable, "-m", "skippipe_jax.train", "--config", "config.yaml"]
     command += ["--set", "plan.method=joint", "--set", "plan.budget_s=1000"]
@@ -282,8 +296,8 @@ def test_an_interrupt_while_the_search_is_compiled_ends_training(folder: Path):
     ) as process:
         assert process.stderr is not None
         said = list(itertools.takewhile(lambda line: "compiling" not in line, process.stderr))
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         said += process.stderr
-        assert process.wait() == -signal.SIGINT
-    assert [line.split()[0] for line in said] == ["planning"]
+        assert process.wait() == 128 + signal.SIGTERM
+    assert [line.split()[0] for line in said] == ["planning", "ended"]
     assert not (folder / "run").exists()

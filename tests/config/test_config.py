@@ -181,8 +181,24 @@ def test_what_is_no_mapping_is_no_configuration(tree: Any):
         ("data.mixture[0].source", {"data": {"mixture": [{"source": 3}]}}),
         ("data.held_out", {"data": {"held_out": 1.0}}),
         ("cluster.heartbeat_timeout_s", {"cluster": {"heartbeat_timeout_s": 0}}),
+        ("recovery.lost_stage", {"recovery": {"lost_stage": "wait"}}),
+        ("recovery.buddy_every", {"recovery": {"buddy_every": 0}}),
         ("validation.every", {"validation": {"every": 0}}),
         ("validation.sequences", {"validation": {"sequences": 0}}),
+        ("network.activation_dtype", {"network": {"activation_dtype": "int4"}}),
+        ("network.gradient_dtype", {"network": {"gradient_dtype": "float16"}}),
+        ("network.averaging_dtype", {"network": {"averaging_dtype": "int8"}}),
+        ("network.gradient_rounding", {"network": {"gradient_rounding": "stochastic"}}),
+        (
+            "network.gradient_rounding",
+            {
+                "network": {
+                    "activation_dtype": "int8",
+                    "gradient_dtype": "bfloat16",
+                    "gradient_rounding": "stochastic",
+                }
+            },
+        ),
         ("optimizer.warmup_steps", {"optimizer": {"warmup_steps": 2**31}}),
         ("optimizer.decay_steps", {"optimizer": {"decay_steps": 2**31}}),
         ("model.width", {"model": {"width": 10**22}}),

@@ -64,6 +64,10 @@ def test_one_object_with_all_figures(command: Any):
     # Two microbatches go to the other stage and back, and their gradients do.
     assert sent["pipeline"] == 2 * 4 * sent["hop"]
     assert sent["averaging"] == 2 * 4 * 2 * block
+    [nodes] = figures["nodes"]
+    assert (nodes["nodes"], nodes["in_flight"], nodes["stage"]) == ([0, 1, 2], 2, 0)
+    assert nodes["bytes"] == data["bytes"]
+    assert (nodes["memory_bytes"], nodes["usable_bytes"], nodes["one_more_bytes"]) == (None,) * 3
     assert figures["case"] == {
         "activation_bytes": sent["hop"],
         "stage_bytes": [4 * data["parameters"], 4 * inner["parameters"]],
@@ -72,14 +76,66 @@ def test_one_object_with_all_figures(command: Any):
 
 def test_a_table_for_people(command: Any):
     code, said, _ = command(CONFIG, "--set", "model.recompute=stage")
-    head, data, inner, sent, in_a_case = said.splitlines()
+    head, data, inner, nodes, sent, in_a_case = said.splitlines()
     assert code == 0
     assert head.split()[:3] == ["stage", "layers", "nodes"]
     assert data.startswith("0 (data)")
     assert inner.split()[:4] == ["1", "2", "2", "3,904"]
     assert "2 x 4.10 kB" in inner
+    assert nodes.startswith("nodes 0-2: stage 0 takes ")
+    assert nodes.endswith("; an iteration has no more")
     assert "2 microbatches" in sent
     assert in_a_case.endswith("activation_bytes: 4096, stage_bytes: [48832, 15616]")
+
+
+def test_copies_for_buddies_are_counted_on_hosts(command: Any):
+    words = ("--set", "recovery.lost_stage=buddy")
+    _, said, _ = command(CONFIG, "--json", *words)
+    figures = json.loads(said)
+    for stage, own in zip(figures["stages"], figures["copies"], strict=True):
+        copied = stage["bytes"]["parameters"] + stage["bytes"]["optimizer"]
+        assert own == {
+            "stage": stage["stage"], "bytes": copied, "first_host": copied, "buddy": 2 * copied,
+        }  # fmt: skip
+    _, said, _ = command(CONFIG, *words)
+    assert "its first host and its buddy keep in their own memory" in said
+    _, said, _ = command(CONFIG, "--json")
+    assert "copies" not in json.loads(said)
+
+
+def test_hops_that_differ_by_direction_are_told_apart(command: Any):
+    words = ("--set", "network.activation_dtype=int8", "--set", "network.gradient_dtype=bfloat16")
+    _, said, _ = command(CONFIG, "--json", *words)
+    figures = json.loads(said)
+    sent = figures["bytes_per_iteration"]
+    assert (sent["hop"], sent["gradient_hop"]) == (64 * (16 + 2), 64 * 16 * 2)
+    assert sent["pipeline"] == 4 * (sent["hop"] + sent["gradient_hop"])
+    assert figures["case"]["activation_bytes"] == sent["hop"]
+    assert figures["case"]["gradient_bytes"] == sent["gradient_hop"]
+    _, said, _ = command(CONFIG, *words)
+    assert "1.15 kB a hop and 2.05 kB a hop back" in said
+    assert "activation_bytes: 1152, gradient_bytes: 2048, stage_bytes:" in said
+
+
+def test_it_explains_how_many_microbatches_fit(command: Any):
+    """And warns of a number that is greater, without refusing it."""
+    case = SMALL_CASE | {"microbatches_per_data_node": 9, "memory_bytes": 1_300_000}
+    config = CONFIG | {"plan": {"case": case | {"memory": "auto"}}}
+    code, said, warned = command(config, "--json")
+    [nodes] = json.loads(said)["nodes"]
+    assert (code, warned) == (0, "")
+    count, usable = nodes["in_flight"], nodes["usable_bytes"]
+    assert 1 < count < 9
+    assert usable == pytest.approx(0.9 * 1_300_000)
+    assert nodes["bytes"]["total"] <= usable < nodes["bytes"]["total"] + nodes["one_more_bytes"]
+    # A hop more may be on its way, and what a microbatch keeps is kept once more.
+    assert nodes["one_more_bytes"] == nodes["bytes"]["kept"] + 4096
+    told = command(config)[1].splitlines()[3]
+    assert f"with {count} in flight" in told
+    assert "1.17 MB may be filled, 0.9 of 1.30 MB; one more would take " in told
+    code, _, warned = command(CONFIG | {"plan": {"case": case | {"memory": count + 1}}}, "--json")
+    assert code == 0
+    assert warned.startswith(f"warning: case.memory = {count + 1} is more than nodes 0-2 can hold")
 
 
 def test_a_plan_counts_by_its_own_paths(command: Any, tmp_path: Path):
@@ -102,6 +158,11 @@ def test_a_plan_counts_by_its_own_paths(command: Any, tmp_path: Path):
         ({"plan": {}}, "plan.case"),
         ({"plan": {"case": "nowhere.yaml"}}, "case"),
         ({"model": MODEL | {"layers": 3}}, "model.layers"),
+        ({"plan": {"case": SMALL_CASE | {"memory": "auto"}}}, "case.memory_bytes"),
+        (
+            {"plan": {"case": SMALL_CASE | {"memory": "auto", "memory_bytes": 1e4}}},
+            "case.memory_bytes",
+        ),
         ({"model": MODEL | {"depth": 3}}, "model.depth"),
     ],
 )
@@ -120,7 +181,7 @@ def test_a_forward_that_ran_keeps_what_the_formula_says(recompute: str, is_data_
     inputs = jnp.zeros((2, 32), jnp.int32) if is_data_stage else jnp.ones((2, 32, 16))
     _, saved, _ = functions.forward(parameters, jax.device_put(np.zeros(2, np.int32)), inputs)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(saved))
-    formula = kept_bytes(config.model, config.data, 2, is_data_stage=is_data_stage)
+    formula = kept_bytes(config, 2, is_data_stage=is_data_stage)
     assert kept == pytest.approx(formula, rel=0.02)
     count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
     assert count == stage_parameters(config.model, 2, is_data_stage=is_data_stage)
@@ -133,5 +194,9 @@ def test_the_page_shows_what_the_command_prints(command: Any):
     blocks = dict(re.findall(r"^```(\w+)[^\n]*\n(.*?)^```$", page, re.M | re.S))
     _, said, _ = command(yaml.safe_load(blocks["yaml"]))
     assert said == blocks["text"]
+    # With memory: auto, as the command that the page shows has it.
+    [words] = re.findall(r"skippipe_jax\.memory --config 8b\.yaml (--set .*)$", page, re.M)
+    [line] = re.findall(r"^    (nodes 0-19: .*)$", page, re.M)
+    assert line in command(yaml.safe_load(blocks["yaml"]), *words.split())[1].splitlines()
     launched = (root / "experiments" / "paper" / "configs" / "8b.yaml").read_text(encoding="utf-8")
     assert command(yaml.safe_load(launched))[1] == said

@@ -14,7 +14,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.paper import shapes
-from experiments.paper.campaign import REPOSITORY
+from experiments.paper.jobs import REPOSITORY
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.models.planned_case import cases_of, differing_sizes
@@ -32,10 +32,20 @@ OPEN: dict[str, Any] = {
     "memory": 2,
 }
 HOP = 2 * 32 * 16 * 4
+TOKENS = 2 * 32
+# What a token takes in a hop forward and in a hop back, and a number in averaging.
 FORMATS = [
-    ({}, 4, 4, 0),
-    ({"network": {"activation_dtype": "bfloat16", "averaging_dtype": "bfloat16"}}, 2, 2, 0),
-    ({"data": {"packing": "documents"}}, 4, 4, 1),
+    ({}, 64, 64, 4),
+    ({"network": {"activation_dtype": "bfloat16", "averaging_dtype": "bfloat16"}}, 32, 32, 2),
+    ({"data": {"packing": "documents"}}, 68, 68, 4),
+    ({"network": {"activation_dtype": "int8"}}, 16 + 2, 16 + 2, 4),
+    ({"network": {"activation_dtype": "int8", "gradient_dtype": "bfloat16"}}, 16 + 2, 32, 4),
+    (
+        {"network": {"gradient_dtype": "int8"}, "data": {"packing": "documents"}},
+        68,
+        16 + 1 + 2,
+        4,
+    ),
 ]
 
 
@@ -50,18 +60,25 @@ def case_of(config: Config, folder: Path = Path()) -> Case:
     return case
 
 
-@pytest.mark.parametrize("said", [{}, {"activation_bytes": "auto", "stage_bytes": "auto"}])
-@pytest.mark.parametrize(("sections", "hop_width", "averaged_width", "marks"), FORMATS)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"activation_bytes": "auto", "stage_bytes": "auto"},
+        {"activation_bytes": "auto", "gradient_bytes": "auto"},
+    ],
+)
+@pytest.mark.parametrize(("sections", "forward", "back", "averaged_width"), FORMATS)
 def test_bytes_follow_from_the_configuration(
     said: dict[str, str],
     sections: dict[str, Any],
-    hop_width: int,
+    forward: int,
+    back: int,
     averaged_width: int,
-    marks: int,
 ):
     config = config_of(OPEN | said, **sections)
     case, stages = case_of(config), stage_shapes(config.model, 2)
-    assert case.activation_bytes == 2 * 32 * (16 + marks) * hop_width
+    assert (case.activation_bytes, case.gradient_bytes) == (TOKENS * forward, TOKENS * back)
     assert list(case.stage_bytes) == [averaged_width * parameter_count(stage) for stage in stages]
     assert case.stage_bytes[0] > 2 * case.stage_bytes[1]
     # The plan carries figures, whoever reads it then.
@@ -99,6 +116,23 @@ def test_a_figure_of_its_own_is_compared():
     [of_stage] = said_of(HOP, [right[0], 7])
     assert of_stage.startswith(f"case.stage_bytes[1] = 7, and by the configuration it is {inner}")
     assert "stage_bytes: auto" in of_stage
+
+
+def test_gradients_have_what_activations_have_unless_a_case_speaks_of_them():
+    network = {"activation_dtype": "int8", "gradient_dtype": "bfloat16"}
+    forward, back = TOKENS * (16 + 2), TOKENS * 32
+
+    def said_of(**sizes: Any) -> tuple[float, list[str]]:
+        config = config_of(OPEN | sizes, network=network)
+        case = case_of(config)
+        return case.gradient_bytes, differing_sizes(config, case)
+
+    assert said_of(activation_bytes=forward, gradient_bytes="auto") == (back, [])
+    assert said_of(gradient_bytes=back) == (back, [])
+    found, [sentence] = said_of(activation_bytes=forward)
+    assert found == forward
+    assert sentence.startswith(f"case.gradient_bytes = {forward}, and by the configuration it is")
+    assert sentence.endswith("Write gradient_bytes: auto")
 
 
 def test_what_no_plan_depends_on_is_not_compared():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skippipe_sched.problem.plan import load_plan
 
 from experiments.paper import shapes
 from skippipe_jax import train
@@ -19,6 +20,7 @@ from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import memory_of_node
+from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.storage import run_folder
 from tests.pictures import overlapping_texts
@@ -67,7 +69,9 @@ def small_configs(draw: st.DrawFn) -> Config:
         "microbatch_size": draw(st.integers(1, 4)),
         "packing": draw(st.sampled_from(["windows", "documents"])),
     }
-    return parse_config({"model": model, "data": data})
+    travelling = st.sampled_from([None, "float32", "bfloat16", "int8"])
+    network = {"activation_dtype": draw(travelling), "gradient_dtype": draw(travelling)}
+    return parse_config({"model": model, "data": data, "network": network})
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -80,7 +84,7 @@ def test_formulas_agree_for_any_shape(config: Config, layers: int, is_data_stage
             is_data_stage=is_data_stage,
             averages=True,
             in_flight=2,
-            data_nodes=1,
+            under_way=2,
         )
     )
     counted = shapes.counted_memory(config, layers, is_data_stage=is_data_stage)
@@ -120,6 +124,8 @@ def test_a_launched_configuration_trains(tmp_path: Path, monkeypatch: pytest.Mon
         "plan.case.nodes": 6,
         "plan.case.stages": [1] * 6,
         "plan.case.microbatches_per_data_node": 5,
+        "plan.case.memory": "auto",
+        "plan.case.memory_bytes": 1.1e6,
         "train.steps": 1,
         "validation.every": "null",
     }
@@ -130,6 +136,10 @@ def test_a_launched_configuration_trains(tmp_path: Path, monkeypatch: pytest.Mon
     [line] = run_folder.read_metrics(tmp_path / "run")
     assert line["loss"] == pytest.approx(np.log(259), rel=0.05)
     assert line["tokens"] == 5 * 16
+    plan = load_plan(tmp_path / "run" / run_folder.PLAN)
+    assert {node.memory for node in plan.case.nodes} < {2, 3, 4}
+    peaks = {int(node): peak for node, peak in line["peak_in_flight"].items()}
+    assert all(peak <= plan.case.nodes[node].memory for node, peak in peaks.items())
 
 
 @pytest.mark.parametrize("name", shapes.MODELS)
@@ -140,7 +150,7 @@ def test_every_stage_of_a_cut_fits_and_no_coarser_cut_does(measured: dict[str, A
     assert list(found) == ["16 GB", "24 GB", "40 GB", "80 GB"]
     sizes = []
     for gb, fits in found.items():
-        usable, cut = shapes.USABLE * int(gb.split()[0]) * 1e9, fits["coarsest"]
+        usable, cut = USABLE_SHARE * int(gb.split()[0]) * 1e9, fits["coarsest"]
         for stage, most in enumerate((fits["data_blocks"], fits["inner_blocks"])):
             if 0 < most < config.model.layers - 1:
                 assert shapes._total(config, case, stage, most) <= usable

@@ -7,6 +7,7 @@ import argparse
 import errno
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -15,10 +16,11 @@ import numpy as np
 from jax.experimental import transfer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, run_command
 
 from skippipe_jax.cluster.agreement import DeadlinePassed, barrier, gather
-from skippipe_jax.cluster.membership import Membership, joined
+from skippipe_jax.cluster.joining import joined
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AUTO, RUNTIMES
 
@@ -30,7 +32,7 @@ FAILURES = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator")
     parser.add_argument("--hosts", type=int)
@@ -60,15 +62,17 @@ def main() -> None:
         print(f"host {membership.index} of {membership.count}, {runtime}", flush=True)
         exchange(membership)
         client = jax.local_devices()[0].client
-        requests, arrays = membership.transfer_addresses()
-        server = transfer.start_transfer_server(client, requests, [arrays])
-        print(f"transfer server on {server.address()}")
+        requests = membership.transfer_addresses()
+        arrays = [f"{membership.address}:0"]
+        servers = [transfer.start_transfer_server(client, own, arrays) for own in requests.values()]
+        print("transfer servers on", *(server.address() for server in servers))
         began = time.monotonic()
         print(f"clock offset {membership.clock_offset_s()}, {time.monotonic() - began} s")
         failure = FAILURES[args.by]
         sum_repeatedly(membership, args.seconds, args.fail_at, args.late_at, failure)
         time.sleep(args.linger_s)
     print("ended well", flush=True)
+    return 0
 
 
 def exchange(membership: Membership) -> None:
@@ -132,4 +136,4 @@ def by_collective() -> Callable[[int, float], float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -15,10 +15,15 @@ import psutil
 import pytest
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, InputError, TemporaryError
 
-from skippipe_jax.cluster.addresses import BIND_VARIABLE, reachable_address
 from skippipe_jax.cluster.agreement import barrier
-from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE, Membership, joined
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
+from skippipe_jax.cluster.joining import joined
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
+from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
+from skippipe_jax.connections.secret import SECRET_VARIABLE
+from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.launch import PORTS, free_port
 from tests.multihost.processes import Processes
 
@@ -104,6 +109,16 @@ def test_survivors_name_the_lost_host(run: Run, runtime: str, victim: int, blow:
         assert_stopped_by(run, victim, verdict, HEARTBEAT_TIMEOUT_S + SLACK_S)
 
 
+def test_a_host_that_was_stopped_knows_it_though_nobody_is_left_to_say_so(run: Run):
+    run.start_workers(2, "--runtime", "independent", "--heartbeat-timeout-s", "2")
+    run.wait_until_summing()
+    run.processes[1].send_signal(signal.SIGSTOP)
+    run.processes[0].kill()
+    time.sleep(2.5)
+    run.processes[1].send_signal(signal.SIGCONT)
+    assert_stopped_by(run, 1, f"{run.name(1)} is lost: its connection", SLACK_S)
+
+
 def test_others_stop_for_a_host_that_fails_and_say_why(run: Run):
     # With this timeout, only the host's own word can be what stops the others.
     run.start_workers(3, *PATIENT, last=("--fail-at", "5"))
@@ -152,6 +167,33 @@ def test_slurm_tasks_find_each_other(run: Run):
         assert f"host {host} of 2, one JAX" in run.output(host)
 
 
+def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_sides(run: Run):
+    """All that host 0 listens for goes through it, JAX's coordination service as well."""
+    address = f"127.0.0.1:{free_port()}"
+    command = (WORKER, "--runtime", "distributed", "--coordinator", address, "--hosts", "2")
+    right = {SECRET_VARIABLE: "theSecretThatBothHostsOfThisRunHave"}
+    wrong = {SECRET_VARIABLE: "theSecretThatNoHostOfThisRunHasEver"}
+    for host, secret in enumerate([right, wrong, {}]):
+        run.start(*command, *PATIENT, "--seconds", "0.5", "--host-id", str(min(host, 1)), **secret)
+    expected = [
+        f"error: {SECRET_VARIABLE} = '(not shown)': what listens at {address} does not have this "
+        "secret. Give all hosts of the run the same secret.\n",
+        f"error: cluster.secret = None: what listens at {address} has a secret, and this host none."
+        " Give this host the file with the secret that the others of its run have.\n",
+    ]
+    for host in (1, 2):
+        assert run.exit_code(host, START_S) == INPUT_ERROR_EXIT_CODE
+        assert run.output(host) == expected[host - 1]
+    run.start(*command, *PATIENT, "--seconds", "0.5", "--host-id", "1", **right)
+    assert [run.exit_code(host, START_S) for host in (0, 3)] == [0, 0], run.outputs()
+    assert "host 1 of 2, one JAX" in run.output(3)
+    refused = [line for line in run.output(0).splitlines() if "refused a connection from" in line]
+    assert len(refused) == 2
+    assert sum("it does not have the secret of this run" in line for line in refused) == 1
+    assert sum("it has no secret, and this run has one" in line for line in refused) == 1
+    assert right[SECRET_VARIABLE] not in run.outputs()
+
+
 def listens_on(run: Run, host: int) -> list[tuple[str, int]]:
     """The addresses and ports on which a host waits for connections."""
     connections = psutil.Process(run.processes[host].pid).net_connections("tcp")
@@ -163,9 +205,9 @@ def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Run, runtime: 
     run.start_workers(3, "--runtime", runtime, *PATIENT)
     run.wait_until_summing()
     for host in range(3):
-        # The transfer server's two, one of the collectives of one JAX, and the hub of host 0.
+        # Two of each transfer server, one of the collectives of one JAX, and that for other hosts.
         found = listens_on(run, host)
-        assert len(found) == 2 + (runtime == "distributed") + (host == 0)
+        assert len(found) == 5 + (runtime == "distributed")
         assert {address for address, _ in found} == {"127.0.0.1"}
 
 
@@ -180,8 +222,10 @@ def test_each_host_listens_on_its_own_address_and_ports(run: Run):
     for host in range(3):
         found = listens_on(run, host)
         assert {address for address, _ in found} == {f"127.0.0.{host + 1}"}
-        # The worker has a server for host 0 only; a host has ports for all of them.
-        assert {port + 6 * host, port + 6 * host + 1} <= {port for _, port in found}
+        own = range(port + 3 * host, port + 3 * host + 3)
+        # Where host 0 listens for messages its coordinator's address says.
+        expected = {*own} if host else {*own[1:], coordinator}
+        assert expected <= {port for _, port in found}
 
 
 def garbage() -> Iterator[bytes]:
@@ -226,17 +270,18 @@ def test_what_strangers_send_to_open_ports(run: Run):
     recipes let no stranger come to these ports. Should this fail since the process goes on, then
     JAX was mended: say so in their README and in docs/cluster.md.
     """
-    coordinator, port = free_port(), free_port() & ~1
+    coordinator, port = free_port(), free_port()
     for host in range(2):
         arguments = ["--coordinator", f"127.0.0.1:{coordinator}", "--hosts", "2"]
         arguments += ["--host-id", str(host), "--transfer-port", str(port)]
         run.start(WORKER, *arguments, *PATIENT)
     run.wait_until_summing()
-    # Of host 1, the server for host 0.
-    requests, arrays = port + 4, port + 5
+    # Of host 1, the server for host 0, and where it listens for messages.
+    requests, messages = port + 2, port + 3
+    [arrays] = {port for _, port in listens_on(run, 1)} - {requests, messages}
     for content in garbage():
-        send(coordinator, content)
-        send(arrays, content)
+        for open_port in (coordinator, messages, arrays):
+            send(open_port, content)
     # A host of this run that comes when it has begun is to try again.
     with pytest.raises(TemporaryError, match="the run has begun without this host"):
         enter(ClusterConfig(connect_timeout_s=60.0), f"127.0.0.1:{coordinator}", 2, 1)
@@ -307,8 +352,9 @@ def test_an_error_of_a_host_alone_is_raised():
         (("localhost", 2, 0), "--coordinator"),
         (("localhost:http", 2, 0), "--coordinator"),
         ((":1234", 2, 0), "--coordinator"),
-        # An address that belongs to no machine (RFC 5737), so that host 0 can never listen there.
-        (("192.0.2.1:1234", 2, 0), "--coordinator"),
+        # Others could come to such an address.
+        (("192.0.2.1:1234", 2, 0), "cluster.secret"),
+        (("192.0.2.1:1234", 2, 1), "cluster.secret"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -317,6 +363,16 @@ def test_wrong_arguments_are_named(
     with pytest.raises(InputError) as caught:
         enter(ClusterConfig(), *arguments)
     assert (caught.value.field, caught.value.exit_code) == (field, INPUT_ERROR_EXIT_CODE)
+
+
+def test_an_address_of_no_machine_cannot_be_listened_on(capfd: pytest.CaptureFixture[str]):
+    """By RFC 5737 it belongs to none."""
+    with pytest.raises(InputError, match=r"--coordinator = '192\.0\.2\.1:1234'") as caught:
+        enter(ClusterConfig(insecure=True), "192.0.2.1:1234", 2, 0)
+    assert caught.value.exit_code == INPUT_ERROR_EXIT_CODE
+    warned = capfd.readouterr().err
+    assert warned.startswith("warning: cluster.insecure: whoever reaches 192.0.2.1 can ")
+    assert warned.count("\n") == 1
 
 
 def test_a_port_of_host_0_that_is_taken_may_be_free_later():
@@ -373,25 +429,53 @@ def test_a_name_that_means_loopback_here_only_is_replaced():
 
 
 def test_ports_of_the_transfer_server():
-    assert Membership(ClusterConfig(), 1, 3).transfer_addresses() == ("127.0.0.1:0",) * 2
-    port = free_port() & ~1
-    # Of three hosts, the first has six ports.
-    first = ClusterConfig(transfer_port=port - 6)
-    expected = (f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}")
+    expected = {0: "127.0.0.1:0", 2: "127.0.0.1:0"}
+    assert Membership(ClusterConfig(), 1, 3).transfer_addresses() == expected
+    port = free_port()
+    # Of three hosts, the first has three ports.
+    first = ClusterConfig(transfer_port=port - 3)
+    expected = {0: f"127.0.0.1:{port}", 2: f"127.0.0.1:{port + 2}"}
     assert Membership(first, 1, 3).transfer_addresses() == expected
     with (
-        socket.create_server(("127.0.0.1", port + 1)),
+        socket.create_server(("127.0.0.1", port + 2)),
         pytest.raises(TemporaryError, match="in use"),
     ):
         Membership(first, 1, 3).transfer_addresses()
-    with pytest.raises(InputError, match="write at most 65518"):
-        Membership(ClusterConfig(transfer_port=65531), 1, 3).transfer_addresses()
-    for number in (0, 65535):
+    # Where it listens for messages it does already.
+    with socket.create_server(("127.0.0.1", port + 1)):
+        assert Membership(first, 1, 3).transfer_addresses() == expected
+    with pytest.raises(InputError, match="write at most 65527"):
+        Membership(ClusterConfig(transfer_port=65528), 1, 3).transfer_addresses()
+    for number in (0, 65536):
         with pytest.raises(InputError, match=r"cluster\.transfer_port"):
             ClusterConfig(transfer_port=number)
 
 
-@pytest.mark.parametrize("field", ["heartbeat_timeout_s", "connect_timeout_s"])
+def test_no_two_hosts_listen_on_one_port():
+    config, hosts = ClusterConfig(transfer_port=20000), 5
+    ports = [config.port(host, other, hosts) for host in range(hosts) for other in range(hosts)]
+    assert sorted(ports) == [*range(20000, 20000 + hosts**2)]
+    # The first of them keep theirs, however many may come.
+    first = {(i, j): config.port(i, j, 3) for i in range(5) for j in range(5)}
+    assert sorted(first.values()) == sorted(ports)
+    assert all(first[i, j] == 20000 + 3 * i + j for i in range(3) for j in range(3))
+    assert min(port for pair, port in first.items() if max(pair) == 4) == 20016
+    assert [config.with_ports(3, spare) for spare in (0, 4, 1000)] == [0, 4, 210]
+    assert ClusterConfig(transfer_port=65530).with_ports(3, 4) == 0
+    assert ClusterConfig().with_ports(3, 1000) == 1000
+
+
+def test_a_team_keeps_the_ports_of_its_hosts():
+    """Whoever leads: each host listens for each other where it did in the whole run."""
+    config = ClusterConfig(transfer_port=free_port())
+    membership = Membership(config, 2, 4)
+    team = Team(membership, Generation(2, (0, 2, 3), (7, 7, 7), leader=3, step=0))
+    assert team.hosts == (3, 0, 2)
+    of_run = membership.transfer_addresses()
+    assert team.transfer_addresses() == {0: of_run[3], 1: of_run[0]}
+
+
+@pytest.mark.parametrize("field", ["heartbeat_timeout_s", "connect_timeout_s", "rejoin_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_timeouts_are_positive(field: str, value: float):
     with pytest.raises(InputError, match=f"cluster.{field}"):

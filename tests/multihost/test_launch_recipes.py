@@ -5,14 +5,19 @@ A stand-in for `srun`, `ssh` or `gcloud` starts on this machine what it is told 
 
 from __future__ import annotations
 
+import argparse
+import base64
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -20,7 +25,9 @@ import pytest
 import yaml
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 
-from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
+from skippipe_jax import join, train
+from skippipe_jax.connections.keys import derived
+from skippipe_jax.connections.secret import SECRET_VARIABLE, Secret, make_secret
 from skippipe_jax.launch import PORTS, free_port
 from skippipe_jax.storage import run_folder
 from tests.fork_server import fork_server
@@ -30,8 +37,12 @@ from tests.training_runs import settings, steps_done, write_config
 LAUNCH = Path(__file__).parents[2] / "experiments" / "launch"
 HOSTS = 2
 STEPS = 3
+# Of a run that loses a host on its way.
+MORE_STEPS = 40
 MANY_STEPS = 100_000
 PATIENCE_S = 120.0
+# The program that Python is told to be.
+BECOME = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 CASE = {
     "nodes": 2,
     "locations": ["Belgium", "Iowa"],
@@ -44,17 +55,31 @@ CASE = {
     "microbatches_per_data_node": 2,
     "memory": 2,
 }
+# Each of two hosts has a replica of both stages.
+REPLICAS = {
+    "case": CASE | {"nodes": 4, "stages": [2, 2]},
+    "method": "balanced",
+}
+HOST_OF_NODE = [0, 1, 0, 1]
 
 # Each of them has what it is to start as the last argument, or as the last ones.
 SRUN = """\
-while [ "${1#-}" != "$1" ]; do shift; done
+wait=60
+while [ "${1#-}" != "$1" ]; do
+    case $1 in --wait=*) wait=${1#*=} ;; esac
+    shift
+done
 [ -z "$SRUN_CODE" ] || exit "$SRUN_CODE"
 for task in 0 1; do
     SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_PROCID=$task SLURM_LOCALID=0 "$@" &
 done
 # Like srun, it ends with the highest code of all.
 code=0
-for task in 0 1; do wait -n || { one=$?; [ $one -le $code ] || code=$one; }; done
+for task in 0 1; do
+    wait -n || { one=$?; [ $one -le $code ] || code=$one; }
+    # It would end the others.
+    [ $wait = 0 ] || exit 99
+done
 exit $code
 """
 SCONTROL = 'echo "$@" > scontrol.called\n'
@@ -77,6 +102,19 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("config"),
         plan={"case": CASE, "method": "balanced"},
         train={"steps": STEPS},
+    )
+
+
+@pytest.fixture(scope="module")
+def outliving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a run whose hosts go on without each other."""
+    cluster = {"runtime": "independent", "host_of_node": HOST_OF_NODE, "connect_timeout_s": 120}
+    return write_config(
+        tmp_path_factory.mktemp("outliving"),
+        plan=REPLICAS,
+        train={"steps": MANY_STEPS},
+        checkpoint={"every": 10_000},
+        cluster=cluster | {"heartbeat_timeout_s": 20},
     )
 
 
@@ -116,12 +154,31 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str
 
 def start(programs: Processes, *command: str | Path, **variables: str) -> None:
     """Start a recipe; it takes the place of the Python that is started."""
-    become = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-    programs.start("-c", become, *command, **variables)
+    programs.start("-c", BECOME, *command, **variables)
 
 
 def assert_trained(folder: Path) -> None:
     assert [line["step"] for line in run_folder.read_metrics(folder)] == [1, 2, 3]
+
+
+def assert_is_nowhere(secret: str, folder: Path) -> None:
+    """Neither a secret nor the key that follows from it is in any file, by any name."""
+    key, _ = derived(Secret("cluster.secret", "a file", secret))
+    [text] = key.decode().splitlines()[1:-1]
+    told = [secret.encode(), text.encode(), base64.b64decode(text)[-32:]]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if any(one in path.read_bytes() for one in told)] == []
+
+
+def wait_until_all_are_back(programs: Processes, run_dir: Path) -> None:
+    """Wait until a run that has lost a host makes steps with all again."""
+    deadline_s = time.monotonic() + 2 * PATIENCE_S  # One starts for real beside one that trains.
+    steps: list[dict[str, Any]] = []
+    while not any(line["generation"] > 2 and line["hosts"] == HOSTS for line in steps):
+        assert time.monotonic() < deadline_s, programs.outputs()
+        time.sleep(0.02)
+        steps = run_folder.read_metrics(run_dir)
 
 
 # SLURM.
@@ -142,6 +199,21 @@ def test_slurm_job_trains(tmp_path: Path, config: Path):
     assert ended.returncode == 0, ended
     assert_trained(tmp_path / "run")
     assert not (tmp_path / "scontrol.called").exists()
+
+
+def test_slurm_job_of_independent_hosts_goes_on_without_a_lost_one_and_is_queued_again(
+    tmp_path: Path, outliving: Path, programs: Processes
+):
+    run_dir = tmp_path / "run"
+    words = (LAUNCH / "slurm.sbatch", outliving, run_dir, *settings(train__steps=MORE_STEPS))
+    programs.start("-c", BECOME, *words, folder=tmp_path, **slurm(tmp_path))
+    programs.wait_until(lambda: steps_done(run_dir) > 0, PATIENCE_S)
+    tasks = {process.environ()["SLURM_PROCID"]: process for process in training(programs)}
+    tasks["0"].kill()
+    assert programs.exit_code(0, PATIENCE_S) == 128 + signal.SIGKILL, programs.output(0)
+    steps = [line["step"] for line in run_folder.read_metrics(run_dir)]
+    assert steps == [*range(1, MORE_STEPS + 1)]
+    assert "exit code 137: the job is queued again" in programs.output(0)
 
 
 @pytest.mark.parametrize(
@@ -174,38 +246,47 @@ def ssh(folder: Path, python: str | None = None) -> dict[str, str]:
     return environment(folder / "bin", python, PORT=str(free_port()), DIRECTORY=str(folder))
 
 
-def test_ssh_hosts_listen_on_their_addresses_and_stop_together(
-    tmp_path: Path, config: Path, programs: Processes
+def test_ssh_hosts_listen_on_their_addresses_come_back_and_stop_together(
+    tmp_path: Path, outliving: Path, programs: Processes
 ):
-    many = settings(run_dir=tmp_path / "run", train__steps=MANY_STEPS)
+    run_dir = tmp_path / "run"
     hosts = hosts_file(tmp_path, "alice@belgium", "bob@tokyo")
-    command = ("bash", LAUNCH / "ssh.sh", hosts, "--config", config, *many)
+    command = ("bash", LAUNCH / "ssh.sh", hosts, "--config", outliving)
     # They are told by their command lines.
-    start(programs, *command, **ssh(tmp_path, sys.executable))
-    programs.wait_until(lambda: steps_done(tmp_path / "run") > 0, PATIENCE_S)
+    start(programs, *command, *settings(run_dir=run_dir), **ssh(tmp_path, sys.executable))
+    programs.wait_until(lambda: steps_done(run_dir) > 0, PATIENCE_S)
+    found = {process.cmdline()[-1]: process for process in training(programs)}
     listening = {
         index: {
             connection.laddr.ip
             for connection in process.net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN
         }
-        for index, process in training_processes(programs.processes[0].pid).items()
+        for index, process in found.items()
     }
     assert listening == {"0": {"127.0.0.1"}, "1": {"127.0.0.2"}}
+    # They have one secret, which nobody else on the machine sees.
+    [secret] = {process.environ()[SECRET_VARIABLE] for process in found.values()}
+    assert len(secret) == 44
+    descendants = psutil.Process(programs.processes[0].pid).children(recursive=True)
+    commands = [process.cmdline() for process in descendants]
+    assert not any(secret in word for command in commands for word in command)
+    found["0"].kill()
+    said = "host 0 ended with exit code 137: it is started again in 1 s"
+    programs.wait_until(lambda: said in programs.output(0), PATIENCE_S)
+    wait_until_all_are_back(programs, run_dir)
+    assert "[host 0] host 0 is back in the run, at step" in programs.output(0)
     programs.processes[0].send_signal(signal.SIGTERM)
     assert programs.exit_code(0, PATIENCE_S) == 128 + signal.SIGTERM
-    assert "[host 0] stopped by SIGTERM after step " in programs.output(0)
+    assert "stopped by SIGTERM after step " in programs.output(0)
 
 
-def training_processes(ancestor: int) -> dict[str, psutil.Process]:
-    """The processes that train, by the id of their host."""
-    descendants = psutil.Process(ancestor).children(recursive=True)
-    command_of = {process: process.cmdline() for process in descendants}
-    return {
-        command[-1]: process
-        for process, command in command_of.items()
-        if command[1:3] == ["-m", "skippipe_jax.train"]
-    }
+def training(programs: Processes) -> list[psutil.Process]:
+    """The processes that train, of those that the first program has started."""
+    descendants = psutil.Process(programs.processes[0].pid).children(recursive=True)
+    words_of = {process: process.cmdline() for process in descendants}
+    trains = "skippipe_jax.train"
+    return [own for own, words in words_of.items() if trains in words and "python" in words[0]]
 
 
 def test_ssh_stops_all_when_one_host_is_not_reached(tmp_path: Path, config: Path):
@@ -219,6 +300,64 @@ def test_ssh_stops_all_when_one_host_is_not_reached(tmp_path: Path, config: Path
     assert "[host 1] no such host" in ended.stdout
     # Host 0 would have waited for the time of cluster.connect_timeout_s.
     assert time.monotonic() - began < 60
+
+
+def test_ssh_names_a_file_of_a_secret_that_is_not_there(tmp_path: Path):
+    hosts = hosts_file(tmp_path, "alice@belgium", "bob@tokyo")
+    ended = run("bash", LAUNCH / "ssh.sh", hosts, env={**os.environ, "SECRET": "nowhere"})
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: SECRET = 'nowhere': cannot be read.")
+    assert ended.stderr.count("\n") == 1
+
+
+# Of two hosts the second fails, until the first has seen enough of that and is trained.
+FAILS = """\
+[ "$1" != -c ] || exit 1
+host=${*: -1}
+echo "$host $*" >> tried
+[ "$host" = 0 ] || exit CODE
+until [ "$(grep -c "^1 " tried)" -ge ENOUGH ]; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "settled_s", "enough", "tries", "ended"),
+    [
+        # Lost again and again.
+        (134, 60, 4, range(4, 100), 0),
+        # By faults of its own, long after it was started; and a wrong input then.
+        (1, 0, 6, [6], 0),
+        (2, 0, 1, [1], 0),
+        # At once, so that the other would wait for it in vain.
+        (1, 60, 100, [1], 1),
+        (2, 60, 100, [1], 2),
+    ],
+)
+def test_ssh_starts_again_what_may_go_better(
+    code: int,
+    settled_s: int,
+    enough: int,
+    tries: Collection[int],
+    ended: int,
+    tmp_path: Path,
+):
+    text = (LAUNCH / "ssh.sh").read_text()
+    quick = {"telling": 0, "first_pause": 0, "longest_pause": 0, "settled": settled_s}
+    for name, seconds in quick.items():
+        text, count = re.subn(f"^{name}=[0-9]+$", f"{name}={seconds}", text, flags=re.MULTILINE)
+        assert count == 1
+    (tmp_path / "quick.sh").write_text(text)
+    variables = ssh(tmp_path)
+    fails = FAILS.replace("CODE", str(code)).replace("ENOUGH", str(enough))
+    stand_in(tmp_path / "bin", "python", fails)
+    hosts = hosts_file(tmp_path, "alice@belgium", "bob@tokyo")
+    done = run(
+        *("bash", tmp_path / "quick.sh", hosts, "--config", "config.yaml"),
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == ended, done
+    lines = (tmp_path / "tried").read_text().splitlines()
+    assert sum(line.startswith("1 ") for line in lines) in tries, done
 
 
 @pytest.mark.parametrize(
@@ -259,22 +398,34 @@ def jobset() -> dict[str, Any]:
     return objects()["JobSet"]
 
 
-def test_jobset_gives_up_for_wrong_input_alone():
+def test_jobset_makes_each_pod_anew_and_gives_up_for_wrong_input_alone():
     """Pods that end with 75 come again, uncounted: one that is pending may keep them waiting."""
     [job] = jobset()["spec"]["replicatedJobs"]
     job_spec = job["template"]["spec"]
+    [container] = job_spec["template"]["spec"]["containers"]
+    *of_codes, drained = sorted(
+        job_spec["podFailurePolicy"]["rules"], key=lambda rule: "onPodConditions" in rule
+    )
     actions = {}
-    for rule in job_spec["podFailurePolicy"]["rules"]:
+    for rule in of_codes:
         codes = rule["onExitCodes"]
-        [container] = job_spec["template"]["spec"]["containers"]
         assert (codes["containerName"], codes["operator"]) == (container["name"], "In")
         actions |= dict.fromkeys(codes["values"], rule["action"])
-    assert actions == {INPUT_ERROR_EXIT_CODE: "FailJob", TRY_AGAIN_EXIT_CODE: "Ignore"}
-    # What a policy for pods asks for.
+    stopped = 128 + signal.SIGTERM
+    assert actions == {
+        INPUT_ERROR_EXIT_CODE: "FailJob",
+        TRY_AGAIN_EXIT_CODE: "Ignore",
+        stopped: "Ignore",
+    }
+    assert (drained["action"], drained["onPodConditions"][0]["type"]) == (
+        "Ignore", "DisruptionTarget",
+    )  # fmt: skip
+    # What a policy for pods, and limits for each of them, ask for.
     assert job_spec["template"]["spec"]["restartPolicy"] == "Never"
-    # Of failed jobs, those alone that this policy has failed end the set.
-    [rule] = jobset()["spec"]["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert job_spec["completionMode"] == "Indexed"
+    assert job_spec["backoffLimitPerIndex"] > 0
+    assert "backoffLimit" not in job_spec
+    assert jobset()["spec"]["failurePolicy"] == {"maxRestarts": 0}
 
 
 def test_jobset_lets_its_own_pods_reach_its_pods_and_nobody_else():
@@ -311,43 +462,186 @@ def test_jobset_has_no_rights_that_training_needs_not():
         assert any(Path(written).is_relative_to(mount) for mount in mounts)
 
 
-def test_jobset_trains_and_goes_on_after_a_lost_pod(
-    tmp_path: Path, config: Path, programs: Processes
+def test_jobset_trains_and_takes_a_pod_back_that_was_made_anew(
+    tmp_path: Path, outliving: Path, programs: Processes
 ):
     [job] = jobset()["spec"]["replicatedJobs"]
     [container] = job["template"]["spec"]["template"]["spec"]["containers"]
     given = {entry["name"]: entry.get("value") for entry in container["env"]}
     name = jobset()["metadata"]["name"]
+    # The secret comes from one of Kubernetes' own, and is written nowhere.
+    [source] = [e["valueFrom"] for e in container["env"] if e["name"] == SECRET_VARIABLE]
+    assert source == {"secretKeyRef": {"name": name, "key": "secret"}}
+    secret = "thisPodHasTheSecretOfThisRunAndNobodyElse"
     assert given["COORDINATOR"].split(":")[0] == f"{name}-{job['name']}-0-0.{name}"
     job_spec = job["template"]["spec"]
     assert int(given["HOSTS"]) == job_spec["completions"] == job_spec["parallelism"]
+    port = free_port()
 
-    def start_pods(steps: int) -> None:
-        port = free_port()
-        (tmp_path / "now.yaml").write_text(
-            yaml.safe_dump(yaml.safe_load(config.read_text()) | {"train": {"steps": steps}})
+    def start_pod(index: int, address: str) -> None:
+        start(
+            programs,
+            *container["command"],
+            **environment(tmp_path / "bin"),
+            CONFIG=str(outliving),
+            RUN_DIR=str(tmp_path / "run"),
+            HOSTS=str(HOSTS),
+            COORDINATOR=f"127.0.0.1:{port}",
+            SKIPPIPE_BIND_ADDRESS=address,
+            SKIPPIPE_SECRET=secret,
+            JOB_COMPLETION_INDEX=str(index),
         )
-        for index in range(HOSTS):
-            start(
-                programs,
-                *container["command"],
-                **environment(tmp_path / "bin"),
-                CONFIG=str(tmp_path / "now.yaml"),
-                RUN_DIR=str(tmp_path / "run"),
-                HOSTS=str(HOSTS),
-                COORDINATOR=f"127.0.0.1:{port}",
-                SKIPPIPE_BIND_ADDRESS="127.0.0.1",
-                JOB_COMPLETION_INDEX=str(index),
-            )
 
-    start_pods(MANY_STEPS)
+    start_pod(0, "127.0.0.1")
+    start_pod(1, "127.0.0.2")
     programs.wait_until(lambda: steps_done(tmp_path / "run") > 0, PATIENCE_S)
     programs.processes[1].kill()
-    assert programs.exit_code(0, PATIENCE_S) == LOST_HOST_EXIT_CODE
-    # The failed job is made anew, whole: the pod that was killed counts.
-    start_pods(STEPS)
-    assert [programs.exit_code(index, PATIENCE_S) for index in (2, 3)] == [0, 0]
-    assert_trained(tmp_path / "run")
+    assert programs.exit_code(1, PATIENCE_S) == -signal.SIGKILL
+    # A pod that is made anew has another address.
+    start_pod(1, "127.0.0.3")
+    wait_until_all_are_back(programs, tmp_path / "run")
+    assert "host 1 is back in the run, at step" in programs.output(2)
+    # All go: the node pool is drained.
+    for index in (0, 2):
+        programs.processes[index].send_signal(signal.SIGTERM)
+    stopped = 128 + signal.SIGTERM
+    assert [programs.exit_code(index, PATIENCE_S) for index in (0, 2)] == [stopped] * 2
+    assert_is_nowhere(secret, tmp_path)
+
+
+# systemd.
+
+UNIT = LAUNCH / "skippipe.service"
+
+
+def unit() -> dict[str, dict[str, str]]:
+    """The sections of the unit."""
+    sections: dict[str, dict[str, str]] = {}
+    name = ""
+    for line in UNIT.read_text().replace("\\\n", " ").splitlines():
+        if line.startswith("["):
+            name = line.strip("[]")
+            sections[name] = {}
+        elif line and not line.startswith("#"):
+            key, _, value = line.partition("=")
+            assert key not in sections[name]
+            sections[name][key] = value
+    return sections
+
+
+def test_service_starts_again_what_may_go_better():
+    service = unit()["Service"]
+    stopped = {130, 128 + signal.SIGTERM}
+    assert service["Restart"] == "on-failure"
+    assert {*map(int, service["SuccessExitStatus"].split())} == stopped
+    assert int(service["RestartPreventExitStatus"]) == INPUT_ERROR_EXIT_CODE
+    # Pauses grow, and no number of starts is too great.
+    assert unit()["Unit"]["StartLimitIntervalSec"] == "0"
+    pauses = ("RestartSec", "RestartSteps", "RestartMaxDelaySec")
+    first_s, steps, longest_s = (int(service[key]) for key in pauses)
+    assert 0 < first_s < longest_s
+    assert steps > 1
+    assert service["KillSignal"] == "SIGTERM"
+    assert int(service["TimeoutStopSec"]) >= 120
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_service_goes_on_with_a_run_that_has_begun(has_begun: bool, tmp_path: Path):
+    example = re.findall("^#   ([A-Z_]+)=(.*)$", UNIT.read_text(), re.MULTILINE)
+    given = dict(example) | {"RUN_DIR": str(tmp_path / "a run")}
+    del given["JOIN"]  # which is for hosts that do not reach the run
+    (tmp_path / "a run").mkdir()
+    if has_begun:
+        (tmp_path / "a run" / run_folder.CONFIG).touch()
+    stand_in(tmp_path, "python", 'printf "%s\\n" "$@"')
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    # systemd makes one dollar of two.
+    command = [word.replace("$$", "$") for word in shlex.split(unit()["Service"]["ExecStart"])]
+    words = run(*command, env=given | path).stdout.splitlines()
+    assert words[:2] == ["-m", "skippipe_jax.train"]
+    told = train_arguments(words[2:])
+    assert (told.config, told.set) == (Path(given["CONFIG"]), [f"run_dir={given['RUN_DIR']}"])
+    assert told.resume == has_begun
+    place = (told.coordinator, str(told.hosts), str(told.host_id))
+    assert place == (given["COORDINATOR"], given["HOSTS"], given["HOST_ID"])
+
+
+def train_arguments(words: list[str]) -> argparse.Namespace:
+    return arguments_of(train, words)
+
+
+def arguments_of(command: ModuleType, words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_service_is_one_that_systemd_takes():
+    checked = run("systemd-analyze", "verify", UNIT)
+    assert checked.returncode == 0, checked.stderr
+    # Those before 254 do not know how pauses grow.
+    known = [line for line in checked.stderr.splitlines() if "RestartSteps" not in line]
+    assert [line for line in known if "RestartMaxDelaySec" not in line] == []
+
+
+# Joining.
+
+JOIN = "10.88.0.1:8476 10.88.0.2:8477 --set data.path=text"
+
+
+def recipe(name: str, folder: Path) -> tuple[list[str | Path], dict[str, str]]:
+    """The command of a recipe, and its environment; by `slurm` and `ssh` there are two hosts."""
+    run_dir = folder / "a run"
+    told = {**os.environ, "RUN_DIR": str(run_dir), SECRET_VARIABLE: "that of the run"}
+    if name == "slurm":
+        return [LAUNCH / "slurm.sbatch", "-", run_dir], told | slurm(folder, python="none")
+    if name == "ssh":
+        (folder / "secret").write_text("that of the run\n")
+        hosts = hosts_file(folder, "alice@belgium", "bob@tokyo")
+        return ["bash", LAUNCH / "ssh.sh", hosts], told | ssh(folder, "none") | {
+            "SECRET": str(folder / "secret")
+        }
+    told["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
+    if name == "service":
+        words = shlex.split(unit()["Service"]["ExecStart"])
+        return [word.replace("$$", "$") for word in words], told
+    [job] = jobset()["spec"]["replicatedJobs"]
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert {"name": "JOIN", "value": ""} in container["env"]
+    return container["command"], told
+
+
+@pytest.mark.parametrize(
+    ("name", "folders"),
+    [
+        ("service", ["a run"]),
+        ("jobset", ["a run"]),
+        ("slurm", ["a run/0", "a run/1"]),
+        ("ssh", [None, None]),
+    ],
+)
+def test_a_recipe_has_hosts_join(name: str, folders: list[str | None], tmp_path: Path):
+    command, variables = recipe(name, tmp_path)
+    stand_in(tmp_path / "bin", "python", 'printf "%s\\n" "$@" > "$SAID/said-$$"')
+    ended = run(*command, env=variables | {"JOIN": JOIN, "SAID": str(tmp_path)}, cwd=tmp_path)
+    assert ended.returncode == 0, ended
+    said = [path.read_text().splitlines() for path in tmp_path.glob("said-*")]
+    assert [words[:2] for words in said] == [["-m", "skippipe_jax.join"]] * len(folders)
+    told = [arguments_of(join, words[2:]) for words in said]
+    assert all(one.address == ["10.88.0.1:8476", "10.88.0.2:8477"] for one in told)
+    assert all(one.set == ["data.path=text"] for one in told)
+    own = sorted(str(one.run_dir.relative_to(tmp_path)) for one in told if one.run_dir is not None)
+    assert own == [folder for folder in folders if folder is not None]
+
+
+@pytest.mark.parametrize("name", ["slurm", "ssh"])
+def test_a_recipe_makes_no_secret_to_join_by(name: str, tmp_path: Path):
+    command, variables = recipe(name, tmp_path)
+    variables |= {"JOIN": JOIN, SECRET_VARIABLE: "", "SECRET": ""}
+    ended = run(*command, env=variables, cwd=tmp_path)
+    assert ended.returncode == INPUT_ERROR_EXIT_CODE
+    assert re.fullmatch(r"error: .*SECRET = '': JOIN asks for that of the run.*\n", ended.stderr)
 
 
 # TPU pods.
@@ -355,6 +649,7 @@ def test_jobset_trains_and_goes_on_after_a_lost_pod(
 
 def test_tpu_workers_train(tmp_path: Path, config: Path):
     stand_in(tmp_path / "skippipe-jax/.venv/bin", "python", run_python())
+    make_secret(tmp_path / "skippipe-secret")  # as `install` does
     variables = environment(
         tmp_path / "bin",
         NAME="slice",

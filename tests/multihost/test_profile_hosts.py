@@ -13,7 +13,7 @@ from pathlib import Path
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 from skippipe_sched.problem.auto import load_cases
 
-from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from tests.multihost.processes import started_processes
 from tests.training_runs import settings, write_config
 

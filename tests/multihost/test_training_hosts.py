@@ -16,7 +16,7 @@ from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
 
-from skippipe_jax.cluster.membership import LOST_HOST_EXIT_CODE
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.storage import run_folder
@@ -60,6 +60,8 @@ METRICS = {
     "plan",
     "predicted_seconds",
     "network",
+    "generation",
+    "hosts",
     "bytes_sent",
     "bytes_per_link",
     "idle_share",
@@ -388,14 +390,14 @@ def assert_replicas_are_equal(folder: Path, run_dir: Path) -> None:
 # Losing a host.
 
 
-def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
+def test_one_jax_ends_with_any_host_and_the_run_is_resumed_even_by_hosts_of_their_own(
     config: Path, four_processes: Path, tmp_path: Path
 ):
     run_dir = tmp_path / "run"
     arguments = in_folder(config, run_dir, cluster__host_of_node=HOST_OF_NODE)
     distributed = settings(cluster__runtime="distributed")
     with started_processes(tmp_path / "without_2") as processes:
-        start_hosts(processes, HOSTS, (*TRAIN, *arguments))
+        start_hosts(processes, HOSTS, (*TRAIN, *arguments, *distributed))
         processes.wait_until(lambda: steps_done(run_dir) >= 7, PATIENCE_S)
         processes.processes[2].kill()
         codes = processes.exit_codes(HEARTBEAT_TIMEOUT_S)
@@ -405,7 +407,7 @@ def test_a_run_goes_on_after_the_loss_of_a_host_and_then_of_host_0(
             assert_told_of_loss(processes.output(host), processes.name(2), run_dir)
 
     with started_processes(tmp_path / "without_0") as processes:
-        # Where one JAX spans them, its service goes with host 0.
+        # JAX's service goes with host 0.
         command = (*LAUNCH, "--hosts", str(HOSTS), *arguments, *distributed, "--resume")
         processes.start(*command, **virtual_devices(1))
         processes.wait_until(lambda: steps_done(run_dir) >= 17, PATIENCE_S)

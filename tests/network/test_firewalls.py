@@ -182,8 +182,8 @@ def test_strangers_are_kept_from_all_ports_of_a_run(rules: Path, tmp_path: Path)
         "ct state established,related accept",
         f"ip saddr {{ {ADDRESS},10.88.0.2 }} accept",
         f"tcp dport {PORT} drop",
-        # As many as `Membership.transfer_addresses` needs.
-        "tcp dport 20000-20007 drop",
+        # As many as `ClusterConfig.port` needs.
+        "tcp dport 20000-20003 drop",
         "tcp dport {}-{} drop".format(
             *Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         ),

@@ -24,7 +24,8 @@ PATIENCE_S = 150.0
 @needs_root
 @pytest.mark.alone
 def test_every_bandwidth_is_within_a_tenth_of_its_rate(tmp_path: Path):
-    config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
+    config = write_config(tmp_path, plan="auto", cluster={"insecure": True})
+    output = tmp_path / "case.yaml"
     rates = 1e6 * np.array(MEGABYTES_PER_S) + np.diag([np.inf] * HOSTS)
     with ShapedNetwork(rates) as network, started_processes(tmp_path / "hosts") as processes:
         cluster = ["--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS)]

@@ -93,6 +93,17 @@ def test_a_host_is_cut_off_and_joined_again(network: ShapedNetwork):
 
 
 @needs_root
+def test_the_link_between_two_hosts_is_cut_and_no_other(network: ShapedNetwork):
+    network.set_paths([(0, 2), (2, 0)], up=False)
+    receiver, _ = transfer(network, 0, 2, 1000)
+    for pair in [(0, 1), (1, 0), (3, 2), (2, 1)]:
+        assert goodput(transfer(network, *pair, 1000)[0]) > 0
+    assert receiver.poll() is None
+    network.set_paths([(0, 2), (2, 0)], up=True)
+    assert goodput(receiver) > 0
+
+
+@needs_root
 def test_a_host_finds_its_own_address_by_its_name(network: ShapedNetwork):
     command = "import socket; print(socket.gethostbyname(socket.gethostname()))"
     done = subprocess.run(

@@ -28,7 +28,7 @@ def test_iterations_of_four_hosts_take_as_long_as_planned(tmp_path: Path):
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(found.read_text())
-    assert result["bandwidth_deviation"] < 0.15
+    assert result["profiles"]["float32"]["bandwidth_deviation"] < 0.15
     [skippipe] = result["methods"]
     assert skippipe["method"] == "skippipe"
     # A machine that is busy with other things computes slower than it measured, now and then.

@@ -375,6 +375,11 @@ def test_a_run_goes_on_with_averaged_gradients(tmp_path: Path):
             "average_parameters_every = 10",
         ),
         (
+            {"recovery": {"lost_stage": "buddy"}},
+            "recovery.lost_stage",
+            "every = 10 replicas differ",
+        ),
+        (
             {"recipe": {"average_parameters_every": 0}},
             "recipe.average_parameters_every",
             "at least 1",

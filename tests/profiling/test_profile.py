@@ -18,7 +18,8 @@ from skippipe_sched.problem.auto import candidates, load_cases
 from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, parse_config
-from skippipe_jax.profiling.case import HostReport, case_of, check_template
+from skippipe_jax.models.planned_case import cases_of
+from skippipe_jax.profiling.case import HostReport, case_of, check_template, profile_of
 from skippipe_jax.profiling.links import MeasuredLink, measure_copy, rounds
 from skippipe_jax.profiling.stages import (
     BACKWARD,
@@ -29,9 +30,7 @@ from skippipe_jax.profiling.stages import (
     fit_costs,
     free_bytes,
     measure_stage,
-    microbatches_in_memory,
 )
-from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.training_runs import write_config
 
 MODEL = {
@@ -54,6 +53,10 @@ def timings_of(forward_s: float, backward_s: float, loss_s: float) -> dict[str, 
     return {name: Timing(value, value, value, 3) for name, value in seconds.items()}
 
 
+# Of the devices of hosts, for as many microbatches as the number of the host and one.
+BYTES = [800_499.5, 1_020_000.0, 1_300_000.0, 1_600_000.0]
+
+
 def report(host: int, hosts: int, nodes: int = 1, **changes: Any) -> HostReport:
     """One whose links, seconds and memory tell its host; host 1 is twice as fast as host 0."""
     speed = 1 / (host + 1)
@@ -67,7 +70,7 @@ def report(host: int, hosts: int, nodes: int = 1, **changes: Any) -> HostReport:
             if source != host
         ],
         copy_s=(1e-5, 3e-5) if nodes > 1 else None,
-        memory=[host + 1] * nodes,
+        memory_bytes=[BYTES[min(host, 3)]] * nodes,
         processors=[f"processor {host}"] * nodes,
         timings={
             f"processor {host}": [
@@ -125,20 +128,6 @@ def test_stages_are_timed_with_a_loss_where_there_is_one():
     assert set(measure_stage(config, (False, 2), device, 0.0)) == {FORWARD, BACKWARD, UPDATE}
 
 
-def test_more_memory_takes_more_microbatches_and_the_state_comes_first():
-    config, shape = config_of(), (False, 2)
-    functions = stage_functions(config.model, config.optimizer, config.train.steps, *shape, 64)
-    state = jax.eval_shape(functions.create, jax.random.key(0), 0)
-    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    assert microbatches_in_memory(config, shape, 0.0) == 1
-    few, many = (microbatches_in_memory(config, shape, state_bytes + b) for b in (2**22, 2**24))
-    assert 1 < few < many
-    assert many == pytest.approx(4 * few, abs=4)
-    recomputing = config_of(model=MODEL | {"recompute": "stage"})
-    # Then a stage keeps its input alone: 64 tokens of width 16 in float32.
-    assert microbatches_in_memory(recomputing, shape, state_bytes + 2**22) == 2**21 // 4096
-
-
 def test_memory_of_the_machine_is_shared_out():
     device = jax.devices()[0]
     alone, shared = free_bytes(device, 1, 1), free_bytes(device, 1, 4)
@@ -160,6 +149,8 @@ def test_case_holds_what_hosts_reported():
     assert path_2.path_length == 2
     assert [node["forward_s"] for node in case["nodes"]] == [0.2, 0.1, pytest.approx(0.2 / 3)]
     assert [node["memory"] for node in case["nodes"]] == [1, 2, 3]
+    assert [node["memory_bytes"] for node in case["nodes"]] == [800_000, 1_020_000, 1_300_000]
+    assert case["memory"] == 1
     assert case["stage_cost"] == [1.5, 0.5]
     assert (case["backward_ratio"], case["loss_ratio"]) == (2.0, pytest.approx(0.2))
     assert case["hop_overhead_s"] == 0.002
@@ -220,6 +211,59 @@ def reports_of(hosts: int) -> list[HostReport]:
 
 
 @pytest.mark.parametrize(
+    ("memory", "numbers", "head"),
+    [
+        (None, [1, 2, 3], "holds with model.recompute: none"),
+        (2, [1, 2, 2], "holds with model.recompute: none, but no more than 2 (plan.case.memory)"),
+        ("auto", [None] * 3, "auto stands for as many microbatches"),
+    ],
+)
+def test_the_written_case_says_why_it_has_so_much_memory(
+    tmp_path: Path, memory: Any, numbers: list[Any], head: str
+):
+    template = {"stages": [1, 2]} | ({} if memory is None else {"memory": memory})
+    config = config_of(plan=to_measure(**template))
+    found = profile_of(config, (0, 1, 2), reports_of(3))
+    found.save(tmp_path / "case.yaml")
+    text = (tmp_path / "case.yaml").read_text()
+    written = yaml.safe_load(text)
+    assert [node.get("memory") for node in written["nodes"]] == numbers
+    assert head in text.splitlines()[3]
+    assert found.warnings == []
+    assert "microbatches in flight in 800 kB to 1.30 MB" in found.summary()
+    if memory != "auto":
+        assert [n.memory for n in load_cases(tmp_path / "case.yaml")[0].nodes] == numbers
+    else:
+        with pytest.raises(InputError, match=r"case\.memory = 'auto'"):
+            load_cases(tmp_path / "case.yaml")
+    # A configuration that names it may say that stages are computed again, and has room for more.
+    given = {"plan": {"case": str(tmp_path / "case.yaml")}}
+    for recompute in ("none", "stage"):
+        named = parse_config(
+            {"model": MODEL | {"recompute": recompute}, "data": DATA, "plan": given["plan"]}
+        )
+        [case, *_] = cases_of(named, tmp_path)
+        own = [node.memory for node in case.nodes]
+        if memory == "auto":
+            assert own == ([1, 2, 3] if recompute == "none" else [6, 6, 6])
+        else:
+            assert own == numbers
+
+
+def test_a_node_with_room_for_none_is_warned_of_and_the_case_is_written():
+    config = config_of(plan=to_measure(stages=[1, 2]))
+    reports = [dataclasses.replace(r, memory_bytes=[1e5]) for r in reports_of(3)]
+    found = profile_of(config, (0, 1, 2), reports)
+    assert [node["memory"] for node in found.case["nodes"]] == [1, 1, 1]
+    [warning] = found.warnings
+    assert warning.startswith("case.memory = 1 is more than nodes 0-2 can hold: stage 0 takes ")
+    assert "Write more stages or " in warning or "Write model.recompute: " in warning
+    assert found.summary().endswith(f"warning: {warning}")
+    asked = config_of(plan=to_measure(stages=[1, 2], memory="auto"))
+    assert len(profile_of(asked, (0, 1, 2), reports).warnings) == 1
+
+
+@pytest.mark.parametrize(
     ("hosts", "layers", "stages"),
     [(1, 4, 1), (2, 4, 2), (3, 4, 2), (5, 4, 2), (9, 4, 4), (20, 6, 6)],
 )
@@ -243,6 +287,10 @@ def test_as_many_stages_as_have_two_replicas(hosts: int, layers: int, stages: in
         (to_measure(bandwidth_factor=0.4), "plan.case.bandwidth_factor"),
         (to_measure(speed=3), "plan.case.speed"),
         (to_measure(memory=0), "plan.case.memory"),
+        (to_measure(memory=None), "plan.case.memory"),
+        (to_measure(memory="much"), "plan.case.memory"),
+        (to_measure(memory_bytes=1e9), "plan.case.memory_bytes"),
+        (to_measure(memory="auto", stages=[1, 1]), "case.stages"),
         (to_measure(stages=[1, 1]), "case.stages"),
         (to_measure(stages=7), "plan.case.stages"),
         (to_measure(stages=[2, 1], stage_count=2), "case.stage_count"),
@@ -279,6 +327,8 @@ def test_one_host_alone_needs_no_links(tmp_path: Path):
     [case] = load_cases(output)
     assert len(case.nodes) == 1
     assert case.nodes[0].forward_s > 0
+    assert case.nodes[0].memory == sum(case.microbatches)
+    assert (case.nodes[0].memory_bytes or 0) > 2**20
     measured = json.loads((tmp_path / "new" / "case.measured.json").read_text())
     assert measured["hosts"][0]["timings"]
     assert "forward" in done.stdout

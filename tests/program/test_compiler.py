@@ -341,3 +341,12 @@ def test_held_out_microbatches_go_through_all_stages_in_order(data: st.DataObjec
         ready = [own for own in parts if own and before_of.get(own[0].operation) in done]
         assert ready
         done.add(ready[0].pop(0).operation)
+
+
+def test_held_out_microbatches_go_past_stages_that_are_left_out():
+    host_of = (0, 1, 2)
+    past, without = (
+        compile_held_out(stages, host_of, 3, HopNumbers())
+        for stages in (((0,), (), (1, 2)), ((0,), (1, 2)))
+    )
+    assert past == without

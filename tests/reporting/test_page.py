@@ -14,6 +14,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
+from skippipe_sched.figures.amounts import seconds_text
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch
@@ -22,6 +23,7 @@ from skippipe_sched.timing.traffic import link_traffic
 
 from skippipe_jax import report as command
 from skippipe_jax.config import RecipeConfig, parse_config
+from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting import page as page_of_run
 from skippipe_jax.reporting.page import load_timelines, report
@@ -241,6 +243,18 @@ def test_a_recording_in_part_is_noted_and_another_shown(tmp_path):
     assert re.search(r"Not shown: timelines/00000020 .* missing of nodes 3, 4\.", text)
 
 
+def test_a_recording_of_fewer_hosts_is_noted_and_another_shown(tmp_path):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 20)
+    record(folder, 10)
+    recording.keep_plan(folder, 20, PLAN)
+    record(folder, 20)
+    text = text_of(parsed(report(folder)))
+    assert "measured, step 10" in text
+    assert "measured, step 20" not in text
+    assert "1 recorded iterations had other plans." in text
+
+
 def test_of_many_recordings_some_are_shown_the_newest_among_them(tmp_path, monkeypatch):
     folder = start_run(tmp_path / "run")
     write_metrics(folder, 1)
@@ -321,6 +335,44 @@ def test_idle_shares_come_from_a_recording_where_none_was_noted(tmp_path):
     shares = [text_of(row[2]) for row in root.iter("tr") if row[-1].get("class") == "number"]
     idle = 1 - np.array(timeline.busy_s) / timeline.iteration_s
     assert shares[-5:] == [f"{share:.0%}" for share in idle]
+
+
+def test_hosts_that_were_lost_stand_with_the_cause(tmp_path):
+    folder = start_run(tmp_path / "run")
+    for step in range(1, 11):
+        line = metrics_line(step, generation=1 + (step > 8), compilations=int(step in (1, 9)))
+        run_folder.append_metrics(folder, line)
+
+    def go_on(generation: Generation) -> None:
+        members = [{"host": host, "address": "a:1"} for host in generation.members]
+        run_folder.append_generation(folder, generation, PLAN, members)
+
+    go_on(Generation(1, (0, 1, 2), (7, 7, 7), 0, 0))
+    assert "Hosts" not in [text_of(title) for title in parsed(report(folder)).iter("h2")]
+    go_on(Generation(2, (1, 2), (7, 7), 1, 8, is_rewound=True, cause="host 0 was lost"))
+    rows = [[text_of(cell) for cell in row] for row in parsed(report(folder)).iter("tr")]
+    told = [[*row[:2], *row[3:]] for row in rows if len(row) == 11]
+    planned_s = PLAN.predicted.iteration_s
+    # Of those that compiled nothing: steps 2 to 8, and 10.
+    ran = [
+        [PLAN.method, seconds_text(planned_s), seconds_text(s), f"{s / planned_s - 1:+.0%}"]
+        for s in (4.0, 4.0)
+    ]
+    rewound = "host 0 was lost; all went back to the checkpoint"
+    assert told[1:] == [
+        ["1", "0", "the run began", "3", "0, 1, 2", "0", *ran[0]],
+        ["2", "8", rewound, "2", "1, 2", "1", *ran[1]],
+    ]
+    line = {"generation": 2, "cause": "lost", "stages": [1, 2]}
+    line |= {"asked": "buddy", "by": "rewind"}
+    line |= {"step": 8, "steps_old": 3, "loss_before": 2.5, "loss_after": None}
+    run_folder.append_recovery(folder, line)
+    rows = [[text_of(cell) for cell in row] for row in parsed(report(folder)).iter("tr")]
+    by = "rewind, as buddy could not be"
+    assert ["2", "1, 2", by, "3", "2.5000", "not known"] in rows
+    go_on(Generation(3, (1, 2), (7, 7), 1, 9, cause="host 0 was lost", left_out=(1, 2)))
+    rows = [[text_of(cell) for cell in row] for row in parsed(report(folder)).iter("tr")]
+    assert "host 0 was lost; without stage 1, 2" in [row[3] for row in rows if len(row) == 11]
 
 
 def test_names_are_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path):

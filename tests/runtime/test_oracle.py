@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from skippipe_sched.methods.without_nodes import plan_without
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
@@ -139,6 +141,7 @@ def run(
     way: Way,
     *,
     average_parameters_every: int | None = None,
+    watched_by: Callable[[Runtime], None] = lambda _: None,
 ) -> tuple[Runtime, list[Outcome]]:
     """Train in this process, with the nodes spread over some of its devices."""
     every = average_parameters_every or 1
@@ -158,6 +161,7 @@ def run(
         checkpoint=CheckpointConfig(every=every),
     )
     runtime = open_alone(config, plan, devices)
+    watched_by(runtime)
     outcomes = [
         runtime.run(iteration, dict(enumerate(own)), record=way.live)
         for iteration, own in enumerate(batches)
@@ -242,6 +246,18 @@ def test_with_all_that_an_optimizer_may_do():
     outcomes = assert_training_equals_the_oracle(plan, model, guarded, batches, 3, WAYS[0])
     skipped = [bool(skips_update(guarded, outcome.totals, BATCH * TIME)) for outcome in outcomes]
     assert skipped[:2] == [True, False]
+
+
+def test_a_stage_that_is_left_out_takes_no_part():
+    """Of four stages the third is lost, and a replica of the data stage."""
+    model = ModelConfig(
+        vocabulary_size=11, width=8, layers=4, heads=2, kv_heads=1, ffn_width=12, context=TIME
+    )
+    whole = plan_of([[0, 1], [2, 3], [4], [5]], [[0, 2, 4, 5], [1, 3, 4], [0, 4, 5], [1, 4]])
+    plan = plan_without(whole, {0, 2, 3, 5}, ((0,), (2, 3), (), (5,)), left_out=[2])
+    batches = random_batches(plan, seed=3)
+    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING)
+    assert_training_equals_the_oracle(plan, model, optimizer, batches, 3, WAYS[2])
 
 
 def test_unvisited_nodes_that_share_a_replica_begin_its_ring_once():

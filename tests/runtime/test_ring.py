@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.ring import CHUNK_BYTES, FEWEST_CHUNKS, MOST_CHUNKS, Ring, RingPart
+from skippipe_jax.runtime.ring import Ring, RingPart
+from tests.runtime.test_pace import MB, case_of
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=3)
+CASE = case_of(12, 100 * MB)
 
 
 def gradients(shapes: list[tuple[int, ...]], seed: int) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def test_all_replicas_get_the_sum_and_the_same_bits(
     own = [gradients(shapes, seed + replica) for replica in range(replicas)]
     length = sum(leaf.size for leaf in jax.tree.leaves(own[0]))
     nodes = [3 + 2 * position for position in range(replicas)]
-    ring = Ring.of(0, nodes, HopNumbers(10), length)
+    ring = Ring.of(CASE, 0, nodes, HopNumbers(10), length)
     truth = jax.tree.map(lambda *leaves: np.sum(np.stack(leaves), axis=0), *own)
     results = average(ring, own, dtype, random.Random(seed))
     for result in results:
@@ -69,7 +70,7 @@ def test_all_replicas_get_the_sum_and_the_same_bits(
 
 def test_hops_go_to_the_next_of_the_ring_and_have_their_own_numbers():
     numbers = HopNumbers(100)
-    ring = Ring.of(2, [4, 7, 5], numbers, length=1000)
+    ring = Ring.of(CASE, 2, [4, 7, 5], numbers, length=1000)
     assert (ring.numbers.start, ring.numbers.stop) == (100, numbers.free)
     hops = [
         ring.hop(position, step, chunk)
@@ -81,11 +82,31 @@ def test_hops_go_to_the_next_of_the_ring_and_have_their_own_numbers():
     assert sorted(hop.number for hop in hops) == list(ring.numbers)
 
 
-@pytest.mark.parametrize(
-    ("length", "chunks"),
-    [(1, FEWEST_CHUNKS), (2 * 8 * CHUNK_BYTES // 4, 8), (10**9, MOST_CHUNKS)],
-)
-def test_chunks_are_neither_too_many_nor_too_few(length: int, chunks: int):
-    ring = Ring.of(0, [0, 1], HopNumbers(0), length)
-    assert ring.chunks == chunks
-    assert 2 * ring.chunks * ring.chunk_length >= length
+def test_many_chunks_are_few_programs_and_no_second_copy():
+    """Of a stage that is cut into hundreds of chunks, what is sent is taken out at its turn."""
+    case = case_of(2, 0.5 * MB)
+    own = [{"matrix": jnp.full((2000, 1999), 1.0 + node)} for node in range(2)]
+    size = own[0]["matrix"].nbytes
+    ring = Ring.of(case, 0, [0, 1], HopNumbers(), size // 4, hop_bytes=0.1 * MB)
+    assert ring.chunks > 200
+    held = held_bytes()
+    parts = [RingPart(ring, node, own[node], jnp.dtype(jnp.float32)) for node in range(2)]
+    del own
+    # Instead of the gradients, and rounded up: of each replica, all chunks of both segments.
+    assert held_bytes() - held <= 2 * 2 * ring.chunks * 4
+    most = 0
+    for chunk, both in enumerate(zip(parts[0].begin(), parts[1].begin(), strict=True)):
+        for part, other, (_, own_part) in zip(parts, parts[::-1], both[::-1], strict=True):
+            sums = part.arrive(0, chunk, own_part)
+            assert sums is not None
+            assert other.arrive(1, chunk, sums[1]) is None
+        most = max(most, held_bytes())
+    assert most - held < 20 * ring.chunk_length * 4
+    for part in parts:
+        assert part.left == 0
+        np.testing.assert_array_equal(part.result()["matrix"], np.full((2000, 1999), 3.0))
+
+
+def held_bytes() -> int:
+    """Of all arrays that are held."""
+    return sum(array.nbytes for array in jax.live_arrays())

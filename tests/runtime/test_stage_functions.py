@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from skippipe_jax.runtime.stage_functions import (
     skips_update,
     stage_functions,
 )
+from skippipe_jax.runtime.wire_format import Wire, WireFormat
 from tests.oracle import clipped_adamw, relative_error
 
 BATCH, TIME, LAYERS = 2, 4, 2
@@ -41,9 +43,12 @@ RANDOM = np.random.default_rng(0)
 
 
 def functions_of(
-    model: ModelConfig, is_data_stage: bool, optimizer: OptimizerConfig = OPTIMIZER
+    model: ModelConfig,
+    is_data_stage: bool,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    wire: Wire | None = None,
 ) -> StageFunctions:
-    return stage_functions(model, optimizer, STEPS, is_data_stage, LAYERS, BATCH * TIME)
+    return stage_functions(model, optimizer, STEPS, is_data_stage, LAYERS, BATCH * TIME, wire)
 
 
 def new_gauge() -> jax.Array:
@@ -260,6 +265,70 @@ def test_nothing_compiles_again_for_another_microbatch_or_iteration(recompute: s
         functions.update,
     ):
         assert jitted._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+
+
+COMPUTED = jax.ShapeDtypeStruct((BATCH, TIME, MODEL.width), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "back"),
+    [
+        ("stage", WireFormat(COMPUTED, "int8", MODEL.width)),
+        ("none", WireFormat(COMPUTED, "bfloat16", MODEL.width)),
+    ],
+)
+def test_what_travels_is_packed_and_unpacked_within(recompute: str, back: WireFormat):
+    """The same bits as with packing and unpacking around functions that know nothing of it."""
+    model = dataclasses.replace(MODEL, recompute=recompute)
+    wire = Wire(WireFormat(COMPUTED, "int8", MODEL.width), back)
+    data, inner = (functions_of(model, is_data, wire=wire) for is_data in (True, False))
+    plain_data, plain_inner = (functions_of(model, is_data) for is_data in (True, False))
+    of_data = data.create(jax.random.key(0), 0)[0]
+    of_inner = inner.create(jax.random.key(0), LAYERS)[0]
+    tokens, targets = random_tokens(), random_tokens()
+    pack, unpack = jax.jit(wire.activations.pack), jax.jit(wire.activations.unpack)
+    pack_back, unpack_back = jax.jit(back.pack), jax.jit(back.unpack)
+
+    def zeros(parameters: Any) -> Any:
+        return data.no_gradients(parameters)
+
+    with warnings.catch_warnings():
+        # JAX warns of what was donated and cannot be used.
+        warnings.simplefilter("error")
+        first, _, gauge = data.forward(of_data, new_gauge(), tokens, leaves=True)
+        second, kept, gauge = inner.forward(of_inner, gauge, first, leaves=True)
+        sent = np.array(second)
+        gradient, _, _, gauge = data.loss(
+            of_data, zeros(of_data), new_totals(), gauge, second, targets, leaves=True
+        )
+        came = np.array(gradient)
+        went_on, gradients, gauge = inner.backward(
+            of_inner, zeros(of_inner), gauge, kept, gradient, leaves=True
+        )
+    assert gradient.is_deleted()
+
+    x, _, _ = plain_data.forward(of_data, new_gauge(), tokens)
+    expected_first = pack(x)
+    assert_same(first, expected_first)
+    y, saved, _ = plain_inner.forward(of_inner, new_gauge(), unpack(expected_first))
+    assert_same(sent, pack(y))
+    expected, _, _, _ = plain_data.loss(
+        of_data, zeros(of_data), new_totals(), new_gauge(), unpack(sent), targets
+    )
+    assert_same(came, pack_back(expected))
+    expected, expected_gradients, _ = plain_inner.backward(
+        of_inner, zeros(of_inner), new_gauge(), saved, unpack_back(came)
+    )
+    assert_same(went_on, pack_back(expected))
+    assert relative_error(gradients, expected_gradients) < 1e-6
+    # With all of a stage computed again, its input is kept as it came.
+    if recompute == "stage":
+        assert [leaf.nbytes for leaf in jax.tree.leaves(kept)] == [BATCH * TIME * (16 + 2)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
 
 
 def test_stages_of_one_shape_share_their_functions():

@@ -113,6 +113,24 @@ def test_a_run_that_begins_with_weights_has_zeros_where_they_are_used(runtime: R
         assert not any(np.any(leaf) for leaf in moments)
 
 
+def test_a_stage_that_moves_within_a_host_is_copied_there(runtime: Runtime, checkpoint: Checkpoint):
+    """As where another device of the host has had it before; nothing is drawn or read anew."""
+    states = resumed(runtime, checkpoint)
+    devices = runtime.topology.device
+    kept = {(0, devices(3)): states[0], (1, devices(1)): states[1]}
+    tokens = CONFIG.data.microbatch_size * CONFIG.data.sequence_length
+    functions = functions_of_stages(2, MODEL, CONFIG.optimizer, CONFIG.train.steps, tokens)
+    own = make_states(runtime.topology, functions, CUT, 0, None, kept)
+    assert own[1] is states[1]
+    for node in (0, 2, 3):
+        assert own[node] is not states[node]
+        assert_same_bits(by_name(own[node].to_save()), by_name(states[node].to_save()))
+        arrays = jax.tree.leaves((own[node].to_save(), own[node].gradients))
+        assert {device for leaf in arrays for device in leaf.devices()} == {devices(node)}
+    [only] = make_states(runtime.topology, functions, CUT, 0, None, kept, stages=[0])
+    assert only == 0
+
+
 def test_devices_never_hold_more_than_the_state_that_they_go_on_with(
     runtime: Runtime, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ):

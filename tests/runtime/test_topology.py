@@ -13,6 +13,7 @@ from skippipe_jax.config import ClusterConfig, Config, ModelConfig, NetworkConfi
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.topology import Device, Topology, devices_of_nodes
 from skippipe_jax.training.trainer import Trainer
+from tests.network import hop_beside_ring
 from tests.program.test_compiler import plan_of
 
 # Of stage 1 each host has a node, of stage 2 host 1 has both; all links are quick.
@@ -70,6 +71,19 @@ def test_totals_go_by_links_where_no_stage_has_a_ring():
         topology = Topology.of(config, plan, 0, (0, 1), devices, numbers, in_one_jax=in_one_jax)
         assert not topology.rings
         assert topology.sums_totals_by_links == (not in_one_jax)
+
+
+@pytest.mark.parametrize(
+    ("host_of", "chunk_bytes"), [((0, 1, 0, 1), 40_000), ((0, 1, 2, 3), 2**19)]
+)
+def test_a_ring_is_cut_smaller_where_hops_take_the_same_links(
+    host_of: tuple[int, ...], chunk_bytes: int
+):
+    """Hosts of one node each send their like nothing but the ring."""
+    devices = devices_of_nodes(host_of, [["cpu"]] * 4)
+    config = Config(model=hop_beside_ring.MODEL)
+    topology = Topology.of(config, hop_beside_ring.PLAN, 0, host_of, devices, HopNumbers())
+    assert 4 * topology.rings[1].chunk_length == pytest.approx(chunk_bytes, rel=0.1)
 
 
 def test_a_host_has_its_own_devices_whatever_its_number():

@@ -27,6 +27,9 @@ TWO_NODES: dict[str, Any] = {
     "memory": 2,
 }
 
+# What a case reckons from its fields when it is asked.
+RECKONED = {"forward_hop_s", "backward_hop_s", "round_trip_s", "link_matrices"}
+
 
 def case_with(**changes: Any) -> Case:
     return parse_case(TWO_NODES | changes)
@@ -65,6 +68,7 @@ def cases(draw: st.DrawFn, speeds=(0.25, 0.5, 1.0, 1.5), most_replicas: int = 3)
         {"forward_s": speed, "memory": st.integers(1, 3)},
         optional={"location": st.sampled_from(LOCATIONS)},
     )
+    gradient_bytes = st.sampled_from([0, 2**21, 2**26])
     rules = {
         "max_swaps": st.integers(0, 3),
         "max_swap_distance": st.integers(1, 2),
@@ -78,6 +82,7 @@ def cases(draw: st.DrawFn, speeds=(0.25, 0.5, 1.0, 1.5), most_replicas: int = 3)
         "activation_bytes": draw(st.sampled_from([0, 2**22, 2**25])),
         "stage_bytes": 2**24,
         "forward_s": 1,
+        **draw(st.fixed_dictionaries({}, optional={"gradient_bytes": gradient_bytes})),
         "loss_ratio": draw(st.sampled_from([0, 0.25])),
         "contention": draw(st.sampled_from(["none", "link"])),
         "stages": sizes,

@@ -105,7 +105,8 @@ class _Model:
             sum(ticks(case.duration(kind, node, stage)) for kind in "FLB")
             for node, stage in product(self.nodes, self.stages)
         )
-        hop = max(ticks(float(hop_s)) for hop_s in case.hop_s.ravel())
+        hops = (case.forward_hop_s, case.backward_hop_s)
+        hop = max(ticks(float(seconds)) for hop_s in hops for seconds in hop_s.ravel())
         averaging = max(
             ticks(quickest_averaging_s(case, stage, nodes))
             for stage, size in enumerate(case.stages)
@@ -241,8 +242,8 @@ class _Model:
                 returned = self.ends["L" if last else "B"][m][q]
                 back = {(b, a): flag for (a, b), flag in links.items()}
                 transfers += [
-                    self.one_transfer(m, links, self.ends["F"][m][p], reached),
-                    self.one_transfer(m, back, returned, self.runs["B"][m][p]),
+                    self.one_transfer(m, "F", links, self.ends["F"][m][p], reached),
+                    self.one_transfer(m, "B", back, returned, self.runs["B"][m][p]),
                 ]
         if self.case.contention == "link":
             for one, other in combinations(transfers, 2):
@@ -262,13 +263,15 @@ class _Model:
     def one_transfer(
         self,
         m: int,
+        kind: str,
         links: dict[tuple[int, int], cp_model.IntVar],
         ready: cp_model.IntVar,
         needed: cp_model.IntVar,
     ) -> _Transfer:
-        hop_s = self.case.hop_s
+        duration = self.case.hop_duration
         hop = self.moment()
-        self.model.add(hop == sum(ticks(float(hop_s[link])) * flag for link, flag in links.items()))
+        seconds = ((duration(kind, *link), flag) for link, flag in links.items())
+        self.model.add(hop == sum(ticks(duration_s) * flag for duration_s, flag in seconds))
         leaves = ready
         if self.case.contention == "link":
             leaves = self.moment()
@@ -327,7 +330,8 @@ def random_small_case(seed: int) -> Case:
     """A case of up to 6 nodes and 4 microbatches whose durations are whole ticks.
 
     Replicas, path length, microbatches, memory, swaps, speeds, links (slower one way than the
-    other), costs of stages and contention all vary; some plan keeps the rules.
+    other), bytes of activations, costs of stages and contention all vary, and in every other case
+    bytes of gradients; some plan keeps the rules.
     """
     random = np.random.default_rng(seed)
 
@@ -346,36 +350,37 @@ def random_small_case(seed: int) -> Case:
         path_length -= 1
     places = [f"place {index}" for index in range(sum(sizes))]
     speeds = pick([0.5], [0.5], [0.25, 0.5, 1.0])
-    return parse_case(
-        {
-            "nodes": [
-                {"location": place, "forward_s": pick(*speeds), "memory": pick(1, 2, 3)}
-                for place in places
-            ],
-            "locations": places,
-            "links": [
-                [a, b, 15.625 * int(random.integers(1, 40)), pick(0.125, 0.25, 0.5, 1.0)]
-                for a, b in permutations(places, 2)
-            ],
-            "activation_bytes": pick(0, 2**24, 2**26),
-            "stage_bytes": [3 * 2 ** int(random.integers(23, 27)) for _ in sizes],
-            "forward_s": 0.5,
-            "backward_ratio": pick(1.5, 2.0),
-            "loss_ratio": pick(0.25, 0.5),
-            "stage_cost": pick(1.0, [1.5, *[1.0] * (len(sizes) - 1)], [pick(1, 2) for _ in sizes]),
-            "contention": pick("none", "link"),
-            "stages": sizes,
-            "path_length": path_length,
-            "microbatches_per_data_node": microbatches,
-            "memory": 1,
-            "rules": {
-                "max_swaps": pick(0, 1, 2),
-                "max_swap_distance": pick(1, 2),
-                # No less, so that the inner stages can be visited equally often.
-                "max_jump": pick(len(sizes) - path_length, len(sizes)),
-            },
-        }
-    )
+    given = {
+        "nodes": [
+            {"location": place, "forward_s": pick(*speeds), "memory": pick(1, 2, 3)}
+            for place in places
+        ],
+        "locations": places,
+        "links": [
+            [a, b, 15.625 * int(random.integers(1, 40)), pick(0.125, 0.25, 0.5, 1.0)]
+            for a, b in permutations(places, 2)
+        ],
+        "activation_bytes": pick(0, 2**24, 2**26),
+        "stage_bytes": [3 * 2 ** int(random.integers(23, 27)) for _ in sizes],
+        "forward_s": 0.5,
+        "backward_ratio": pick(1.5, 2.0),
+        "loss_ratio": pick(0.25, 0.5),
+        "stage_cost": pick(1.0, [1.5, *[1.0] * (len(sizes) - 1)], [pick(1, 2) for _ in sizes]),
+        "contention": pick("none", "link"),
+        "stages": sizes,
+        "path_length": path_length,
+        "microbatches_per_data_node": microbatches,
+        "memory": 1,
+        "rules": {
+            "max_swaps": pick(0, 1, 2),
+            "max_swap_distance": pick(1, 2),
+            # No less, so that the inner stages can be visited equally often.
+            "max_jump": pick(len(sizes) - path_length, len(sizes)),
+        },
+    }
+    if seed % 2 == 0:
+        given["gradient_bytes"] = pick(0, 2**22, 2**25)
+    return parse_case(given)
 
 
 _MICROBATCHES = {1: (1, 2, 3, 4), 2: (1, 2, [1, 2], [3, 1]), 3: (1, [2, 1, 1])}

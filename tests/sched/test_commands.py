@@ -68,6 +68,24 @@ def test_plan_with_the_same_seed_writes_the_same(command, tmp_path):
     assert files[0] == files[1]
 
 
+def test_a_search_begins_at_a_plan_of_the_same_stages(command, paper_plan, tmp_path):
+    path, _ = paper_plan
+    known = command("plan", PAPER, "--method", "joint", "--begin", path, "--budget", "0.01",
+                    "-o", tmp_path / "plan.json")  # fmt: skip
+    assert known[0] == 0
+    found = load_plan(tmp_path / "plan.json").predicted.iteration_s
+    assert found <= load_plan(path).predicted.iteration_s
+    for change, problem in (
+        ({"stages": [5, 3, 3, 3, 4, 2]}, "its stages have sizes [5, 3, 3, 3, 3, 3]"),
+        ({"path_length": 5}, "its paths are not as many or not as long as the case's"),
+    ):
+        other = tmp_path / "other.yaml"
+        other.write_text(yaml.safe_dump(yaml.safe_load(Path(PAPER).read_text()) | change))
+        code, _, error = command("plan", other, "--begin", path, "-o", tmp_path / "plan.json")
+        assert code == 2
+        assert problem in error
+
+
 def test_simulate(command, paper_plan):
     path, _ = paper_plan
     plan = load_plan(path)
@@ -117,6 +135,50 @@ def test_draw(command, paper_plan, tmp_path):
     assert (code, errors) == (0, "")
     assert printed == f"wrote {tmp_path / 'plan.svg'}\n"
     assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
+
+
+@pytest.fixture(scope="module")
+def small_plan(tmp_path_factory):
+    """A plan of five nodes, by hand: churn need not search."""
+    path = tmp_path_factory.mktemp("plans") / "small.json"
+    case = same_place([2, 3], microbatches_per_data_node=3)
+    stages = ((0, 1), (2, 3, 4))
+    paths = tuple((m % 2, 2 + m % 3) for m in range(6))
+    timeline = simulate(case, stages, paths)
+    predicted = Predicted(timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 0)
+    Plan("by hand", stages, paths, timeline.order, predicted, case).save(path)
+    return path
+
+
+def test_churn(command, small_plan, tmp_path):
+    files = ["--json", tmp_path / "new" / "churn.json", "--figure", tmp_path / "churn.svg"]
+    few = ["--mtbf", "8h", "--days", 0.5, "--seeds", 2, "--sweep", 1, "--repair", "5min"]
+    code, printed, errors = command("churn", small_plan, *few, *files)
+    assert (code, errors) == (0, "")
+    first, _, head, *lines = printed.splitlines()
+    assert first.startswith("5 nodes, ")
+    assert head.split() == ["goodput", "16h", "8h", "4h"]
+    assert printed.count("exact survival (rewind) ") == 1
+    assert lines[-1].startswith("exact survival (rewind) ")
+    told = json.loads((tmp_path / "new" / "churn.json").read_text())
+    assert told["verdict"] == lines[-1]
+    assert told["churn"] == {"repair_s": 300, "end_s": 43200, "seeds": [0, 1]}
+    assert {point["mtbf_s"] for point in told["points"]} == {14400, 28800, 57600}
+    figures = {(point["policy"], point["mtbf_s"]): point["goodput"] for point in told["points"]}
+    for line in lines[:6]:
+        policy, *shown = line.split()
+        assert shown == [f"{figures[policy, mtbf_s]:.3f}" for mtbf_s in (57600, 28800, 14400)]
+    assert ElementTree.parse(tmp_path / "churn.svg").getroot().tag.endswith("svg")
+    assert command("churn", small_plan, *few)[1] == printed
+
+
+def test_churn_plans_a_case_first(command, tmp_path):
+    case = tmp_path / "case.yaml"
+    case.write_text(yaml.safe_dump(dict(same_place([2, 2]).source)))
+    given = ["--mtbf", "1d", "--days", 0.1, "--seeds", 1, "--sweep", 0, "--method", "balanced"]
+    code, printed, errors = command("churn", case, *given)
+    assert (code, errors) == (0, "")
+    assert printed.startswith("4 nodes, ")
 
 
 # What is wrong. Each gives the change, the field that the error names, what it shows of the value,
@@ -529,6 +591,38 @@ def test_an_output_that_cannot_be_written_is_refused(command, tmp_path, monkeypa
     source = "case.yaml" if name == "plan" else "plan.json"
     refused(command(name, source, "-o", output), "--output", output, "Give ")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+WRONG_CHURN = {
+    "no unit": ("--mtbf", "2", "'2'", "Write 30s, 5min, 2h or 7d"),
+    "unknown unit": ("--repair", "2 weeks", "'2 weeks'", "Write 30s, 5min, 2h or 7d"),
+    "unit alone": ("--heartbeat", "s", "'s'", "Write 30s"),
+    "text for a time": ("--restart", "two h", "'two'", "Write a number"),
+    "negative time": ("--restore=-1s", None, "at least 0", "at least 0"),
+    "endless": ("--mtbf", "inf d", "inf", "below 1e+100"),
+    "no time between faults": ("--mtbf", "0h", "0.0", "greater than 0"),
+    "more faults than fit": ("--mtbf", "0.001s", "0.000125s", "fewer days"),
+    "no days": ("--days", 0, "0.0", "greater than 0"),
+    "days that are not": ("--days", "nan", "nan", "below 1e+100"),
+    "too short": ("--days", 1e-6, "no step ends by then", "Give more days"),
+    "no seeds": ("--seeds", 0, "0", "Write 1"),
+    "negative seed": ("--seed", -1, "-1", "Write 0"),
+    "negative sweep": ("--sweep", -1, "-1", "Write 0"),
+    "no checkpoints": ("--checkpoint-every", 0, "0", "Write 1"),
+    "no copies": ("--copy-every", 0, "0", "Write 1"),
+    "negative state": ("--state-factor", -1, "-1", "at least 0"),
+    "no plans": ("--plans", 0, "0", "Write 1"),
+    "a folder for figures": ("--json", "/", "'/'", "path of a file"),
+    "a folder for the picture": ("--figure", "/", "'/'", "path of a file"),
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "value", "remedy"), WRONG_CHURN.values(), ids=WRONG_CHURN.keys()
+)
+def test_wrong_churn_is_refused_in_one_line(command, small_plan, option, given, value, remedy):
+    words = ["--mtbf", "2h", "--repair", "0s", option, *([] if given is None else [given])]
+    refused(command("churn", small_plan, *words), option.partition("=")[0], value, remedy)
 
 
 def test_a_negative_seed_is_refused(command, tmp_path):

@@ -109,7 +109,7 @@ def loaded_with(*modules):
 
 
 def test_who_looks_into_a_run_folder_loads_no_jax():
-    loaded = loaded_with("skippipe_jax.storage.run_folder", "skippipe_jax.cluster.addresses")
+    loaded = loaded_with("skippipe_jax.storage.run_folder", "skippipe_jax.connections.addresses")
     assert {"jax", "flax", "optax", "orbax", "grain", "fsspec"} & loaded == set()
 
 

@@ -13,7 +13,8 @@ from skippipe_jax.storage import layout
 from skippipe_jax.storage.layout import DamagedCheckpoint, saved_steps
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.newest_whole import newest_whole, prepare_run
-from skippipe_jax.storage.reader import read_data_state, read_stage
+from skippipe_jax.storage.reader import read_data_state, read_stage, step_of_stage
+from skippipe_jax.storage.writer import CheckpointWriter
 from tests.storage.checkpoints import LAYERS, abstract, assert_same, stage_state, write
 from tests.thread_hosts import ThreadHost, on_hosts
 
@@ -208,3 +209,21 @@ def test_a_copy_that_cannot_be_read_is_told(
     assert checkpoint is not None
     assert checkpoint.step == 10
     assert "warning: step 20 is not fetched from file://" in capsys.readouterr().err
+
+
+def test_stages_that_a_run_went_on_without_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=LAYERS, keep=3)
+    for number, left_out in ((10, {}), (20, {1: 10})):
+        writer.save(number, {stage: stage_state(stage) for stage in range(2)}, {}, left_out)
+    writer.close()
+    checkpoint = newest_whole(tmp_path)
+    told = "warning: stage 1 of step 20 is 10 steps old: the run went on without it after step 10\n"
+    assert capsys.readouterr().err == told
+    prepare_run(tmp_path, ThreadHost())
+    assert capsys.readouterr().err == told
+    assert [step_of_stage(checkpoint, LAYERS, stage) for stage in range(2)] == [20, 10]
+    assert step_of_stage(checkpoint, (2,), 0) == 10, "under another cut"
+    newest_whole(tmp_path, 10)
+    assert capsys.readouterr().err == ""

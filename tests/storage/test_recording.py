@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
+from skippipe_sched.methods.without_nodes import plan_without
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch
@@ -19,6 +20,8 @@ from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
     Recording,
+    keep_plan,
+    kept_plan,
     measured_timeline,
     recorded_steps,
     recording_path,
@@ -232,6 +235,31 @@ def test_a_resumed_run_forgets_what_it_will_record_again(tmp_path):
     remove_recordings(tmp_path, after=20)
     assert recorded_steps(tmp_path) == [10, 20]
     measured_timeline(tmp_path, plan, 20)
+
+
+def test_the_plan_of_hosts_that_were_left_goes_with_what_they_recorded(tmp_path):
+    plan = small_plan()
+    keep_plan(tmp_path, 10, plan)
+    assert recorded_steps(tmp_path) == []  # Nobody has, yet: the host may be lost.
+    kept = kept_plan(tmp_path, 10)
+    assert kept is not None
+    assert kept.to_json() == plan.to_json()
+    remove_recordings(tmp_path, after=9)
+    assert kept_plan(tmp_path, 10) is None
+
+
+def test_what_fewer_hosts_recorded_is_drawn_with_their_plan(tmp_path):
+    case = same_place([1, 2], stage_bytes=2**30, microbatches_per_data_node=2)
+    plan = planned(case, [[0], [1, 2]], [[0, 1], [0, 2]])
+    plan.save(tmp_path / "plan.json")
+    left = plan_without(plan, [0, 1])
+    save_all(tmp_path, plan, 10)
+    measured = save_all(tmp_path, left, 20)
+    keep_plan(tmp_path, 20, left)
+    *_, trace = draw_recorded(tmp_path)
+    figures = json.loads(trace.read_text())["otherData"]
+    assert figures["iteration_s"] == pytest.approx(left.predicted.iteration_s)
+    assert figures["measured_iteration_s"] == pytest.approx(measured.iteration_s)
 
 
 def test_nothing_recorded(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -10,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,10 +22,17 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError, run_command
 
-from skippipe_jax.storage.layout import latest_step, open_checkpoint, saved_steps
+from skippipe_jax.storage.layout import (
+    latest_step,
+    open_checkpoint,
+    remove_unfinished,
+    saved_steps,
+    step_folder,
+    unfinished_folder,
+)
 from skippipe_jax.storage.newest_whole import prepare_run
 from skippipe_jax.storage.reader import read_data_state, read_stage
-from skippipe_jax.storage.writer import CheckpointWriter
+from skippipe_jax.storage.writer import CheckpointWriter, NotCommitted
 from tests.multihost.processes import started_processes
 from tests.network.test_shaped_network import needs_root
 from tests.storage.checkpoints import LAYERS, abstract, stage_state, write
@@ -51,6 +61,12 @@ def test_the_last_checkpoints_are_kept(tmp_path):
     assert saved_steps(tmp_path) == [5, 7]
     assert latest_step(tmp_path) == 7
     assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"00000005", "00000007"}
+
+
+def test_where_hosts_may_be_lost_the_checkpoint_before_the_last_is_kept(tmp_path):
+    """A host that has not heard of the last one has all go back to the one before."""
+    write(tmp_path, [1, 2, 3], keep=1, generation=5)
+    assert saved_steps(tmp_path) == [2, 3]
 
 
 def test_some_checkpoints_are_kept_for_good(tmp_path):
@@ -108,7 +124,7 @@ def test_a_checkpoint_waits_for_every_host_and_save_does_not(tmp_path):
 @pytest.mark.parametrize("broken", [0, 1])
 def test_every_host_learns_that_one_failed(tmp_path, broken):
     writers = two_writers(tmp_path)
-    obstacle = tmp_path / "checkpoints" / "00000003" / f"stage_{broken}"
+    obstacle = unfinished_folder(tmp_path, 3, generation=0) / f"stage_{broken}"
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("in the way")
     for stage, writer in enumerate(writers):
@@ -124,6 +140,62 @@ def test_every_host_learns_that_one_failed(tmp_path, broken):
     for writer in writers:
         writer.close()
     assert latest_step(tmp_path) == 4
+
+
+def of_generation(run_dir, generation, step):
+    """A writer of a generation that has begun the checkpoint of a step, but not all of it."""
+    writer = CheckpointWriter(
+        run_dir, ThreadHost(), stage_layers=LAYERS, keep=3, generation=generation
+    )
+    write_slowly = threading.Event()
+    writer._background.submit(write_slowly.wait)
+    writer.save(step, {i: stage_state(10 * step + i) for i in range(2)}, {})
+    return writer, write_slowly
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_those_who_were_cut_off_and_those_who_went_on_may_save_one_step(tmp_path, first):
+    writers = [of_generation(tmp_path, generation, 4) for generation in (7, 8)]
+    folders = [unfinished_folder(tmp_path, 4, generation) for generation in (7, 8)]
+    assert all(folder.is_dir() for folder in folders)
+    writer, write_on = writers[first]
+    write_on.set()
+    writer.wait()
+    assert saved_steps(tmp_path) == [4]
+    assert not folders[first].exists()
+    stamp = (step_folder(tmp_path, 4) / "COMMITTED").stat()
+    other, write_on = writers[1 - first]
+    write_on.set()
+    # The first has removed what was there of it; what it has written since does not count.
+    with contextlib.suppress(NotCommitted):
+        other.wait()
+    assert (step_folder(tmp_path, 4) / "COMMITTED").stat() == stamp
+    read_stage(open_checkpoint(tmp_path, 4), LAYERS, 0, abstract(stage_state(0)))
+    for writer, _ in writers:
+        writer.close()
+
+
+def test_a_checkpoint_that_is_whole_later_than_another_of_its_step_is_dropped(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("skippipe_jax.storage.writer.remove_unfinished", lambda *_, **__: None)
+    late, write_on = of_generation(tmp_path, 7, 4)
+    write(tmp_path, [4], generation=8)
+    stamp = (step_folder(tmp_path, 4) / "COMMITTED").stat()
+    write_on.set()
+    late.close()
+    assert (step_folder(tmp_path, 4) / "COMMITTED").stat() == stamp
+    assert not unfinished_folder(tmp_path, 4, 7).exists()
+
+
+def test_only_what_is_as_old_is_removed_of_checkpoints_that_were_not_finished(tmp_path):
+    folders = {step: unfinished_folder(tmp_path, step, 2) for step in (3, 4, 5)}
+    for folder in folders.values():
+        (folder / "stage_0").mkdir(parents=True)
+    write(tmp_path, [4], generation=3)
+    assert [step for step, folder in folders.items() if folder.exists()] == [5]
+    remove_unfinished(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000004"]
 
 
 def test_a_failed_save_surfaces_in_the_next_one(tmp_path):
@@ -169,6 +241,22 @@ def test_a_full_disk_is_told_in_one_line_and_may_have_room_later(tmp_path):
         subprocess.run(["umount", disk], check=True)
     assert line.startswith(f"error: run_dir = '{disk / 'run'}': a checkpoint cannot be written")
     assert ": No space left on device. Mend that, and --resume goes on from " in line
+
+
+@pytest.mark.parametrize(("file", "told"), [("/orbax/files.py", []), ("/other/files.py", [True])])
+def test_what_orbax_does_not_ask_for_is_not_told(caplog, file, told):
+    def fail():
+        exec(compile("raise ValueError('a full disk')", file, "exec"))
+
+    loop = asyncio.new_event_loop()
+    failed = loop.create_future()
+    try:
+        fail()
+    except ValueError as error:
+        failed.set_exception(error)
+    del failed  # Nobody has asked for its error.
+    loop.close()
+    assert ["never retrieved" in record.message for record in caplog.records] == told
 
 
 def fill_the_disk(run_dir):

@@ -1,7 +1,7 @@
-"""Bytes and seconds as people read them."""
+"""Bytes and times as people read them."""
 
 import pytest
-from skippipe_sched.figures.amounts import seconds_text, size_text
+from skippipe_sched.figures.amounts import duration_text, seconds_text, size_text
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,18 @@ def test_seconds_have_three_digits():
         "142 s",
         "4321 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (0.25, "0.25s"),
+        (59.99, "1min"),
+        (90, "1.5min"),
+        (75600, "21h"),
+        (126144e3, "1460d"),
+    ],
+)
+def test_durations_have_the_unit_that_suits_them(seconds, text):
+    assert duration_text(seconds) == text

@@ -71,7 +71,9 @@ def test_every_operation_transfer_and_averaging_is_a_slice_at_its_time(routed):
         name = f"{sent.operation.kind} {sent.operation.microbatch} from node {sent.source}"
         event = transfers[name, sent.target]
         assert _span(event) == _microseconds(sent.start_s, sent.end_s)
-        assert event["args"]["bytes"] == plan.case.activation_bytes
+        gradient = sent.operation.kind == "B"
+        size = plan.case.gradient_bytes if gradient else plan.case.activation_bytes
+        assert event["args"]["bytes"] == size
         assert trace.thread(event) == f"to node {sent.target}"
     waits = sorted(map(_span, trace.slices("waiting")))
     expected = sorted((t.ready_s, t.start_s) for t in timeline.transfers if t.start_s > t.ready_s)

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import with_prediction
+from skippipe_sched.figures.gantt import gantt
+from skippipe_sched.methods import make_plan, with_prediction
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.refilling import refilled
 from skippipe_sched.methods.routes import Routes, place_in_order
 from skippipe_sched.methods.without_nodes import plan_without, stages_of
 from skippipe_sched.problem.plan import load_plan, parse_plan
 from skippipe_sched.problem.rules import violations
+from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 
 from tests.sched.examples import cases, in_order, planned, routed_cases, same_place
@@ -47,6 +49,18 @@ def require_goes_on(before, after, kept, stages):
     assert 0 < after.predicted.lower_bound_s * ROUNDING <= timeline.iteration_s
 
 
+@st.composite
+def random_plans(draw):
+    """Plans with random paths, which keep the rules of their cases."""
+    case, seed = draw(cases()), draw(st.integers(0, 99))
+    stages = place_in_order(case)
+    try:
+        paths = random_paths(case, stages, np.random.default_rng(seed))
+        return with_prediction(case, "random", Routes(stages, paths))
+    except InputError:
+        reject()  # No paths are balanced under the case's max_jump.
+
+
 def draw_kept(data, plan):
     """Some nodes of every stage."""
     return {
@@ -56,15 +70,9 @@ def draw_kept(data, plan):
     }
 
 
-@given(case=cases(), seed=st.integers(0, 99), data=st.data())
+@given(plan=random_plans(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(case, seed, data):
-    stages = place_in_order(case)
-    try:
-        paths = random_paths(case, stages, np.random.default_rng(seed))
-        plan = with_prediction(case, "random", Routes(stages, paths))
-    except InputError:  # No paths are balanced under the case's max_jump.
-        return
+def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(plan, data):
     kept = draw_kept(data, plan)
     after = plan_without(plan, kept)
     require_goes_on(plan, after, kept, stages_of(plan, kept))
@@ -86,6 +94,58 @@ def test_a_plan_of_any_paths_goes_on_wherever_nodes_are_left(example, data):
     moved = sum(len(set(now) - set(was)) for was, now in zip(before, stages, strict=True))
     assert moved == before.count(())
     require_goes_on(plan, plan_without(plan, kept, stages), kept, stages)
+
+
+@given(plan=random_plans(), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_paths_lead_past_stages_that_are_left_out(plan, data):
+    """And keep the rules among the stages that are left, of which nodes may be lost too."""
+    inner = range(1, len(plan.stages))
+    left_out = data.draw(st.sets(st.sampled_from(inner)) if inner else st.just(set()))
+    kept = draw_kept(data, plan) - {node for stage in left_out for node in plan.stages[stage]}
+    after = plan_without(plan, kept, stages_of(plan, kept), left_out)
+    assert after.case.left_out == tuple(sorted(left_out))
+    assert [stage for stage, nodes in enumerate(after.stages) if not nodes] == sorted(left_out)
+    assert sequences(after) == [
+        [stage for stage in own if stage not in left_out] for own in sequences(plan)
+    ]
+    read = parse_plan(json.loads(json.dumps(after.to_json(), allow_nan=False)))
+    assert read.to_json() == after.to_json()
+    assert violations(read.case, read.stages, read.microbatches) == []
+    timeline = simulate_plan(read)
+    assert timeline.iteration_s == after.predicted.iteration_s
+    bounds = [
+        after.predicted.lower_bound_s,
+        lower_bound_s(read.case, min(map(len, read.microbatches))),
+    ]
+    assert all(0 < bound * ROUNDING <= timeline.iteration_s for bound in bounds)
+
+
+def test_a_stage_is_left_out_only_where_the_plan_says_so():
+    case = same_place([1, 1, 1], path_length=3)
+    plan, _ = planned(case, in_order([1, 1, 1]), [(0, 1, 2)])
+    after = plan_without(plan, {0, 2}, ((0,), (), (2,)), [1])
+    assert (after.case.path_length, after.microbatches) == (2, ((0, 1),))
+    written = after.to_json()
+    with pytest.raises(InputError, match=r"case.stages\[1\] = 0: must be at least 1"):
+        parse_plan(written | {"case": written["case"] | {"left_out": []}})
+    with pytest.raises(InputError, match=r"case.left_out\[0\] = 0: must be at least 1"):
+        parse_plan(written | {"case": written["case"] | {"left_out": [0]}})
+    with pytest.raises(InputError, match=r"case.stages\[2\] = 1: must be at most 0"):
+        parse_plan(written | {"case": written["case"] | {"left_out": [1, 2]}})
+    with pytest.raises(InputError, match=r"case.left_out = \[1\]: no method plans around"):
+        make_plan(after.case, "balanced")
+    with pytest.raises(InputError, match=r"stages\[0\] = \[\]: of its nodes \[0\] none is left"):
+        plan_without(plan, {1, 2}, ((), (1,), (2,)), [0])
+    assert "Stage 1 · left out" in gantt(after, simulate_plan(after))
+
+
+def test_no_node_moves_to_a_stage_that_is_left_out():
+    case = same_place([1, 1, 3, 1])
+    plan, _ = planned(case, in_order([1, 1, 3, 1]), [(0, 1, 2)])
+    assert refilled(plan, {0, 2, 3}, left_out=[1]) == ((0,), (), (3,), (2,))
+    with pytest.raises(InputError, match=r"only 2 are left, and each of the 3 stages needs one"):
+        refilled(plan, {0, 2}, left_out=[1])
 
 
 def test_when_all_nodes_are_there_the_plan_is_the_plan():
@@ -213,3 +273,16 @@ def test_which_nodes_move_to_lost_stages(sizes, changed, kept, stages):
     paths = [tuple(stage[0] for stage in in_order(sizes))]
     plan, _ = planned(case, in_order(sizes), paths)
     assert refilled(plan, kept) == stages
+
+
+def test_no_node_without_the_text_moves_to_the_data_stage():
+    case = same_place([1, 3, 2])
+    plan, _ = planned(case, in_order([1, 3, 2]), [(0, 1, 4)])
+    kept = {1, 2, 3, 4, 5}
+    assert refilled(plan, kept) == ((1,), (2, 3), (4, 5))
+    assert refilled(plan, kept, {1, 2}) == ((3,), (1, 2), (4, 5))
+    assert refilled(plan, kept, {1, 2, 3}) == ((4,), (1, 2, 3), (5,))
+    with pytest.raises(InputError, match="none of those that are left has the text"):
+        refilled(plan, kept, kept)
+    # Other stages read none.
+    assert refilled(plan, {0, 1, 2, 3}, {1, 2, 3}) == ((0,), (2, 3), (1,))

@@ -10,6 +10,7 @@ import yaml
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import Node, Rules, load_case, parse_case
+from skippipe_sched.problem.fewer_nodes import with_nodes
 from skippipe_sched.problem.links import BUILT_IN, COLUMNS, GIBIBYTE, Link, LinkTable, table
 
 from tests.sched.examples import PAPER, TWO_NODES, case_with
@@ -36,10 +37,13 @@ def test_the_paper_case():
     # Belgium to Canada as the table has it, and back the same.
     latency, bandwidth = case.link_matrices
     hop = latency[0, 1] + 33554432 / bandwidth[0, 1] + 0.35
-    assert case.hop_s[0, 1] == case.hop_s[1, 0] == pytest.approx(hop)
+    assert case.forward_hop_s[0, 1] == case.forward_hop_s[1, 0] == pytest.approx(hop)
     # Nodes 0 and 12 share Belgium: 1 ms, 32 MiB at 2 GiB/s, and the overhead.
-    assert case.hop_s[0, 12] == pytest.approx(0.001 + 1 / 64 + 0.35)
-    assert not case.hop_s.diagonal().any()
+    assert case.forward_hop_s[0, 12] == pytest.approx(0.001 + 1 / 64 + 0.35)
+    assert not case.forward_hop_s.diagonal().any()
+    # A case that says nothing of gradients has them travel as activations do.
+    assert np.array_equal(case.backward_hop_s, case.forward_hop_s)
+    assert np.array_equal(case.round_trip_s, 2 * case.forward_hop_s)
 
 
 @pytest.mark.parametrize("path", sorted(Path("experiments/paper").glob("*.yaml")), ids=str)
@@ -55,11 +59,27 @@ def test_every_case_of_the_paper_skips_what_it_says(path):
 
 def test_a_bandwidth_factor_slows_every_link_but_not_its_latency():
     given = {"links": [["here", "there", 250, 0.5]], "activation_bytes": 2**30}
-    assert case_with(**given).hop_s[0, 1] == 0.25 + 2
+    assert case_with(**given).forward_hop_s[0, 1] == 0.25 + 2
     case = case_with(**given, bandwidth_factor=0.5)
-    assert case.hop_s[0, 1] == 0.25 + 4
+    assert case.forward_hop_s[0, 1] == case.backward_hop_s[0, 1] == 0.25 + 4
     assert case.link_table.same_location == Link(0.001, GIBIBYTE)
     assert parse_case(dict(case.source)).link_table == case.link_table
+
+
+def test_a_gradient_takes_as_long_as_its_own_bytes():
+    links = [["here", "there", 250, 0.5], ["there", "here", 500, 1]]
+    case = case_with(links=links, activation_bytes=2**30, gradient_bytes=2**28, hop_overhead_s=2)
+    assert case.forward_hop_s.tolist() == [[0, 2.25 + 2], [2.5 + 1, 0]]
+    assert case.backward_hop_s.tolist() == [[0, 2.25 + 0.5], [2.5 + 0.25, 0]]
+    # There with an activation, and back with its gradient.
+    assert case.round_trip_s.tolist() == [[0, 4.25 + 2.75], [3.5 + 2.75, 0]]
+    for kind, size, seconds in (("F", 2**30, 4.25), ("L", 2**30, 4.25), ("B", 2**28, 2.75)):
+        assert (case.hop_bytes(kind), case.hop_duration(kind, 0, 1)) == (size, seconds)
+
+
+def test_bytes_of_a_gradient_are_a_number():
+    with pytest.raises(InputError, match=r"case\.gradient_bytes = -1: must be at least 0"):
+        case_with(gradient_bytes=-1)
 
 
 @pytest.mark.parametrize(("total", "sent"), [(3, (1, 1, 1)), (8, (3, 3, 2)), (10, (4, 3, 3))])
@@ -135,7 +155,7 @@ def test_a_link_table_lies_beside_the_case_and_then_in_the_plan(
     (folder / "case.yaml").write_text(content, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     case = load_case(Path("cases/case.yaml"))
-    assert case.hop_s.tolist() == [[0, 0.25], [0.5, 0]]
+    assert case.forward_hop_s.tolist() == [[0, 0.25], [0.5, 0]]
     (folder / "mine.csv").unlink()
     again = parse_case(json.loads(json.dumps(dict(case.source))))
     assert again.link_table == case.link_table
@@ -157,12 +177,38 @@ def test_numbers_that_would_fill_the_memory_are_refused(given):
         case_with(**given)
 
 
-@pytest.mark.parametrize("key", ["activation_bytes", "stage_bytes"])
+@pytest.mark.parametrize("key", ["activation_bytes", "gradient_bytes", "stage_bytes"])
 def test_bytes_that_follow_from_a_model_are_asked_for_where_there_is_none(key):
     with pytest.raises(InputError) as caught:
         parse_case(TWO_NODES | {key: "auto"})
     assert (caught.value.field, caught.value.value) == (f"case.{key}", "auto")
     assert "python -m skippipe_jax.memory" in caught.value.remedy
+
+
+def test_memory_that_follows_from_a_model_is_asked_for_where_there_is_none():
+    sized = {"memory_bytes": 24e9}
+    own = {"nodes": [{"memory": 2}, {"memory": "auto", "memory_bytes": 1e9}]}
+    for change, field in (
+        ({"memory": "auto"}, "case.memory"),
+        ({"memory": "auto"} | sized, "case.memory"),
+        (own, "case.nodes[1].memory"),
+    ):
+        with pytest.raises(InputError) as caught:
+            parse_case(TWO_NODES | change)
+        assert (caught.value.field, caught.value.value) == (field, "auto")
+        assert "python -m skippipe_jax.memory" in caught.value.remedy
+
+
+def test_nodes_may_say_the_bytes_of_their_devices_and_need_not():
+    case = case_with(nodes=[{"memory_bytes": 1e9}, {}], memory_bytes="24e9")
+    assert [node.memory_bytes for node in case.nodes] == [1e9, 24e9]
+    assert parse_case(json.loads(json.dumps(dict(case.source)))).nodes == case.nodes
+    assert [node.memory_bytes for node in case_with().nodes] == [None, None]
+    fewer = with_nodes(case_with(nodes=[{"memory_bytes": 1e9}, {}]), [0, 1], [1, 1], [1])
+    assert [node.memory_bytes for node in fewer.nodes] == [1e9, None]
+    assert parse_case(dict(fewer.source)).nodes == fewer.nodes
+    with pytest.raises(InputError, match=r"case\.nodes\[1\]\.memory_bytes = 0"):
+        case_with(nodes=[{}, {"memory_bytes": 0}])
 
 
 def test_links_of_locations_without_nodes_may_be_missing():

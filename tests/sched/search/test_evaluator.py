@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.problem.rules import violations
+from skippipe_sched.search import settling
 from skippipe_sched.search.arrays import (
     Stretches,
     as_operations,
@@ -103,6 +104,20 @@ def test_a_stretched_iteration_takes_as_long_as_the_simulator_says(case, seed, j
     expected_s = simulate(case, stages, paths, operations, luck).iteration_s
     stretch = Stretches(luck.operations, luck.hops, luck.averagings)
     assert evaluated(case, candidate, order, stretch) == pytest.approx(expected_s)
+
+
+@given(cases(), st.integers(0, 2**30))
+@settings(max_examples=60, deadline=None)
+def test_a_round_trip_of_the_quick_estimate_is_that_of_a_microbatch_alone(case, seed):
+    candidate = placed(case, seed)
+    if candidate is None:
+        return
+    problem = problem_of(case)
+    stages, paths = stages_and_paths(case, candidate)
+    for microbatch, path in enumerate(paths):
+        trip_s = simulate(case, stages, [path]).pipeline_s / problem.memory[path[0]]
+        found_s = settling._round_trip_s(problem, candidate, microbatch)
+        assert found_s == pytest.approx(trip_s)
 
 
 @given(cases(), st.integers(0, 2**30), st.integers(1, 30))

@@ -126,6 +126,7 @@ def test_no_plan_of_a_tiny_case_beats_the_lower_bound(data):
             if a != b
         ],
         "activation_bytes": data.draw(st.sampled_from([0, 2**27])),
+        "gradient_bytes": data.draw(st.sampled_from([0, 2**27])),
         "stage_bytes": data.draw(st.sampled_from([0, 2**30])),
         "loss_ratio": data.draw(st.sampled_from([0, 0.5])),
         "path_length": data.draw(st.integers(1, len(sizes))),
@@ -144,8 +145,10 @@ def test_no_plan_of_a_tiny_case_beats_the_lower_bound(data):
 # Where the bound is reached.
 
 
-def test_the_bound_is_reached_by_one_microbatch_alone():
-    case = _on_grid(same_place([1, 1, 1]))
+@pytest.mark.parametrize("gradient_bytes", [0, 2**28])
+def test_the_bound_is_reached_by_one_microbatch_alone(gradient_bytes):
+    sizes = {"activation_bytes": 2**26, "gradient_bytes": gradient_bytes}
+    case = _on_grid(same_place([1, 1, 1], **sizes))
     assert lower_bound_s(case, 3) == pytest.approx(optimum_s(case))
 
 
@@ -226,7 +229,7 @@ def test_the_bound_of_the_paper_case_is_strong(paper):
 def test_the_bound_of_one_cluster_sees_how_memory_and_work_interleave(paper):
     """Two waves of three microbatches: a bit more than their round trips one after another."""
     cluster = parse_case({**paper.source, "locations": ["Belgium"]})
-    hop_s = float(cluster.hop_s[0, 1])
+    hop_s = float(cluster.forward_hop_s[0, 1])
     trip_s = 4 * 0.44 * 2.5 + 0.11 + 8 * hop_s
     away_s, back_s = 4 * hop_s + 3 * 0.44, 4 * hop_s + 3 * 0.66
     work = NodeWork(6, 3, 0.44, away_s, 0.11, back_s, 0.66)
@@ -244,6 +247,7 @@ def test_the_bound_of_one_cluster_sees_how_memory_and_work_interleave(paper):
         ("stage_bytes", 2**26, 2**30),
         ("microbatches_per_data_node", 4, 8),
         ("activation_bytes", 2**20, 2**27),
+        ("gradient_bytes", 2**20, 2**27),
     ],
 )
 def test_the_bound_follows_what_a_case_gets_worse_by(paper, field, better, worse):

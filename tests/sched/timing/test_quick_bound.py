@@ -21,6 +21,9 @@ def test_no_plan_beats_the_quick_bound(example):
 def test_one_microbatch_alone_reaches_it():
     """F, F, L, B and B take 1 + 1 + 0.5 + 2 + 2 s, and four hops 1 s each."""
     assert quick_lower_bound_s(case_with(), 2) == pytest.approx(10.5)
+    # Two of the hops with an activation, and two with its gradient.
+    larger = case_with(activation_bytes=2**30, gradient_bytes=2**31)
+    assert quick_lower_bound_s(larger, 2) == pytest.approx(10.5 + 2 * 1 + 2 * 2)
 
 
 @pytest.mark.parametrize("memory", [1, 3])

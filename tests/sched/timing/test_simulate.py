@@ -120,6 +120,20 @@ def test_a_hop_is_latency_and_bytes_over_bandwidth_and_overhead():
     assert first.end_s - first.start_s == 0.25 + 2 + 0.125
 
 
+def test_activations_come_to_the_loss_and_gradients_from_it():
+    """A hop with an activation takes 1 + 2 s, with a gradient 1 + 0.5 s."""
+    case = case_with(activation_bytes=2 * 2**30, gradient_bytes=2**29)
+    timeline = simulate(case, [[0], [1]], [(0, 1)])
+    assert starts(timeline) == {
+        ("F", 0, 0): 0.0,
+        ("F", 0, 1): 4.0,
+        ("L", 0, 0): 8.0,
+        ("B", 0, 1): 10.0,
+        ("B", 0, 0): 13.5,
+    }
+    assert [t.end_s - t.start_s for t in timeline.transfers] == [3, 3, 1.5, 1.5]
+
+
 def test_averaging_of_two_replicas():
     links = [["here", "there", 100, 1], ["there", "here", 300, 0.5]]
     case = case_with(links=links, stages=[2], path_length=1, stage_bytes=2 * 2**30)
@@ -206,7 +220,9 @@ def reference(case, paths, order):
         return start[operation] + case.duration(operation.kind, operation.node, 0)
 
     def hop(operation):
-        return float(case.hop_s[operation.node, after[operation].node])
+        following = after[operation]
+        seconds = case.backward_hop_s if following.kind == "B" else case.forward_hop_s
+        return float(seconds[operation.node, following.node])
 
     for _ in range(3 * len(start) + 2):
         known = dict(start), dict(sent), dict(arrived)
@@ -295,7 +311,8 @@ def test_what_must_hold_of_every_dispatch(example):
             transfer = transfers.pop(target)
             assert (transfer.source, transfer.target) == (source.node, target.node)
             assert transfer.ready_s == runs[source].end_s
-            assert transfer.end_s == transfer.start_s + case.hop_s[source.node, target.node]
+            seconds = case.backward_hop_s if target.kind == "B" else case.forward_hop_s
+            assert transfer.end_s == transfer.start_s + seconds[source.node, target.node]
             assert transfer.end_s == runs[target].arrived_s
             if case.contention == "none":
                 assert transfer.start_s == transfer.ready_s

@@ -14,16 +14,17 @@ GIBIBYTE = 2**30
 
 
 def test_activations_and_gradients_of_one_microbatch():
-    case = case_with(activation_bytes=GIBIBYTE)
+    case = case_with(activation_bytes=GIBIBYTE, gradient_bytes=GIBIBYTE / 4)
     plan, timeline = planned(case, [[0], [1]], [[0, 1]])
-    # F there, back for L, B there and back; each hop takes a second of latency and one to send.
+    # F there, back for L, B there and back; each hop takes a second of latency, and one to send an
+    # activation or a quarter to send a gradient.
     flows = link_traffic(plan, timeline)
     assert [(flow.source, flow.target, flow.use) for flow in flows] == [
         (0, 1, "pipeline"),
         (1, 0, "pipeline"),
     ]
-    assert [flow.bytes for flow in flows] == [2 * GIBIBYTE] * 2
-    assert [flow.busy_s for flow in flows] == pytest.approx([4.0] * 2)
+    assert [flow.bytes for flow in flows] == [1.25 * GIBIBYTE] * 2
+    assert [flow.busy_s for flow in flows] == pytest.approx([3.25] * 2)
     assert [flow.source for flow in location_traffic(plan, timeline)] == ["here", "there"]
 
 
@@ -81,12 +82,13 @@ def test_traffic_adds_up(routed):
     flows = link_traffic(plan, timeline)
     assert len({(flow.source, flow.target) for flow in flows}) == len(flows)
     assert [flow.busy_s for flow in flows] == sorted((f.busy_s for f in flows), reverse=True)
-    hops = Counter()
+    sent = Counter()
     for path in paths:
-        forward = [*pairwise(path), (path[-1], path[0])]
-        hops.update([*forward, *((b, a) for a, b in forward)] if len(path) > 1 else [])
+        for a, b in [*pairwise(path), (path[-1], path[0])] if len(path) > 1 else []:
+            sent.update({(a, b): case.activation_bytes})
+            sent.update({(b, a): case.gradient_bytes})
     assert {(flow.source, flow.target): flow.bytes for flow in flows if flow.use == "pipeline"} == {
-        link: pytest.approx(count * case.activation_bytes) for link, count in hops.items()
+        link: pytest.approx(size) for link, size in sent.items()
     }
     for stage, nodes in enumerate(stages):
         ring = [f for f in flows if f.use == "averaging" and f.source in nodes]

@@ -1,0 +1,193 @@
+"""One host of a run that is to be struck: the real command, which notes how far it is.
+
+    python -m experiments.benchmarks.churn_host FOLDER HOST train --config FILE ...
+    python -m experiments.benchmarks.churn_host FOLDER HOST join ADDRESS ...
+
+Functions of the package are wrapped in this process alone. Each that begins or ends a phase of a
+step looks for an aim in FOLDER, which `churn` leaves there; where it is its own it notes that and
+strikes: it ends this process, stops it, or waits until `churn` has cut links. What follows from
+that the package has to deal with, which knows nothing of it. All that happens is noted in a file
+of the process, one line of JSON each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import functools
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from skippipe_sched.errors import run_command
+from skippipe_sched.problem.plan import Operation
+
+from experiments.benchmarks.churn_faults import AFTER, ASK, BEFORE, FETCH, REGROUP, aim_of
+from skippipe_jax import join, train
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.connections.mesh import Mesh
+from skippipe_jax.consensus.control import Control
+from skippipe_jax.runtime.averaging import LiveAveraging
+from skippipe_jax.runtime.live import LiveIteration
+from skippipe_jax.runtime.operations import TrainingOperations
+from skippipe_jax.training.newcomer import Seeking
+from skippipe_jax.training.stretch import Stretch
+from skippipe_jax.training.survival import Survival
+
+CUT_S = 10.0
+"""So long a host waits at most for its links to be cut, or another host to be killed."""
+
+
+class Witness:
+    """Notes what happens in this process, and strikes where it is told to."""
+
+    def __init__(self, folder: Path, host: int):
+        """`folder` is that of the aims and notes."""
+        self._aim = aim_of(folder, host)
+        path = folder / f"notes{host}-{os.getpid()}.jsonl"
+        self._notes = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.step = 0
+
+    def note(self, what: str, **more: Any) -> None:
+        """Write a line, which outlives the process."""
+        line = {"what": what, "at": time.time(), **more}
+        os.write(self._notes, (json.dumps(line) + "\n").encode())
+
+    def reach(self, phase: str, edge: str) -> None:
+        """A phase begins or ends; strike if that was aimed at."""
+        try:
+            aim = json.loads(self._aim.read_text())
+        except FileNotFoundError:  # Nothing is aimed at, or another thread was here first.
+            return
+        if (aim["phase"], aim["edge"]) != (phase, edge):
+            return
+        claimed = self._aim.with_suffix(".struck")
+        try:
+            self._aim.rename(claimed)
+        except FileNotFoundError:  # Another thread was here first.
+            return
+        self.note("struck", phase=phase, edge=edge, step=self.step)
+        if aim["signal"] is not None:
+            os.kill(os.getpid(), signal.Signals[aim["signal"]])
+            return
+        deadline = time.monotonic() + CUT_S
+        while claimed.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def watch(self, owner: type, name: str, phase: str) -> None:
+        """Take a method for a phase."""
+
+        def watched(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            self.reach(phase, BEFORE)
+            result = inner(*given, **named)
+            self.reach(phase, AFTER)
+            return result
+
+        wrap(owner, name, watched)
+
+
+def wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Call `around` with a method and its arguments wherever the method is called."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def outer(*given: Any, **named: Any) -> Any:
+        return around(inner, *given, **named)
+
+    setattr(owner, name, outer)
+
+
+def digest_of(state: Any) -> str:
+    """Of the parameters and the optimizer state of a replica, every bit of them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in jax.tree.leaves(state.to_save()):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def wrap_package(witness: Witness) -> None:
+    """Have the package's functions tell the witness; nothing that they do changes."""
+
+    def read(inner: Callable[..., Any], stretch: Stretch, iteration: int) -> Any:
+        witness.step = iteration + 1
+        given = inner(stretch, iteration)
+        team: Any = stretch.host
+        microbatches = [stretch.read + microbatch for microbatch in given]
+        number = team.generation.number
+        witness.note("read", generation=number, step=iteration + 1, microbatches=microbatches)
+        return given
+
+    def dispatched(inner: Callable[..., Any], own: Any, operation: Operation, *given: Any) -> Any:
+        if operation.kind != "F":
+            return inner(own, operation, *given)
+        witness.reach("forward", BEFORE)
+        result = inner(own, operation, *given)
+        witness.reach("forward", AFTER)
+        return result
+
+    def ran(inner: Callable[..., Any], live: LiveIteration, *given: Any, **named: Any) -> Any:
+        """A plan may leave a host nothing to compute: it comes to no forward, but is struck."""
+        if all(operation.kind != "F" for operation in live.flow.computes):
+            witness.reach("forward", BEFORE)
+            witness.reach("forward", AFTER)
+        return inner(live, *given, **named)
+
+    def finished(inner: Callable[..., None], live: LiveIteration, summed: jax.Array) -> None:
+        inner(live, summed)
+        assert live.team is not None, "a run that outlives its hosts"
+        stage_of, states = live.replicas.stage_of, live.replicas.states
+        digests = {str(stage_of(replica)): digest_of(states[replica]) for replica in states}
+        number = live.team.generation.number
+        witness.note("counted", generation=number, step=live.iteration + 1, digests=digests)
+
+    def missed(inner: Callable[..., None], control: Control, host: int) -> None:
+        witness.note("missed", host=host)
+        inner(control, host)
+
+    def sent(inner: Callable[..., None], mesh: Mesh, host: int, *message: Any) -> None:
+        """A leader is also struck when it has told one member that a step counts, not the rest."""
+        inner(mesh, host, *message)
+        match message:
+            case ["control", ["Counts", *_]]:
+                witness.reach("committed", BEFORE)
+
+    wrap(Stretch, "_batches", read)
+    witness.watch(Stretch, "_batches", "start")
+    wrap(TrainingOperations, "_dispatch", dispatched)
+    wrap(LiveIteration, "run", ran)
+    witness.watch(LiveAveraging, "begin_ring", "ring")
+    witness.watch(LiveIteration, "_contribute", "prepared")
+    wrap(LiveIteration, "_finish", finished)
+    witness.watch(LiveIteration, "_finish", "committed")
+    witness.watch(Stretch, "_save", "save")
+    witness.watch(Survival, "_open", REGROUP)
+    witness.watch(Seeking, "fetch", FETCH)
+    witness.watch(Membership, "ask_in", ASK)
+    wrap(Control, "is_missed", missed)
+    wrap(Mesh, "send", sent)
+
+
+def main() -> int:
+    """Parse the command line and train; returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("host", type=int)
+    commands = parser.add_subparsers(required=True)
+    train.add_arguments(commands.add_parser("train"))
+    join.add_arguments(commands.add_parser("join"))
+    arguments = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1)
+    wrap_package(Witness(arguments.folder, arguments.host))
+    return run_command(lambda: arguments.command(arguments), arguments.interrupted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,441 @@
+"""Is a plan for the hosts that are left there soon, and does it take as long as it says?
+
+    python -m experiments.benchmarks.regions --json regions.json --picture regions.svg
+                                                              (needs root and iproute2)
+
+Twelve hosts in four regions are network namespaces of this machine, a JAX process in each. `tc`
+shapes the links between them to the bandwidths between cloud regions, scaled so that a hop takes
+0.3 to 1.2 seconds. `skippipe_jax.profile` measures them, and a small LLaMA in 4 stages of 3
+replicas is trained by the plan for that case. Then the three hosts of a region are killed at once,
+and after some iterations started again by --resume. Each time the others go on by a quick plan, and
+by a better one as soon as it is found. For each generation of hosts it tells
+
+    what its plan predicts of an iteration, what was measured (the median over those that compiled
+    nothing), and whether the two are within 10%
+    when a better plan arrived: from the loss, and from when the quick plan was gone on by, to when
+    the run goes on by the better one; and whether that is within 15 s
+    how many nodes changed their stage, so that states had to move
+
+A host that comes back makes a generation, so there may be several until all three are there; one
+of which no iteration was made but the first is only named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import SubElement
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.figures.svg import (
+    add_line,
+    add_text,
+    add_title,
+    point,
+    round_ticks,
+    start_picture,
+    svg_text,
+)
+from skippipe_sched.figures.tables import aligned
+from skippipe_sched.problem.auto import load_cases
+from skippipe_sched.problem.plan import Plan, load_plan
+
+from experiments.benchmarks import reporting, wan
+from experiments.benchmarks.churn_records import read_lines
+from experiments.benchmarks.shaped_network import ShapedNetwork
+from skippipe_jax.storage.run_folder import GENERATIONS, MEMBERSHIP, METRICS
+
+REGIONS = ("Germany", "Iowa", "Japan", "Australia")
+# So small that two cores serve twelve hosts: links are what takes time.
+WORKLOAD = wan.Workload(
+    (3, 3, 3, 3),
+    path_length=3,
+    microbatches_per_data_node=2,
+    memory=3,
+    width=32,
+    ffn_width=64,
+    microbatch_size=8,
+    sequence_length=128,
+)
+HOPS_S = 0.3, 1.2
+PORT = 61440
+ENDLESS = 1_000_000
+FOUND = "a quicker plan was found"
+LOOK_S = 0.02
+WITHIN_SHARE, WITHIN_S = 0.1, 15.0
+LEAST_ITERATIONS = 2
+
+# Pixels.
+WIDTH, HEIGHT = 720, 340
+LEFT, RIGHT, TOP, BOTTOM = 56, WIDTH - 20, 64, HEIGHT - 42
+STYLE = """
+.regions .predicted{stroke:#b5482f;stroke-width:1.6}
+.regions .measured{fill:none;stroke:#2f6db5;stroke-width:1.6;stroke-linejoin:round}
+.regions .change{stroke:#999;stroke-dasharray:4 3}
+"""
+
+
+class Run:
+    """The processes of a run, one for each host, and what it has left so far.
+
+    Attributes:
+        seen_s: when the line of each generation was first seen, by the clock of `time.time`.
+    """
+
+    def __init__(self, folder: Path, network: ShapedNetwork, words: Sequence[str], limit_s: float):
+        """Start all hosts; what they print goes to files in `folder`."""
+        self.folder, self.run_dir = folder, folder / "run"
+        self.seen_s: dict[int, float] = {}
+        self._network, self._words, self._limit_s = network, words, limit_s
+        self._processes = {host: self._started(host) for host in range(WORKLOAD.hosts)}
+
+    def _started(self, host: int, *more: str) -> subprocess.Popen[bytes]:
+        command = [*self._network.command(host), sys.executable, "-m", "skippipe_jax.train"]
+        command += [*self._words, "--coordinator", f"{self._network.address(0)}:{PORT}"]
+        command += ["--hosts", str(WORKLOAD.hosts), "--host-id", str(host), *more]
+        with (self.folder / f"host{host}{''.join(more)}.txt").open("wb") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | wan.ENVIRONMENT,
+            )
+
+    def kill(self, hosts: Sequence[int]) -> None:
+        """End hosts without notice, all at once."""
+        for host in hosts:
+            self._processes[host].send_signal(signal.SIGKILL)
+        for host in hosts:
+            self._processes.pop(host).wait()
+
+    def start_again(self, hosts: Sequence[int]) -> None:
+        """Start hosts that were killed."""
+        self._processes |= {host: self._started(host, "--resume") for host in hosts}
+
+    def close(self) -> None:
+        """End all of them."""
+        self.kill(list(self._processes))
+
+    def generations(self) -> list[dict[str, Any]]:
+        """The lines of membership.jsonl."""
+        lines = read_lines(self.run_dir / MEMBERSHIP)
+        for line in lines:
+            self.seen_s.setdefault(line["generation"], time.time())
+        return lines
+
+    def iterations(self, generation: int) -> int:
+        """How many iterations of a generation have ended."""
+        lines = read_lines(self.run_dir / METRICS)
+        return sum(line["generation"] == generation for line in lines)
+
+    def wait(self, what: str, condition: Callable[[], bool], limit_s: float | None = None) -> bool:
+        """Wait until something is the case; whether it is when a limit has passed, if one is given.
+
+        Raises:
+            RuntimeError: a host has ended, or it takes too long.
+        """
+        until_s = time.monotonic() + (limit_s or self._limit_s)
+        while not condition():
+            ended = {h: code for h, p in self._processes.items() if (code := p.poll()) is not None}
+            if ended:
+                raise RuntimeError(f"hosts ended with {ended} while {what} was waited for")
+            if time.monotonic() > until_s:
+                if limit_s is None:
+                    raise RuntimeError(f"{what} was waited for {self._limit_s:g} s in vain")
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+    def goes_on(self, hosts: int, iterations: int, patience_s: float) -> None:
+        """Wait until so many hosts have made iterations by a better plan, if one is found.
+
+        Where none is after `patience_s`, they have made them by the quick one.
+        """
+
+        def last() -> dict[str, Any]:
+            lines = self.generations()
+            return lines[-1] if lines else {"members": [], "generation": 0}
+
+        def are_there() -> bool:
+            return len(last()["members"]) == hosts
+
+        self.wait(f"a generation of {hosts} hosts", are_there)
+        if last()["generation"] > 1:
+            self.wait("a better plan", lambda: is_better(last()), patience_s)
+
+        def is_enough() -> bool:
+            return are_there() and self.iterations(last()["generation"]) > iterations
+
+        self.wait(f"{iterations} iterations of {hosts} hosts", is_enough)
+
+
+def is_better(generation: Mapping[str, Any]) -> bool:
+    """Whether a generation goes on by a plan that was searched for."""
+    return generation["cause"] == FOUND
+
+
+def measured_generations(
+    generations: Sequence[Mapping[str, Any]],
+    lines: Sequence[Mapping[str, Any]],
+    seen_s: Mapping[int, float],
+    changed_s: Sequence[float],
+    stages: Mapping[int, Mapping[int, int]],
+) -> list[dict[str, Any]]:
+    """What each generation's plan predicts of an iteration, and what was measured.
+
+    `lines` are those of metrics. Hosts were lost or started again at `changed_s`, and `seen_s` is
+    when each generation was there. `stages` tells the stage of each node that a generation has.
+    """
+    results = []
+    for place, generation in enumerate(generations):
+        number = generation["generation"]
+        own = [line for line in lines if line["generation"] == number]
+        settled = [line["seconds_per_iteration"] for line in own if not line["compilations"]]
+        measured_s = statistics.median(settled) if len(settled) >= LEAST_ITERATIONS else None
+        predicted_s = generation["predicted_seconds"]
+        ratio = None if measured_s is None else measured_s / predicted_s
+        result = {
+            "generation": number,
+            "cause": generation["cause"],
+            "hosts": len(generation["members"]),
+            "predicted_s": predicted_s,
+            "measured_s": measured_s,
+            "measured_each_s": [round(line["seconds_per_iteration"], 4) for line in own],
+            "compilations": [line["compilations"] for line in own],
+            "ratio": ratio,
+            "is_as_predicted": None if ratio is None else abs(ratio - 1.0) <= WITHIN_SHARE,
+        }
+        if is_better(generation):
+            since_change_s = seen_s[number] - seen_s[generations[place - 1]["generation"]]
+            since_loss_s = seen_s[number] - max(at for at in changed_s if at < seen_s[number])
+            before = stages[generations[place - 1]["generation"]]
+            moved = sum(before.get(node) != stage for node, stage in stages[number].items())
+            result |= {
+                "arrived_after_s": round(since_change_s, 3),
+                "arrived_after_fault_s": round(since_loss_s, 3),
+                "is_soon": since_change_s <= WITHIN_S,
+                "nodes_moved": moved,
+            }
+        results.append(result)
+    return results
+
+
+def stages_of_nodes(plan: Plan, members: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The stage of each node of the members, by the numbers of the run's own plan."""
+    kept = sorted(node for member in members for node in member["nodes"])
+    return {kept[node]: stage for stage, nodes in enumerate(plan.stages) for node in nodes}
+
+
+def failures(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is not as it should be."""
+    found = [
+        f"generation {result['generation']} takes {result['ratio']:.3f} of what its plan predicts"
+        for result in results
+        if result["is_as_predicted"] is False
+    ]
+    found += [
+        f"the better plan of generation {result['generation']} came after "
+        f"{result['arrived_after_s']:.1f} s"
+        for result in results
+        if result.get("is_soon") is False
+    ]
+    if not any("arrived_after_s" in result for result in results):
+        found.append("no better plan came")
+    return found
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each generation."""
+    heads = ("generation", "hosts", "plan", "predicted, s", "measured, s", "ratio", "iterations")
+    heads = (*heads, "arrived after, s", "after the change", "nodes moved")
+    rows: list[tuple[str, ...]] = [heads]
+    for result in results:
+        number = result["generation"]
+        is_found = "arrived_after_s" in result
+        rows.append(
+            (
+                str(number),
+                str(result["hosts"]),
+                "own" if number == 1 else "searched" if is_found else "quick",
+                f"{result['predicted_s']:.2f}",
+                reporting.figure(result["measured_s"], ".2f"),
+                reporting.figure(result["ratio"], ".3f"),
+                str(len(result["measured_each_s"])),
+                reporting.figure(result.get("arrived_after_s"), ".1f"),
+                reporting.figure(result.get("arrived_after_fault_s"), ".1f"),
+                reporting.figure(result.get("nodes_moved"), "d"),
+            )
+        )
+    return aligned(rows, left=(0, 1, 2))
+
+
+def picture(results: Sequence[Mapping[str, Any]], title: str) -> str:
+    """The seconds of all iterations, and what the plan of each predicts, as the text of an SVG."""
+    spans, first = [], 0
+    for result in results:
+        spans.append((first, result))
+        first += len(result["measured_each_s"])
+    # One that compiles takes many times as long, and is cut off.
+    highest = 1.15 * max(
+        seconds
+        for result in results
+        for seconds in (
+            result["predicted_s"],
+            *(
+                own
+                for own, compiled in zip(
+                    result["measured_each_s"], result["compilations"], strict=True
+                )
+                if not compiled
+            ),
+        )
+    )
+    svg = start_picture("regions", (WIDTH, HEIGHT), title, STYLE)
+    add_title(svg, title, "seconds of an iteration: as measured, and as its plan predicts")
+
+    def x(step: float) -> float:
+        return LEFT + (RIGHT - LEFT) * step / max(1, first)
+
+    def y(seconds: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * seconds / highest
+
+    for tick in round_ticks(highest, 0.0, 5):
+        add_line(svg, "grid", (LEFT, y(tick)), (RIGHT, y(tick)))
+        add_text(svg, "end", LEFT - 7, y(tick) + 4, f"{tick:,.10g}")
+    for tick in round_ticks(first, 0, 6):
+        add_text(svg, "middle", x(tick), BOTTOM + 17, f"{tick:,.0f}")
+    add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, "iteration")
+    for begin, result in spans:
+        seconds = result["measured_each_s"]
+        if not seconds:
+            continue
+        corners = " ".join(
+            point((x(begin + place + side), y(min(value, highest))))
+            for place, value in enumerate(seconds)
+            for side in (0, 1)
+        )
+        level = y(result["predicted_s"])
+        if begin:
+            add_line(svg, "change", (x(begin), TOP), (x(begin), BOTTOM))
+        SubElement(svg, "polyline", {"class": "measured", "points": corners})
+        add_line(svg, "predicted", (x(begin), level), (x(begin + len(seconds)), level))
+        plan = "searched" if "arrived_after_s" in result else "quick"
+        plan = "own" if result["generation"] == 1 else plan
+        add_text(svg, "", x(begin) + 3, TOP + 10, f"{result['hosts']}, {plan}")
+    return svg_text(svg)
+
+
+def main() -> int:
+    """Parse the command line, measure, and print a table."""
+    parser = reporting.parser("regions", __doc__)
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="draw all iterations there")
+    parser.add_argument(
+        "--links", type=Path, metavar="CSV", help="another table of links (default: gcp12)"
+    )
+    parser.add_argument(
+        "--regions", nargs=4, default=REGIONS, help=f"of the table ({' '.join(REGIONS)})"
+    )
+    parser.add_argument("--lose", help="the region that is lost (the first, where the leader is)")
+    parser.add_argument("--seed", type=int, default=0, help="of the searches (0)")
+    parser.add_argument(
+        "--iterations", type=int, default=12, help="by each plan but the quick ones (12)"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=5.0, help="replan.budget_s of the run (5)"
+    )
+    parser.add_argument(
+        "--plan-budget-s", type=float, default=10.0, help="of the run's own plan (10)"
+    )
+    parser.add_argument(
+        "--patience-s", type=float, default=60.0, help="how long a better plan is waited for (60)"
+    )
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of anything else (600)")
+    parser.add_argument(
+        "--case", type=Path, help="what a run before has measured (case.yaml below its --keep)"
+    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what hosts leave there")
+    arguments = parser.parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    iterations = fields.integer(arguments.iterations, "--iterations", LEAST_ITERATIONS)
+    region = arguments.lose or arguments.regions[0]
+    if region not in arguments.regions:
+        raise InputError("--lose", region, "is no region of the run", "Name one of --regions")
+    locations, rates = wan.shaped_rates(arguments.links, WORKLOAD, arguments.regions, HOPS_S)
+    struck = [host for host, location in enumerate(locations) if location == region]
+    report = reporting.begun("regions")
+    changed_s = []
+    with ExitStack() as opened:
+        folder = opened.enter_context(reporting.folder_for(arguments.keep, "regions"))
+        network = opened.enter_context(ShapedNetwork(rates))
+        config = wan.write_config(folder, WORKLOAD, locations, wan.AS_COMPUTED)
+        hosts = wan.Hosts(network, folder, WORKLOAD.hosts)
+        if arguments.case is None:
+            case, profile = wan.profiled(hosts, config, rates)
+        else:
+            [case], profile = load_cases(arguments.case), None
+        plan = wan.plan_by("joint", case, arguments.plan_budget_s)
+        plan.save(folder / "plan.json")
+        settings = {
+            "run_dir": folder / "run",
+            "plan": json.dumps({"file": str(folder / "plan.json"), "seed": arguments.seed}),
+            "train.steps": ENDLESS,
+            "checkpoint.every": ENDLESS,
+            "replan.budget_s": arguments.budget_s,
+            "cluster.heartbeat_timeout_s": 10,
+        }
+        words = ["--config", str(config)]
+        words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        run = Run(folder, network, words, arguments.limit_s)
+        opened.callback(run.close)
+        run.goes_on(WORKLOAD.hosts, 2 * iterations, arguments.patience_s)
+        print(f"hosts {struck}, {region}, are killed", flush=True)
+        changed_s.append(time.time())
+        run.kill(struck)
+        run.goes_on(WORKLOAD.hosts - len(struck), iterations, arguments.patience_s)
+        print("they are started again", flush=True)
+        changed_s.append(time.time())
+        run.start_again(struck)
+        run.goes_on(WORKLOAD.hosts, iterations, arguments.patience_s)
+        generations, lines = run.generations(), read_lines(run.run_dir / METRICS)
+        stages = {}
+        for line in generations:
+            path = run.run_dir / GENERATIONS / f"plan-{line['generation']}.json"
+            own = load_plan(path) if path.exists() else plan
+            stages[line["generation"]] = stages_of_nodes(own, line["members"])
+    results = measured_generations(generations, lines, run.seen_s, changed_s, stages)
+    wrong = failures(results)
+    report |= {
+        "regions": list(arguments.regions),
+        "lost": region,
+        "seed": arguments.seed,
+        "budget_s": arguments.budget_s,
+        "profile": profile,
+        "generations": results,
+        "failures": wrong,
+    }
+    if arguments.picture is not None:
+        title = f"Twelve hosts lose three, in {region}, and get them back"
+        arguments.picture.write_text(picture(results, title), encoding="utf-8")
+    verdict = [f"WRONG: {failure}" for failure in wrong]
+    verdict = verdict or ["all are within 10% of what is predicted, and better plans within 15 s"]
+    reporting.finish(report, "\n".join([table(results), *verdict]), arguments.json)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

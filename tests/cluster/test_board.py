@@ -1,0 +1,80 @@
+"""What hosts have told each other is kept until it is asked for, and never without end."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.cluster.board import Board, TeamEnded, named
+from skippipe_jax.connections import told
+
+
+def test_what_nobody_asks_for_grows_to_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(told, "MOST_CHARACTERS", 1 << 20)
+    own = Board()
+    own.post(1, "mine", "here")
+    tracemalloc.start()
+    for count in range(500):
+        own.post(2, f"key {count}", "x" * (1 << 17))
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 2 << 20
+    # The last of it is there, and what others have told.
+    assert len(own.take("key 499", 0.0, 2, 0)) == 1 << 17
+    assert own.take("mine", 0.0, 1, 0) == "here"
+    with pytest.raises(DeadlinePassed):
+        own.take("key 0", 0.0, 2, 0)
+
+
+def test_small_values_are_not_kept_without_end_either(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(told, "MOST_VALUES", 10)
+    own = Board()
+    for count in range(100):
+        own.post(1, f"{count}", "")
+        own.post(1, "again", f"{count}")
+    assert own.take("again", 0.0, None, 0) == "99"
+    assert own.take("91", 0.0, None, 0) == ""
+    with pytest.raises(DeadlinePassed):
+        own.take("90", 0.0, None, 0)
+
+
+def test_room_is_given_back_for_what_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(told, "MOST_CHARACTERS", 100)
+    own = Board()
+    own.post(1, "kept", "x" * 40)
+    for count in range(10):
+        own.post(1, f"{count}", "x" * 40)
+        own.take(f"{count}", 0.0, 1, 0)
+    assert own.take("kept", 0.0, 1, 0) == "x" * 40
+
+
+def test_no_host_speaks_for_another():
+    own = Board()
+    own.post(2, "run/0", "theirs")
+    with pytest.raises(DeadlinePassed):
+        own.take("run/0", 0.0, 0, 0)
+    own.post(0, "run/0", "right")
+    assert own.take("run/0", 0.0, 0, 0) == "right"
+
+
+def test_a_generation_takes_with_it_what_was_told_in_it():
+    own = Board()
+    own.post(1, named(1, "key"), "of the first")
+    own.post(1, named(2, "key"), "of the second")
+    own.begin(2)
+    with pytest.raises(DeadlinePassed):
+        own.take(named(1, "key"), 0.0, 1, 2)
+    with pytest.raises(TeamEnded):
+        own.take(named(1, "key"), 0.0, 1, 1)
+    assert own.take(named(2, "key"), 0.0, 1, 2) == "of the second"
+
+
+@pytest.mark.parametrize("key", ["9" * 5000 + ":key", "\u00b2:key", "-1:key", ":", ""])
+def test_a_key_that_names_no_generation_ends_nothing(key: str):
+    own = Board()
+    own.post(1, key, "value")
+    own.begin(1)
+    with pytest.raises(DeadlinePassed):
+        own.take(key, 0.0, 1, 1)

@@ -1,0 +1,93 @@
+"""What a host says that ends: why, by which code, and from where to resume."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from skippipe_sched.errors import (
+    INPUT_ERROR_EXIT_CODE,
+    INTERRUPTED_EXIT_CODE,
+    TERMINATED_EXIT_CODE,
+    InputError,
+    Terminated,
+)
+
+from skippipe_jax.cluster import attendance, ending, joining
+from skippipe_jax.cluster.attendance import Attendance
+from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, exit_code_of, exit_code_of_others
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import ClusterConfig
+
+WORDS = "Resume from step 7."
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """By which a process of a test would have ended."""
+    codes: list[int] = []
+    for place in (attendance, ending, joining):
+        monkeypatch.setattr(place, "exit_at_once", codes.append)
+    return codes
+
+
+def test_a_fault_on_the_event_loop_says_where_to_resume(
+    codes: list[int], capfd: pytest.CaptureFixture[str]
+):
+    host = Attendance(ClusterConfig(), 1, 3, Board())
+    host.last_words = lambda: WORDS
+    loop = asyncio.new_event_loop()
+    host._end_by_fault(loop, {"exception": ZeroDivisionError("by nothing")})
+    loop.close()
+    assert codes == [1]
+    told = capfd.readouterr().err
+    assert "ZeroDivisionError: by nothing" in told
+    assert told.endswith(f"{host.name} stops, exit code 1. {WORDS}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "of_others", "said"),
+    [
+        (Terminated("by SIGTERM"), TERMINATED_EXIT_CODE, LOST_HOST_EXIT_CODE, "SIGTERM: "),
+        (KeyboardInterrupt(), INTERRUPTED_EXIT_CODE, INTERRUPTED_EXIT_CODE, ""),
+    ],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_an_interrupted_host_tells_the_others_and_says_where_to_resume(
+    error: BaseException,
+    code: int,
+    of_others: int,
+    said: str,
+    codes: list[int],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    failed: list[tuple[str, int]] = []
+    monkeypatch.setattr(Membership, "fail", lambda _, *told: failed.append(told))
+    host = Membership(ClusterConfig(), 1, 3)
+    host.last_words = lambda: WORDS
+    joining._abandon(host, error)
+    assert codes == [code]
+    assert capfd.readouterr().err == f"{said}interrupted at once. {WORDS}\n"
+    [(reason, told_code)] = failed
+    assert (reason.split(":")[0], told_code) == (type(error).__name__, of_others)
+
+
+def test_last_words_that_fail_or_take_too_long_hold_up_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ending, "LINGER_S", 0.05)
+    told_in_time = ending.told_in_time
+    assert told_in_time(lambda: WORDS, LOST_HOST_EXIT_CODE) == WORDS
+    assert told_in_time(lambda: WORDS, INPUT_ERROR_EXIT_CODE) == "", "it would end so again"
+    assert "ZeroDivisionError" in told_in_time(lambda: str(1 // 0), LOST_HOST_EXIT_CODE)
+    held = threading.Event()
+    words = told_in_time(lambda: str(held.wait(20.0)), LOST_HOST_EXIT_CODE)
+    held.set()
+    assert words == "What to resume from could not be told within 0.05 s."
+
+
+def test_a_code_for_each_end():
+    assert exit_code_of(InputError("a", 1, "is wrong", "Mend it")) == INPUT_ERROR_EXIT_CODE
+    assert exit_code_of(Terminated()) == TERMINATED_EXIT_CODE == 143
+    assert exit_code_of_others(TERMINATED_EXIT_CODE) == LOST_HOST_EXIT_CODE

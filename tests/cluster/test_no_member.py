@@ -1,0 +1,232 @@
+"""What a host says that is no member of the generation ends nobody, nor does what none says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from skippipe_sched.errors import InputError, TemporaryError
+
+from skippipe_jax.cluster.agreement import barrier
+from skippipe_jax.cluster.joining import joined
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.place import Place
+from skippipe_jax.cluster.team import Team
+from skippipe_jax.config import ClusterConfig
+from skippipe_jax.connections.addresses import parse_address
+from skippipe_jax.connections.hello import Hello
+from skippipe_jax.connections.links import Link, reach
+from skippipe_jax.consensus.generations import Generation, Rules
+from skippipe_jax.launch import free_port
+from tests.connections.meshes import RUN, Host, until
+
+CONFIG = ClusterConfig(heartbeat_timeout_s=60.0, connect_timeout_s=60.0)
+RULES = Rules(
+    (0, 1, 2),
+    covers=lambda placement, hosts: bool(hosts),
+    placed=lambda placement, hosts, apart: placement,
+    add_up=lambda totals: tuple(map(sum, zip(*totals.values(), strict=True))),
+    serves=lambda placement, host: frozenset({0}),
+)
+NO_MESSAGES = [
+    ["verdict", 3, "is lost", 75],
+    ["verdict", -1, "is lost", 75],
+    ["verdict", 0, "is lost", 0],
+    ["verdict", 0, "is lost", 10**30],
+    ["verdict", 0, None, 75],
+    ["clock", float("nan")],
+    ["clock", float("inf")],
+    ["clock", 1.0, float("nan")],
+    ["clock", "now"],
+    ["put", "key"],
+    ["put", 1, "value"],
+    ["put", "key", "x" * (1 << 20)],
+    ["control", ["Counts", 1, 1, [10**400]]],
+    ["control", [[["deep"]]]],
+    ["control", {}],
+    ["fail", "host 0", 2],
+    [],
+]
+
+
+def store(generation: Generation) -> Generation:
+    raise AssertionError("three hosts need none")
+
+
+async def on_all(hosts: list[Membership], act: Callable[[Membership], Any]) -> list[Any]:
+    """What the hosts do together, each in a thread."""
+    return await asyncio.gather(*(asyncio.to_thread(act, host) for host in hosts))
+
+
+def end(host: Membership) -> None:
+    """End a host like a process, without a farewell."""
+    attendance = host._attendance
+    attendance._loop.call_soon_threadsafe(attendance._mesh.close)
+    attendance._loop.call_soon_threadsafe(attendance._verdict.cancel)
+    attendance._thread.join()
+
+
+async def meet() -> tuple[list[Membership], list[Team], Host]:
+    """Two hosts of a run of three that outlives its hosts, and the connections of the third."""
+    address = ("127.0.0.1", free_port())
+    hosts = [Membership(CONFIG, index, 3) for index in range(2)]
+    third = Host(2, 3)
+    await third.listen()
+    entering = on_all(hosts, lambda host: host.enter(Place(host.index, 3, address, RUN), None))
+
+    async def join() -> None:
+        await third.mesh.join(address, await reach(address, 60.0))
+
+    await asyncio.gather(entering, join())
+    third.mesh.directory.outlives = True
+    third.mesh.broadcast("put", "process/2", json.dumps({"value": 1002}))
+    teams = await on_all(hosts, lambda host: host.outlive(RULES, store, ((0,),), 0, 0))
+    assert [team.hosts for team in teams] == [(0, 1, 2), (0, 1, 2)]
+    return hosts, teams, third
+
+
+def test_whoever_is_no_member_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    ended: list[int] = []
+    for place in ("attendance", "ending"):
+        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
+
+    async def live() -> None:
+        hosts, teams, third = await meet()
+        for message in NO_MESSAGES:
+            third.mesh.broadcast(*message)
+            await asyncio.sleep(0)
+        third.end()
+        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation, 60.0))
+        assert [team.hosts for team in teams] == [(0, 1), (0, 1)]
+        # It comes back, and finds that its input was wrong.
+        again, links = Host(2, 3), list[Link]()
+        await again.listen()
+
+        def calls_again() -> bool:
+            return again.mesh._links.get(0) not in (None, *links)
+
+        address = parse_address("address", hosts[0].control_address)
+        assert await again.mesh.rejoin(await reach(address, 60.0))
+        for message in (["verdict", 2, "host 2 failed: its input", 2], *NO_MESSAGES):
+            # Each connection that has said what no host says is ended, and it calls again.
+            await until(calls_again)
+            links += [again.mesh._links[0]] if message in NO_MESSAGES else []
+            again.mesh.send(0, *message)
+        await until(calls_again)
+        assert len(links) == len(NO_MESSAGES)
+        again.mesh.broadcast("farewell")
+        await on_all(hosts, lambda host: barrier(teams[host.index], "still there", 60.0))
+        await on_all(hosts, Membership.leave)
+        again.end()
+
+    asyncio.run(live())
+    assert ended == []
+    told = capfd.readouterr().err
+    assert told.count("host 2 failed: its input. The others go on.") == 1
+    assert "Traceback" not in told
+
+
+def test_a_member_that_ends_for_what_counts_for_all_ends_all(monkeypatch: pytest.MonkeyPatch):
+    ended: list[int] = []
+    for place in ("attendance", "ending"):
+        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
+
+    async def live() -> None:
+        hosts, _, third = await meet()
+        listening.extend(parse_address("address", host.control_address) for host in hosts)
+        third.mesh.broadcast("verdict", 2, "host 2 failed: its input", 2)
+        await on_all(hosts, lambda host: host._attendance._thread.join(60.0))
+        third.end()
+
+    listening: list[tuple[str, int]] = []
+    asyncio.run(live())
+    assert ended == [2, 2]
+    for address in listening:  # Whoever came now would be attended to by nobody.
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+
+
+def test_whatever_ends_a_newcomer_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    ended, newcomers = list[int](), list[Membership]()
+    for place in ("attendance", "ending", "joining"):
+        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
+
+    async def live() -> None:
+        hosts, teams, third = await meet()
+        third.end()
+        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation, 60.0))
+
+        def join() -> None:
+            address = hosts[1].control_address
+            given = CONFIG, address, 3, 2, False, [address], RUN
+            with joined(*given, is_newcomer=True) as host:
+                newcomers.append(host)
+                assert host.ask_in(RULES, store, 60.0) is not None
+                raise InputError("data.path", "text", "is another here", "Mend that")
+
+        joining = asyncio.create_task(asyncio.to_thread(join))
+        step = 0
+        while any(host.generation == 2 for host in hosts):  # It is taken in after a step.
+            step += 1
+            for team in teams:
+                team.contribute(step, (1.0,), lambda totals: None)
+            await asyncio.sleep(0.1)
+        with pytest.raises(InputError, match="is another here"):
+            await joining
+        told = ""
+        while told.count("is another here. Mend that.. The others go on.") < 2:
+            told += capfd.readouterr().err
+            await asyncio.sleep(0.05)
+        await on_all([*hosts, *newcomers], end)
+
+    asyncio.run(live())
+    assert ended == [2], "its own process alone"
+
+
+def test_a_newcomer_begins_no_run():
+    """Whoever listens there, if nobody goes on with a run."""
+    config = ClusterConfig(heartbeat_timeout_s=0.5, connect_timeout_s=60.0)
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        pytest.raises(TemporaryError, match="nobody goes on there with a run"),
+        joined(config, address, 3, 2, False, [address], RUN, is_newcomer=True),
+    ):
+        pass
+
+
+def test_a_host_comes_back_once_the_connections_of_its_last_process_count_no_more():
+    """They may be there for a while, where the machine was cut off or has hung."""
+
+    async def live() -> None:
+        hosts, teams, third = await meet()
+        again = Membership(ClusterConfig(heartbeat_timeout_s=2.0), 2, 3)
+        address = parse_address("address", hosts[0].control_address)
+        place, known = Place(2, 3, address, RUN), [hosts[0].control_address]
+        entering = asyncio.create_task(asyncio.to_thread(again.enter, place, None, known))
+        asked = hosts[0]._attendance._mesh.directory
+        refused: list[bool] = []
+        refusal = asked.refusal
+
+        def watched(hello: Hello, *, is_there: bool) -> InputError | None:
+            refused.append(is_there)
+            return refusal(hello, is_there=is_there)
+
+        asked.refusal = watched
+        await until(lambda: refused == [True])
+        assert not entering.done()
+        third.end()
+        await entering
+        assert again.is_outside
+        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation, 60.0))
+        assert [team.hosts for team in teams] == [(0, 1), (0, 1)]
+        await on_all([*hosts, again], lambda host: host._attendance.part(10.0))
+
+    asyncio.run(live())

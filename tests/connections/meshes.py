@@ -1,0 +1,151 @@
+"""Hosts of a run on one event loop, with real connections between them, and strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import psutil
+
+from skippipe_jax.connections.addresses import parse_address
+from skippipe_jax.connections.hello import Hello, Run
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
+from skippipe_jax.connections.links import LINE_BYTES, Link, reach
+from skippipe_jax.connections.mesh import Mesh
+from skippipe_jax.connections.reception import Reception
+from skippipe_jax.connections.secret import Secret
+
+RUN = Run({"run_dir": "runs/a", "model": "0123"}, {"train": "4567"}, {"jax": "1.0"})
+PATIENCE_S = 30.0
+
+
+def keys_of(text: str) -> Keys:
+    """The keys that follow from a secret."""
+    return Keys(Secret("cluster.secret", "a file", text * 40))
+
+
+KEYS, OTHER_KEYS = keys_of("a"), keys_of("b")
+
+
+class Host:
+    """One of them: its connections, and what came over them."""
+
+    def __init__(
+        self,
+        host: int,
+        hosts: int,
+        run: Run = RUN,
+        connect_timeout_s: float = 10.0,
+        keys: Keys = LOOPBACK_ONLY,
+    ):
+        self.keys = keys
+        self.received: list[tuple[int, list[Any]]] = []
+        self.lost: list[tuple[int, str]] = []
+        self.reception = Reception()
+        self.mesh = Mesh(
+            Hello(host, hosts, 1000 + host, f"host {host}", "", run),
+            heartbeat_timeout_s=10.0,
+            connect_timeout_s=connect_timeout_s,
+            received=self._received,
+            lost=lambda host, how: self.lost.append((host, how)),
+            found=lambda host: None,
+            reception=self.reception,
+            service=None,
+            keys=keys,
+        )
+
+    def _received(self, source: int, message: list[Any]) -> bool:
+        self.received.append((source, message))
+        return message[:1] in (["put"], ["control"])
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return parse_address("address", self.mesh.directory.hello.address)
+
+    async def listen(self) -> None:
+        await self.mesh.listen(["127.0.0.1"], 0)
+
+    async def join(self, first: Host) -> None:
+        await self.listen()
+        await self.mesh.join(first.address, await reach(first.address, PATIENCE_S, self.keys))
+
+    def end(self) -> None:
+        """End like a process, without a farewell and for good."""
+        self.mesh.close()
+
+    async def says(self, host: Host, word: str) -> None:
+        """Return when what this host says has come to another, once they are connected."""
+        own, other = self.mesh.directory.hello.host, host.mesh.directory.hello.host
+
+        def has_come() -> bool:
+            self.mesh.send(other, "put", word, "")
+            return (own, ["put", word, ""]) in host.received
+
+        await until(has_come)
+
+
+@asynccontextmanager
+async def gathered(
+    count: int, *, outlives: bool = True, keys: Keys = LOOPBACK_ONLY
+) -> AsyncIterator[list[Host]]:
+    """Hosts that have met, of a run that outlives them."""
+    hosts = [Host(host, count, keys=keys) for host in range(count)]
+    try:
+        await hosts[0].listen()
+        joining = [host.join(hosts[0]) for host in hosts[1:]]
+        await asyncio.gather(hosts[0].mesh.gather(), *joining)
+        for host in hosts:
+            host.mesh.directory.outlives = outlives
+        yield hosts
+    finally:
+        for host in hosts:
+            host.end()
+
+
+async def assert_all_connected(hosts: list[Host], word: str = "there") -> None:
+    """Every host is heard by every other."""
+    pairs = [(one, other) for one in hosts for other in hosts if one is not other]
+    await asyncio.gather(*(one.says(other, word) for one, other in pairs))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def stranger(host: Host) -> Link:
+    """A connection to a host, over which nothing has been said."""
+    return Link(*await asyncio.open_connection(*host.address, limit=LINE_BYTES))
+
+
+async def answer_to(host: Host, content: bytes) -> list[Any]:
+    """All that a host answers to who sends this, until it ends the connection."""
+    link = await stranger(host)
+    try:
+        link.writer.write(content)
+        async with asyncio.timeout(PATIENCE_S):
+            lines = await link.reader.read()
+    except ConnectionError:
+        return []
+    finally:
+        link.writer.close()
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def hello_of(host: int, hosts: int, **others: Any) -> dict[str, Any]:
+    """What a host of the run says first."""
+    hello = Hello(host, hosts, 2000 + host, f"host {host}", "127.0.0.1:9", RUN)
+    return replace(hello, **others).to_json()
+
+
+def line(message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def descriptors() -> int:
+    return psutil.Process().num_fds()

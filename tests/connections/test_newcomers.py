@@ -1,0 +1,403 @@
+"""What newcomers are told and given by the hosts of a run, and what they believe of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.errors import InputError, TemporaryError
+
+from skippipe_jax.connections import newcomer, reception
+from skippipe_jax.connections.addresses import join_address
+from skippipe_jax.connections.hello import PROTOCOL
+from skippipe_jax.connections.invitation import (
+    MOST_BYTES,
+    PIECE_BYTES,
+    File,
+    Files,
+    Invitation,
+    Place,
+)
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
+from skippipe_jax.connections.newcomer import Newcomer
+from skippipe_jax.connections.pauses import Pauses
+from tests.connections.meshes import (
+    KEYS,
+    OTHER_KEYS,
+    RUN,
+    Host,
+    answer_to,
+    gathered,
+    line,
+    stranger,
+    until,
+)
+
+CONTENTS = {
+    "config.yaml": b"seed: 0\n",
+    "tokenizer/tokenizer.model": random.Random(0).randbytes(2 * PIECE_BYTES + 1),
+    "plan.json": b"",
+}
+
+
+class Run:
+    """What a host has for newcomers in these tests: host 2 is lost."""
+
+    def __init__(self, contents: Mapping[str, bytes] = CONTENTS, text: str | None = "0123"):
+        self.contents, self.text = contents, text
+        self.read, self.standing = 0, ((0, 1), ((0, 2), (1,)))
+
+    def places(self, free: Collection[int]) -> list[Place]:
+        return [Place(host, (0, host), 0.5) for host in sorted(free)]
+
+    def files(self) -> Files:
+        self.read += 1
+        return Files(self.contents)
+
+
+@asynccontextmanager
+async def listening(keys: Keys = LOOPBACK_ONLY) -> AsyncIterator[Host]:
+    """A host that has met no other yet."""
+    host = Host(0, 2, keys=keys)
+    await host.listen()
+    yield host
+    host.end()
+
+
+def address_of(host: Host) -> str:
+    return join_address(*host.address)
+
+
+@pytest.fixture(autouse=True)
+def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newcomer, "versions", lambda: RUN.versions)
+
+
+def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
+    async def live() -> None:
+        async with gathered(3) as (first, second, third):
+            third.end()
+            await until(lambda: first.mesh.missed == second.mesh.missed == {2})
+            second.reception.inviting = Run()
+            asking = Newcomer()
+            asked, told = await asking.ask([address_of(second)])
+            assert (asked, told.host, told.hosts) == (address_of(second), 1, 3)
+            assert told.addresses[0] == address_of(first)
+            assert told.addresses[1] == address_of(second)
+            assert told.places == (Place(2, (0, 2), 0.5),)
+            assert told.text == "0123"
+            assert (told.members, told.placement) == ((0, 1), ((0, 2), (1,)))
+            assert asking.contents == CONTENTS
+            assert asking.fetched == sum(map(len, CONTENTS.values()))
+
+    asyncio.run(live())
+
+
+def test_the_place_of_a_host_that_was_told_to_leave_is_free():
+    async def live() -> None:
+        async with gathered(3) as (_, second, third):
+            second.reception.inviting = Run()
+            asking = Newcomer()
+            _, told = await asking.ask([address_of(second)])
+            assert not told.places
+            await third.mesh.part(0.1)
+            async with asyncio.timeout(10.0):
+                while not told.places:
+                    _, told = await asking.ask([address_of(second)])
+            assert told.places == (Place(2, (0, 2), 0.5),)
+            assert not second.mesh.missed
+
+    asyncio.run(live())
+
+
+def test_what_has_come_whole_is_not_asked_for_again_and_the_rest_is_whoever_is_asked():
+    async def live() -> None:
+        async with gathered(2) as (first, second):
+            asking = Newcomer()
+            first.reception.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
+            await asking.ask([address_of(first)], wanted=["config.yaml"])
+            assert (asking.contents, asking.fetched) == ({"config.yaml": b"1"}, 1)
+            second.reception.inviting = Run({"config.yaml": b"1", "plans/a.json": b"345"})
+            await asking.ask([address_of(second)])
+            assert asking.contents == {"config.yaml": b"1", "plans/a.json": b"345"}
+            assert asking.fetched == 4
+            second.reception.inviting = Run({"config.yaml": b"67"})
+            await asking.ask([address_of(second)])
+            assert (asking.contents, asking.fetched) == ({"config.yaml": b"67"}, 6)
+
+    asyncio.run(live())
+
+
+def test_only_a_newcomer_with_the_secret_of_the_run_is_told_of_it(
+    capfd: pytest.CaptureFixture[str],
+):
+    async def live() -> None:
+        async with listening(KEYS) as first:
+            first.reception.inviting = run = Run()
+            for keys, why in (
+                (LOOPBACK_ONLY, "has a secret, and this host none"),
+                (OTHER_KEYS, "does not have this secret"),
+            ):
+                with pytest.raises(InputError, match=why) as caught:
+                    await Newcomer(keys).ask([address_of(first)])
+                assert type(caught.value) is InputError
+            assert run.read == 0
+            asking = Newcomer(KEYS)
+            await asking.ask([address_of(first)])
+            assert asking.contents == CONTENTS
+        async with listening() as first:
+            with pytest.raises(InputError, match="answers in clear, so it has none"):
+                await Newcomer(KEYS).ask([address_of(first)])
+
+    asyncio.run(live())
+    told = capfd.readouterr().err
+    assert "it has no secret, and this run has one" in told
+    assert "it does not have the secret of this run" in told
+
+
+class Forged(Files):
+    """Files of which one has other content than is told."""
+
+    def __init__(self):
+        super().__init__({"config.yaml": b"1", "plan.json": b"2"})
+        self._contents = [b"1", b"3"]
+
+
+def test_what_came_otherwise_than_it_was_told_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    async def live() -> None:
+        async with gathered(2) as (first, second):
+            run = Run()
+            monkeypatch.setattr(run, "files", Forged)
+            first.reception.inviting = run
+            asking = Newcomer()
+            with pytest.raises(TemporaryError, match=r"plan\.json came otherwise than it was told"):
+                await asking.ask([address_of(first)])
+            assert asking.contents == {"config.yaml": b"1"}
+            second.reception.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
+            asked, _ = await asking.ask([address_of(first), address_of(second)])
+            assert asked == address_of(second)
+            assert asking.contents == {"config.yaml": b"1", "plan.json": b"2"}
+
+    asyncio.run(live())
+
+
+def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
+    async def live() -> None:
+        async with listening() as first:
+            with pytest.raises(TemporaryError, match="no run has begun here that goes on"):
+                await Newcomer().ask([address_of(first)])
+            gone = address_of(first)
+            first.end()
+            with pytest.raises(TemporaryError, match="no host of a run answers there"):
+                await Newcomer().ask([gone])
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ([PROTOCOL + 1, {"jax": "1.0"}], f"the protocol between hosts = {PROTOCOL + 1}: host 0"),
+        ([PROTOCOL, {"jax": "0.9"}], "the version of jax = '0.9': that is the newcomer's, and"),
+        ([PROTOCOL, {}], "the version of jax = None: that is the newcomer's, and host 0 has '1.0'"),
+        ([PROTOCOL, {"jax": 1}], "the version of jax = None"),
+        ([PROTOCOL], "join = None: that is no newcomer"),
+        ([PROTOCOL, 3], "join = None: that is no newcomer"),
+    ],
+)
+def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
+    said: list[Any], named: str, capfd: pytest.CaptureFixture[str]
+):
+    async def live() -> None:
+        async with listening() as first:
+            first.reception.inviting = Run()
+            [answer] = await answer_to(first, line(["newcomer", *said]))
+            assert answer[:2] == ["refused", InputError.exit_code]
+            assert first.reception.inviting.read == 0
+
+    asyncio.run(live())
+    told = capfd.readouterr().err
+    assert told.startswith("host 0 refused a newcomer from ")
+    assert named in told
+    assert told.count("\n") == 1
+
+
+def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(reception, "MOST_NEWCOMERS", 2)
+
+    async def live() -> None:
+        async with listening() as first:
+            first.reception.inviting = Run()
+            asking = []
+            for _ in range(3):
+                link = await stranger(first)
+                link.send("newcomer", PROTOCOL, dict(RUN.versions))
+                assert (await link.receive())[0] == "invitation"
+                asking.append(link)
+            assert await asking[0].receive() is None
+            for link in asking[1:]:
+                link.send("piece", 0, 0)
+                assert (await link.receive())[:3] == ["piece", 0, 0]
+                link.writer.close()
+            await until(lambda: not first.reception._there)
+
+    asyncio.run(live())
+
+
+def assert_tells_no_more_than_the_invitation(asked: list[Any]) -> None:
+    """A newcomer that asks this is not answered."""
+
+    async def live() -> None:
+        async with listening() as first:
+            first.reception.inviting = Run()
+            hello = line(["newcomer", PROTOCOL, dict(RUN.versions)])
+            [told] = await answer_to(first, hello + line(asked))
+            assert told[0] == "invitation"
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("asked", [["piece", 3, 0], ["piece", 0, 1], ["piece", 0, -1], ["piece"]])
+def test_who_asks_for_a_piece_that_there_is_not_is_told_nothing_more(asked: list[Any]):
+    assert_tells_no_more_than_the_invitation(asked)
+
+
+INVITATION = Invitation(
+    1, 3, {0: "127.0.0.1:9"}, (Place(2, (1,), 0.5),), Files({"plan.json": b"1"}).told, None
+)
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    return INVITATION.to_json() | parts
+
+
+NO_INVITATIONS = [
+    [],
+    {},
+    changed(host=3),
+    changed(hosts=1 << 17),
+    changed(addresses={"3": "127.0.0.1:9"}),
+    changed(addresses={"x": "127.0.0.1:9"}),
+    changed(addresses={"0": "vienna:9"}),
+    changed(places=[[3, [], 0]]),
+    changed(places=[[2, [-1], 0]]),
+    changed(places=[[2, [], -1]]),
+    changed(places=[[2, [], 1e9]]),
+    changed(places=[[2, [], float("nan")]]),
+    changed(places=[[2, []]]),
+    changed(files=[["plan.json", -1, "0" * 64]]),
+    changed(files=[["plan.json", 1, "0" * 63]]),
+    changed(files=[["a", MOST_BYTES, "0" * 64], ["b", 1, "0" * 64]]),
+    changed(files=[["a", 1, "0" * 64]] * 2),
+    changed(files=[["a", 1]]),
+    changed(text=3),
+    changed(spare=-1),
+    changed(members=[3]),
+    changed(members=None),
+    changed(placement=[0]),
+    changed(placement=[[-1]]),
+    changed(text="x" * 5000),
+]
+
+
+@pytest.mark.parametrize("told", NO_INVITATIONS, ids=range(len(NO_INVITATIONS)))
+def test_an_invitation_with_anything_out_of_range_is_none(told: Any):
+    with pytest.raises(ValueError):  # noqa: PT011
+        Invitation.parse(told)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+JSON = st.recursive(
+    SCALARS | st.just(10**400),
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=3), parts),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*INVITATION.to_json()]), JSON))
+@settings(max_examples=200, deadline=None)
+def test_what_is_no_invitation_is_a_value_error_and_nothing_else(parts: dict[str, Any]):
+    try:
+        told = Invitation.parse(changed(**parts))
+    except ValueError:
+        return
+    assert Invitation.parse(json.loads(json.dumps(told.to_json()))) == told
+
+
+ANSWERS = st.lists(
+    st.one_of(
+        JSON.map(line),
+        st.binary(max_size=40),
+        st.builds(lambda parts: line(["invitation", changed(**parts)]), st.just({})),
+        st.just(line(["piece", 0, 0, "MQ=="])),
+        st.just(line(["piece", 0, 0, "Mg=="])),
+        JSON.map(lambda piece: line(["piece", 0, 0, piece])),
+        st.just(line(["refused", 2, "a", "b", "c", "d"])),
+    ),
+    max_size=4,
+)
+
+
+@given(ANSWERS)
+@settings(max_examples=60, deadline=None)
+def test_whatever_answers_a_newcomer_it_believes_nothing_but_what_was_told(answers: list[bytes]):
+    async def live() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.writelines(answers)
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            asking = Newcomer()
+            try:
+                await asking.ask([join_address(*server.sockets[0].getsockname())])
+            except InputError:
+                assert asking.contents == {}
+            else:
+                assert asking.contents == {"plan.json": b"1"}
+
+    asyncio.run(live())
+
+
+def test_a_file_is_told_by_its_size_and_digest():
+    file = File.of("plan.json", bytes(PIECE_BYTES + 1))
+    assert (file.size, file.pieces) == (PIECE_BYTES + 1, 2)
+    assert file.is_of(bytes(PIECE_BYTES + 1))
+    assert not file.is_of(bytes(PIECE_BYTES))
+    assert File.of("empty", b"").pieces == 0
+
+
+def test_a_place_that_is_lost_soon_again_is_held_back_for_longer_each_time():
+    pauses = Pauses()
+    pauses.entered({0: 10, 1: 11, 2: 12}, 0.0)
+    pauses.entered({0: 10, 1: 11}, 1.0)
+    assert pauses.pause_s(2, 1.0) == 0.0, "it was there from the beginning"
+    now_s, found = 1.0, []
+    for process in range(20, 29):
+        pauses.entered({0: 10, 1: 11, 2: process}, now_s)
+        now_s += 30.0
+        pauses.entered({0: 10, 1: 11}, now_s)
+        found.append(pauses.pause_s(2, now_s))
+        assert pauses.pause_s(2, now_s + 0.5) == found[-1] - 0.5
+    assert found == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert pauses.pause_s(1, now_s) == 0.0
+    # Who stays begins anew.
+    pauses.entered({0: 10, 1: 11, 2: 30}, now_s)
+    pauses.entered({0: 10, 1: 11}, now_s + 61.0)
+    assert pauses.pause_s(2, now_s + 61.0) == 0.0
+    # A process that is another was lost, although its host is there.
+    pauses.entered({0: 10, 1: 11, 2: 31}, 1000.0)
+    pauses.entered({0: 10, 1: 11, 2: 32}, 1001.0)
+    pauses.entered({0: 10, 1: 11}, 1002.0)
+    assert pauses.pause_s(2, 1002.0) == 2.0

@@ -1,0 +1,117 @@
+"""The ways between a newcomer and hosts, as it measures them before it is one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from skippipe_jax.connections import newcomer, reception, ways
+from skippipe_jax.connections.links import Link
+from skippipe_jax.connections.newcomer import Newcomer
+from tests.connections.meshes import KEYS, RUN, line
+from tests.connections.test_newcomers import (
+    Run,
+    address_of,
+    assert_tells_no_more_than_the_invitation,
+    listening,
+)
+
+
+@pytest.fixture(autouse=True)
+def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newcomer, "versions", lambda: RUN.versions)
+
+
+def test_a_newcomer_measures_the_ways_to_those_that_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ways, "MOST_BYTES", 1 << 19)
+    monkeypatch.setattr(reception, "MOST_BYTES", 1 << 19)
+
+    async def live() -> None:
+        async with listening(KEYS) as first:
+            first.reception.inviting = Run()
+            gone = {1: "127.0.0.1:9", 4: address_of(first)}
+            found = await Newcomer(KEYS).ways(gone, 0.2)
+            assert [*found] == [4]
+            assert 0 < found[4].latency_s < 5
+            assert min(found[4].to, found[4].back) > 1e4
+
+    asyncio.run(live())
+
+
+class Slow:
+    """The other end of a link of which latency and bandwidths are known, in made up seconds."""
+
+    latency_s, to, back = 0.05, 1e6, 4e6
+
+    def __init__(self):
+        self.now_s, self.asked, self.coming = 0.0, list[tuple[str, int]](), 0
+        self.ending = ""
+
+    def send(self, way: str, size: int) -> None:
+        self.asked.append((way, size))
+        self.now_s += 2 * self.latency_s
+        if way == "give":
+            self.now_s += size / self.back
+            self.coming = size
+
+    def write(self, said: bytes) -> None:
+        self.now_s += len(said) / self.to
+
+    async def drained(self, timeout_s: float) -> None:
+        pass
+
+    async def receive(self) -> Any:
+        return ["taken", self.asked[-1][1]]
+
+    async def read(self) -> bytes:
+        came, self.coming = min(self.coming, 1000), max(0, self.coming - 1000)
+        return bytes(came)
+
+
+def test_it_finds_latency_and_bandwidth_both_ways_and_is_done_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    slow: Any = Slow()
+    monkeypatch.setattr(ways.time, "perf_counter", lambda: slow.now_s)
+    monkeypatch.setattr(ways.time, "monotonic", lambda: slow.now_s)
+    found = asyncio.run(ways.measured(slow, 4.0))
+    assert found.latency_s == pytest.approx(Slow.latency_s)
+    assert (found.to, found.back) == pytest.approx((Slow.to, Slow.back))
+    assert slow.now_s < 5.0
+    assert len(slow.asked) < ways.MOST_QUESTIONS
+    # Where a part of a second is all there is, the least has to do.
+    slow.asked.clear()
+    assert asyncio.run(ways.measured(slow, 0.01)).to == pytest.approx(Slow.to)
+    assert {size for _, size in slow.asked} == {0, ways.LEAST_BYTES}
+
+
+def test_who_answers_otherwise_or_not_at_all_has_no_way(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ways, "PATIENCE_S", 0.05)
+
+    async def ask(answer: bytes) -> float:
+        async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(answer)
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(attend, "127.0.0.1", 0)
+        async with server:
+            link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+            began_s = time.monotonic()
+            with pytest.raises(ValueError, match=r"answered for|did not take"):
+                await ways.measured(link, 1.0)
+            link.writer.close()
+            return time.monotonic() - began_s
+
+    for answer in (b"", line(["taken", 1]), line(["gone"])):
+        assert asyncio.run(ask(answer)) < ways.PATIENCE_S + 5
+
+
+@pytest.mark.parametrize(
+    "asked", [["give", -1], ["give", ways.MOST_BYTES + 1], ["take"], ["take", 1.0], ["give", "1"]]
+)
+def test_a_host_answers_nothing_else(asked: list[Any]):
+    assert_tells_no_more_than_the_invitation(asked)

@@ -1,0 +1,509 @@
+"""Hosts that agree by the rules of `decisions`, on a network that may do anything to messages.
+
+The rules are driven alone, without sockets or clocks. Hosts hold stages, take those that they lack
+only from who has them, and begin with a step only once all have what they serve. Whatever happens
+to them, what must hold is asserted on the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from skippipe_jax.config.recovery import BUDDY, SKIP
+from skippipe_jax.consensus.apart import can_decide, is_readable
+from skippipe_jax.consensus.decisions import advance, first_state
+from skippipe_jax.consensus.generations import (
+    Apply,
+    Effect,
+    Enter,
+    Event,
+    Generation,
+    Held,
+    LeftOut,
+    Presence,
+    Received,
+    Remade,
+    Remakes,
+    Rules,
+    Saved,
+    Send,
+    State,
+    Stored,
+    Tick,
+    Told,
+    Wish,
+    Writes,
+)
+from skippipe_jax.consensus.leaving import ENOUGH
+
+STAGES = 2
+Placement = Mapping[int, frozenset[int]]
+
+
+def serves(placement: Placement, host: int) -> frozenset[int]:
+    return placement[host]
+
+
+def covers(placement: Placement, hosts: frozenset[int], stages: int = STAGES) -> bool:
+    served = {stage for host in hosts for stage in placement[host]}
+    return served == set(range(stages)) and all(placement[host] for host in hosts)
+
+
+def placed(placement: Placement, hosts: frozenset[int], apart: Collection[int] = ()) -> Placement:
+    """The living hosts share the stages, one of them each, so a last one does not serve all.
+
+    Those that are apart do not newly get stage 0. Those that serve nothing get a stage.
+    """
+    idle = {host: frozenset({1}) for host in hosts if not placement[host]}
+    if idle and covers(dict(placement) | idle, hosts):
+        return dict(placement) | idle
+    barred = {host for host in apart if 0 not in placement[host]}
+    alive = sorted(hosts, key=lambda host: (host in barred, host))
+    return dict(placement) | {
+        host: frozenset({1 if host in barred else p % STAGES}) for p, host in enumerate(alive)
+    }
+
+
+def safest(
+    placement: Placement, hosts: frozenset[int], apart: Collection[int], stages: int = STAGES
+) -> Placement:
+    """Where one host alone serves a stage, another comes to it from one that three serve."""
+    serving = Counter(stage for host in hosts for stage in placement[host])
+    for stage in range(stages):
+        barred = apart if stage == 0 else ()
+        free = [
+            host
+            for host in sorted({*hosts}.difference(barred))
+            if min(serving[own] for own in placement[host]) > 2
+        ]
+        if serving[stage] == 1 and free:
+            return dict(placement) | {free[-1]: frozenset({stage})}
+    return placement
+
+
+def unmoved(placement: Placement, *_: Any) -> Placement:
+    return placement
+
+
+def add_up(totals: Mapping[int, Any]) -> tuple[Any, ...]:
+    return tuple(sorted(totals.items()))
+
+
+@dataclass
+class Process:
+    """A process of a host: its state, and the steps that it has applied, by their sums.
+
+    `stages` are those whose state it has, and the steps that are in it.
+    """
+
+    state: State
+    applied: list[Any] = field(default_factory=list)
+    is_ready: bool = True
+    entered: Generation | None = None
+    stages: dict[int, list[Any]] = field(default_factory=dict)
+
+    @property
+    def served(self) -> frozenset[int]:
+        return frozenset() if self.entered is None else self.entered.placement[self.state.host]
+
+    @property
+    def has_all(self) -> bool:
+        return self.is_ready and self.served <= self.stages.keys()
+
+
+class Simulation:
+    """Hosts and a network, and what must hold whatever happens.
+
+    At first host h holds stage h modulo the number of stages. More may come to `spare` places.
+    Where stages may be remade, hosts keep copies of others' as well.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        *,
+        stages: int = STAGES,
+        placed: Callable[..., Placement | None] = placed,
+        remakes: Remakes | None = None,
+        placed_without: Callable[..., Placement | None] | None = None,
+        has_store: bool = False,
+        rewinds: bool = True,
+        spare: int = 0,
+        moves_to_safety: bool = False,
+    ):
+        everybody, beginning = tuple(range(hosts + spare)), tuple(range(hosts))
+        self.rules = Rules(
+            everybody,
+            partial(covers, stages=stages),
+            placed,
+            add_up,
+            rewinds,
+            has_store,
+            serves=serves,
+            remakes=remakes,
+            placed_without=placed_without,
+            safest=partial(safest, stages=stages) if moves_to_safety else unmoved,
+        )
+        self.stages = stages
+        self.processes = Counter[int]()
+        placement: Placement = {host: frozenset({host % stages}) for host in beginning}
+        placement = placement | {host: frozenset[int]() for host in everybody[hosts:]}
+        first = Generation(1, beginning, (0,) * hosts, 0, 0, placement=placement)
+        self.live = {
+            host: Process(
+                first_state(host, self.rules, first, 0),
+                entered=first,
+                stages={stage: [] for stage in placement[host]},
+            )
+            for host in beginning
+        }
+        self.messages: list[tuple[int, Send]] = []
+        self.decided = {1: first}
+        self.begun_with: dict[int, list[Any]] = {1: []}
+        self.checkpoints: dict[int, list[Any]] = {0: []}
+        self.store: dict[int, Generation] = {}
+        self.computed: list[tuple[int, int, Held]] = []
+        self.copies: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        self.has_ended = False
+
+    def tell(self, host: int, event: Event) -> None:
+        """An event comes to a host, if it lives."""
+        if host not in self.live:
+            return
+        own = self.live[host]
+        own.state, effects = advance(own.state, event)
+        for effect in effects:
+            if self.live.get(host) is own:  # It may have left.
+                self.do(host, effect)
+        if own.state.number and not self.has_ended:
+            for stage in own.state.standing.holds:
+                assert own.stages[stage] == own.applied, "who says that it holds a stage does"
+
+    def do(self, host: int, effect: Effect) -> None:
+        own = self.live[host]
+        match effect:
+            case Send():
+                assert effect.target != host
+                self.messages.append((host, effect))
+            case Apply(step, outcome):
+                assert own.has_all
+                assert step == len(own.applied) + 1, "no step twice, and none left out"
+                numbers = {number for _, (number, _) in outcome}
+                assert len(numbers) == 1, "totals of one generation are added up, and no others"
+                assert all(own.stages[stage] == own.applied for stage in own.served)
+                own.applied = [*own.applied, outcome]
+                own.stages = dict.fromkeys(own.served, own.applied)
+            case Writes(generation):
+                there = self.store.setdefault(generation.number, generation)
+                self.tell(host, Stored(there))
+            case LeftOut():
+                own.is_ready = False
+                self.copies[host].clear()
+                if host in own.state.leaving:
+                    self.crash(host)
+            case Enter(generation):
+                self.enter(host, generation)
+
+    def enter(self, host: int, generation: Generation) -> None:
+        own = self.live[host]
+        same = self.decided.setdefault(generation.number, generation)
+        assert generation == same, "one generation of each number, and one leader of each"
+        assert generation.leader in generation.members
+        assert host in generation.members
+        assert own.state.rules.is_apart == (host in generation.apart)
+        if generation.is_last:
+            self.has_ended = True
+            return
+        own.entered = generation
+        assert all(generation.placement[member] for member in generation.members), "all serve"
+        before = self.decided[generation.number - 1].placement
+        assert is_readable(self.rules, before, generation.placement, generation.apart)
+        members, fresh = frozenset(generation.members), frozenset(generation.fresh)
+        assert generation.leader not in generation.apart, "who leads writes"
+        assert generation.leader not in fresh or members - fresh <= {*generation.apart}
+        if host in fresh:
+            own.is_ready, own.stages = False, {}
+        elif generation.is_rewound:
+            assert host not in generation.apart, "it cannot read a checkpoint"
+            own.applied, own.is_ready = list(self.checkpoints[generation.step]), True
+            own.stages = dict.fromkeys(own.served, own.applied)
+        served = {stage for member in members for stage in generation.placement[member]}
+        assert served.isdisjoint(generation.left_out)
+        is_covered = {*served, *generation.left_out} == {*range(self.stages)}
+        assert is_covered or generation.is_rewound
+        for stage, holders in enumerate(generation.holders):
+            is_told = stage in (*generation.lost, *generation.left_out)
+            assert holders or is_told, "a stage that nobody holds is lost"
+            assert host not in holders or own.stages[stage] == own.applied
+        assert own.is_ready or host in fresh, "nobody goes on without a state"
+        assert not own.is_ready or len(own.applied) == generation.step
+        if own.is_ready:
+            begun = self.begun_with.setdefault(generation.number, own.applied)
+            assert begun == own.applied, "replicas go on with the same steps"
+        self.require_remade(host, generation)
+
+    def require_remade(self, host: int, generation: Generation) -> None:
+        """Stages are made anew that nobody holds, from what those have who are to give it."""
+        if generation.is_rewound or host in generation.fresh:
+            self.copies[host].clear()
+        assert not (generation.is_rewound and generation.remade)
+        made_anew = {made.stage for made in generation.remade}
+        assert made_anew in (set(), {*generation.lost} - {*generation.left_out})
+        for made in generation.remade:
+            assert not generation.holders[made.stage]
+            if host in made.sources:
+                self.require_source(host, made)
+
+    def require_source(self, host: int, made: Remade) -> None:
+        """Who is said to have what a stage is made from has it, and as of the right step."""
+        if made.by == BUDDY:
+            assert (made.stage, made.step) in self.copies[host]
+            return
+        if made.by == SKIP:
+            assert 0 < made.step in self.checkpoints
+            return
+        own, beside = self.live[host], made.stage + (-1, 1)[made.sources.index(host)]
+        assert own.stages[beside] == own.applied
+        assert len(own.applied) == made.step
+
+    def fetch(self, host: int) -> None:
+        """A member takes the stages that it lacks from those that hold them, if they live.
+
+        Those that nobody holds it makes anew, if all live that have what they are made from.
+        """
+        own = self.live[host]
+        number = own.state.number
+        if not number or own.entered is None or own.entered.is_last:
+            return
+        for stage in own.served - own.stages.keys():
+            for holder in own.entered.holders[stage]:
+                there = self.live.get(holder)
+                if there is None or there.state.number != number or stage not in there.stages:
+                    continue
+                own.stages[stage] = there.stages[stage]
+                assert len(own.stages[stage]) == own.entered.step
+        for made in own.entered.remade:
+            there = [self.live.get(source) for source in made.sources]
+            lives = all(one is not None and one.state.number == number for one in there)
+            if made.stage in own.served - own.stages.keys() and lives:
+                own.stages[made.stage] = self.begun_with[number]
+        if own.served <= own.stages.keys() and not own.is_ready:
+            own.applied, own.is_ready = self.begun_with[number], True
+
+    def hold(self, host: int) -> None:
+        """A member has computed the next step."""
+        self.compute(host)
+        self.hear_of_computed(len(self.computed) - 1)
+
+    def compute(self, host: int) -> None:
+        """A member computes the next step, of which its part in the decisions may hear later."""
+        if host not in self.live:
+            return
+        self.fetch(host)
+        own = self.live[host]
+        if own.has_all and own.state.number:
+            number, step = own.state.number, len(own.applied) + 1
+            if self.rules.remakes is not None:
+                self.copies[host].add(((min(own.served) + 2) % self.stages, step - 1))
+            event = Held(number, step, (number, step), tuple(sorted(self.copies[host])))
+            self.computed.append((own.state.process, host, event))
+
+    def hear_of_computed(self, place: int) -> None:
+        """The part of a host in the decisions hears of what this process of it has computed."""
+        if self.computed:
+            process, host, event = self.computed.pop(place % len(self.computed))
+            if host in self.live and self.live[host].state.process == process:
+                self.tell(host, event)
+
+    def deliver(self, place: int, *, keep: bool) -> None:
+        if self.messages:
+            place %= len(self.messages)
+            source, sent = self.messages[place]
+            if not keep:
+                del self.messages[place]
+            # Whatever comes from a host shows that it is there.
+            self.tell(sent.target, Presence(source, is_there=True))
+            self.tell(sent.target, Received(source, sent.message))
+
+    def save(self, host: int) -> None:
+        """All members have saved what they have applied, if all have applied the same."""
+        if host not in self.live or not self.live[host].has_all:
+            return
+        own = self.live[host]
+        there = [self.live.get(member) for member in own.state.members]
+        numbers = {None if one is None else one.state.number for one in there}
+        alike = all(one is not None and one.has_all and one.applied == own.applied for one in there)
+        if alike and numbers == {own.state.number} and own.state.number:
+            self.checkpoints[len(own.applied)] = own.applied
+            self.tell(host, Saved(len(own.applied)))
+
+    def crash(self, host: int) -> None:
+        self.live.pop(host, None)
+
+    def start(self, host: int, *, is_apart: bool = False) -> None:
+        if host not in self.live:
+            self.copies[host].clear()
+            self.processes[host] += 1
+            rules = replace(self.rules, is_apart=is_apart)
+            state = State(host, self.processes[host], rules)
+            self.live[host] = Process(state, is_ready=False)
+
+    def act(self, kind: str, a: int, b: int) -> None:
+        """Something happens; what the numbers mean depends on what."""
+        hosts = self.rules.hosts
+        one, other = hosts[a % len(hosts)], hosts[b % len(hosts)]
+        match kind:
+            case "deliver":
+                self.deliver(a, keep=False)
+            case "double":
+                self.deliver(a, keep=True)
+            case "lose" if self.messages:
+                del self.messages[a % len(self.messages)]
+            case "tick":
+                self.tell(one, Tick())
+            case "hold":
+                self.hold(one)
+            case "compute":
+                self.compute(one)
+            case "computed":
+                self.hear_of_computed(a)
+            case "save":
+                self.save(one)
+            case "suspect" if one != other:
+                self.tell(one, Presence(other, is_there=False))
+            case "hear" if one != other:
+                self.tell(one, Presence(other, is_there=True))
+            case "crash":
+                self.crash(one)
+            case "start":
+                self.start(one)
+            case "leave":
+                self.tell(one, Told())
+            case "wish" if one in self.live:
+                self.wish(one, a)
+            case "join":
+                self.start(one, is_apart=True)
+
+    def wish(self, host: int, number: int) -> None:
+        """A host wants all to go on under some placement; only the wish of a leader counts."""
+        wanted = {
+            other: frozenset(s for s in range(self.stages) if (number * 7 + other * 3 + s) % 3 != 0)
+            or frozenset({0})
+            for other in self.rules.hosts
+        }
+        self.tell(host, Wish(self.live[host].state.number, wanted, f"plan {number}"))
+
+    def settle(self) -> None:
+        """All that live do what is their part, and hear of it, but compute nothing."""
+        for host in [*self.live]:
+            self.tell(host, Tick())
+        for _ in range(200):  # An answer may be asked for again by another answer.
+            self.deliver(0, keep=False)
+
+    def calm(self, rounds: int) -> None:
+        """From now on nothing is lost, and who lives is known."""
+        while self.computed:
+            self.hear_of_computed(0)
+        for _ in range(rounds):
+            for host in [*self.live]:
+                for other in self.rules.hosts:
+                    if other != host:
+                        self.tell(host, Presence(other, is_there=other in self.live))
+                self.hold(host)
+                self.tell(host, Tick())
+            for _ in range(len(self.messages)):
+                self.deliver(0, keep=False)
+
+    def can_go_on(self) -> bool:
+        """Whether so many members of the last generation live, as they were then, as it takes."""
+        last = self.decided[max(self.decided)]
+        known = [
+            host
+            for host, process in zip(last.members, last.processes, strict=True)
+            if host in self.live and self.live[host].state.process == process
+        ]
+        entered = any(self.live[host].state.number == last.number for host in known)
+        two = len(last.members) == 2 and self.rules.has_store and not last.apart
+        return entered and (can_decide(last, known) or (two and bool(known)))
+
+
+KINDS = [
+    *["deliver"] * 50, *["tick"] * 12, *["hold"] * 14, *["compute"] * 8, *["computed"] * 3,
+    "double", "double", "lose", "lose", "suspect", "suspect", "hear", "hear", "save", "save",
+    "crash", "start", "start", "join", "leave", "wish", "wish",
+]  # fmt: skip
+
+
+def require_goes_on(simulation: Simulation, *, goes_on: bool) -> None:
+    """From now on all is calm: those that live go on together, if they can."""
+    before = max(len(own.applied) for own in simulation.live.values()) if simulation.live else 0
+    simulation.calm(30)
+    if simulation.has_ended or not (goes_on and simulation.can_go_on()):
+        return
+    # Nobody takes in who is about to leave.
+    staying = [
+        own
+        for host, own in simulation.live.items()
+        if own.state.number or host not in own.state.leaving
+    ]
+    assert len({own.state.number for own in staying}) == 1, "all that live go on together"
+    assert staying[0].state.number
+    applied = sorted((own.applied for own in staying), key=len)
+    assert all(own == applied[-1][: len(own)] for own in applied)
+    assert len(applied[-1]) - len(applied[0]) <= 1
+    last = simulation.decided[max(simulation.decided)]
+    assert len(applied[-1]) > (before if not last.is_rewound else last.step)
+
+
+def run(simulation: Simulation) -> None:
+    """Deliver all that is under way, in order."""
+    while simulation.messages:
+        simulation.deliver(0, keep=False)
+
+
+def stepped(hosts: int, **options: Any) -> Simulation:
+    """Hosts that have made a step together."""
+    simulation = Simulation(hosts, **options)
+    for host in range(hosts):
+        simulation.hold(host)
+    run(simulation)
+    assert all(len(own.applied) == 1 for own in simulation.live.values())
+    return simulation
+
+
+def lose(simulation: Simulation, host: int) -> None:
+    simulation.crash(host)
+    for other in simulation.live:
+        simulation.tell(other, Presence(host, is_there=False))
+
+
+def tick(simulation: Simulation) -> None:
+    for host in [*simulation.live]:
+        simulation.tell(host, Tick())
+
+
+def generations(simulation: Simulation) -> set[int]:
+    return {own.state.number for own in simulation.live.values()}
+
+
+def tell_to_leave(simulation: Simulation, *hosts: int) -> None:
+    """Some hosts are told to leave, and the others have heard of it long enough."""
+    for host in hosts:
+        simulation.tell(host, Told())
+    for _ in range(ENOUGH):
+        tick(simulation)
+        run(simulation)
+
+
+def step(simulation: Simulation) -> None:
+    for host in [*simulation.live]:
+        simulation.hold(host)
+    run(simulation)
+
+
+def last_of(simulation: Simulation) -> Generation:
+    return simulation.decided[max(simulation.decided)]

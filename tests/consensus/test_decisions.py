@@ -1,0 +1,798 @@
+"""The rules by which hosts agree, under losses of messages and hosts at every point.
+
+What hypothesis drives is the pure core alone: a network that loses, delays, doubles and reorders
+messages, hosts that crash, are started again, and suspect each other wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from skippipe_jax.consensus.decisions import advance, first_state
+from skippipe_jax.consensus.generations import (
+    Beat,
+    Generation,
+    Presence,
+    Received,
+    Rules,
+    Tick,
+    Told,
+    Wish,
+)
+from skippipe_jax.consensus.leaving import ENOUGH, is_the_end
+from tests.consensus.simulation import (
+    KINDS,
+    Simulation,
+    add_up,
+    covers,
+    generations,
+    last_of,
+    lose,
+    placed,
+    require_goes_on,
+    run,
+    serves,
+    step,
+    stepped,
+    tell_to_leave,
+    tick,
+)
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.integers(0, 63), st.integers(0, 7)), max_size=400
+)
+
+
+def check(
+    hosts: int,
+    actions: list[tuple[str, int, int]],
+    *,
+    has_store: bool,
+    rewinds: bool,
+    spare: int = 0,
+) -> None:
+    """Let all of it happen, and then let those go on that can."""
+    given = {"has_store": has_store, "rewinds": rewinds, "spare": spare}
+    simulation = Simulation(hosts, **given, moves_to_safety=hosts + spare > 3)
+    for action in actions:
+        simulation.act(*action)
+        if simulation.has_ended:
+            return
+    goes_on = simulation.can_go_on()
+    require_goes_on(simulation, goes_on=goes_on)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 5])
+@settings(max_examples=125, deadline=None)
+@given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
+def test_hosts_agree_whatever_is_lost(
+    hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
+):
+    check(hosts, actions, has_store=has_store, rewinds=rewinds)
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+@settings(max_examples=60, deadline=None)
+@given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
+def test_hosts_agree_however_many_come(
+    hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
+):
+    check(hosts, actions, has_store=has_store, rewinds=rewinds, spare=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [2, 3, 4, 5])
+@settings(max_examples=2500, deadline=None)
+@given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
+def test_hosts_agree_whatever_is_lost_ten_thousand_times(
+    hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
+):
+    check(hosts, actions, has_store=has_store, rewinds=rewinds)
+
+
+HOST = st.integers(0, 4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sets(HOST), st.none() | HOST, st.none() | HOST, st.booleans()), max_size=12
+    )
+)
+def test_hosts_agree_whatever_they_hear_late_of_what_they_compute(
+    rounds: list[tuple[set[int], int | None, int | None, bool]],
+):
+    """In each round one may be lost, or come back, while some still compute."""
+    simulation = Simulation(5)
+    for late, lost, back, settles_first in rounds:
+        for host in range(5):
+            simulation.compute(host)
+        if settles_first:
+            simulation.settle()
+        for place in reversed(range(len(simulation.computed))):
+            if simulation.computed[place][1] not in late:
+                simulation.hear_of_computed(place)
+        if lost is not None:
+            lose(simulation, lost)
+        if back is not None:
+            simulation.start(back)
+            for other in simulation.live:
+                if other != back:
+                    simulation.tell(other, Presence(back, is_there=True))
+        simulation.settle()
+        if simulation.has_ended:
+            return
+    require_goes_on(simulation, goes_on=simulation.can_go_on())
+
+
+NOTHING = {"idle": set(), "wish": None, "told": None, "lost": None, "back": None}
+ROUNDS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "idle": st.sets(HOST, max_size=2),
+            "wish": st.none() | st.integers(0, 20),
+            "told": st.none() | st.none() | HOST,
+            "lost": st.none() | st.none() | HOST,
+            "back": st.none() | HOST,
+        }
+    ),
+    max_size=16,
+)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 5])
+@settings(max_examples=60, deadline=None)
+@given(rounds=ROUNDS, rewinds=st.booleans())
+@example(rounds=[NOTHING, NOTHING | {"lost": 1, "back": 1}, NOTHING | {"lost": 2}], rewinds=False)
+def test_stages_move_whoever_is_lost_meanwhile(
+    hosts: int, rounds: list[dict[str, Any]], rewinds: bool
+):
+    """In each round leaders wish for other placements, and some have not taken what they lack."""
+    simulation = Simulation(hosts, has_store=True, rewinds=rewinds, moves_to_safety=True)
+    for happens in rounds:
+        for host in [*simulation.live]:
+            if happens["wish"] is not None:
+                simulation.wish(host, happens["wish"])
+        if happens["told"] is not None:
+            simulation.tell(happens["told"], Told())
+        for host in [*simulation.live]:
+            if host not in happens["idle"]:
+                simulation.hold(host)
+        simulation.settle()
+        if happens["lost"] is not None:
+            lose(simulation, happens["lost"])
+        if happens["back"] is not None and happens["back"] < hosts:
+            simulation.start(happens["back"])
+            for other in [*simulation.live]:
+                if other != happens["back"]:
+                    simulation.tell(other, Presence(happens["back"], is_there=True))
+        simulation.settle()
+        if simulation.has_ended:
+            return
+    require_goes_on(simulation, goes_on=simulation.can_go_on())
+
+
+def test_a_lost_host_is_left_out_and_its_step_is_run_again():
+    simulation = stepped(4)
+    simulation.hold(0)
+    simulation.hold(2)
+    lose(simulation, 3)
+    tick(simulation)
+    run(simulation)
+    assert generations(simulation) == {2}
+    second = simulation.decided[2]
+    assert (second.members, second.leader, second.step) == ((0, 1, 2), 0, 1)
+    assert second.outcome is None
+    assert second.cause == "host 3 was lost"
+    for host in (0, 1, 2):
+        simulation.hold(host)
+    run(simulation)
+    histories = [own.applied for own in simulation.live.values()]
+    assert [len(applied) for applied in histories] == [2, 2, 2]
+    assert [host for host, _ in histories[0][-1]] == [0, 1, 2]
+
+
+def test_hosts_beside_those_of_the_start_come_and_go():
+    """Nobody waits for a place that was never taken, or misses who was never there."""
+    simulation = stepped(2, spare=2)
+    assert simulation.decided[1].members == (0, 1)
+    simulation.start(3, is_apart=True)
+    simulation.calm(10)
+    second = simulation.decided[2]
+    assert (second.members, second.fresh, second.apart) == ((0, 1, 3), (3,), (3,))
+    assert second.cause == "host 3 joined"
+    assert [*second.placement.values()] == [{0}, {1}, set(), {1}]
+    assert second.holders == ((0,), (1,))
+    # Two of three are most, whichever these are.
+    lose(simulation, 1)
+    simulation.calm(10)
+    third = simulation.decided[3]
+    assert (third.members, third.placement) == ((0, 3), second.placement)
+    assert third.holders == ((0,), (3,))
+    simulation.start(2)
+    simulation.calm(10)
+    assert simulation.decided[4].members == (0, 2, 3)
+    assert generations(simulation) == {4}
+    assert len(simulation.live[2].applied) > simulation.decided[4].step
+
+
+def test_who_comes_as_all_go_back_to_a_checkpoint_serves_a_stage_too():
+    simulation = stepped(5, spare=1)
+    simulation.save(0)
+    simulation.start(5, is_apart=True)
+    tick(simulation)
+    run(simulation)
+    lose(simulation, 1)
+    lose(simulation, 3)
+    tick(simulation)
+    run(simulation)
+    second = simulation.decided[2]
+    assert (second.members, second.step, second.is_rewound) == ((0, 2, 4, 5), 1, True)
+    assert (second.fresh, second.placement[5]) == ((5,), {1})
+
+
+def test_a_step_that_one_has_applied_counts_for_all():
+    """The leader tells one member that a step counts, and is lost."""
+    simulation = stepped(4)
+    for host in (1, 2, 3):
+        simulation.hold(host)
+    run(simulation)
+    simulation.hold(0)
+    told = [sent for sent in simulation.messages if sent[1].target == 2]
+    simulation.messages = told
+    run(simulation)
+    lose(simulation, 0)
+    tick(simulation)
+    run(simulation)
+    second = simulation.decided[2]
+    assert (second.members, second.leader, second.step) == ((1, 2, 3), 1, 2)
+    assert second.outcome is not None
+    assert {len(own.applied) for own in simulation.live.values()} == {2}
+
+
+def test_a_leader_that_was_cut_off_after_it_had_applied_a_step_takes_the_state_of_others():
+    simulation = stepped(4)
+    for host in (1, 2, 3):
+        simulation.hold(host)
+    run(simulation)
+    simulation.hold(0)
+    simulation.messages.clear()
+    assert len(simulation.live[0].applied) == 2
+    for host in (1, 2, 3):
+        simulation.tell(host, Presence(0, is_there=False))
+        simulation.tell(host, Tick())
+    simulation.messages = [sent for sent in simulation.messages if sent[1].target != 0]
+    run(simulation)
+    assert simulation.decided[2].members == (1, 2, 3)
+    assert simulation.decided[2].step == 1, "nobody who goes on has the sum"
+    simulation.calm(6)
+    third = simulation.decided[3]
+    assert third.members == (0, 1, 2, 3)
+    assert third.fresh == (0,)
+    assert third.leader == 1
+    assert generations(simulation) == {3}
+
+
+def test_a_minority_does_nothing():
+    simulation = stepped(5)
+    before = generations(simulation)
+    for lost in (0, 1, 2):
+        lose(simulation, lost)
+    for _ in range(5):
+        tick(simulation)
+        run(simulation)
+    assert generations(simulation) == before
+    assert {len(own.applied) for own in simulation.live.values()} == {1}
+
+
+def test_of_two_hosts_one_goes_on_by_storage_alone():
+    simulation = stepped(2)
+    lose(simulation, 0)
+    simulation.calm(5)
+    assert generations(simulation) == {1}
+    # With one stage on each, what is left has to go back to the checkpoint.
+    simulation = stepped(2, has_store=True)
+    for host in (0, 1):
+        simulation.tell(host, Presence(1 - host, is_there=False))
+    tick(simulation)
+    assert simulation.store[2].members == (0,)
+    assert simulation.live[0].state.number == 2
+    assert simulation.live[1].state.number == 0, "left out by what is stored"
+
+
+def test_a_lost_stage_ends_the_run_or_takes_it_back():
+    for rewinds in (True, False):
+        simulation = stepped(4, rewinds=rewinds)
+        simulation.save(0)
+        for host in range(4):
+            simulation.hold(host)
+        run(simulation)
+        lose(simulation, 1)
+        tick(simulation)
+        run(simulation)
+        assert simulation.decided[2].step == 2, "host 3 holds the stage of host 1"
+        lose(simulation, 3)
+        tick(simulation)
+        run(simulation)
+        third = simulation.decided[3]
+        assert (third.is_rewound, third.is_last, third.step) == (rewinds, not rewinds, 1)
+        assert simulation.has_ended == (not rewinds)
+        if rewinds:
+            assert covers(third.placement, frozenset({0, 2}))
+            assert {len(own.applied) for own in simulation.live.values()} == {1}
+
+
+def test_a_host_that_is_started_again_is_another_member():
+    simulation = stepped(3)
+    simulation.crash(2)
+    simulation.start(2)
+    simulation.tell(2, Tick())
+    run(simulation)
+    # Nobody has noticed the loss: that its process wants to join says it.
+    tick(simulation)
+    run(simulation)
+    second = simulation.decided[2]
+    assert (second.members, second.processes, second.fresh) == ((0, 1, 2), (0, 0, 1), (2,))
+
+
+def test_what_may_have_been_decided_is_taken_up():
+    """A proposer gets one host to accept, and is lost; the next one proposes the same."""
+    simulation = stepped(5)
+    lose(simulation, 4)
+    simulation.tell(0, Tick())
+    while not any(getattr(sent.message, "generation", None) for _, sent in simulation.messages):
+        simulation.deliver(0, keep=False)
+    simulation.messages = [
+        (source, sent)
+        for source, sent in simulation.messages
+        if source == 0 and sent.target == 1 and getattr(sent.message, "generation", None)
+    ]
+    simulation.deliver(0, keep=False)
+    accepted = simulation.live[1].state.accepted
+    assert accepted is not None
+    simulation.messages.clear()
+    lose(simulation, 0)
+    for _ in range(3):
+        tick(simulation)
+        run(simulation)
+    assert simulation.decided[2] == accepted[1]
+    assert 0 in simulation.decided[2].members, "as it was when it was proposed"
+    assert simulation.decided[3].members == (1, 2, 3)
+
+
+def test_what_was_computed_in_a_generation_counts_in_no_other():
+    """The totals of a step that is run again with others, by other paths."""
+    simulation = stepped(4)
+    for host in range(3):
+        simulation.compute(host)
+    lose(simulation, 3)
+    tick(simulation)
+    run(simulation)
+    assert generations(simulation) == {2}
+    late = [held for _, _, held in simulation.computed]
+    assert [(held.number, held.step) for held in late] == [(1, 2)] * 3
+    for _ in late:
+        simulation.hear_of_computed(0)
+    run(simulation)
+    assert all(len(own.applied) == 1 for own in simulation.live.values())
+    for host in range(3):
+        simulation.hold(host)
+    run(simulation)
+    assert all(len(own.applied) == 2 for own in simulation.live.values())
+
+
+def test_a_host_is_taken_in_after_a_step_and_not_within_one():
+    simulation = stepped(4)
+    lose(simulation, 3)
+    tick(simulation)
+    run(simulation)
+    simulation.start(3)
+    simulation.hold(0)
+    for _ in range(3):
+        tick(simulation)
+        run(simulation)
+    assert generations(simulation) == {2, 0}
+    for host in (1, 2):
+        simulation.hold(host)
+    run(simulation)
+    third = simulation.decided[3]
+    assert (third.members, third.fresh, third.step) == ((0, 1, 2, 3), (3,), 2)
+
+
+def with_one_that_came_back() -> Simulation:
+    """Of four hosts the last was lost and is back, and has not taken its state yet."""
+    simulation = stepped(4)
+    lose(simulation, 3)
+    tick(simulation)
+    run(simulation)
+    simulation.start(3)
+    for _ in range(2):
+        tick(simulation)
+        run(simulation)
+    for host in (0, 1, 2):
+        simulation.hold(host)
+    run(simulation)
+    assert simulation.decided[3].fresh == (3,)
+    return simulation
+
+
+def test_who_has_not_taken_its_state_when_others_are_lost_takes_it_then():
+    simulation = with_one_that_came_back()
+    lose(simulation, 2)
+    tick(simulation)
+    run(simulation)
+    fourth = simulation.decided[4]
+    assert (fourth.members, fourth.fresh, fourth.leader) == ((0, 1, 3), (3,), 0)
+    simulation.hold(3)
+    lose(simulation, 0)
+    tick(simulation)
+    run(simulation)
+    fifth = simulation.decided[5]
+    assert (fifth.members, fifth.is_rewound) == ((1, 3), True), "1 and 3 hold the same stage"
+
+
+def test_who_has_not_taken_its_state_stands_in_for_nobody():
+    simulation = with_one_that_came_back()
+    lose(simulation, 1)
+    tick(simulation)
+    run(simulation)
+    fourth = simulation.decided[4]
+    assert (fourth.members, fourth.is_rewound, fourth.fresh) == ((0, 2, 3), True, ())
+
+
+def test_who_has_not_taken_its_state_does_not_lead():
+    simulation = stepped(3)
+    lose(simulation, 0)
+    tick(simulation)
+    run(simulation)
+    simulation.start(0)
+    for _ in range(2):
+        tick(simulation)
+        run(simulation)
+    for host in (1, 2):
+        simulation.hold(host)
+    run(simulation)
+    assert simulation.decided[3].fresh == (0,)
+    simulation.tell(0, Presence(1, is_there=False))
+    simulation.tell(0, Tick())
+    run(simulation)
+    fourth = simulation.decided[4]
+    assert (fourth.members, fourth.fresh, fourth.leader) == ((0, 1, 2), (0,), 1)
+
+
+def tick_without(simulation: Simulation, links: Collection[tuple[int, int]], rounds: int) -> None:
+    """Time passes, in which nothing goes over some directed links, and steps are made."""
+    for _ in range(rounds):
+        for host in [*simulation.live]:
+            simulation.hold(host)
+        tick(simulation)
+        while simulation.messages:
+            source, sent = simulation.messages[0]
+            if (source, sent.target) in links:
+                del simulation.messages[0]
+            else:
+                simulation.deliver(0, keep=False)
+
+
+@pytest.mark.parametrize(("one", "other"), [(2, 3), (0, 3), (1, 2)])
+def test_of_two_that_do_not_hear_each_other_one_is_left_out_until_they_do(one: int, other: int):
+    simulation = stepped(5)
+    simulation.tell(one, Presence(other, is_there=False))
+    simulation.tell(other, Presence(one, is_there=False))
+    links = [(one, other), (other, one)]
+    tick_without(simulation, links, rounds=12)
+    assert simulation.live[other].state.number == 0
+    numbers = {host: own.state.number for host, own in simulation.live.items() if host != other}
+    assert set(numbers.values()) == {2}, "and it is not taken in again and again"
+    counted = len(simulation.live[one].applied)
+    tick_without(simulation, links, rounds=3)
+    assert len(simulation.live[one].applied) == counted + 3
+    simulation.calm(8)
+    assert generations(simulation) == {3}
+    assert simulation.decided[3].fresh == (other,)
+
+
+def test_a_host_that_some_notice_earlier_to_be_lost_costs_no_other():
+    """Host 4 misses host 2 long before the others do, which have heard the last of it."""
+    simulation = stepped(5)
+    simulation.crash(2)
+    simulation.tell(4, Presence(2, is_there=False))
+    for _ in range(10):
+        tick(simulation)
+        run(simulation)
+    assert generations(simulation) == {1}
+    lose(simulation, 2)
+    tick(simulation)
+    run(simulation)
+    assert simulation.decided[2].members == (0, 1, 3, 4)
+
+
+def test_who_hears_nobody_is_left_out_and_not_those_whom_it_misses():
+    simulation = stepped(5)
+    for other in (0, 2, 3, 4):
+        simulation.tell(1, Presence(other, is_there=False))
+    tick_without(simulation, [(other, 1) for other in (0, 2, 3, 4)], rounds=8)
+    assert simulation.decided[2].members == (0, 2, 3, 4)
+    assert simulation.decided[2].cause == "host 1 was cut off from others"
+
+
+def test_who_is_told_to_leave_goes_after_a_step_if_others_hold_what_it_does():
+    simulation = stepped(4)
+    tell_to_leave(simulation, 0)
+    assert generations(simulation) == {1}, "not within a step"
+    step(simulation)
+    second = simulation.decided[2]
+    assert (second.members, second.leader, second.step) == ((1, 2, 3), 1, 2)
+    assert second.cause == "host 0 was told to leave"
+    assert 0 not in simulation.live, "it has gone"
+    step(simulation)
+    assert {len(own.applied) for own in simulation.live.values()} == {3}
+
+
+def test_a_notice_has_to_be_some_beats_old():
+    simulation = stepped(4)
+    simulation.tell(0, Told())
+    for _ in range(ENOUGH - 2):
+        tick(simulation)
+        run(simulation)
+        step(simulation)
+    assert generations(simulation) == {1}
+    for _ in range(2):
+        tick(simulation)
+        run(simulation)
+    step(simulation)
+    assert generations(simulation) == {2}
+
+
+def test_what_only_one_that_leaves_holds_others_take_first():
+    """Of stage 1 host 1 alone is left: hosts 0 and 2 have the other."""
+    simulation = stepped(3)
+    tell_to_leave(simulation, 1)
+    step(simulation)
+    second = simulation.decided[2]
+    assert (second.members, second.leader) == ((0, 1, 2), 0)
+    assert second.cause == "others take over what host 1 alone holds, as it was told to leave"
+    assert second.holders == ((0, 2), (1,))
+    assert serves(second.placement, 2) == {1}
+    assert second.fresh == (), "all hold something"
+    step(simulation)
+    third = simulation.decided[3]
+    assert (third.members, third.holders) == ((0, 2), ((0,), (2,)))
+    assert third.cause == "host 1 was told to leave"
+    step(simulation)
+    assert {len(own.applied) for own in simulation.live.values()} == {4}
+    assert not any(generation.is_rewound for generation in simulation.decided.values())
+
+
+def test_a_host_that_dies_before_others_have_what_it_holds_loses_its_stage():
+    simulation = stepped(3)
+    tell_to_leave(simulation, 1)
+    step(simulation)
+    lose(simulation, 1)
+    tick(simulation)
+    run(simulation)
+    third = simulation.decided[3]
+    assert (third.members, third.is_rewound, third.step) == ((0, 2), True, 0)
+
+
+def test_what_a_host_has_given_up_it_has_until_a_step_is_made_without_it():
+    """Hosts 1 and 2 shall swap their stages, and before they have, the other replica is lost."""
+    simulation = stepped(4)
+    placement = {0: frozenset({0}), 1: frozenset({0}), 2: frozenset({1}), 3: frozenset({1})}
+    simulation.tell(0, Wish(1, placement, "a plan"))
+    step(simulation)
+    second = simulation.decided[2]
+    assert (second.placement, second.plan) == (placement, "a plan")
+    assert second.cause == "a quicker plan was found"
+    assert second.holders == ((0, 2), (1, 3))
+    lose(simulation, 3)
+    tick(simulation)
+    run(simulation)
+    third = simulation.decided[3]
+    assert (third.members, third.plan) == ((0, 1, 2), ""), "the plan was for others"
+    assert third.holders == ((0, 2), (1,)), "host 1 serves stage 1 no longer, and has it"
+    assert not third.is_rewound
+    step(simulation)
+    assert {len(own.applied) for own in simulation.live.values()} == {3}
+    assert {own.state.standing.holds for own in simulation.live.values()} == {(0,), (1,)}
+
+
+def test_a_wish_counts_in_its_generation_and_from_a_leader_alone():
+    placement = {0: frozenset({0}), 1: frozenset({0}), 2: frozenset({1}), 3: frozenset({1})}
+    for host, number in ((1, 1), (0, 2)):
+        simulation = stepped(4)
+        simulation.tell(host, Wish(number, placement, "a plan"))
+        step(simulation)
+        assert generations(simulation) == {1}
+    # One under which a stage is served by nobody comes to nothing.
+    nowhere = dict.fromkeys(range(4), frozenset({0}))
+    simulation = stepped(4)
+    simulation.tell(0, Wish(1, nowhere, "a plan"))
+    step(simulation)
+    assert covers(simulation.decided[2].placement, frozenset(range(4)))
+    assert simulation.decided[2].plan == ""
+
+
+@pytest.mark.parametrize(("hosts", "told"), [(4, (0, 1, 2)), (3, (0, 2)), (2, (1,)), (4, range(4))])
+def test_where_too_many_are_told_to_leave_nobody_does(hosts: int, told: Collection[int]):
+    """Most of them; or of two hosts one, if the other cannot serve both stages."""
+    simulation = stepped(hosts, has_store=True)
+    tell_to_leave(simulation, *told)
+    for own in simulation.live.values():
+        assert is_the_end(own.state)
+    for _ in range(3):
+        step(simulation)
+    assert generations(simulation) == {1}
+
+
+def test_where_replicas_differ_nobody_leaves():
+    rules = Rules((0, 1, 2), covers, placed, add_up, serves=serves, moves=False)
+    placement = {host: frozenset({0, 1}) for host in rules.hosts}
+    first = Generation(1, rules.hosts, (0, 0, 0), 0, 0, placement=placement)
+    state = first_state(0, replace(rules, covers=lambda _, hosts: len(hosts) == 3), first, 0)
+    assert not is_the_end(state)
+    state, _ = advance(state, Told())
+    assert is_the_end(state)
+
+
+def test_who_has_left_is_not_taken_in_until_it_is_started_again():
+    simulation = stepped(4)
+    tell_to_leave(simulation, 3)
+    step(simulation)
+    for host in simulation.live:
+        simulation.tell(host, Received(3, Beat(0, 0, (0, -1), leaves=True)))
+    step(simulation)
+    assert generations(simulation) == {2}
+    simulation.start(3)
+    for _ in range(2):
+        tick(simulation)
+        run(simulation)
+    step(simulation)
+    assert simulation.decided[3].members == (0, 1, 2, 3)
+    assert simulation.decided[3].fresh == (3,)
+    for _ in range(ENOUGH):
+        tick(simulation)
+        run(simulation)
+    step(simulation)
+    assert generations(simulation) == {3}, "the notice was for the process before"
+
+
+def test_who_is_told_to_leave_before_it_is_taken_in_again_holds_up_nobody():
+    simulation = stepped(3)
+    simulation.crash(2)
+    simulation.start(2)
+    simulation.tell(2, Told())
+    for _ in range(3):
+        tick(simulation)
+        run(simulation)
+    assert simulation.decided[2].members == (0, 1)
+    for _ in range(2):
+        step(simulation)
+    assert (generations(simulation), 2 in simulation.live) == ({2}, False)
+    assert {len(own.applied) for own in simulation.live.values()} == {3}
+
+
+def test_what_a_host_has_given_up_is_behind_once_a_step_counts():
+    """Hosts 1 and 2 have swapped their stages, and host 1 has not heard yet that a step counts."""
+    simulation = stepped(4)
+    placement = {0: frozenset({0}), 1: frozenset({0}), 2: frozenset({1}), 3: frozenset({1})}
+    simulation.tell(0, Wish(1, placement, "a plan"))
+    step(simulation)
+    for host in (1, 2, 3):
+        simulation.hold(host)
+    run(simulation)
+    simulation.hold(0)
+    assert simulation.live[1].state.standing.holds == (0, 1), "until it has applied the step"
+    simulation.messages = [sent for sent in simulation.messages if sent[1].target != 1]
+    run(simulation)
+    lose(simulation, 0)
+    tick(simulation)
+    run(simulation)
+    third = simulation.decided[3]
+    assert (third.members, third.step, third.holders) == ((1, 2, 3), 3, ((1,), (2, 3)))
+
+
+def with_apart(hosts: int, *apart: int, **options: bool) -> Simulation:
+    """Hosts of which some have taken the places of lost ones and their states, one by one."""
+    simulation = stepped(hosts, **options)
+    for host in apart:
+        lose(simulation, host)
+        goes_on(simulation)
+        simulation.start(host, is_apart=True)
+        goes_on(simulation)
+    assert last_of(simulation).apart == apart
+    return simulation
+
+
+def goes_on(simulation: Simulation) -> None:
+    """Those that live settle who they are, and make a few steps."""
+    simulation.calm(8)
+    run(simulation)
+    for host in [*simulation.live]:
+        simulation.hold(host)
+    run(simulation)
+
+
+def test_who_does_not_reach_the_folder_leads_only_where_the_run_ends():
+    simulation = with_apart(5, 0, 1)
+    assert last_of(simulation).leader == 2
+    lose(simulation, 2)
+    goes_on(simulation)
+    assert (last_of(simulation).leader, last_of(simulation).apart) == (3, (0, 1))
+    lose(simulation, 3)
+    goes_on(simulation)
+    assert (last_of(simulation).members, last_of(simulation).leader) == ((0, 1, 4), 4)
+    lose(simulation, 4)
+    tick(simulation)
+    run(simulation)
+    assert (last_of(simulation).members, last_of(simulation).is_last) == ((0, 1), True)
+    assert simulation.has_ended
+
+
+def test_who_comes_back_and_reaches_the_folder_leads_although_it_has_no_state_yet():
+    simulation = with_apart(4, 0, 1)
+    lose(simulation, 3)
+    goes_on(simulation)
+    simulation.crash(2)
+    simulation.start(2)
+    for _ in range(2):
+        tick(simulation)
+        run(simulation)
+    last = last_of(simulation)
+    assert (last.members, last.leader, last.fresh, last.apart) == ((0, 1, 2), 2, (2,), (0, 1))
+    assert not last.is_rewound
+
+
+def test_who_is_apart_takes_its_state_from_those_that_read_a_checkpoint():
+    simulation = with_apart(5, 4)
+    simulation.save(0)
+    saved = len(simulation.live[0].applied)
+    assert simulation.checkpoints.keys() == {0, saved}
+    for lost in (1, 3):
+        lose(simulation, lost)
+        tick(simulation)
+        run(simulation)
+        if lost == 1:
+            goes_on(simulation)
+    last = last_of(simulation)
+    assert (last.members, last.is_rewound, last.step) == ((0, 2, 4), True, saved)
+    assert (last.fresh, last.apart) == ((4,), (4,))
+    # Of those that can read it, one holds each stage.
+    assert covers(last.placement, frozenset({0, 2}))
+    goes_on(simulation)
+    assert len({len(own.applied) for own in simulation.live.values()}) == 1
+    assert len(simulation.live[4].applied) > saved
+
+
+def test_of_two_the_one_that_reaches_the_folder_decides_alone():
+    for has_store in (False, True):
+        simulation = Simulation(2, has_store=has_store)
+        placement = {0: frozenset({0, 1}), 1: frozenset({1})}
+        first = Generation(1, (0, 1), (0, 0), 0, 0, placement=placement, apart=(1,))
+        simulation.decided[1] = first
+        for host, own in simulation.live.items():
+            rules = replace(simulation.rules, is_apart=host == 1)
+            own.state = first_state(host, rules, first, 0)
+            own.stages = {stage: [] for stage in placement[host]}
+            simulation.tell(host, Presence(1 - host, is_there=False))
+        for _ in range(3):
+            tick(simulation)
+            simulation.messages.clear()
+        assert simulation.live[0].state.members == (0,)
+        assert simulation.live[1].state.members == (0, 1), "it waits"
+        assert simulation.store == {}
+
+
+def test_who_was_apart_and_is_started_with_the_folder_is_not_any_more():
+    simulation = with_apart(4, 3)
+    lose(simulation, 3)
+    goes_on(simulation)
+    simulation.start(3)
+    goes_on(simulation)
+    assert (last_of(simulation).members, last_of(simulation).apart) == ((0, 1, 2, 3), ())

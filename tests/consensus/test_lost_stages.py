@@ -1,0 +1,324 @@
+"""Stages of which no replica is left, made anew or left out while the others stay as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skippipe_jax.config import Config, ModelConfig
+from skippipe_jax.config.recovery import AVERAGE, BUDDY, SKIP, RecoveryConfig
+from skippipe_jax.consensus.generations import Generation, Remade
+from skippipe_jax.training.lost_stages import how_remade, remakes_of
+from tests.consensus.simulation import (
+    KINDS,
+    Placement,
+    Simulation,
+    last_of,
+    lose,
+    require_goes_on,
+    run,
+    step,
+    tell_to_leave,
+    tick,
+)
+
+STAGES = 3
+
+
+def placed(
+    placement: Placement,
+    hosts: frozenset[int],
+    apart: Collection[int],
+    left_out: Collection[int] = (),
+) -> Placement | None:
+    """Of the stage that most serve the last one goes to a stage that nobody serves."""
+    stages = [stage for stage in range(STAGES) if stage not in left_out]
+    if len(hosts) < len(stages) or hosts <= {*apart}:
+        return None
+    found = dict(placement)
+    for stage in stages:
+        serving = Counter(min(found[host]) for host in hosts)
+        if not serving[stage]:
+            barred = apart if stage == 0 else ()
+            free = [host for host in hosts if host not in barred]
+            most = max((min(found[host]) for host in free), key=lambda own: (serving[own], own))
+            found[max(host for host in free if min(found[host]) == most)] = frozenset({stage})
+    return found
+
+
+def config_of(policy: str, *layers: int) -> Config:
+    model = ModelConfig(width=8, heads=2, kv_heads=1, layers=sum(layers), stage_layers=layers)
+    return Config(model=model, recovery=RecoveryConfig(lost_stage=policy))
+
+
+def simulated(hosts: int, policy: str, layers: tuple[int, ...] = (2, 2, 2)) -> Simulation:
+    """Hosts of three stages, which make lost ones anew by a policy."""
+    remakes = remakes_of(config_of(policy, *layers), STAGES)
+    placed_without = placed if policy == SKIP else None
+    return Simulation(
+        hosts, stages=STAGES, placed=placed, remakes=remakes, placed_without=placed_without
+    )
+
+
+HOSTS = 7
+HOST = st.integers(0, HOSTS - 1)
+ACTION = st.tuples(st.sampled_from(KINDS), st.integers(0, 63), st.integers(0, 7))
+# What happens at random, who is lost then, who comes back, and how many steps are made then.
+LOST = st.sets(HOST, max_size=2) | st.sampled_from([{1, 4}, {2, 5}])
+ROUND = st.tuples(
+    st.lists(ACTION, max_size=8), LOST, st.none() | HOST, st.sampled_from([2, 3, 0, 1])
+)
+
+
+def survive(policy: str, rounds: list[tuple[Any, set[int], int | None, int]]) -> Simulation:
+    """What becomes of hosts that are lost and come back, round by round, but never too many."""
+    simulation = simulated(HOSTS, policy)
+    simulation.calm(2)
+    simulation.save(0)
+    simulation.calm(1)
+    for actions, lost, back, steps in rounds:
+        for action in actions:
+            simulation.act(*action)
+        for host in sorted(lost):
+            last = simulation.decided[max(simulation.decided)]
+            left = [member for member in last.members if member in simulation.live]
+            if 2 * (len(left) - 1) > len(last.members):
+                lose(simulation, host)
+        if back is not None:
+            simulation.start(back)
+        simulation.calm(steps)
+        if simulation.has_ended:
+            break
+    return simulation
+
+
+@pytest.mark.parametrize("policy", [BUDDY, AVERAGE, SKIP])
+@settings(max_examples=40, deadline=None)
+@given(rounds=st.lists(ROUND, max_size=8))
+def test_hosts_agree_on_how_a_stage_is_made_anew(
+    policy: str, rounds: list[tuple[Any, set[int], int | None, int]]
+):
+    simulation = survive(policy, rounds)
+    if not simulation.has_ended:
+        require_goes_on(simulation, goes_on=simulation.can_go_on())
+
+
+def after_steps(policy: str, steps: int, *layers: int, hosts: int = 7) -> Simulation:
+    """Hosts that have made so many steps together."""
+    simulation = simulated(hosts, policy, layers or (2, 2, 2))
+    for _ in range(steps):
+        for host in range(hosts):
+            simulation.hold(host)
+        run(simulation)
+    return simulation
+
+
+def lose_all(simulation: Simulation, *hosts: int) -> Generation:
+    """The generation that follows when hosts are lost, at once."""
+    for host in hosts:
+        lose(simulation, host)
+    tick(simulation)
+    run(simulation)
+    return simulation.decided[max(simulation.decided)]
+
+
+def test_a_stage_between_two_others_is_made_from_them_and_no_step_is_lost():
+    simulation = after_steps(AVERAGE, 2)
+    second = lose_all(simulation, 1, 4)
+    assert (second.step, second.is_rewound, second.lost) == (2, False, (1,))
+    assert second.remade == (Remade(1, AVERAGE, 2, (0, 2)),)
+    # Three serve stage 0, so one of them goes.
+    assert [min(second.placement[host]) for host in second.members] == [0, 2, 0, 2, 1]
+    assert how_remade(second) == "; stage 1 gets the mean of stages 0 and 2"
+    simulation.calm(2)
+    assert {len(own.applied) for own in simulation.live.values()} == {3}, "they go on from there"
+
+
+@pytest.mark.parametrize(
+    ("lost", "layers", "why"),
+    [
+        ((2, 5), (2, 2, 2), "stage 2 cannot be averaged: there is none after it"),
+        ((0, 3, 6), (2, 2, 2), "stage 0 cannot be averaged: it alone has embedding and head"),
+        ((1, 4), (1, 2, 2), "it has 2 blocks, and stage 0 has 1"),
+    ],
+)
+def test_a_stage_without_its_like_on_both_sides_takes_all_back(
+    lost: tuple[int, ...], layers: tuple[int, ...], why: str
+):
+    simulation = after_steps(AVERAGE, 2, *layers)
+    second = lose_all(simulation, *lost)
+    assert (second.step, second.is_rewound, second.remade) == (0, True, ())
+    assert second.cause.startswith(f"host {lost[0]} was lost, ")
+    assert second.cause.endswith(why)
+
+
+def test_two_neighbours_that_are_lost_together_take_all_back():
+    simulation = after_steps(AVERAGE, 1, hosts=9)
+    second = lose_all(simulation, 1, 2, 4, 5)
+    assert not second.lost
+    third = lose_all(simulation, 7)
+    assert third.remade
+    simulation = after_steps(AVERAGE, 1, hosts=15)
+    second = lose_all(simulation, *(host for host in range(15) if host % 3 and host < 11))
+    simulation.calm(2)
+    third = lose_all(simulation, 11, 13, 14)
+    assert third.is_rewound
+    assert third.cause.endswith("stage 1 cannot be averaged: stage 2 is lost too")
+
+
+def test_a_lost_stage_goes_on_from_the_newest_copy_that_is_left():
+    simulation = after_steps(BUDDY, 3)
+    # Hosts 1 and 4 keep copies of stage 0, those of stage 1 are on hosts 2 and 5.
+    second = lose_all(simulation, 1, 4)
+    assert second.remade == (Remade(1, BUDDY, 2, (2,)),)
+    assert second.step == 3
+    assert how_remade(second) == "; stage 1 is again as it was after step 2"
+
+
+def test_where_no_copy_is_left_all_go_back():
+    simulation = after_steps(BUDDY, 3)
+    for own in simulation.live.values():
+        standing = replace(own.state.standing, copies=())
+        own.state = replace(own.state, standing=standing)
+    second = lose_all(simulation, 1, 4)
+    assert (second.step, second.is_rewound, second.remade) == (0, True, ())
+    assert second.cause == "host 1 was lost, host 4 was lost; no copy of stage 1 is left"
+
+
+def test_to_go_back_to_the_last_step_itself_costs_nothing():
+    simulation = after_steps(BUDDY, 3)
+    simulation.save(0)
+    second = lose_all(simulation, 1, 4)
+    assert (second.step, second.is_rewound, second.lost) == (3, True, (1,))
+    assert second.cause.endswith("; step 3 is saved, so nothing is lost")
+
+
+def test_a_stage_is_made_again_if_hosts_are_lost_while_it_is_made():
+    simulation = after_steps(AVERAGE, 2)
+    second = lose_all(simulation, 1, 4)
+    assert second.remade
+    # Host 6 serves stage 1 now, by the placement, and has nothing of it.
+    third = lose_all(simulation, 0)
+    assert (third.lost, third.remade) == ((1,), (Remade(1, AVERAGE, 2, (3, 2)),))
+    simulation.calm(2)
+    fourth = lose_all(simulation, 5)
+    assert (fourth.lost, fourth.remade) == ((), ()), "by now it is there"
+
+
+def test_a_copy_of_a_step_that_does_not_count_is_none():
+    remakes = remakes_of(config_of(BUDDY, 2, 2, 2), STAGES)
+    assert remakes is not None
+    held: Any = {0: {0}, 2: {2}}
+    copies = {0: ((1, 9), (1, 4)), 2: ((1, 6), (0, 8))}
+    assert remakes(held, copies, 8) == (Remade(1, BUDDY, 6, (2,)),)
+    assert remakes_of(config_of("rewind", 2, 2, 2), STAGES) is None
+
+
+def left_out_after_a_save(hosts: int = 7) -> Simulation:
+    """Step 2 is saved, and after step 3 the hosts of stage 1 are lost."""
+    simulation = after_steps(SKIP, 2, hosts=hosts)
+    simulation.save(0)
+    step(simulation)
+    second = lose_all(simulation, *range(1, hosts, 3))
+    assert (second.step, second.is_rewound, second.remade) == (3, False, ())
+    assert (second.lost, second.left_out) == ((1,), (1,))
+    return simulation
+
+
+def come_back(simulation: Simulation, *hosts: int, is_apart: bool = False) -> Generation:
+    """The generation that follows when hosts are taken in again."""
+    number = last_of(simulation).number
+    for host in hosts:
+        simulation.start(host, is_apart=is_apart)
+    while last_of(simulation).number == number:
+        simulation.calm(1)
+    run(simulation)
+    return last_of(simulation)
+
+
+def test_a_lost_stage_is_left_out_and_nobody_moves_or_goes_back():
+    simulation = left_out_after_a_save()
+    second = last_of(simulation)
+    assert second.placement == simulation.decided[1].placement
+    assert how_remade(second) == "; stage 1 is left out until a host serves it again"
+    simulation.calm(2)
+    assert {len(own.applied) for own in simulation.live.values()} == {4}, "they go on from there"
+    # Another host of them changes nothing about that.
+    third = lose_all(simulation, 3)
+    assert (third.left_out, third.lost, how_remade(third)) == ((1,), (), "")
+
+
+def test_a_stage_that_was_left_out_comes_back_from_the_last_checkpoint():
+    simulation = left_out_after_a_save()
+    step(simulation)
+    simulation.save(0)
+    third = come_back(simulation, 4, 1)
+    assert (third.left_out, third.lost, third.fresh) == ((), (1,), (1, 4))
+    assert third.remade == (Remade(1, SKIP, 4, (1,)),)
+    assert how_remade(third) == "; stage 1 is read from the checkpoint of step 4"
+    assert third.step >= 4
+    step(simulation)
+    # By now others can take it from them.
+    fourth = lose_all(simulation, 4)
+    assert (fourth.left_out, fourth.lost, fourth.holders[1]) == ((), (), (1,))
+
+
+def test_what_a_host_serves_that_does_not_reach_the_checkpoints_the_leader_reads():
+    simulation = left_out_after_a_save()
+    third = come_back(simulation, 1, is_apart=True)
+    assert (third.apart, third.leader) == ((1,), 0)
+    assert third.remade == (Remade(1, SKIP, 2, (0,)),)
+
+
+def test_a_stage_is_left_out_again_if_its_hosts_are_lost_before_a_step():
+    simulation = left_out_after_a_save()
+    assert come_back(simulation, 1).remade
+    fourth = lose_all(simulation, 1)
+    assert (fourth.left_out, fourth.lost, fourth.remade) == ((1,), (1,), ())
+    assert come_back(simulation, 4).remade == (Remade(1, SKIP, 2, (4,)),)
+
+
+def test_all_inner_stages_may_be_left_out_one_after_another():
+    simulation = left_out_after_a_save(hosts=9)
+    third = lose_all(simulation, 2, 5)
+    assert (third.left_out, third.lost) == ((1,), ())
+    fourth = lose_all(simulation, 8)
+    assert (fourth.left_out, fourth.lost) == ((1, 2), (2,))
+    simulation.calm(2)
+    fifth = come_back(simulation, 8)
+    assert (fifth.left_out, fifth.lost) == ((1,), (2,))
+    assert fifth.remade == (Remade(2, SKIP, 2, (8,)),)
+
+
+def test_without_the_first_stage_all_go_back():
+    simulation = after_steps(SKIP, 2)
+    simulation.save(1)
+    step(simulation)
+    second = lose_all(simulation, 0, 3, 6)
+    assert (second.step, second.is_rewound, second.left_out) == (2, True, ())
+    assert second.cause.endswith("; stage 0 cannot be left out: it alone has embedding and head")
+
+
+def test_before_the_first_checkpoint_all_go_back():
+    second = lose_all(after_steps(SKIP, 2), 1, 4)
+    assert (second.step, second.is_rewound) == (0, True)
+    assert second.cause.endswith("; nothing is saved yet, so stage 1 could never come back")
+
+
+def test_who_alone_holds_a_stage_hands_it_on_while_another_is_left_out():
+    simulation = left_out_after_a_save(hosts=9)
+    lose_all(simulation, 2, 5)
+    step(simulation)
+    tell_to_leave(simulation, 8)
+    step(simulation)
+    step(simulation)
+    last = last_of(simulation)
+    assert last.members == (0, 3, 6)
+    assert (last.left_out, last.is_rewound, last.is_last) == ((1,), False, False)
+    assert {min(last.placement[host]) for host in last.members} == {0, 2}

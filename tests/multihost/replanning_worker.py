@@ -1,0 +1,56 @@
+"""One host of a run, as the real command trains, whose leader finds another plan after a few steps.
+
+By it hosts 1 and 3 serve each other's stages.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from skippipe_sched.errors import run_command
+
+from skippipe_jax.cluster.ending import exit_at_once
+from skippipe_jax.config import load_config
+from skippipe_jax.consensus.generations import Wish
+from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
+from skippipe_jax.training.callback import Callback
+from skippipe_jax.training.trainer import Trainer
+from tests.program.test_compiler import plan_of
+
+PLAN = plan_of(
+    [[0, 3], [1, 2]], [[0, 1], [3, 2], [0, 2], [3, 1]], path_length=2, microbatches_per_data_node=2
+)
+FOUND_AFTER = 4
+
+
+class Finds(Callback):
+    """Proposes the plan, as the leader of the first generation."""
+
+    def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        if metrics["step"] == FOUND_AFTER and metrics["generation"] == 1:
+            survival = trainer._survival
+            assert survival is not None
+            if trainer.host.index == 0:
+                name = survival.plans.keep(PLAN)
+                assert name is not None
+                trainer.membership.control.wishes(Wish(1, PLAN.stages, name))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    add_cluster_arguments(parser)
+    arguments = parser.parse_args()
+    return run_command(lambda: train(arguments))
+
+
+def train(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.set)
+    with joined_by(arguments, config) as host:
+        Trainer(config, [Finds()], host=host, resume=arguments.resume).run()
+    exit_at_once(0)  # As the command does where hosts are lost.
+
+
+if __name__ == "__main__":
+    sys.exit(main())

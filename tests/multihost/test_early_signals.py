@@ -1,0 +1,82 @@
+"""SIGTERM and SIGINT to a host that does not train yet: it ends by a line and a code of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
+
+from skippipe_jax.launch import free_port
+from tests.commands.examples import write_inputs
+from tests.multihost.processes import Processes, started_processes
+
+TRAIN, JOIN = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.join")
+PATIENCE_S = 180.0
+BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+
+
+@pytest.fixture
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
+    """Processes in a folder with a configuration that can be trained."""
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    with started_processes(tmp_path / "outputs") as processes:
+        yield processes
+
+
+def lines(processes: Processes, host: int, number: signal.Signals) -> list[str]:
+    """What a host says that a signal ends, which comes now."""
+    processes.processes[host].send_signal(number)
+    assert processes.exit_code(host, PATIENCE_S) == 128 + number, processes.output(host)
+    return processes.output(host).splitlines()
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@BOTH
+def test_a_host_that_waits_for_the_others(processes: Processes, number: signal.Signals):
+    port = free_port()
+    place = ("--coordinator", f"127.0.0.1:{port}", "--hosts", "2", "--host-id", "0")
+    processes.start(*TRAIN, "--config", "config.yaml", *place)
+    processes.wait_until(lambda: answers(port), PATIENCE_S)
+    [line] = lines(processes, 0, number)
+    assert line.removeprefix("SIGTERM: ").startswith("interrupted at once; ")
+    assert line.startswith("SIGTERM") == (number == signal.SIGTERM)
+
+
+def test_a_host_that_settles_the_run_with_others_tells_them(processes: Processes, tmp_path: Path):
+    patient = ("--set", "cluster.heartbeat_timeout_s=300")
+    searches = ("--set", "plan.method=joint", "--set", "plan.budget_s=1000")
+    processes.start_hosts(2, *TRAIN, "--config", "config.yaml", *patient, *searches)
+    processes.wait_until(lambda: "planning" in processes.output(0), PATIENCE_S)
+    [line] = lines(processes, 1, signal.SIGTERM)
+    # It may still be on the way from the others to its run, of which it tells nothing then.
+    told = line.removesuffix(" Start it again: no run has begun in run yet.")
+    assert told == "SIGTERM: interrupted at once."
+    assert processes.exit_code(0, PATIENCE_S) == TRY_AGAIN_EXIT_CODE
+    assert f"{processes.name(1)} failed: Terminated: by SIGTERM." in processes.output(0)
+    assert "Traceback" not in processes.output(0)
+    assert not (tmp_path / "run").exists()
+
+
+@BOTH
+def test_a_newcomer_that_asks(processes: Processes, number: signal.Signals):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(PATIENCE_S)
+        processes.start(*JOIN, f"127.0.0.1:{silent.getsockname()[1]}")
+        connection, _ = silent.accept()
+        with connection:
+            connection.recv(1)
+            [line] = lines(processes, 0, number)
+    assert line.removeprefix("SIGTERM: ") == "interrupted; the run goes on without this host"
+    assert line.startswith("SIGTERM") == (number == signal.SIGTERM)

@@ -1,0 +1,51 @@
+"""Hops in 8 bits: one process and nine come to the same parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skippipe_jax.config import load_config
+from skippipe_jax.models.footprint import hop_bytes
+from skippipe_jax.storage import run_folder
+from tests import oracle
+from tests.multihost.processes import started_processes
+from tests.training_runs import arrays_of_checkpoint, settings, virtual_devices, write_config
+
+TRAIN = ("-m", "skippipe_jax.train")
+PATIENCE_S = 180.0
+HOSTS, STEPS = 9, 10
+
+
+def test_nine_processes_equal_one_with_hops_in_8_bits(tmp_path: Path):
+    """What is drawn for a gradient's rounding depends on no host, and rounds alike everywhere."""
+    quickstart = load_config(Path("experiments/quickstart.yaml"))
+    path = write_config(
+        tmp_path,
+        plan={"case": quickstart.plan.case, "method": quickstart.plan.method},
+        train={"steps": STEPS},
+        checkpoint={"every": STEPS},
+        network={"activation_dtype": "int8", "gradient_rounding": "stochastic"},
+    )
+    one, nine = tmp_path / "one", tmp_path / "nine"
+    with started_processes(tmp_path / "outputs") as processes:
+        command = (*TRAIN, "--config", path)
+        processes.start(*command, *settings(run_dir=one), **virtual_devices(2))
+        processes.start_hosts(HOSTS, *command, *settings(run_dir=nine), **virtual_devices(1))
+        assert processes.exit_codes(PATIENCE_S) == [0] * (1 + HOSTS), processes.outputs()
+        # As JAX says of what was given up for nothing.
+        assert "donated" not in processes.outputs()
+
+    for found, expected in zip(
+        arrays_of_checkpoint(nine, STEPS), arrays_of_checkpoint(one, STEPS), strict=True
+    ):
+        parameters = {name: array for name, array in expected.items() if "parameters" in name}
+        error = oracle.relative_error({name: found[name] for name in parameters}, parameters)
+        assert error < 1e-4
+    lines, others = run_folder.read_metrics(nine), run_folder.read_metrics(one)
+    for line, other in zip(lines, others, strict=True):
+        assert abs(line["loss"] - other["loss"]) < 1e-5
+        assert line["bytes_per_link"] == other["bytes_per_link"]
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+    # Two microbatches' worth of a token's 16 channels and one scale, not of 4 bytes for each.
+    size = hop_bytes(load_config(path))
+    assert size.activation == size.gradient == 2 * 32 * (16 + 2)

@@ -1,0 +1,550 @@
+"""A run of real processes goes on when some of them are lost, and trains what it would have."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+from skippipe_sched.problem.plan import load_plan
+
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
+from skippipe_jax.launch import free_port
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.layout import latest_step, open_checkpoint
+from skippipe_jax.storage.run_folder import GENERATIONS, MEMBERSHIP
+from tests.multihost.processes import Processes, started_processes
+from tests.training_runs import (
+    arrays_of_checkpoint,
+    settings,
+    steps_done,
+    virtual_devices,
+    write_config,
+)
+
+JOIN = ("-m", "skippipe_jax.join")
+TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.launch")
+PATIENCE_S = 180.0
+HOSTS = 4
+STEPS = 60
+# Hosts 0 and 1 have a replica of stage 0 each, hosts 2 and 3 one of stage 1.
+CASE = {
+    "nodes": 4,
+    "locations": ["here"],
+    "links": [],
+    "activation_bytes": 1e5,
+    "stage_bytes": 1e5,
+    "forward_s": 0.1,
+    "stages": [2, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+    "memory": 2,
+}
+# Nobody is silent for so long that is not stopped.
+HEARTBEAT_TIMEOUT_S = 12.0
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(
+        tmp_path_factory.mktemp("survival"),
+        plan={"case": CASE, "method": "balanced"},
+        train={"steps": STEPS},
+        checkpoint={"every": 10},
+        validation={"every": 20, "sequences": 8},
+        trace="every 20",
+        cluster={"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "connect_timeout_s": 120},
+        replan={"budget_s": 0},
+        # As in training in earnest: a difference does not grow a thousandfold in a few steps.
+        optimizer={"learning_rate": 1e-3, "warmup_steps": 5},
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: Path) -> Path:
+    """The run of one process, to the end."""
+    folder = config.parent / "undisturbed"
+    with started_processes(folder) as processes:
+        run_dir = folder / "run"
+        processes.start(
+            *TRAIN, "--config", config, *settings(run_dir=run_dir), **virtual_devices(1)
+        )
+        assert processes.exit_code(0, PATIENCE_S) == 0, processes.outputs()
+    return run_dir
+
+
+def configured(config: Path, name: str, section: str, values: str) -> Path:
+    """The configuration with more values in a section."""
+    other = config.with_name(name)
+    text = config.read_text()
+    assert f"{section}:\n" in text
+    other.write_text(text.replace(f"{section}:\n", f"{section}:\n  {values}\n"))
+    return other
+
+
+class Run:
+    """The hosts of a run, each of which may be lost and started again."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        config: Path,
+        run_dir: Path,
+        program: tuple[str, ...] = TRAIN,
+        more: Sequence[str] = (),
+        hosts: int = HOSTS,
+    ):
+        self.processes = processes
+        self.run_dir = run_dir
+        common = ["--coordinator", f"127.0.0.1:{free_port()}", "--hosts", str(hosts)]
+        self.command = [*program, "--config", config, *settings(run_dir=run_dir), *more, *common]
+        self.process_of: dict[int, int] = {}
+        for host in range(hosts):
+            self.start(host)
+
+    def start(self, host: int, *more: str) -> None:
+        self.process_of[host] = len(self.processes.processes)
+        self.processes.start(*self.command, "--host-id", str(host), *more, **virtual_devices(1))
+
+    def signal(self, host: int, blow: signal.Signals) -> None:
+        self.processes.processes[self.process_of[host]].send_signal(blow)
+
+    def wait_until_step(self, step: int) -> None:
+        self.wait_until(lambda: steps_done(self.run_dir) >= step)
+
+    def wait_until_members(self, *members: int) -> None:
+        self.wait_until(lambda: self.members()[-1:] == [[*members]])
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, self.processes.outputs()
+            time.sleep(0.02)
+
+    def generations(self) -> list[dict[str, Any]]:
+        path = self.run_dir / MEMBERSHIP
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def members(self) -> list[list[int]]:
+        return [sorted(own["host"] for own in line["members"]) for line in self.generations()]
+
+    def output(self, host: int) -> str:
+        return self.processes.output(self.process_of[host])
+
+    def ends_well(self, *hosts: int) -> None:
+        for host in hosts:
+            code = self.processes.exit_code(self.process_of[host], PATIENCE_S)
+            assert code == 0, self.processes.outputs()
+        for host in hosts:
+            assert "Traceback" not in self.output(host), self.output(host)
+
+
+@pytest.fixture
+def run(config: Path, tmp_path: Path) -> Iterator[Run]:
+    with started_processes(tmp_path / "outputs") as processes:
+        yield Run(processes, config, tmp_path / "run")
+
+
+def assert_trained_like(run_dir: Path, other: Path) -> None:
+    """Every step is there once, with the losses of the other run, and so are the parameters."""
+    lines, others = run_folder.read_metrics(run_dir), run_folder.read_metrics(other)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for key in ("loss", "tokens", "gradient_norm"):
+        np.testing.assert_allclose(
+            [line[key] for line in lines], [line[key] for line in others], rtol=2e-5, err_msg=key
+        )
+    found = {line["step"]: line["validation_loss"] for line in lines if line["validation_loss"]}
+    expected = {line["step"]: line["validation_loss"] for line in others if line["validation_loss"]}
+    assert found == pytest.approx(expected, rel=2e-5)
+    for stage, same in zip(
+        arrays_of_checkpoint(run_dir, STEPS), arrays_of_checkpoint(other, STEPS), strict=True
+    ):
+        for name, array in stage.items():
+            np.testing.assert_allclose(array, same[name], rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+def test_a_run_outlives_a_host_and_then_its_leader(run: Run, undisturbed: Path):
+    run.wait_until_step(6)
+    run.signal(3, signal.SIGKILL)
+    run.wait_until_members(0, 1, 2)
+    run.wait_until_step(steps_done(run.run_dir) + 6)
+    run.signal(0, signal.SIGKILL)
+    run.ends_well(1, 2)
+    assert run.members() == [[0, 1, 2, 3], [0, 1, 2], [1, 2]]
+    assert [line["cause"] for line in run.generations()][1:] == [
+        "host 3 was lost", "host 0 was lost",
+    ]  # fmt: skip
+    assert [line["leader"] for line in run.generations()] == [0, 0, 1]
+    # Of the run's own plan, whose four nodes the hosts serve in order.
+    assert all(own["nodes"] == [own["host"]] for own in run.generations()[-1]["members"])
+    steps = [line["step"] for line in run.generations()]
+    assert all(a < b for a, b in itertools.pairwise(steps))
+    assert "host 0 was lost: 2 of 4 hosts go on from step" in run.output(1)
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+def test_a_host_that_is_started_again_comes_back(run: Run, undisturbed: Path):
+    run.wait_until_step(4)
+    run.signal(0, signal.SIGKILL)
+    run.wait_until_members(1, 2, 3)
+    run.start(0, "--resume")
+    run.wait_until_members(0, 1, 2, 3)
+    run.ends_well(0, 1, 2, 3)
+    assert "host 0 is back in the run" in run.output(0)
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
+    run: Run, undisturbed: Path, tmp_path: Path
+):
+    """First one is lost, whose place is taken; then the other one of its stage."""
+    run.wait_until_step(4)
+    run.signal(3, signal.SIGKILL)
+    run.wait_until_members(0, 1, 2)
+    run.process_of[3] = len(run.processes.processes)
+    own = tmp_path / "elsewhere"
+    address = run.generations()[-1]["members"][1]["address"]
+    # Where the text lies is no matter for a place without a data node.
+    command = [*JOIN, address, "--run-dir", own, *settings(data__path=own / "nowhere")]
+    run.processes.start(*command, **virtual_devices(1))
+    run.wait_until_members(0, 1, 2, 3)
+    run.wait_until_step(steps_done(run.run_dir) + 2)
+    run.signal(2, signal.SIGKILL)
+    run.ends_well(0, 1, 3)
+    told = run.output(3)
+    assert f"{address}: host 1 of 4 told of the run {run.run_dir}" in told
+    assert f"; its 2 files are in {own}, of which " in told
+    assert "takes the place of host 3, which serves the stages 1" in told
+    assert "host 3 is in the run, at step" in told
+    assert [line["cause"] for line in run.generations()][2] == "host 3 joined"
+    assert run.members()[-1] == [0, 1, 3]
+    assert (own / "config.yaml").read_bytes() == (run.run_dir / "config.yaml").read_bytes()
+    assert not (own / "checkpoints").exists()
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+def test_a_machine_joins_beside_all_hosts_serves_a_stage_and_is_lost(
+    config: Path, undisturbed: Path, tmp_path: Path
+):
+    """Of three hosts the last one alone has stage 1, by two nodes."""
+    hosts = settings(cluster__host_of_node="[0,1,2,2]")
+    with started_processes(tmp_path / "outputs") as processes:
+        run = Run(processes, config, tmp_path / "run", more=hosts, hosts=3)
+        run.wait_until_step(4)
+        run.process_of[3] = len(processes.processes)
+        address = run.generations()[-1]["members"][1]["address"]
+        own = settings(data__path=tmp_path / "nowhere")
+        command = [*JOIN, address, "--run-dir", tmp_path / "elsewhere", *own]
+        processes.start(*command, **virtual_devices(1))
+        run.wait_until_members(0, 1, 2, 3)
+        plan = load_plan(run.run_dir / GENERATIONS / "plan-2.json")
+        run.wait_until_step(steps_done(run.run_dir) + 2)
+        run.signal(3, signal.SIGKILL)
+        run.wait_until_members(0, 1, 2)
+        run.ends_well(0, 1, 2)
+        told, first = run.output(3), run.output(0)
+    assert "takes the place of host 3, one more than the 3, and would serve the stages 1" in told
+    assert "host 3 is in the run, at step" in told
+    assert "host 3 joined: 4 of 4 hosts go on" in first
+    assert plan.stages == ((0, 1), (2, 3, 4))
+    assert {node for path in plan.microbatches for node in path} == {0, 1, 2, 3, 4}
+    joined = run.generations()[1]
+    assert (joined["cause"], joined["plan"]) == ("host 3 joined", "balanced, nodes new: 1")
+    assert [member["nodes"] for member in joined["members"]] == [[0], [1], [2, 3], [4]]
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+def test_a_lost_stage_takes_all_back_to_the_checkpoint(run: Run, undisturbed: Path):
+    run.wait_until_step(14)
+    run.signal(2, signal.SIGKILL)
+    run.wait_until_members(0, 1, 3)
+    run.wait_until_step(steps_done(run.run_dir) + 2)
+    run.signal(3, signal.SIGKILL)
+    run.wait_until_members(0, 1)
+    last = run.generations()[-1]
+    assert last["rewound"]
+    assert last["step"] % 10 == 0
+    run.ends_well(0, 1)
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+# A step takes a quarter of a second where a host is lost.
+PACED = settings(
+    network__mode="emulate", network__emulate_compute="true", plan__case__forward_s=0.02
+)
+# Stage 1, between two others with as many blocks, is on host 2 alone.
+INNER_CASE = CASE | {"stages": [2, 1, 1], "path_length": 3}
+SHORT, LONGER = 18, 40
+
+
+def inner(config: Path, policy: str) -> Path:
+    """The configuration of a shorter run of three stages, by what is done when one is lost."""
+    other = yaml.safe_load(config.read_text())
+    other["plan"]["case"] = INNER_CASE
+    other["model"]["layers"] = 3
+    other["train"]["steps"] = SHORT
+    other["recovery"] = {"lost_stage": policy, "buddy_every": 2}
+    path = config.with_name(f"{policy}.yaml")
+    path.write_text(yaml.safe_dump(other))
+    return path
+
+
+@pytest.mark.parametrize("policy", ["average", "buddy", "skip"])
+def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
+    config: Path, tmp_path: Path, policy: str
+):
+    with started_processes(tmp_path / "outputs") as processes:
+        run = Run(processes, inner(config, policy), tmp_path / "run")
+        run.wait_until_step(12)
+        run.signal(2, signal.SIGKILL)
+        run.ends_well(0, 1, 3)
+        last = run.generations()[-1]
+        lines = run_folder.read_metrics(run.run_dir)
+        [told] = run_folder.read_recoveries(run.run_dir)
+        output = run.output(0)
+    assert (last["rewound"], last["lost"]) == (False, [1])
+    assert last["step"] >= 12
+    if policy == "skip":
+        assert (last["remade"], last["left_out"]) == ([], [1])
+        # Host 2 alone would have served it: of the others none moves.
+        assert load_plan(run.run_dir / GENERATIONS / "plan-2.json").stages == ((0, 1), (), (2,))
+    else:
+        [made] = last["remade"]
+        sources = [0, 3] if policy == "average" else [3]
+        assert (made["by"], made["sources"]) == (policy, sources)
+    assert [line["step"] for line in lines] == list(range(1, SHORT + 1))
+    by_step = {line["step"]: line for line in lines}
+    assert (told["by"], told["asked"], told["stages"]) == (policy, policy, [1])
+    assert told["step_before"] == told["step"] == last["step"]
+    # Every second state is copied, which takes two iterations; every tenth is saved.
+    ages = {"average": [0], "buddy": [1, 2, 3], "skip": [last["step"] - 10]}
+    assert told["steps_old"] in ages[policy]
+    assert told["loss_before"] == by_step[last["step"]]["loss"]
+    assert told["loss_after"] == by_step[last["step"] + 1]["loss"]
+    # Not exact, but no stage that knows nothing either.
+    assert abs(told["loss_after"] - told["loss_before"]) < 0.5
+    done = {"average": "gets the mean of", "buddy": "is again as", "skip": "is left out until"}
+    assert f"host 2 was lost; stage 1 {done[policy]}" in output
+    saved = open_checkpoint(run.run_dir, SHORT)
+    assert saved.left_out == ({1: 10} if policy == "skip" else {})
+    counts = [
+        int(array)
+        for stage in arrays_of_checkpoint(run.run_dir, SHORT)
+        for name, array in stage.items()
+        if "count" in name
+    ]
+    assert counts == [SHORT] * 6
+
+
+def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
+    config: Path, tmp_path: Path
+):
+    with started_processes(tmp_path / "outputs") as processes:
+        more = [*PACED, *settings(train__steps=LONGER)]
+        run = Run(processes, inner(config, "skip"), tmp_path / "run", more=more)
+        run.wait_until_step(11)
+        run.signal(2, signal.SIGKILL)
+        run.wait_until_members(0, 1, 3)
+        run.start(2, "--resume")
+        run.ends_well(0, 1, 2, 3)
+        lost, back = run_folder.read_recoveries(run.run_dir)
+        output = run.output(0)
+    last = run.generations()[-1]
+    saved = last["step"] // 10 * 10
+    # All checkpoints have stage 1 as it was after step 10, until it is back.
+    assert last["remade"] == [{"stage": 1, "by": "skip", "step": saved, "sources": [2]}]
+    assert [own["steps_old"] for own in (lost, back)] == [lost["step"] - 10, back["step"] - 10]
+    assert f"host 2 came back; stage 1 is read from the checkpoint of step {saved}" in output
+    assert open_checkpoint(run.run_dir, LONGER).left_out == {}
+    lines = run_folder.read_metrics(run.run_dir)
+    assert [line["step"] for line in lines] == list(range(1, LONGER + 1))
+    assert abs(back["loss_after"] - back["loss_before"]) < 0.5
+
+
+def test_a_lost_stage_ends_the_run_where_that_is_asked_for(config: Path, tmp_path: Path):
+    with started_processes(tmp_path / "outputs") as processes:
+        run = Run(processes, inner(config, "stop"), tmp_path / "run")
+        run.wait_until_step(3)
+        run.signal(2, signal.SIGKILL)
+        for host in (0, 1, 3):
+            code = processes.exit_code(run.process_of[host], PATIENCE_S)
+            assert code == LOST_HOST_EXIT_CODE, processes.outputs()
+        assert "recovery.lost_stage is stop" in run.output(0)
+        assert "Traceback" not in run.output(0)
+
+
+def test_a_host_that_is_stopped_is_left_out_and_comes_back(run: Run, undisturbed: Path):
+    run.wait_until_step(4)
+    run.signal(0, signal.SIGSTOP)
+    run.wait_until_members(1, 2, 3)
+    run.signal(0, signal.SIGCONT)
+    run.wait_until_members(0, 1, 2, 3)
+    run.ends_well(0, 1, 2, 3)
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+def test_a_leader_that_alone_holds_a_stage_hands_it_on_and_leaves(
+    config: Path, tmp_path: Path, undisturbed: Path
+):
+    """Host 1 is lost, so that host 0 alone reads the text and holds stage 0; then it comes back."""
+    with started_processes(tmp_path / "outputs") as processes:
+        run = Run(processes, config, tmp_path / "run", more=PACED)
+        run.wait_until_step(2)
+        run.signal(1, signal.SIGKILL)
+        run.wait_until_members(0, 2, 3)
+        run.signal(0, signal.SIGTERM)
+        run.wait_until_members(2, 3)
+        run.start(0, "--resume")
+        run.wait_until_members(0, 2, 3)
+        run.ends_well(0, 2, 3)
+        # The first process with its number.
+        assert processes.exit_code(0, PATIENCE_S) == 128 + signal.SIGTERM
+        output = processes.output(0)
+    assert run.members() == [[0, 1, 2, 3], [0, 2, 3], [0, 2, 3], [2, 3], [0, 2, 3]]
+    causes = [line["cause"] for line in run.generations()][2:]
+    assert causes == [
+        "others take over what host 0 alone holds, as it was told to leave",
+        "host 0 was told to leave",
+        "host 0 came back",
+    ]
+    assert not any(line["rewound"] for line in run.generations())
+    assert "host 0 has left the run, which goes on from step" in output
+    assert "Traceback" not in output
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+def test_a_host_that_has_joined_leaves_as_any_other(
+    config: Path, tmp_path: Path, undisturbed: Path
+):
+    with started_processes(tmp_path / "outputs") as processes:
+        run = Run(processes, config, tmp_path / "run", more=PACED)
+        run.wait_until_step(2)
+        run.signal(3, signal.SIGKILL)
+        run.wait_until_members(0, 1, 2)
+        run.process_of[3] = len(processes.processes)
+        address = run.generations()[-1]["members"][0]["address"]
+        command = [*JOIN, address, "--run-dir", tmp_path / "elsewhere"]
+        processes.start(*command, **virtual_devices(1))
+        run.wait_until_members(0, 1, 2, 3)
+        # Before it has set up, whoever stops it ends it.
+        run.wait_until_step(run.generations()[-1]["step"] + 2)
+        run.signal(3, signal.SIGTERM)
+        run.wait_until_members(0, 1, 2)
+        run.ends_well(0, 1, 2)
+        assert processes.exit_code(run.process_of[3], PATIENCE_S) == 128 + signal.SIGTERM
+        output = run.output(3)
+    causes = [line["cause"] for line in run.generations()][2:]
+    assert causes == ["host 3 joined", "host 3 was told to leave"]
+    assert "this host has left the run, which goes on from step" in output
+    assert "Traceback" not in output
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+def test_stages_move_to_where_a_better_plan_has_them(
+    config: Path, tmp_path: Path, undisturbed: Path
+):
+    """Two hosts take each other's stages; then one of them alone holds what it has taken."""
+    with started_processes(tmp_path / "outputs") as processes:
+        worker = str(Path(__file__).with_name("replanning_worker.py"))
+        run = Run(processes, config, tmp_path / "run", (worker,))
+        run.wait_until(lambda: len(run.generations()) == 2)
+        run.wait_until_step(steps_done(run.run_dir) + 3)
+        run.signal(2, signal.SIGKILL)
+        run.ends_well(0, 1, 3)
+    assert run.members() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3]]
+    causes = [line["cause"] for line in run.generations()]
+    assert causes == ["", "a quicker plan was found", "host 2 was lost"]
+    plans = [load_plan(run.run_dir / GENERATIONS / f"plan-{n}.json").stages for n in (2, 3)]
+    # Nodes are counted anew where one is lost: host 3 has node 2 then.
+    assert plans == [((0, 3), (1, 2)), ((0, 2), (1,))]
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(run: Run, undisturbed: Path):
+    run.wait_until_step(3)
+    for host in range(HOSTS):
+        run.signal(host, signal.SIGTERM)
+        time.sleep(0.2)  # Not at one moment, as where a scheduler tells them.
+    for host in range(HOSTS):
+        code = run.processes.exit_code(run.process_of[host], PATIENCE_S)
+        assert code == 128 + signal.SIGTERM, run.processes.outputs()
+        assert "Traceback" not in run.output(host)
+    assert run.members() == [[0, 1, 2, 3]], "nobody has left before the others"
+    step = steps_done(run.run_dir)
+    assert 3 <= step < STEPS
+    assert latest_step(run.run_dir) == step
+    losses = [line["loss"] for line in run_folder.read_metrics(run.run_dir)]
+    others = [line["loss"] for line in run_folder.read_metrics(undisturbed)]
+    np.testing.assert_allclose(losses, others[:step], rtol=2e-5)
+
+
+def test_of_two_hosts_that_were_launched_one_goes_on_until_the_other_is_back(
+    config: Path, tmp_path: Path, undisturbed: Path
+):
+    """Each has a replica of both stages; which of them goes on the run's folder decides."""
+    other = configured(config, "two.yaml", "cluster", "host_of_node: [0, 1, 0, 1]")
+    with started_processes(tmp_path / "outputs") as processes:
+        run_dir = tmp_path / "run"
+        command = (*LAUNCH, "--config", other, "--hosts", "2", "--respawn")
+        processes.start(*command, *settings(run_dir=run_dir), **virtual_devices(1))
+        processes.wait_until(lambda: steps_done(run_dir) >= 5, PATIENCE_S)
+        [host_0] = [
+            child
+            for child in psutil.Process(processes.processes[0].pid).children()
+            if child.cmdline()[-2:] == ["--host-id", "0"]
+        ]
+        host_0.kill()
+        membership = run_dir / MEMBERSHIP
+        processes.wait_until(lambda: membership.read_text().count("\n") == 2, PATIENCE_S)
+        # Alone the other would be at the end before it is called.
+        [alone] = json.loads(membership.read_text().splitlines()[1])["members"]
+        port = int(alone["address"].rpartition(":")[2])
+        [listens] = [own.pid for own in psutil.net_connections("tcp") if listens_on(own, port)]
+        assert listens is not None
+        os.kill(listens, signal.SIGSTOP)
+        processes.wait_until(lambda: is_called(port), PATIENCE_S)
+        os.kill(listens, signal.SIGCONT)
+        assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
+        output = processes.output(0)
+    assert "\nhost 0 was ended by SIGKILL: it is started again in 1 s, at " in output
+    assert "[host 1] host 0 was lost: 1 of 2 hosts go on from step" in output
+    assert "[host 0] host 0 is back in the run, at step" in output
+    assert "Traceback" not in output
+    assert_trained_like(run_dir, undisturbed)
+
+
+def listens_on(connection: Any, port: int) -> bool:
+    return connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+
+
+def is_called(port: int) -> bool:
+    """Whether somebody has connected to a port of this machine."""
+    connections = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any((own[2][-4:], own[3]) == (f"{port:04X}", "01") for own in connections)
+
+
+def test_too_few_hosts_wait_for_the_others_and_then_end(config: Path, tmp_path: Path):
+    """First one is lost, and all go on, on the same ports; then most of those that are left."""
+    ports = f"transfer_port: {free_port()}\n  rejoin_s: 3.0"
+    other = configured(config, "few.yaml", "cluster", ports)
+    with started_processes(tmp_path / "outputs") as processes:
+        run = Run(processes, other, tmp_path / "run")
+        run.wait_until_step(3)
+        run.signal(3, signal.SIGKILL)
+        run.wait_until_members(0, 1, 2)
+        run.wait_until_step(steps_done(run.run_dir) + 3)
+        run.signal(1, signal.SIGKILL)
+        run.signal(2, signal.SIGKILL)
+        assert processes.exit_code(run.process_of[0], PATIENCE_S) == LOST_HOST_EXIT_CODE
+        assert "it takes to go on, in vain; cluster.rejoin_s is 3" in run.output(0)
+        assert "Traceback" not in run.output(0)

@@ -1,0 +1,18 @@
+"""An emulated network takes as long as the simulator says."""
+
+from hypothesis import given, settings
+
+from skippipe_jax.config import NetworkConfig
+from skippipe_jax.runtime.emulation import Emulation
+from tests.sched.examples import planned, routed_cases
+
+
+@given(routed_cases())
+@settings(max_examples=40, deadline=None)
+def test_hops_arrive_when_the_simulator_says(example):
+    """Activations and gradients, which may differ in bytes, one after another on a link."""
+    plan, timeline = planned(*example)
+    emulation = Emulation(plan, NetworkConfig(mode="emulate"), seed=0)
+    for transfer in timeline.transfers:
+        end_s = emulation.hop_end_s(transfer.source, transfer.operation, transfer.ready_s)
+        assert end_s == transfer.end_s

@@ -1,0 +1,163 @@
+"""Transfer servers of a generation of hosts: what they carry, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+from skippipe_jax.connections.addresses import require_free
+from skippipe_jax.launch import free_port
+from skippipe_jax.program.hops import Hop
+from skippipe_jax.runtime.topology import sharding_of
+from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
+from tests.thread_hosts import ThreadHost, on_hosts
+
+HOSTS = 2
+LARGE = 1 << 23
+LARGE_BYTES = 4 * LARGE
+LIKE = jax.ShapeDtypeStruct((8,), jnp.float32)
+HOP = Hop(5, 0, 1)
+
+
+def open_both(*ports: int, first: int = 0) -> list[tuple[Transfers, HostLink]]:
+    """The transfers of two hosts in this process, on these ports, and the link of each.
+
+    They begin with iteration `first`.
+    """
+    device = jax.local_devices()[0]
+
+    def opened(host: ThreadHost) -> tuple[Transfers, HostLink]:
+        def exchange(here: str) -> list[str]:
+            host.put(str(host.index), here)
+            return [host.get(str(other), 30.0) for other in range(HOSTS)]
+
+        other = 1 - host.index
+        requests = {other: f"127.0.0.1:{ports[host.index]}"}
+        transfers = Transfers(host.index, device.client, requests, "127.0.0.1", exchange)
+        return transfers, transfers.links({host.index: sharding_of((device,))}, first)[other]
+
+    both: list[tuple[Transfers, HostLink]] = []
+    for outcome in on_hosts(HOSTS, opened):
+        assert not isinstance(outcome, Exception), outcome
+        both.append(outcome)
+    return both
+
+
+def what_came(array: jax.Array) -> np.ndarray:
+    """The array, once it is there; nothing is waited for in vain for ever."""
+    came: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            came.put(np.asarray(array))
+        except Exception as error:
+            came.put(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    outcome = came.get(timeout=20.0)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_generation_gives_all_back_whatever_is_under_way():
+    """Of one after another on the same ports: threads, descriptors, memory, and the ports."""
+    ports = free_port(), free_port()
+    process = psutil.Process()
+    offered = jnp.ones(LARGE).block_until_ready()
+    held: list[tuple[int, int]] = []
+    sizes: list[int] = []
+    for generation in range(4):
+        (transfers, link), (transfers_there, there) = open_both(*ports)
+        sent = jnp.full(8, generation, jnp.float32)
+        link.send(HOP, 3, sent)
+        np.testing.assert_array_equal(what_came(there.receive(HOP, 3, LIKE)), sent)
+        # The host there is an iteration ahead: it has asked for what nobody will offer.
+        asked = there.receive(HOP, 4, LIKE)
+        link.send(Hop(6, 0, 1), 3, (offered * generation).block_until_ready())
+        transfers.close()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+            what_came(asked)
+        transfers_there.close()
+        for port in ports:
+            require_free("port", "127.0.0.1", port)
+        del asked, link, there, transfers, transfers_there
+        gc.collect()
+        if generation:
+            wait_until(lambda: (process.num_threads(), process.num_fds()) <= held[0])
+        else:
+            time.sleep(0.5)  # What JAX keeps for the next server it keeps once.
+        held.append((process.num_threads(), process.num_fds()))
+        sizes.append(process.memory_info().rss)
+    assert max(sizes) < sizes[0] + LARGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("expected", "asked_in"),
+    [({}, 8), ({}, 9), ({"once": True}, 0), ({"after": AFTER_A_STEP}, AFTER_A_STEP + 9)],
+    ids=["a hop", "a hop of the next iteration", "a handover", "what is given after a step"],
+)
+def test_nothing_stays_pinned_by_what_was_asked_for_and_never_offered(
+    expected: dict[str, Any], asked_in: int
+):
+    """A generation ends in its first iterations, before one host has come to what another has."""
+    process = psutil.Process()
+    offered = jnp.ones(LARGE).block_until_ready()
+    held: list[tuple[int, int]] = []
+    sizes: list[int] = []
+    for generation in range(3):
+        (transfers, link), (transfers_there, there) = open_both(free_port(), free_port(), first=8)
+        link.expect(range(7, 8), **expected)
+        asked = there.receive(Hop(7, 0, 1), asked_in, LIKE)
+        # A state is offered, and training goes on before it is taken.
+        link.send(Hop(6, 0, 1), 0, (offered * generation).block_until_ready())
+        if asked_in != 8:
+            link.send(HOP, 8, jnp.ones(8))
+            np.testing.assert_array_equal(what_came(there.receive(HOP, 8, LIKE)), np.ones(8))
+        time.sleep(0.05)  # What is asked for comes there.
+        transfers_there.close()
+        transfers.close()
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            what_came(asked)
+        del asked, link, there, transfers, transfers_there
+        gc.collect()
+        if generation:
+            wait_until(lambda: (process.num_threads(), process.num_fds()) <= held[0])
+        else:
+            time.sleep(0.5)  # What JAX keeps for the next server it keeps once.
+        held.append((process.num_threads(), process.num_fds()))
+        sizes.append(process.memory_info().rss)
+    assert max(sizes) < sizes[0] + LARGE_BYTES
+
+
+def test_what_one_generation_asks_for_the_next_does_not_answer():
+    """A host that is still about the last one asks at the port on which the next listens."""
+    port = free_port()
+    (transfers, _), (transfers_there, late) = open_both(port, free_port())
+    transfers.close()
+    (transfers, link), (next_there, there) = open_both(port, free_port())
+    stale = late.receive(HOP, 3, LIKE)
+    link.send(HOP, 3, jnp.ones(8))
+    np.testing.assert_array_equal(what_came(there.receive(HOP, 3, LIKE)), np.ones(8))
+    transfers_there.close()
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        what_came(stale)
+    for opened in (transfers, next_there):
+        opened.close()

@@ -1,0 +1,105 @@
+"""How long an iteration takes on the nodes that are there: planned once, or likened to others."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from skippipe_sched.churn.iteration_times import IterationTimes, affordable
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.routes import place_in_order
+from skippipe_sched.methods.without_nodes import plan_without
+from skippipe_sched.problem.plan import load_plan
+
+from tests.sched.examples import LOCATIONS, case_with, planned
+
+PAPER = Path("experiments/paper/plans/skip33.json")
+
+
+def without(plan, lost):
+    return tuple(tuple(node for node in stage if node not in lost) for stage in plan.stages)
+
+
+@pytest.fixture(scope="module")
+def paper_plan():
+    return load_plan(PAPER)
+
+
+def test_a_placement_is_planned_as_the_runtime_does_and_once(paper_plan):
+    told = []
+    times = IterationTimes(paper_plan, 9, told.append)
+    assert times(paper_plan.stages) == paper_plan.predicted.iteration_s
+    placement = without(paper_plan, {3, 7})
+    kept = set(range(20)) - {3, 7}
+    assert times(placement) == plan_without(paper_plan, kept).predicted.iteration_s
+    assert times(placement) == times(placement)
+    assert (times.planned, times.likened, told) == (2, 0, [1, 2])
+
+
+def test_a_placement_with_a_node_that_has_moved_is_planned(paper_plan):
+    lost = {2, 14, 18}
+    placement = list(without(paper_plan, lost))
+    placement[4] = (placement[1][-1],)
+    placement[1] = placement[1][:-1]
+    times = IterationTimes(paper_plan, 9)
+    plan = plan_without(paper_plan, set(range(20)) - lost, tuple(placement))
+    assert times(tuple(placement)) == plan.predicted.iteration_s
+
+
+def test_a_stage_that_is_skipped_takes_no_time(paper_plan):
+    """An iteration of two thirds of the visits, on nodes of which one more is lost."""
+    placement = [list(stage) for stage in without(paper_plan, {9})]
+    placement[4] = []
+    times = IterationTimes(paper_plan, 9)
+    stages = tuple(map(tuple, placement))
+    kept = [node for stage in placement for node in stage]
+    plan = plan_without(paper_plan, kept, stages, left_out=[4])
+    assert times(stages) == plan.predicted.iteration_s
+
+
+@pytest.fixture(scope="module")
+def many_nodes():
+    """Random paths of 36 microbatches over 60 nodes in five regions."""
+    case = case_with(
+        nodes=60,
+        locations=LOCATIONS,
+        links="gcp12",
+        activation_bytes=2**25,
+        stage_bytes=2**26,
+        stages=[12, 12, 12, 12, 12],
+        path_length=4,
+        microbatches_per_data_node=3,
+        memory=3,
+    )
+    stages = place_in_order(case)
+    plan, _ = planned(case, stages, random_paths(case, stages, np.random.default_rng(0)))
+    return plan
+
+
+def test_beyond_the_most_a_placement_is_likened_to_those_that_are_planned(many_nodes):
+    """Within a sixth in the mean, of sets of live nodes that hardly ever come twice."""
+    random = np.random.default_rng(0)
+    placements = [
+        without(many_nodes, set(random.choice(60, random.integers(1, 5), replace=False)))
+        for _ in range(40)
+    ]
+    times = IterationTimes(many_nodes, 30)
+    seconds = np.array([times(placement) for placement in placements])
+    assert times.planned == 30
+    likened = {*placements[30:]} - {*placements[:30]}
+    assert times.likened == len(likened) > 5
+    exact = np.array([times.planned_s(placement) for placement in placements[30:]])
+    assert np.abs(seconds[30:] / exact - 1).mean() < 1 / 6
+
+
+def test_nodes_of_one_stage_and_location_are_alike(many_nodes):
+    """One planned placement is enough for another that lacks as many nodes at the same places."""
+    here = [node for node in many_nodes.stages[2] if many_nodes.case.nodes[node].location == "Iowa"]
+    times = IterationTimes(many_nodes, 2)
+    times(many_nodes.stages)
+    seconds = [times(without(many_nodes, {node})) for node in here[:2]]
+    assert seconds[0] == seconds[1]
+    assert times.likened == 1
+
+
+def test_what_is_planned_is_less_for_a_plan_of_more_operations(paper_plan, many_nodes):
+    assert affordable(paper_plan) > affordable(many_nodes) > 30

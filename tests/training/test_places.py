@@ -1,0 +1,123 @@
+"""Places for more hosts than a run begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skippipe_jax.config import ClusterConfig, Config, RecipeConfig, TrainConfig
+from skippipe_jax.config.checkpoint import CheckpointConfig
+from skippipe_jax.config.join import JoinConfig
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.training.places import (
+    Placement,
+    host_of_places,
+    secured,
+    stages_for,
+    with_stages,
+)
+from skippipe_jax.training.regroup import rules_of
+from tests.program.test_compiler import plan_of
+
+PATHS = [[0, 2], [0, 3], [1, 2], [1, 3]]
+PLAN = plan_of([[0, 1], [2, 3]], PATHS, path_length=2)
+LONGER = plan_of([[0], [1, 2], [3]], [[0, 1, 3], [0, 2, 3]], path_length=3)
+
+
+def test_each_spare_place_has_a_node_of_its_own_and_as_many_as_have_ports():
+    config = Config(join=JoinConfig(places=2))
+    assert host_of_places(config, (0, 1, 1)) == (0, 1, 1, 2, 3)
+    high = ClusterConfig(transfer_port=65536 - 9)
+    assert host_of_places(Config(cluster=high), (0, 1)) == (0, 1, 2)
+    assert host_of_places(Config(cluster=high), (0, 1, 2, 3)) == (0, 1, 2, 3)
+    apart = RecipeConfig(average_parameters_every=2)
+    whole = {"train": TrainConfig(steps=4), "checkpoint": CheckpointConfig(every=2)}
+    assert host_of_places(Config(recipe=apart, **whole), (0, 1)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "nodes", "expected"),
+    [
+        # As many visits, fewer replicas; and all alike.
+        (LONGER, (0, 1, 2, 3, 4), ((0,), (1, 2), (3, 4))),
+        (LONGER, (0, 1, 2, 3, 4, 5), ((0,), (1, 2, 5), (3, 4))),
+        (LONGER, (0, 1, 3, 4), ((0,), (1, 2, 4), (3,))),
+        (LONGER, (0, 3, 4), ((0,), (1, 2, 4), (3,))),
+        # Not to the data stage, which lacks both of its nodes.
+        (PLAN, (2, 3, 4), ((0, 1), (2, 3, 4))),
+        (PLAN, (0, 1, 2, 3), ((0, 1), (2, 3))),
+        (plan_of([[0, 1]], [[0], [1]], path_length=1), (0, 1, 2), ((0, 1, 2),)),
+    ],
+    ids=range(7),
+)
+def test_who_comes_serves_where_a_replica_has_most_to_do(
+    plan: Any, nodes: tuple[int, ...], expected: tuple[tuple[int, ...], ...]
+):
+    assert with_stages(plan, plan.stages, nodes) == expected
+
+
+def test_who_comes_is_placed_when_a_generation_is_named_and_known_to_be_before(tmp_path: Path):
+    settled: Any = SimpleNamespace(host_of=(0, 1, 2, 3), plan=PLAN)
+    rules = rules_of(Config(run_dir=str(tmp_path), join=JoinConfig(places=2)), settled)
+    assert rules.hosts == (0, 1, 2, 3, 4, 5)
+    everybody = frozenset({0, 1, 2, 3})
+    assert rules.covers(PLAN.stages, everybody)
+    assert not rules.covers(PLAN.stages, everybody | {5}), "it serves nothing"
+    placed = rules.placed(PLAN.stages, everybody | {5}, {5})
+    assert placed == ((0, 1), (2, 3, 5))
+    assert rules.covers(placed, everybody | {5})
+    assert all(map(rules.fits, (PLAN.stages, placed)))
+    for unfit in (((0, 1), (2,)), ((0, 1), (2, 3, 6)), ((0, 1, 5), (2, 3, 5)), ((0, 1, 2, 3),)):
+        assert not rules.fits(unfit)
+    # It stays where it is when it is lost, and may save a stage without being moved there.
+    assert rules.placed(placed, frozenset({0, 1, 4}), {4}) == ((0, 1), (2, 3, 4, 5))
+    assert rules.covers(placed, frozenset({0, 1, 5}))
+    generation = Generation(1, (0, 1, 2, 3), (0,) * 4, 0, 0, placement=PLAN.stages)
+    assert stages_for(rules, generation, 4) == (1,)
+    assert stages_for(rules, generation, 0) == (0,)
+
+
+def test_who_comes_is_told_of_the_stage_to_which_it_goes_back(tmp_path: Path):
+    """Host 2 has stood in for stage 0 when it was lost, and host 3 is alone since."""
+    settled: Any = SimpleNamespace(host_of=(0, 1, 2, 3), plan=PLAN)
+    rules = rules_of(Config(run_dir=str(tmp_path)), settled)
+    placement = ((0, 1, 2), (3,))
+    generation = Generation(1, (0, 1, 3), (0,) * 3, 0, 0, placement=placement)
+    assert stages_for(rules, generation, 2) == (1,)
+
+
+THREE = ((0, 1), (2, 3), (4, 5))
+HERE = frozenset(range(6))
+
+
+@pytest.mark.parametrize(
+    ("placement", "hosts", "without_text", "expected"),
+    [
+        # Node 2 has stood in for stage 0, and goes back once both of its hosts are there.
+        (((0, 1, 2), (3,), (4, 5)), HERE, (), THREE),
+        # Who is lost is listed in its stage and serves nothing.
+        (((0, 1, 2), (3,), (4, 5)), HERE - {0}, (), ((0, 1, 2), (3,), (4, 5))),
+        (((0, 1), (2, 3), (4, 5)), HERE - {2}, (), THREE),
+        # Another goes where none that was there before can.
+        (((0, 1), (2,), (3, 4, 5)), HERE - {3}, (), ((0, 1), (2,), (3, 4, 5))),
+        (((0, 2), (1, 3, 4), (5,)), HERE, (), ((0, 2), (1, 3), (4, 5))),
+        # Not to the data stage without the text.
+        (((0,), (1, 2, 3), (4, 5)), HERE, (1, 2, 3), ((0,), (1, 2, 3), (4, 5))),
+        (((0,), (1, 2, 3), (4, 5)), HERE, (1,), ((0, 2), (1, 3), (4, 5))),
+    ],
+)
+def test_no_stage_has_one_host_while_others_stand_in_elsewhere(
+    placement: Placement, hosts: frozenset[int], without_text: tuple[int, ...], expected: Placement
+):
+    found = secured(THREE, placement, range(6), hosts, without_text)
+    assert found == expected
+    if found == placement:
+        assert found is placement
+
+
+def test_a_stage_of_one_host_from_the_start_stays_one():
+    own = ((0,), (1, 2, 3))
+    assert secured(own, own, range(4), range(4)) is own

@@ -1,0 +1,68 @@
+"""What callbacks are told of a step after which hosts are lost, or come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from skippipe_jax.config import Config
+from skippipe_jax.config.run import ValidationConfig
+from skippipe_jax.storage import run_folder
+from skippipe_jax.training.callbacks import KeptLines
+from skippipe_jax.training.stretch import Stretch
+
+CONFIG = Config(validation=ValidationConfig(every=20))
+
+
+class Ends(Stretch):
+    """A stretch that has made steps up to one, and has looked after all before some step."""
+
+    def __init__(self, *steps: int, looked_after: int):
+        self.told = KeptLines()
+        self._trainer: Any = SimpleNamespace(callbacks=[self.told], is_over=False)
+        self._config, self.looked_after, self.awaiting = CONFIG, looked_after, None
+        self._validated_step = looked_after
+        self._validation: Any = SimpleNamespace(loss=lambda step: float(step))
+        self.metrics: Any = SimpleNamespace(
+            lines=lambda leave: self._lines([*steps], leave),
+            validated=lambda step, loss: None,
+            asked_to_stop=False,
+        )
+
+    def _lines(self, steps: list[int], leave: int) -> Iterator[Mapping[str, Any]]:
+        yield from ({"step": n, "loss": 1.0} for n in steps[: len(steps) - leave])
+
+
+def test_the_line_of_a_step_waits_until_that_is_validated_by_those_that_go_on():
+    before = Ends(19, 20, looked_after=19)
+    before.report()
+    assert [line["step"] for line in before.told.lines] == [19]
+    after = Ends(looked_after=19)
+    after.awaiting = before.awaiting
+    after.look_after(20)
+    assert list(after.told.lines) == [{"step": 20, "loss": 1.0, "validation_loss": 20.0}]
+    assert after.awaiting is None
+
+
+def test_a_step_that_was_validated_is_told_of_at_once():
+    stretch = Ends(20, 21, looked_after=20)
+    stretch.report()
+    assert [line["step"] for line in stretch.told.lines] == [20, 21]
+
+
+def test_a_line_that_waits_is_forgotten_with_its_step_and_not_written_twice(tmp_path: Path):
+    lines = KeptLines()
+    lines.awaiting = {"step": 20, "loss": 0.5}
+    run_folder.append_metrics(tmp_path, {"step": 19, "loss": 0.5})
+    lines.forget(after=20)
+    lines.write_the_missing(tmp_path)
+    assert lines.awaiting is not None
+    assert lines.last_loss == 0.5
+    run_folder.append_metrics(tmp_path, {"step": 20, "loss": 0.5})
+    lines.write_the_missing(tmp_path)
+    assert lines.awaiting is None, "whoever was lost has written it"
+    lines.awaiting = {"step": 20, "loss": 0.5}
+    lines.forget(after=19)
+    assert lines.awaiting is None

@@ -1,0 +1,170 @@
+"""What a host has to go on with when others are lost, whatever it held before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.cluster.board import TeamEnded
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
+from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config.replan import ReplanConfig
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.storage.layout import Checkpoint
+from skippipe_jax.training import survival
+from skippipe_jax.training.survival import Holding, Survival
+
+OWN = 1
+KEPT: Any = {(0, None): "a state"}
+
+
+class Openings(Survival):
+    """Opens no stretch: all teams end meanwhile, but for the last of some generations."""
+
+    def __init__(self, folder: Path, *generations: Generation):
+        host = Membership(ClusterConfig(heartbeat_timeout_s=0.01), OWN, 3)
+        config = SimpleNamespace(
+            cluster=ClusterConfig(heartbeat_timeout_s=0.01), replan=ReplanConfig()
+        )
+        trainer: Any = SimpleNamespace(folder=folder, config=config, membership=host)
+        settled: Any = SimpleNamespace(host_of=(0, OWN, 2))
+        super().__init__(trainer, settled)
+        self.teams = [Team(host, generation) for generation in generations]
+        self.held: list[Holding] = []
+        self.error: Exception = TeamEnded()
+
+    def _open(self, team: Team, holding: Holding, since_s: float) -> Any:
+        self.held.append(holding)
+        if self.teams:
+            raise self.error
+
+    def _next(self, team: Team) -> Team:
+        return self.teams.pop(0)
+
+    def after(self, holding: Holding) -> list[Holding]:
+        """What the host has in each generation, if it had this before."""
+        self._opened(self.teams.pop(0), holding, 0.0)
+        return self.held
+
+
+@pytest.fixture(autouse=True)
+def no_other_places(monkeypatch: pytest.MonkeyPatch):
+    """Nobody comes beside these hosts, and nobody decides by rules."""
+    monkeypatch.setattr(survival, "host_of_places", lambda config, host_of: host_of)
+    monkeypatch.setattr(survival, "rules_of", lambda *_: None)
+
+
+def generation(number: int, **fields: Any) -> Generation:
+    return Generation(number, (0, OWN, 2), (0, 0, 0), leader=0, step=20, **fields)
+
+
+@pytest.fixture
+def checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Checkpoint:
+    saved = Checkpoint(tmp_path, 20, (1,), {})
+    monkeypatch.setattr(survival, "open_checkpoint", lambda folder, step: saved)
+    monkeypatch.setattr(survival, "read_data_state", lambda saved: {"microbatches": 80})
+    return saved
+
+
+def test_a_host_goes_on_with_what_it_has(tmp_path: Path):
+    before = Holding(88, KEPT)
+    assert Openings(tmp_path, generation(2), generation(3)).after(before) == [before, before]
+
+
+def test_who_goes_back_to_a_checkpoint_does_so_although_its_team_ends_meanwhile(
+    checkpoint: Checkpoint, tmp_path: Path
+):
+    openings = Openings(tmp_path, generation(2, is_rewound=True), generation(3))
+    rewound = Holding(80, kept={}, checkpoint=checkpoint)
+    assert openings.after(Holding(104, KEPT)) == [rewound, rewound]
+
+
+@pytest.mark.parametrize("fresh", [(OWN,), (0,)], ids=["this host", "another"])
+def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
+    fresh: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Any of them may lead when the first step is made after it."""
+    for name, stub in (
+        ("_agreed", lambda *_: (0, survival.NO_REMAINS)),
+        ("_write", lambda *_: None),
+        ("_replanned", lambda self, stretch, *_: stretch),
+    ):
+        monkeypatch.setattr(Survival, name, stub)
+    no_transfers = SimpleNamespace(transfers=None)
+    monkeypatch.setattr(survival, "regrouped", lambda *_: no_transfers)
+    monkeypatch.setattr(survival, "Stretch", lambda *_: SimpleNamespace())
+    theirs = {"step_before": 24, "loss_before": 2.25}
+
+    def gather(team: Team, name: str, own: Callable[[], Any], *_: Any) -> dict[int, Any]:
+        other = {"recovery": None if 0 in fresh else theirs, "lines": []}[name]
+        return {0: other, 1: own()}
+
+    monkeypatch.setattr(survival, "gather", gather)
+    openings: Any = Openings(tmp_path)
+    openings.plans = SimpleNamespace(of_team=lambda *_: None)
+    openings.lines.lines.append({"step": 24, "loss": 2.5})
+    trainer = openings._trainer
+    trainer.steps_done = 24
+    trainer.config.recovery = SimpleNamespace(lost_stage="rewind")
+    lost = Generation(2, (0, OWN), (0, 0), 0, 20, is_rewound=True, lost=(1,), fresh=fresh)
+    Survival._open(openings, Team(trainer.membership, lost), Holding(0), 0.0)
+    told = openings.recoveries.told()
+    assert told is not None
+    known = 2.25 if OWN in fresh else 2.5
+    assert (told["step_before"], told["loss_before"]) == (24, known)
+
+
+def test_a_resumed_run_that_loses_hosts_as_it_begins_begins_with_its_checkpoint(
+    checkpoint: Checkpoint, tmp_path: Path
+):
+    before = Holding(80, checkpoint=checkpoint)
+    assert Openings(tmp_path, generation(2)).after(before) == [before]
+
+
+def test_who_was_left_out_has_read_nothing_that_counts(tmp_path: Path):
+    openings = Openings(tmp_path, generation(2, fresh=(OWN,)))
+    assert openings.after(Holding(104, KEPT)) == [Holding(0, kept={})]
+
+
+def test_who_is_apart_reads_no_checkpoint_and_takes_the_state_of_who_has(
+    checkpoint: Checkpoint, tmp_path: Path
+):
+    rewound = generation(2, is_rewound=True, fresh=(OWN,), apart=(OWN,))
+    assert Openings(tmp_path, rewound).after(Holding(104, KEPT)) == [Holding(0, kept={})]
+
+
+def test_where_all_that_are_left_are_apart_the_run_ends(tmp_path: Path):
+    last = generation(2, is_last=True, apart=(0, OWN, 2), cause="host 3 was lost")
+    with pytest.raises(DeadlinePassed, match="host 3 was lost, and all hosts that are left have j"):
+        Openings(tmp_path, last).after(Holding(104, KEPT))
+
+
+def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path):
+    first = Generation(2, (0, OWN, 2), (0, 0, 0), leader=0, step=0, is_rewound=True)
+    assert Openings(tmp_path, first).after(Holding(12, KEPT)) == [Holding(0, kept=None)]
+
+
+def test_what_fails_because_a_host_dies_is_done_again_with_those_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = Holding(88, KEPT)
+    openings = Openings(tmp_path, generation(2), generation(3))
+    openings.error = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
+    assert openings.after(before) == [before, before]
+    openings = Openings(tmp_path, generation(2), generation(3))
+    openings.error = ValueError("is no fault of another host")
+    with pytest.raises(ValueError, match="no fault"):
+        openings.after(before)
+    monkeypatch.setattr(Team, "has_ended", False)
+    monkeypatch.setattr(Membership, "misses", lambda *given: False)
+    openings = Openings(tmp_path, generation(2), generation(3))
+    openings.error = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        openings.after(before)
