@@ -254,6 +254,7 @@ def open_runtime(
             remaking.give(links)
             remade = remaking.origin(links, origin)
             kept = exchanged(handovers, make, remade, kept or {}, links, team)
+            timeout_s += handovers.patience_s([made.stage for made in team.generation.remade])
     given = schedule, programs, topology, links, origin, clock_offset_s
     # Others are of stages that come back from a checkpoint, and have been given.
     copies = remains.copies if config.recovery.lost_stage == BUDDY else ()

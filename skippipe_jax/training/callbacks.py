@@ -8,16 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skippipe_sched.errors import InputError
+
 from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
+from skippipe_jax.config import Config
 from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.callback import Callback
+from skippipe_jax.training.messages import say_meanwhile
 from skippipe_jax.training.progress import ProgressBar
-from skippipe_jax.training.trackers import open_trackers
+from skippipe_jax.training.trackers import Tracker, open_trackers, require_trackers
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
@@ -35,15 +39,28 @@ def own_callbacks(
     """
     config, folder, step = trainer.config, trainer.folder, trainer.steps_done
     recordings = [] if config.trace == "never" else [RecordingsDrawn()]
+    is_new = isinstance(host, Team) and host.generation.number > 1
     if host.index != 0:
         return [*recordings]
     return [
         MetricsFile(folder),
-        *open_trackers(config, folder, step),
+        *trackers_of(config, folder, step, is_new=is_new),
         ProgressBar(config, step, skipped_updates),
         BestCheckpoint(writer, folder),
         *recordings,
     ]
+
+
+def trackers_of(config: Config, folder: Path, step: int, *, is_new: bool) -> list[Tracker]:
+    """Those that are asked for; where who leads `is_new` and cannot have them, the run has none."""
+    try:
+        require_trackers(config.log)
+        return open_trackers(config, folder, step)
+    except InputError as error:
+        if not is_new:
+            raise
+        say_meanwhile(f"warning: {error}; this host tells no tracker")
+        return []
 
 
 class MetricsFile(Callback):

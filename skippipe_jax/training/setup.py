@@ -71,7 +71,7 @@ class Settled:
         data: the microbatches of the run, if a data node is served here.
         weights: those that a new run begins with, if it is told where they come from.
         transfers: the transfer servers of this host, once it has met the others.
-        mirror: the copy of the run folder, on host 0, if there shall be one.
+        mirror: the copy of the run folder, on the host that begins as 0, if there shall be one.
     """
 
     schedule: Schedule
@@ -234,6 +234,11 @@ def open_writer(
 ) -> CheckpointWriter:
     """What writes the checkpoints of the run; all hosts open one."""
     is_team = isinstance(host, Team)
+    url = config.checkpoint.copy_to
+    if host.index != 0:
+        mirror = None
+    elif mirror is None and url is not None:
+        mirror = _mirror_of_new_leader(url)
     return CheckpointWriter(
         Path(config.run_dir),
         host,
@@ -244,6 +249,15 @@ def open_writer(
         generation=host.generation.number if is_team else 0,
         when_whole=host.saved if is_team else lambda _: None,
     )
+
+
+def _mirror_of_new_leader(url: str) -> Mirror | None:
+    """The copy goes on by whoever leads, if that host can write it: else the run without a copy."""
+    try:
+        return Mirror(url)
+    except InputError as error:
+        say_meanwhile(f"warning: {error}; checkpoints are copied no longer")
+        return None
 
 
 def data_config(config: Config) -> DataConfig:

@@ -20,7 +20,13 @@ from skippipe_sched.problem.plan import load_plan
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.launch import free_port
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import latest_step, open_checkpoint
+from skippipe_jax.storage.layout import (
+    CHECKPOINTS,
+    COMMITTED,
+    latest_step,
+    open_checkpoint,
+    step_name,
+)
 from skippipe_jax.storage.run_folder import GENERATIONS, MEMBERSHIP
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import (
@@ -173,7 +179,20 @@ def assert_trained_like(run_dir: Path, other: Path) -> None:
             np.testing.assert_allclose(array, same[name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 
-def test_a_run_outlives_a_host_and_then_its_leader(run: Run, undisturbed: Path):
+def test_a_run_outlives_a_host_and_then_its_leader(
+    config: Path, undisturbed: Path, tmp_path: Path
+):
+    copy = tmp_path / "copy"
+    with started_processes(tmp_path / "outputs") as processes:
+        more = settings(checkpoint__copy_to=f"file://{copy}")
+        run = Run(processes, config, tmp_path / "run", more=more)
+        loses_a_host_and_then_its_leader(run)
+    # Whoever leads copies.
+    assert (copy / CHECKPOINTS / step_name(STEPS) / COMMITTED).exists()
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+def loses_a_host_and_then_its_leader(run: Run) -> None:
     run.wait_until_step(6)
     run.signal(3, signal.SIGKILL)
     run.wait_until_members(0, 1, 2)
@@ -190,7 +209,6 @@ def test_a_run_outlives_a_host_and_then_its_leader(run: Run, undisturbed: Path):
     steps = [line["step"] for line in run.generations()]
     assert all(a < b for a, b in itertools.pairwise(steps))
     assert "host 0 was lost: 2 of 4 hosts go on from step" in run.output(1)
-    assert_trained_like(run.run_dir, undisturbed)
 
 
 def test_a_host_that_is_started_again_comes_back(run: Run, undisturbed: Path):

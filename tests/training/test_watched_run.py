@@ -18,13 +18,13 @@ from skippipe_sched.errors import InputError
 from tensorboardX.proto import event_pb2
 
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import LogConfig, load_config, parse_config
+from skippipe_jax.config import Config, LogConfig, load_config, parse_config
 from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.storage.writer import CheckpointWriter
-from skippipe_jax.training.callbacks import BestCheckpoint
+from skippipe_jax.training.callbacks import BestCheckpoint, trackers_of
 from skippipe_jax.training.trackers import numbers, open_trackers, require_trackers
 from skippipe_jax.training.trainer import train
 from tests.multihost.processes import started_processes
@@ -234,6 +234,17 @@ def test_a_package_that_is_not_installed_is_named(
         require_trackers(log)
     assert caught.value.field == field
     require_trackers(LogConfig())
+
+
+def test_who_leads_anew_without_the_package_goes_on_without_trackers(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    config = Config(log=LogConfig(tensorboard=True))
+    with pytest.raises(InputError):
+        trackers_of(config, tmp_path, 5, is_new=False)
+    assert trackers_of(config, tmp_path, 5, is_new=True) == []
+    assert "warning: log.tensorboard = True: needs the package" in capfd.readouterr().err
 
 
 # The profiler, and what devices say.
