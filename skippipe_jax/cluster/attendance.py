@@ -68,6 +68,7 @@ class Attendance:
         self._meeting: Meeting | None = None
         self._verdict: asyncio.Future[Verdict]
         self._is_failing = self._was_stopped = False
+        self._last_beat_s = math.inf
         self._control: Control | None = None
 
     # Any thread may call these.
@@ -222,7 +223,7 @@ class Attendance:
             self._control.is_missed(host)
         elif not self._mesh.directory.outlives:
             # One that was stopped may find the others gone before it reads their verdict.
-            culprit = self._index if self._was_stopped else host
+            culprit = self._index if self._was_stopped or self._has_overslept() else host
             self._judge(culprit, f"{self._mesh.directory.names[culprit]} is lost: {how}")
 
     def _finds(self, host: int) -> None:
@@ -242,12 +243,15 @@ class Attendance:
         """Show the others that this host lives, and judge those that were silent for too long."""
         timeout_s = self._config.heartbeat_timeout_s
         while True:
-            before_s = time.monotonic()
+            self._last_beat_s = time.monotonic()
             await asyncio.sleep(timeout_s / BEATS)
-            self._was_stopped |= time.monotonic() - before_s > timeout_s
+            self._was_stopped |= self._has_overslept()
             if self._board.generation > 0:
                 self._mesh.directory.is_outside = False  # Or it has been taken in again.
             self._mesh.beat()
+
+    def _has_overslept(self) -> bool:
+        return time.monotonic() - self._last_beat_s > self._config.heartbeat_timeout_s
 
     async def _tell_failure(self, reason: str, code: int) -> None:
         self._is_failing = True

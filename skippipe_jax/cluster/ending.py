@@ -81,7 +81,11 @@ async def say_and_exit(
 
 
 def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]) -> NoReturn:
-    """End the host of this name by a fault of its own, which is shown whole."""
+    """End the host of this name by a fault of its own; what nobody has foreseen is shown whole."""
+    if (foreseen := as_input_error(error)) is not None:
+        say(f"error: {foreseen}")
+        say(f"{name} stops, exit code {foreseen.exit_code}. {told_in_time(last_words, 1)}".strip())
+        exit_at_once(foreseen.exit_code)
     traceback.print_exception(error)
     say(f"{name} stops, exit code 1. {told_in_time(last_words, 1)}".strip())
     exit_at_once(1)

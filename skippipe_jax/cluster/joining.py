@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from skippipe_sched.errors import TemporaryError, Terminated, as_input_error
 
-from skippipe_jax.cluster import jax_runtime
 from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.ending import (
     LOST_HOST_EXIT_CODE,
@@ -23,6 +22,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.place import Place, chosen_runtime, find_place, require_same_runtime
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import DISTRIBUTED
+from skippipe_jax.connections import jax_runtime
 from skippipe_jax.connections.hello import Run
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import say

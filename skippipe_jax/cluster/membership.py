@@ -13,16 +13,16 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from skippipe_jax.cluster import jax_runtime
 from skippipe_jax.cluster.agreement import barrier, gather
 from skippipe_jax.cluster.attendance import Attendance
 from skippipe_jax.cluster.board import NOBODY, Board, TeamEnded
 from skippipe_jax.cluster.ending import LINGER_S, LOST_HOST_EXIT_CODE, REASON_CHARACTERS
+from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.succession import Counted, Succession
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
-from skippipe_jax.connections import clock
+from skippipe_jax.connections import clock, jax_runtime
 from skippipe_jax.connections.addresses import join_address, require_free
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS, say
 from skippipe_jax.connections.pulse import BEATS
@@ -241,6 +241,8 @@ class Membership:
             try:
                 return barrier(team, "leave", self._config.connect_timeout_s)
             except TeamEnded:
+                if self.generation == NOBODY:
+                    return  # The others have come to the end without this host.
                 self.next_team(team.generation, self._config.connect_timeout_s)
 
     def fail(self, reason: str, code: int = LOST_HOST_EXIT_CODE) -> None:
@@ -267,7 +269,7 @@ class Membership:
         take the whole heartbeat timeout. It returns if no host was lost, and at once for an error
         that no other host can cause; raise the error then.
         """
-        if self.count == 1 or not jax_runtime.may_stem_from_a_peer(error):
+        if self.count == 1 or not may_stem_from_a_peer(error):
             return
         # A death shows at once; only a host that hangs takes the whole timeout.
         time.sleep(LINGER_S)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster import jax_runtime
 from skippipe_jax.cluster.agreement import Host, agree
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AUTO, DISTRIBUTED, INDEPENDENT
+from skippipe_jax.connections import jax_runtime
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import Run
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys

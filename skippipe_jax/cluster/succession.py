@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,18 +25,26 @@ class Succession:
     def __init__(self, board: Board):
         """Begin outside of all generations; `board` follows them."""
         self.entered: Generation | None = None
+        self._following: tuple[Generation, ...] = ()
         self._board = board
         self._lock = threading.Lock()
         self._counted: Counted | None = None
         self._when_ended: Callable[[], None] | None = None
 
     def next(self, after: int, timeout_s: float) -> Generation | None:
-        """The next generation of this host with a greater number; None if it takes too long."""
+        """The first that this host enters after a generation; None if it takes too long.
 
-        def is_there() -> bool:
-            return self.entered is not None and self.entered.number > after
+        None is passed over, though it may have ended: all may have gone back in it.
+        """
 
-        return self.entered if self._board.wait_for(is_there, timeout_s) else None
+        def found() -> Generation | None:
+            last = math.inf if self._board.generation == NOBODY else self._board.generation
+            return next((own for own in self._following if after < own.number <= last), None)
+
+        with self._lock:
+            self._following = tuple(own for own in self._following if own.number > after)
+        self._board.wait_for(lambda: found() is not None, timeout_s)
+        return found()
 
     def expect(self, generation: int, counted: Counted) -> None:
         """Call `counted` once the next step counts, unless the generation has ended."""
@@ -60,7 +69,9 @@ class Succession:
 
     def enters(self, generation: Generation) -> None:
         """A generation begins, of which this host is a member."""
-        self.entered = generation
+        with self._lock:
+            self.entered = generation
+            self._following += (generation,)
         self._end(generation.number)
 
     def is_left_out(self, generation: Generation) -> None:

@@ -370,7 +370,7 @@ def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]
         is_member=is_member,
         standing=Standing(
             generation.step,
-            saved=state.standing.saved,
+            saved=max(state.standing.saved, generation.saved),
             holds=entered_with(state, generation) if is_member else (),
             copies=state.standing.copies if is_member and not takes_state else (),
         ),

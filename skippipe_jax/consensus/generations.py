@@ -61,6 +61,7 @@ class Generation:
         plan: the digest of the plan by which they go on; empty for the quick one that all make.
         apart: members that do not reach the folder of the run.
         left_out: the stages that none of the members serves, without which they go on.
+        saved: the last step whose checkpoint one of those that decided it knew to be whole.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Generation:
     remade: tuple[Remade, ...] = field(default=(), kw_only=True)
     apart: tuple[int, ...] = field(default=(), kw_only=True)
     left_out: tuple[int, ...] = field(default=(), kw_only=True)
+    saved: int = field(default=0, kw_only=True)
 
     def has(self, host: int, process: int) -> bool:
         """Whether this process of a host is a member."""
@@ -347,10 +349,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a host has under way for the next generation, which has a name once it is promised.
-
-    It does without some members that live, for they do not hear others.
-    """
+    """What a host has under way for the next generation, `without` members that are not heard."""
 
     ballot: Ballot
     without: frozenset[int] = frozenset()

@@ -8,13 +8,13 @@ is made anew. The first stage alone has embedding and head, so it is never left 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from skippipe_jax.config.recovery import SKIP
 from skippipe_jax.consensus.apart import DATA_STAGE
-from skippipe_jax.consensus.generations import Generation, Promise, Remade, Rules
+from skippipe_jax.consensus.generations import Generation, Remade, Rules
 from skippipe_jax.consensus.holders import Held, holders_of
 from skippipe_jax.consensus.lost_stages import CannotBeRemade
 
@@ -34,13 +34,7 @@ def is_left_out_rightly(rules: Rules, generation: Generation) -> bool:
     return may_be and served.isdisjoint(generation.left_out)
 
 
-def without_lost(
-    rules: Rules,
-    last: Generation,
-    following: Generation,
-    held: Held,
-    promises: Mapping[int, Promise],
-) -> Generation:
+def without_lost(rules: Rules, last: Generation, following: Generation, held: Held) -> Generation:
     """The following generation, which does without stages that nobody holds, or reads them again.
 
     Raises:
@@ -50,8 +44,7 @@ def without_lost(
     if DATA_STAGE in lost:
         why = f"; stage {DATA_STAGE} cannot be left out: it alone has embedding and head"
         raise CannotBeRemade(why)
-    saved = max(own.standing.saved for own in promises.values())
-    if not saved:
+    if not following.saved:
         raise CannotBeRemade(f"; nothing is saved yet, so stage {lost[0]} could never come back")
     members = frozenset(following.members)
     if rules.placed_without is not None and not all(
@@ -63,7 +56,7 @@ def without_lost(
             raise CannotBeRemade("; too few hosts are left to serve the other stages")
     served = _served(rules, placement, members)
     made = tuple(
-        Remade(stage, SKIP, saved, (_reader(rules, following, stage),))
+        Remade(stage, SKIP, following.saved, (_reader(rules, following, stage),))
         for stage in lost
         if stage in served
     )

@@ -38,6 +38,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     lacks_some = any(own.standing.applied < furthest.applied for own in promises.values())
     holding = frozenset(host for host in going_on & everybody if held[host])
     leading = holding - leaving - {*apart}
+    saved = max(own.standing.saved for own in promises.values())
     following = Generation(
         last.number + 1,
         members,
@@ -49,6 +50,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
         placement=last.placement,
         start=last.start,
         apart=apart,
+        saved=saved,
     )
     if choice is not None:
         holders = holders_of(rules, choice.placement, {host: held[host] for host in holding})
@@ -67,11 +69,10 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     following = replace(following, lost=lost_stages.lost(rules, last, held))
     try:
         if rules.placed_without is not None:
-            return without_lost(rules, last, following, held, promises)
+            return without_lost(rules, last, following, held)
         return lost_stages.remade(rules, following, held, promises)
     except CannotBeRemade as error:
         following = replace(following, cause=f"{following.cause}{error}")
-    saved = max(own.standing.saved for own in promises.values())
     leader = leader_of(members, going_on, apart)
     following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)
     reading = frozenset(members).difference(apart)

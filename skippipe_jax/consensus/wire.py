@@ -198,6 +198,7 @@ def _generation(given: Any) -> Generation:
         remade=remade,
         apart=apart,
         left_out=left_out,
+        saved=_number(_member(given, "saved")),
     )
 
 

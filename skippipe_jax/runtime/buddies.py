@@ -135,7 +135,9 @@ class Buddies:
     def _tell(self) -> Copies:
         """What is kept here, now that all has come: of each stage the newest copy."""
         if self._is_last_part:
-            self.copies += [copy for copy in self._coming.values() if copy not in self.copies]
+            # One that an iteration has brought which is run again comes again.
+            coming = {copy.name: copy for copy in self._coming.values()}
+            self.copies = [*(c for c in self.copies if c.name not in coming), *coming.values()]
         newest = {copy.stage: copy for copy in sorted(self.copies, key=lambda copy: copy.step)}
         own = {way.stage for way in self._keeping}
         self._told = tuple(

@@ -23,10 +23,7 @@ from skippipe_jax.runtime.handover import arrived, shapes_of_state
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
-from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink
-
-GIVEN_S = 3600.0
-"""How long hosts wait at most until such states have been given."""
+from skippipe_jax.runtime.transport import AFTER_A_STEP, IN_A_TEAM_S, HostLink
 
 
 def places_apart(team: Team) -> frozenset[int]:
@@ -95,7 +92,7 @@ class GivenStages:
                 ]
                 own[stage] = jax.tree.unflatten(structure, arrays)
         # Nobody updates a state that the leader still takes.
-        barrier(self._team, f"given/{step}", GIVEN_S)
+        barrier(self._team, f"given/{step}", IN_A_TEAM_S)
         return own
 
     def _set_aside(self, array: jax.Array) -> jax.Array:

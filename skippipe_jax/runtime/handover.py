@@ -20,8 +20,6 @@ from skippipe_jax.runtime.transport import HostLink
 
 # So often a host that waits looks whether its team still goes on.
 LOOK_S = 0.5
-# Others wait for what moves so many times as long as its links take for one state after another.
-PATIENCE = 4.0
 
 
 class Handover(NamedTuple):
@@ -79,25 +77,6 @@ class Handovers:
             for handover in self.handovers
             if self.topology.is_here(handover.hops[0].target)
         )
-
-    def patience_s(self, remade: Collection[int]) -> float:
-        """How long others may have to wait for what moves, and for stages that are `remade` [s].
-
-        Whatever a stage is made anew from is counted as its state, over the slowest link.
-        """
-        bandwidth = self.topology.plan.case.link_matrices[1]
-        sizes = [
-            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-            for shapes in self.shapes
-        ]
-        moves = [
-            sizes[stage] / bandwidth[hops[0].source, hops[0].target]
-            for stage, _, hops in self.handovers
-        ]
-        makes = [
-            sizes[stage] * len(self.topology.replicas[stage]) / bandwidth.min() for stage in remade
-        ]
-        return PATIENCE * float(sum(moves) + sum(makes))
 
     def give(self, states: Mapping[int, StageState], links: Mapping[int, HostLink]) -> None:
         """Offer what others take from here, of the states that this host has by stage.

@@ -43,7 +43,7 @@ from skippipe_jax.runtime.stage_functions import activation, functions_of_run, w
 from skippipe_jax.runtime.state import Kept, Origin, StageState, make_states
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from skippipe_jax.runtime.totals import Outcome, add_up, apart, sum_by_collective
-from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
+from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers, patience_s
 
 
 class Runtime:
@@ -137,6 +137,10 @@ class Runtime:
             {} if self.given is None else self.given.after(step, self.states, self.exchange.links)
         )
 
+    def let_go(self) -> None:
+        """Keep nothing of an iteration that was not ended."""
+        self.operations.nodes.clear()
+
     @property
     def copies(self) -> Collection[Copy]:
         """Those of stages of others that are kept here."""
@@ -222,7 +226,7 @@ def open_runtime(
     `remains` of them.
     """
     plan = schedule.plans[OWN]
-    timeout_s = config.cluster.connect_timeout_s
+    timeout_s = patience_s(config, host)
     kinds = gather(host, "devices", lambda: [d.device_kind for d in jax.local_devices()], timeout_s)
     devices = devices_of_nodes(host_of, list(kinds.values()))
     numbers = HopNumbers(programs[OWN].first_free_hop)
@@ -253,8 +257,10 @@ def open_runtime(
             # Before this host waits for anything, so that no two wait for each other.
             remaking.give(links)
             remade = remaking.origin(links, origin)
-            kept = exchanged(handovers, make, remade, kept or {}, links, team)
-            timeout_s += handovers.patience_s([made.stage for made in team.generation.remade])
+            # A team that has ended before it began may have made some otherwise.
+            anew = {made.stage for made in team.generation.remade}
+            own = {of: state for of, state in (kept or {}).items() if of[0] not in anew}
+            kept = exchanged(handovers, make, remade, own, links, team)
     given = schedule, programs, topology, links, origin, clock_offset_s
     # Others are of stages that come back from a checkpoint, and have been given.
     copies = remains.copies if config.recovery.lost_stage == BUDDY else ()

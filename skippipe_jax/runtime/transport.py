@@ -37,6 +37,10 @@ PARALLEL_COPIES = 2
 CLOSING_S = 5.0
 
 
+# How long the hosts of a team wait for each other. If one is lost the team ends, and with it every
+# wait; what is waited for may be a state that comes over a slow link, or the end of an upload.
+IN_A_TEAM_S = 3600.0
+
 # What is given after a step is named by the step and this: no training gets so far.
 AFTER_A_STEP = 1 << 48
 
@@ -194,6 +198,8 @@ class Transfers:
             told = exchange(here) if reached else []
         except BaseException:
             self.servers.clear()
+            for address in reached.values():
+                _wait_until_free(*parse_address("address", address))
             raise
         others = {other: json.loads(told[other]) for other in self.servers}
         self.addresses = {other: there["reached"][str(host)] for other, there in others.items()}
@@ -225,11 +231,16 @@ class Transfers:
             _wait_until_free(*address)
 
 
+def patience_s(config: Config, host: Membership | Team) -> float:
+    """How long hosts wait for each other before they train [s]."""
+    return IN_A_TEAM_S if isinstance(host, Team) else config.cluster.connect_timeout_s
+
+
 def open_transfers(config: Config, host: Membership | Team) -> Transfers:
     """The transfer servers of this host; all hosts call this together."""
 
     def exchange(here: str) -> list[str]:
-        told = gather(host, "transfer_server", lambda: here, config.cluster.connect_timeout_s)
+        told = gather(host, "transfer_server", lambda: here, patience_s(config, host))
         return [told[index] for index in range(host.count)]
 
     backend = jax.local_devices()[0].client

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,13 +217,10 @@ def saved_schedule(folder: Path) -> Schedule:
 def own_files(folder: Path) -> list[Path]:
     """The files that a run needs beside its checkpoints to be resumed or looked at."""
     elsewhere = (CHECKPOINTS, "timelines", "profile", "tensorboard", "wandb")
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.relative_to(folder).parts[0] not in elsewhere
-        and path.is_file()
-        and path.suffix != PARTIAL
-    ]
+    # These are not even looked into: folders of checkpoints come and go meanwhile.
+    tops = [path for path in sorted(folder.iterdir()) if path.name not in elsewhere]
+    found = (path for top in tops for path in (sorted(top.rglob("*")) if top.is_dir() else [top]))
+    return [path for path in found if path.is_file() and path.suffix != PARTIAL]
 
 
 def append_generation(
@@ -248,12 +246,13 @@ def append_generation(
     if generation.lost:
         remade = [asdict(made) for made in generation.remade]
         line |= {"lost": list(generation.lost), "remade": remade}
-    with _accessible(folder), (folder / MEMBERSHIP).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
     if generation.number > 1:
         with _accessible(folder):
             (folder / GENERATIONS).mkdir(exist_ok=True)
             plan.save(folder / GENERATIONS / f"plan-{generation.number}.json")
+    # Last: whoever reads the line finds the plan.
+    with _accessible(folder), (folder / MEMBERSHIP).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def append_recovery(folder: Path, line: Mapping[str, Any]) -> None:
@@ -298,12 +297,12 @@ def first_to_write(folder: Path, generation: Generation) -> Generation:
     path = decided / f"{generation.start:x}-{generation.number}.json"
     with _accessible(folder):
         decided.mkdir(exist_ok=True)
-        own = decided / f"{path.name}.{os.getpid()}{PARTIAL}"
+        own = decided / f"{path.name}.{secrets.token_hex(8)}{PARTIAL}"
         own.write_text(json.dumps(generation_to_json(generation)), encoding="utf-8")
         # A link is made with the whole of the file, or not at all.
         with suppress(FileExistsError):
             os.link(own, path)
-        own.unlink()
+        own.unlink(missing_ok=True)
         return parse_generation(json.loads(path.read_text(encoding="utf-8")))
 
 

@@ -117,7 +117,11 @@ class Replanning(Callback):
 
     def _begin_search(self) -> None:
         cases = cases_to_search(self._standing, self._own)
-        config, process = self._config, self._standby.process()
+        config = self._config
+        try:
+            process = self._standby.process()
+        except OSError as error:  # No memory, or a full disk: a run needs no better plan.
+            return say_meanwhile(f"no search for a better plan: {error}")
         self._search = PlanSearch(
             cases, self._standing, config.replan, config.plan.seed, process, self._found
         )

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,4 +164,6 @@ class Preparing(Callback):
         del trainer, metrics
         if not self._is_done and time.monotonic() > self._at_s:
             self._is_done = True
-            self._standby.prepare(self._plan, stays=self._stays)
+            # If that fails, the search that is needed will say why.
+            with suppress(OSError):
+                self._standby.prepare(self._plan, stays=self._stays)

@@ -18,6 +18,7 @@ from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.optim.adamw import updates_made
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.state import Kept
+from skippipe_jax.runtime.transport import IN_A_TEAM_S
 from skippipe_jax.storage.layout import Checkpoint, is_committed, step_folder
 from skippipe_jax.storage.recording import keep_plan
 from skippipe_jax.storage.writer import NotCommitted
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 # The results of an iteration are read when this many later ones have been dispatched, so that
 # devices have work while the host reads.
 ITERATIONS_AHEAD = 1
-
-# How long hosts wait for what one of them tells at once.
-HEAR_S = 60.0
 
 
 class Stretch:
@@ -246,7 +244,7 @@ class Stretch:
             return is_committed(step_folder(self._folder, step))
 
         if isinstance(self.host, Team) and from_host_0(
-            self.host, f"saves/{step}", is_there, HEAR_S
+            self.host, f"saves/{step}", is_there, IN_A_TEAM_S
         ):
             return self.host.saved(step)
         stages = self.runtime.owned_stages() | self.runtime.given_stages(step)
@@ -265,7 +263,7 @@ class Stretch:
         state = None if data is None else data.state(self.read)
         if given is not None and 0 in given.source_of:
             source = given.source_of[0]
-            state = gather(self.host, f"data/{step}", lambda: state, HEAR_S, [source])[source]
+            state = gather(self.host, f"data/{step}", lambda: state, IN_A_TEAM_S, [source])[source]
         return state if 0 in stages else None
 
     def leave(self) -> None:
@@ -273,6 +271,7 @@ class Stretch:
         with suppress(TeamEnded, NotCommitted):
             self._writer.wait()
         self.close()
+        self.runtime.let_go()
         if self._transfers is not None:
             self._transfers.close()
 

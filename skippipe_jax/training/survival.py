@@ -14,14 +14,15 @@ import jax
 
 from skippipe_jax.cluster.agreement import DeadlinePassed, gather
 from skippipe_jax.cluster.board import TeamEnded
-from skippipe_jax.cluster.jax_runtime import may_stem_from_a_peer
 from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.state import Kept
+from skippipe_jax.runtime.transport import IN_A_TEAM_S
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.layout import Checkpoint, is_committed, open_checkpoint, step_folder
@@ -40,7 +41,7 @@ from skippipe_jax.training.regroup import regrouped, rules_of
 from skippipe_jax.training.replanning import FoundPlans, Replanning
 from skippipe_jax.training.search_process import Preparing, Standby
 from skippipe_jax.training.setup import Settled, go_on
-from skippipe_jax.training.stretch import HEAR_S, Stretch
+from skippipe_jax.training.stretch import Stretch
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
@@ -89,6 +90,7 @@ class Survival:
         self.lines = KeptLines()
         self.recoveries = RecoveriesFile(trainer.folder)
         self.plans = FoundPlans()
+        self._store = partial(run_folder.first_to_write, trainer.folder)
         self._standby = Standby(trainer.config.replan.method)
 
     def close(self) -> None:
@@ -125,11 +127,9 @@ class Survival:
                 stretch = Stretch(self._trainer, team, self._settled, read, checkpoint)
                 return self._replanned(stretch, team, self._settled)
         except TeamEnded:
-            holding = Holding(read, checkpoint=checkpoint)
-            return self._opened(self._next(team), holding, time.monotonic())
-
-    def _store(self, generation: Generation) -> Generation:
-        return run_folder.first_to_write(self._trainer.folder, generation)
+            pass
+        holding = Holding(read, checkpoint=checkpoint)
+        return self._opened(self._next(team), holding, time.monotonic())
 
     def going_on(self, act: Callable[[], None], stretch: Stretch) -> Stretch:
         """Act; the stretch that follows where hosts are lost meanwhile, or come back."""
@@ -137,12 +137,13 @@ class Survival:
         try:
             act()
         except TeamEnded:
-            return self._after(stretch)
+            pass
         except Exception as error:
             if not (isinstance(team, Team) and self._is_of_a_loss(error, team)):
                 raise
-            return self._after(stretch)
-        return stretch
+        else:
+            return stretch
+        return self._after(stretch)  # What the error holds of the iteration is let go of.
 
     def _is_of_a_loss(self, error: Exception, team: Team) -> bool:
         """Whether an error came when a host of the team was lost, which may show later."""
@@ -211,17 +212,11 @@ class Survival:
             DeadlinePassed: if the run ends with this team.
         """
         trainer, generation = self._trainer, team.generation
-        if generation.is_last and set(generation.apart) == set(generation.members):
-            raise DeadlinePassed(
-                f"{generation.cause}, and all hosts that are left have joined the run without its "
-                "folder: what they would train nobody could save"
-            )
         if generation.is_last:
-            raise DeadlinePassed(
-                f"{generation.cause}, and no replica of a stage is left that could be moved or "
-                f"rewound; recovery.lost_stage is {trainer.config.recovery.lost_stage}"
-            )
+            raise DeadlinePassed(why_last(generation, trainer.config.recovery.lost_stage))
         is_fresh = team.index in team.fresh
+        if not (is_fresh or generation.is_rewound):
+            require_same_step(trainer.steps_done, generation.step)
         if generation.is_rewound and not is_fresh:
             if generation.step == 0 and not is_committed(step_folder(trainer.folder, 0)):
                 return Holding(read=0)  # Nothing has been saved yet.
@@ -241,18 +236,19 @@ class Survival:
             self.recoveries.begin_one(generation, policy, before, self.lines.last_loss, saved)
         trainer.steps_done = generation.step
         self.lines.forget(after=generation.step)
-        found = self.plans.of_team(team, HEAR_S)
-        new = told_by(team, trainer.folder, self._host_of, len(self._settled.host_of), HEAR_S)
+        team.require_goes_on()  # Nothing is opened for one that has ended.
+        found = self.plans.of_team(team, IN_A_TEAM_S)
+        new = told_by(team, trainer.folder, self._host_of, len(self._settled.host_of), IN_A_TEAM_S)
         settled = regrouped(trainer.config, self._settled, team, found, new)
         with _closed_by_an_error(settled):
             read, remains = self._agreed(team, settled, holding)
             self._write(team, settled)
             if generation.lost or team.fresh:
                 self.recoveries.hear(
-                    gather(team, "recovery", self.recoveries.told, HEAR_S).values()
+                    gather(team, "recovery", self.recoveries.told, IN_A_TEAM_S).values()
                 )
             if 0 in team.fresh:  # Whoever leads has no lines of its own.
-                self.lines.hear(gather(team, "lines", self.lines.told, HEAR_S).values())
+                self.lines.hear(gather(team, "lines", self.lines.told, IN_A_TEAM_S).values())
             if team.index == 0:
                 # Not before all have told something: a leader that was stopped wakes when others
                 # lead.
@@ -299,7 +295,7 @@ class Survival:
         """
         own, text = holding.remains, None if settled.data is None else settled.data.fingerprint
         tell = (holding.read, own.squared_norms, own.updates, text)
-        told = gather(team, "read", lambda: tell, HEAR_S).values()
+        told = gather(team, "read", lambda: tell, IN_A_TEAM_S).values()
         reads, norms, updates, texts = zip(*told, strict=True)
         known_text = min((of_host for of_host in texts if of_host is not None), default=None)
         serves = partial(stages_for, self._rules, team.generation)
@@ -315,11 +311,37 @@ class Survival:
         # By the numbers of the run's own plan, which every generation knows.
         here = self._trainer.membership.index
         own = [node for node, host in enumerate(self._host_of) if host == here]
-        told = gather(team, "member", lambda: team.here() | {"nodes": own}, HEAR_S)
+        told = gather(team, "member", lambda: team.here() | {"nodes": own}, IN_A_TEAM_S)
         if team.index == 0:
             run_folder.append_generation(
                 self._trainer.folder, team.generation, settled.plan, list(told.values())
             )
+
+
+def why_last(generation: Generation, lost_stage: str) -> str:
+    """Why the run ends with a generation, by what `recovery.lost_stage` asks for."""
+    if set(generation.apart) == set(generation.members):
+        return (
+            f"{generation.cause}, and all hosts that are left have joined the run without its "
+            "folder: what they would train nobody could save"
+        )
+    return (
+        f"{generation.cause}, and no replica of a stage is left that could be moved or "
+        f"rewound; recovery.lost_stage is {lost_stage}"
+    )
+
+
+def require_same_step(done: int, step: int) -> None:
+    """Refuse to go on from a step with what another has left.
+
+    Raises:
+        DeadlinePassed: if so many are `done` here, and the others go on from another `step`.
+    """
+    if done != step:
+        raise DeadlinePassed(
+            f"this host has the state after step {done}, and the others go on from step {step}: "
+            "it has to take theirs"
+        )
 
 
 def _get_ready(config: Config, settled: Settled, here: int) -> None:

@@ -76,7 +76,7 @@ def test_an_interrupted_host_tells_the_others_and_says_where_to_resume(
 
 
 def test_last_words_that_fail_or_take_too_long_hold_up_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ending, "LINGER_S", 0.05)
+    monkeypatch.setattr(ending, "LINGER_S", 0.5)
     told_in_time = ending.told_in_time
     assert told_in_time(lambda: WORDS, LOST_HOST_EXIT_CODE) == WORDS
     assert told_in_time(lambda: WORDS, INPUT_ERROR_EXIT_CODE) == "", "it would end so again"
@@ -84,7 +84,7 @@ def test_last_words_that_fail_or_take_too_long_hold_up_nothing(monkeypatch: pyte
     held = threading.Event()
     words = told_in_time(lambda: str(held.wait(20.0)), LOST_HOST_EXIT_CODE)
     held.set()
-    assert words == "What to resume from could not be told within 0.05 s."
+    assert words == "What to resume from could not be told within 0.5 s."
 
 
 def test_a_code_for_each_end():

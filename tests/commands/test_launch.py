@@ -71,7 +71,8 @@ def test_a_host_that_a_signal_has_ended_is_started_again_alone(
 
 def test_all_that_end_with_75_are_started_again(shells: Callable[..., Shells]):
     again = f"exit {TRY_AGAIN_EXIT_CODE}"
-    machine = shells([again, again, "touch back"], [again, once("[ -e back ]")])
+    last = f"{once('[ -e there ]')}; touch back"
+    machine = shells([again, again, last], [again, f"touch there; {once('[ -e back ]')}"])
     assert machine.hosts(outlives=False).run() == 0
     assert sorted(machine.started) == [0, 0, 0, 1, 1]
 
@@ -89,8 +90,10 @@ def test_the_others_go_on_without_one_that_has_too_many_faults(
     shells: Callable[..., Shells], capfd: pytest.CaptureFixture[str]
 ):
     faults = MOST_FAULTS + 1
-    others = once(f"[ $(wc -l < faults) = {faults} ]")
-    machine = shells(["echo >> faults; exit 1"] * faults, [others])
+    # The last one is seen to have ended before the others end.
+    is_seen = "! kill -0 $(tail -n 1 faults) 2> /dev/null"
+    others = once(f"[ $(wc -l < faults) = {faults} ] && {is_seen}")
+    machine = shells(["echo $$ >> faults; exit 1"] * faults, [others])
     assert machine.hosts(grace_s=0.0).run() == 0
     assert machine.started.count(0) == faults
     assert "host 0 ended with exit code 1: it is not started again" in capfd.readouterr().out

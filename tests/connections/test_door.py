@@ -14,6 +14,7 @@ from skippipe_jax.connections import door, links
 from skippipe_jax.connections.hello import PROTOCOL, Run
 from skippipe_jax.connections.links import SENT_NONSENSE, reach
 from tests.connections.meshes import (
+    PATIENCE_S,
     RUN,
     Host,
     answer_to,
@@ -130,11 +131,11 @@ def test_settings_are_compared_with_a_host_that_comes_back():
             again = Host(2, 3, other)
             await again.listen()
             with pytest.raises(InputError, match="train = 'other': that is host 2's, and host 0"):
-                await again.mesh.rejoin(await reach(first.address, 1.0))
+                await again.mesh.rejoin(await reach(first.address, PATIENCE_S))
             again.end()
             again = Host(2, 3)
             await again.listen()
-            assert await again.mesh.rejoin(await reach(first.address, 1.0))
+            assert await again.mesh.rejoin(await reach(first.address, PATIENCE_S))
             await assert_all_connected([first, second, again], "again")
             again.end()
 
@@ -159,7 +160,7 @@ def test_who_comes_back_is_told_where_it_cannot(where: str):
         there, again = Host(0, 2, run), Host(1, 2)
         await there.listen()
         await again.listen()
-        assert not await again.mesh.rejoin(await reach(there.address, 1.0))
+        assert not await again.mesh.rejoin(await reach(there.address, PATIENCE_S))
         there.end()
         again.end()
 
@@ -174,9 +175,9 @@ def test_who_looks_for_the_run_is_no_part_of_it_before_it_is_taken_in():
         await there.listen()
         await again.listen()
         there.mesh.directory.come_back()
-        assert not await again.mesh.rejoin(await reach(there.address, 1.0))
+        assert not await again.mesh.rejoin(await reach(there.address, PATIENCE_S))
         there.mesh.directory.is_outside = False
-        assert await again.mesh.rejoin(await reach(there.address, 1.0))
+        assert await again.mesh.rejoin(await reach(there.address, PATIENCE_S))
         there.end()
         again.end()
 
@@ -255,7 +256,7 @@ def test_a_welcome_with_anything_out_of_range_is_none(welcome: dict[str, Any]):
         await host.listen()
         before = descriptors()
         with pytest.raises(TemporaryError):
-            await host.mesh.join(address, await reach(address, 1.0))
+            await host.mesh.join(address, await reach(address, PATIENCE_S))
         await until(lambda: descriptors() == before)
         server.close()
         host.end()
@@ -475,7 +476,7 @@ def test_a_farewell_in_the_place_of_another_keeps_it_out_no_longer_than_the_conn
             await until(lambda: 2 not in first.mesh._links and descriptors() <= before)
             again = Host(2, 3)
             await again.listen()
-            assert await again.mesh.rejoin(await reach(first.address, 1.0))
+            assert await again.mesh.rejoin(await reach(first.address, PATIENCE_S))
             await assert_all_connected([first, second, again], "again")
             again.end()
 

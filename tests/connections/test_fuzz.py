@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from skippipe_jax.connections import links
 from skippipe_jax.connections.hello import PROTOCOL
 from tests.connections.meshes import (
+    PATIENCE_S,
     RUN,
     Host,
     assert_all_connected,
@@ -155,11 +156,11 @@ def test_nothing_that_is_sent_to_a_host_grows_hangs_or_ends(
                 again = Host(2, 3)
                 await again.listen()
                 await until(lambda: 2 not in first.mesh._links or 2 in first.mesh.missed)
-                assert await again.mesh.rejoin(await links.reach(first.address, 1.0))
+                assert await again.mesh.rejoin(await links.reach(first.address, PATIENCE_S))
                 await assert_all_connected([first, second, again], "again")
                 again.end()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "HELLO_S", 0.2)
+        patch.setattr(links, "HELLO_S", 5.0)
         patch.setattr("skippipe_jax.connections.door.say", lambda text: None)
         asyncio.run(meet())

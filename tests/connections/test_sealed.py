@@ -156,7 +156,7 @@ def test_strangers_are_told_of_for_so_many_addresses_only(
 
 
 def test_a_handshake_that_is_not_ended_is_closed_in_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(links, "HELLO_S", 0.05)
+    monkeypatch.setattr(links, "HELLO_S", 0.5)
     flight = first_flight()
 
     async def meet() -> None:

@@ -328,6 +328,25 @@ def test_a_lost_stage_ends_the_run_or_takes_it_back():
             assert {len(own.applied) for own in simulation.live.values()} == {1}
 
 
+def test_who_came_after_a_checkpoint_knows_of_it():
+    """Both hosts of a stage are started again, one after the other; then the others are lost."""
+    simulation = stepped(4)
+    simulation.save(0)
+    for host in (1, 3):
+        lose(simulation, host)
+        tick(simulation)
+        run(simulation)
+        simulation.start(host)
+        simulation.calm(6)
+    assert last_of(simulation).members == (0, 1, 2, 3)
+    for host in (2, 0):
+        lose(simulation, host)
+        tick(simulation)
+        run(simulation)
+    last = last_of(simulation)
+    assert (last.members, last.is_rewound, last.step) == ((1, 3), True, 1)
+
+
 def test_a_host_that_is_started_again_is_another_member():
     simulation = stepped(3)
     simulation.crash(2)

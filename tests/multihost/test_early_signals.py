@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,8 @@ def test_a_host_that_settles_the_run_with_others_tells_them(processes: Processes
     searches = ("--set", "plan.method=joint", "--set", "plan.budget_s=1000")
     processes.start_hosts(2, *TRAIN, "--config", "config.yaml", *patient, *searches)
     processes.wait_until(lambda: "planning" in processes.output(0), PATIENCE_S)
+    # Nothing shows that the other one has come to where it waits for the plans.
+    time.sleep(2.0)
     [line] = lines(processes, 1, signal.SIGTERM)
     # It may still be on the way from the others to its run, of which it tells nothing then.
     told = line.removesuffix(" Start it again: no run has begun in run yet.")

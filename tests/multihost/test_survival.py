@@ -28,7 +28,7 @@ from skippipe_jax.storage.layout import (
     step_name,
 )
 from skippipe_jax.storage.run_folder import GENERATIONS, MEMBERSHIP
-from tests.multihost.processes import Processes, started_processes
+from tests.multihost.processes import Processes, free_block, started_processes
 from tests.training_runs import (
     arrays_of_checkpoint,
     settings,
@@ -127,6 +127,11 @@ class Run:
     def wait_until_step(self, step: int) -> None:
         self.wait_until(lambda: steps_done(self.run_dir) >= step)
 
+    def wait_until_saved(self, step: int) -> None:
+        """And a step longer: hosts hear that a checkpoint is whole after its folder is there."""
+        self.wait_until(lambda: (latest_step(self.run_dir) or 0) >= step)
+        self.wait_until_step(steps_done(self.run_dir) + 1)
+
     def wait_until_members(self, *members: int) -> None:
         self.wait_until(lambda: self.members()[-1:] == [[*members]])
 
@@ -161,6 +166,13 @@ def run(config: Path, tmp_path: Path) -> Iterator[Run]:
         yield Run(processes, config, tmp_path / "run")
 
 
+@pytest.fixture
+def paced(config: Path, tmp_path: Path) -> Iterator[Run]:
+    """So slow that a host which is started meanwhile comes before the end."""
+    with started_processes(tmp_path / "outputs") as processes:
+        yield Run(processes, config, tmp_path / "run", more=PACED)
+
+
 def assert_trained_like(run_dir: Path, other: Path) -> None:
     """Every step is there once, with the losses of the other run, and so are the parameters."""
     lines, others = run_folder.read_metrics(run_dir), run_folder.read_metrics(other)
@@ -179,9 +191,7 @@ def assert_trained_like(run_dir: Path, other: Path) -> None:
             np.testing.assert_allclose(array, same[name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 
-def test_a_run_outlives_a_host_and_then_its_leader(
-    config: Path, undisturbed: Path, tmp_path: Path
-):
+def test_a_run_outlives_a_host_and_then_its_leader(config: Path, undisturbed: Path, tmp_path: Path):
     copy = tmp_path / "copy"
     with started_processes(tmp_path / "outputs") as processes:
         more = settings(checkpoint__copy_to=f"file://{copy}")
@@ -211,7 +221,8 @@ def loses_a_host_and_then_its_leader(run: Run) -> None:
     assert "host 0 was lost: 2 of 4 hosts go on from step" in run.output(1)
 
 
-def test_a_host_that_is_started_again_comes_back(run: Run, undisturbed: Path):
+def test_a_host_that_is_started_again_comes_back(paced: Run, undisturbed: Path):
+    run = paced
     run.wait_until_step(4)
     run.signal(0, signal.SIGKILL)
     run.wait_until_members(1, 2, 3)
@@ -223,9 +234,10 @@ def test_a_host_that_is_started_again_comes_back(run: Run, undisturbed: Path):
 
 
 def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
-    run: Run, undisturbed: Path, tmp_path: Path
+    paced: Run, undisturbed: Path, tmp_path: Path
 ):
     """First one is lost, whose place is taken; then the other one of its stage."""
+    run = paced
     run.wait_until_step(4)
     run.signal(3, signal.SIGKILL)
     run.wait_until_members(0, 1, 2)
@@ -257,7 +269,7 @@ def test_a_machine_joins_beside_all_hosts_serves_a_stage_and_is_lost(
     """Of three hosts the last one alone has stage 1, by two nodes."""
     hosts = settings(cluster__host_of_node="[0,1,2,2]")
     with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, config, tmp_path / "run", more=hosts, hosts=3)
+        run = Run(processes, config, tmp_path / "run", more=[*hosts, *PACED], hosts=3)
         run.wait_until_step(4)
         run.process_of[3] = len(processes.processes)
         address = run.generations()[-1]["members"][1]["address"]
@@ -265,12 +277,12 @@ def test_a_machine_joins_beside_all_hosts_serves_a_stage_and_is_lost(
         command = [*JOIN, address, "--run-dir", tmp_path / "elsewhere", *own]
         processes.start(*command, **virtual_devices(1))
         run.wait_until_members(0, 1, 2, 3)
-        plan = load_plan(run.run_dir / GENERATIONS / "plan-2.json")
         run.wait_until_step(steps_done(run.run_dir) + 2)
         run.signal(3, signal.SIGKILL)
         run.wait_until_members(0, 1, 2)
         run.ends_well(0, 1, 2)
         told, first = run.output(3), run.output(0)
+    plan = load_plan(run.run_dir / GENERATIONS / "plan-2.json")
     assert "takes the place of host 3, one more than the 3, and would serve the stages 1" in told
     assert "host 3 is in the run, at step" in told
     assert "host 3 joined: 4 of 4 hosts go on" in first
@@ -302,7 +314,7 @@ PACED = settings(
 )
 # Stage 1, between two others with as many blocks, is on host 2 alone.
 INNER_CASE = CASE | {"stages": [2, 1, 1], "path_length": 3}
-SHORT, LONGER = 18, 40
+SHORT, LONGER = 18, 60
 
 
 def inner(config: Path, policy: str) -> Path:
@@ -322,7 +334,8 @@ def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
     config: Path, tmp_path: Path, policy: str
 ):
     with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, inner(config, policy), tmp_path / "run")
+        run = Run(processes, inner(config, policy), tmp_path / "run", more=PACED)
+        run.wait_until_saved(10)
         run.wait_until_step(12)
         run.signal(2, signal.SIGKILL)
         run.ends_well(0, 1, 3)
@@ -370,6 +383,7 @@ def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
     with started_processes(tmp_path / "outputs") as processes:
         more = [*PACED, *settings(train__steps=LONGER)]
         run = Run(processes, inner(config, "skip"), tmp_path / "run", more=more)
+        run.wait_until_saved(10)
         run.wait_until_step(11)
         run.signal(2, signal.SIGKILL)
         run.wait_until_members(0, 1, 3)
@@ -378,7 +392,10 @@ def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
         lost, back = run_folder.read_recoveries(run.run_dir)
         output = run.output(0)
     last = run.generations()[-1]
-    saved = last["step"] // 10 * 10
+    # The last one that was whole: that of a step which has just counted is not yet.
+    saved = last["remade"][0]["step"]
+    assert saved % 10 == 0
+    assert last["step"] // 10 * 10 - saved in (0, 10)
     # All checkpoints have stage 1 as it was after step 10, until it is back.
     assert last["remade"] == [{"stage": 1, "by": "skip", "step": saved, "sources": [2]}]
     assert [own["steps_old"] for own in (lost, back)] == [lost["step"] - 10, back["step"] - 10]
@@ -391,7 +408,7 @@ def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
 
 def test_a_lost_stage_ends_the_run_where_that_is_asked_for(config: Path, tmp_path: Path):
     with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, inner(config, "stop"), tmp_path / "run")
+        run = Run(processes, inner(config, "stop"), tmp_path / "run", more=PACED)
         run.wait_until_step(3)
         run.signal(2, signal.SIGKILL)
         for host in (0, 1, 3):
@@ -492,7 +509,7 @@ def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(run: Run, un
     run.wait_until_step(3)
     for host in range(HOSTS):
         run.signal(host, signal.SIGTERM)
-        time.sleep(0.2)  # Not at one moment, as where a scheduler tells them.
+        time.sleep(0.1)  # Not at one moment, as where a scheduler tells them.
     for host in range(HOSTS):
         code = run.processes.exit_code(run.process_of[host], PATIENCE_S)
         assert code == 128 + signal.SIGTERM, run.processes.outputs()
@@ -514,7 +531,7 @@ def test_of_two_hosts_that_were_launched_one_goes_on_until_the_other_is_back(
     with started_processes(tmp_path / "outputs") as processes:
         run_dir = tmp_path / "run"
         command = (*LAUNCH, "--config", other, "--hosts", "2", "--respawn")
-        processes.start(*command, *settings(run_dir=run_dir), **virtual_devices(1))
+        processes.start(*command, *settings(run_dir=run_dir), *PACED, **virtual_devices(1))
         processes.wait_until(lambda: steps_done(run_dir) >= 5, PATIENCE_S)
         [host_0] = [
             child
@@ -553,7 +570,7 @@ def is_called(port: int) -> bool:
 
 def test_too_few_hosts_wait_for_the_others_and_then_end(config: Path, tmp_path: Path):
     """First one is lost, and all go on, on the same ports; then most of those that are left."""
-    ports = f"transfer_port: {free_port()}\n  rejoin_s: 3.0"
+    ports = f"transfer_port: {free_block()}\n  rejoin_s: 3.0"
     other = configured(config, "few.yaml", "cluster", ports)
     with started_processes(tmp_path / "outputs") as processes:
         run = Run(processes, other, tmp_path / "run")
@@ -561,6 +578,8 @@ def test_too_few_hosts_wait_for_the_others_and_then_end(config: Path, tmp_path: 
         run.signal(3, signal.SIGKILL)
         run.wait_until_members(0, 1, 2)
         run.wait_until_step(steps_done(run.run_dir) + 3)
+        # So that no two of the three go on between the two blows.
+        run.signal(2, signal.SIGSTOP)
         run.signal(1, signal.SIGKILL)
         run.signal(2, signal.SIGKILL)
         assert processes.exit_code(run.process_of[0], PATIENCE_S) == LOST_HOST_EXIT_CODE

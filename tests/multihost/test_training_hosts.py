@@ -398,7 +398,9 @@ def test_one_jax_ends_with_any_host_and_the_run_is_resumed_even_by_hosts_of_thei
     distributed = settings(cluster__runtime="distributed")
     with started_processes(tmp_path / "without_2") as processes:
         start_hosts(processes, HOSTS, (*TRAIN, *arguments, *distributed))
-        processes.wait_until(lambda: steps_done(run_dir) >= 7, PATIENCE_S)
+        processes.wait_until(
+            lambda: steps_done(run_dir) >= 7 and latest_step(run_dir) is not None, PATIENCE_S
+        )
         processes.processes[2].kill()
         codes = processes.exit_codes(HEARTBEAT_TIMEOUT_S)
         lost, stopped = -signal.SIGKILL, LOST_HOST_EXIT_CODE

@@ -124,7 +124,7 @@ def test_stages_are_timed_with_a_loss_where_there_is_one():
     for operation, timing in of_data.items():
         assert 0 < timing.least_s <= timing.median_s <= timing.most_s
         assert timing.repetitions > 3
-        assert timing.most_s < compiling[operation].most_s
+        assert timing.median_s < compiling[operation].most_s
     assert set(measure_stage(config, (False, 2), device, 0.0)) == {FORWARD, BACKWARD, UPDATE}
 
 

@@ -15,13 +15,14 @@ from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config.recovery import RecoveryConfig
 from skippipe_jax.config.replan import ReplanConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.training import survival
 from skippipe_jax.training.survival import Holding, Survival
 
-OWN = 1
+OWN, STEP = 1, 20
 KEPT: Any = {(0, None): "a state"}
 
 
@@ -31,9 +32,13 @@ class Openings(Survival):
     def __init__(self, folder: Path, *generations: Generation):
         host = Membership(ClusterConfig(heartbeat_timeout_s=0.01), OWN, 3)
         config = SimpleNamespace(
-            cluster=ClusterConfig(heartbeat_timeout_s=0.01), replan=ReplanConfig()
+            cluster=ClusterConfig(heartbeat_timeout_s=0.01),
+            replan=ReplanConfig(),
+            recovery=RecoveryConfig(),
         )
-        trainer: Any = SimpleNamespace(folder=folder, config=config, membership=host)
+        trainer: Any = SimpleNamespace(
+            folder=folder, config=config, membership=host, steps_done=STEP
+        )
         settled: Any = SimpleNamespace(host_of=(0, OWN, 2))
         super().__init__(trainer, settled)
         self.teams = [Team(host, generation) for generation in generations]
@@ -62,7 +67,7 @@ def no_other_places(monkeypatch: pytest.MonkeyPatch):
 
 
 def generation(number: int, **fields: Any) -> Generation:
-    return Generation(number, (0, OWN, 2), (0, 0, 0), leader=0, step=20, **fields)
+    return Generation(number, (0, OWN, 2), (0, 0, 0), leader=0, step=STEP, **fields)
 
 
 @pytest.fixture
@@ -107,6 +112,7 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
         return {0: other, 1: own()}
 
     monkeypatch.setattr(survival, "gather", gather)
+    monkeypatch.setattr(Team, "has_ended", False)
     openings: Any = Openings(tmp_path)
     openings.plans = SimpleNamespace(of_team=lambda *_: None)
     openings.lines.lines.append({"step": 24, "loss": 2.5})
@@ -126,6 +132,13 @@ def test_a_resumed_run_that_loses_hosts_as_it_begins_begins_with_its_checkpoint(
 ):
     before = Holding(80, checkpoint=checkpoint)
     assert Openings(tmp_path, generation(2)).after(before) == [before]
+
+
+def test_nobody_goes_on_from_a_step_with_the_state_after_another(tmp_path: Path):
+    openings = Openings(tmp_path, generation(2))
+    openings._trainer.steps_done = STEP - 1
+    with pytest.raises(DeadlinePassed, match="the state after step 19, and the others go on from"):
+        openings.after(Holding(88, KEPT))
 
 
 def test_who_was_left_out_has_read_nothing_that_counts(tmp_path: Path):

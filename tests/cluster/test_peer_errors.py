@@ -7,7 +7,7 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.agreement import DeadlinePassed, HostFailed
-from skippipe_jax.cluster.jax_runtime import may_stem_from_a_peer
+from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 
 
 def following(error: BaseException, cause: Exception) -> BaseException:

@@ -1,4 +1,4 @@
-"""JAX's distributed runtime: what it detects, its start, its errors. Not all runs have one.
+"""JAX's distributed runtime: what it detects, its start and end. Not all runs have one.
 
 All that this project takes from `jax._src` is here.
 """
@@ -18,11 +18,7 @@ from jax._src.clusters import ClusterEnv
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.agreement import HostFailed
 from skippipe_jax.config import ClusterConfig
-
-_OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
-"""JAX's errors that start with one of these do not come from another host."""
 
 
 def detect(config: ClusterConfig) -> tuple[str, int, int]:
@@ -96,22 +92,3 @@ def _listen_for_collectives_on(address: str) -> None:
 
     # In place of JAX's own way to make it, which takes no address.
     xla_bridge.register_backend_factory("cpu", make_client, fail_quietly=False)
-
-
-def may_stem_from_a_peer(error: BaseException) -> bool:
-    """Whether the loss of another host can have caused this error or one that it followed."""
-    if isinstance(error, KeyboardInterrupt):  # Whatever was going on when it came.
-        return False
-    chain: BaseException | None = error
-    while chain is not None:
-        text = str(chain)
-        # gloo's errors surface as ValueError.
-        if (
-            isinstance(
-                chain, jax.errors.JaxRuntimeError | ConnectionError | TimeoutError | HostFailed
-            )
-            or "Gloo" in text
-        ):
-            return not text.startswith(_OWN_FAULTS)
-        chain = chain.__cause__ or chain.__context__
-    return False

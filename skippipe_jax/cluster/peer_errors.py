@@ -1,0 +1,29 @@
+"""Which errors may come from the loss of another host."""
+
+from __future__ import annotations
+
+import jax
+
+from skippipe_jax.cluster.agreement import HostFailed
+
+_OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+"""JAX's errors that start with one of these do not come from another host."""
+
+
+def may_stem_from_a_peer(error: BaseException) -> bool:
+    """Whether the loss of another host can have caused this error or one that it followed."""
+    if isinstance(error, KeyboardInterrupt):  # Whatever was going on when it came.
+        return False
+    chain: BaseException | None = error
+    while chain is not None:
+        text = str(chain)
+        # gloo's errors surface as ValueError.
+        if (
+            isinstance(
+                chain, jax.errors.JaxRuntimeError | ConnectionError | TimeoutError | HostFailed
+            )
+            or "Gloo" in text
+        ):
+            return not text.startswith(_OWN_FAULTS)
+        chain = chain.__cause__ or chain.__context__
+    return False

@@ -1,0 +1,35 @@
+"""A host lives through the generations that it enters one after another."""
+
+from __future__ import annotations
+
+from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster.succession import Succession
+from skippipe_jax.consensus.generations import Generation
+
+
+def generation(number: int, *, is_rewound: bool = False) -> Generation:
+    return Generation(number, (0, 1), (5, 6), 0, 20, is_rewound=is_rewound)
+
+
+def number_after(succession: Succession, after: int) -> int | None:
+    found = succession.next(after, 0.0)
+    return None if found is None else found.number
+
+
+def test_no_generation_is_passed_over_though_it_has_ended():
+    succession = Succession(Board())
+    for number in (1, 2, 3):
+        succession.enters(generation(number, is_rewound=number == 2))
+    found = succession.next(1, 0.0)
+    assert found == generation(2, is_rewound=True)
+    assert [number_after(succession, after) for after in (2, 3)] == [3, None]
+
+
+def test_who_is_left_out_lives_through_what_it_has_entered():
+    succession = Succession(Board())
+    succession.enters(generation(1))
+    succession.enters(generation(2))
+    succession.is_left_out(generation(3))
+    assert [number_after(succession, after) for after in (1, 2)] == [2, None]
+    succession.enters(generation(4))
+    assert number_after(succession, 2) == 4
