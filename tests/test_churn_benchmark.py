@@ -122,6 +122,7 @@ class Hurried:
     def poll(self) -> int | None:
         if self._leads and self.code is None:
             self._done = self._first + int(50 * (time.monotonic() - self._since_s))
+            self._done += self._done % 10 == 0  # Some steps come after the last checkpoint.
             self._write()
         return self.code
 
@@ -162,7 +163,7 @@ def test_a_run_that_is_restarted_counts_no_step_twice(tmp_path: Path, hurried: l
     found = restarted.happen(faults, [0.0, 0.55, 0.6], 1.0)
     assert found["starts"] == len(hurried) / 2 == 4
     assert ["--resume" in words for words in hurried] == [False] * 2 + [True] * 6
-    assert 0 <= found["steps_made_again"] < 30
+    assert 0 < found["steps_made_again"] < 30
     assert 0 < found["goodput"] < 1.2
     assert found["hours"] == pytest.approx(1.0 / 3600, rel=2)
     assert all(host.code is not None for host in Hurried.all)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +37,7 @@ class Succession:
         """
 
         def found() -> Generation | None:
-            last = math.inf if self._board.generation == NOBODY else self._board.generation
+            last = self._board.generation
             return next((own for own in self._following if after < own.number <= last), None)
 
         with self._lock:
@@ -77,6 +76,9 @@ class Succession:
     def is_left_out(self, generation: Generation) -> None:
         """The others go on without this host, which asks to be taken in again."""
         del generation
+        with self._lock:
+            # It comes back without a state, or goes back with all: what it has entered is over.
+            self._following = ()
         self._end(NOBODY)
 
     def ends(self) -> None:

@@ -254,10 +254,12 @@ def open_writer(
 def _mirror_of_new_leader(url: str) -> Mirror | None:
     """The copy goes on by whoever leads, if that host can write it: else the run without a copy."""
     try:
-        return Mirror(url)
-    except InputError as error:
+        mirror = Mirror(url)
+        mirror.steps()  # What others have copied is not missing.
+    except Exception as error:  # whatever the file system raises
         say_meanwhile(f"warning: {error}; checkpoints are copied no longer")
         return None
+    return mirror
 
 
 def data_config(config: Config) -> DataConfig:

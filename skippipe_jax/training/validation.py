@@ -10,6 +10,7 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.runtime.runtime import Runtime
+from skippipe_jax.runtime.transport import patience_s
 
 
 class Validation:
@@ -34,7 +35,7 @@ class Validation:
         name, first = "validation/microbatches", self.data_hosts[0]
         if host.index == first:
             tell(host, name, lambda: len(batches))
-        count = hear(host, name, [first], config.cluster.connect_timeout_s)[first]
+        count = hear(host, name, [first], patience_s(config, host))[first]
         self.held_out = runtime.held_out(count)
         self.batches = {number: batches[number] for number in self.held_out.microbatches}
 

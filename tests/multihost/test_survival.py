@@ -334,7 +334,8 @@ def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
     config: Path, tmp_path: Path, policy: str
 ):
     with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, inner(config, policy), tmp_path / "run", more=PACED)
+        slowly = [*PACED, *settings(plan__case__forward_s=0.04)]
+        run = Run(processes, inner(config, policy), tmp_path / "run", more=slowly)
         run.wait_until_saved(10)
         run.wait_until_step(12)
         run.signal(2, signal.SIGKILL)
