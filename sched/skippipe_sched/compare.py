@@ -28,7 +28,8 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
-from skippipe_sched.timing.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Timeline
 from skippipe_sched.timing.traffic import link_name, link_traffic, wide_area_bytes
 
 # The method that the others are measured against.
@@ -43,7 +44,9 @@ class Row:
     `full` (None where `full` has no figures), `wide_area_bytes` what goes between locations in an
     iteration, `busiest_link_s` how long the busiest link is in use, `idle_share` the share of
     pipeline_s that nodes do not compute, `lower_bound_s` the bound for paths of this length, and
-    `gap` how far iteration_s lies above it as a share.
+    `gap` how far iteration_s lies above it as a share. Where averaging goes on behind iterations,
+    the first two are means of the steady state, and `late_s` is by how much a ring is longer than
+    its delay allows; elsewhere it is None.
     """
 
     method: str
@@ -58,6 +61,7 @@ class Row:
     search_s: float
     lower_bound_s: float
     gap: float
+    late_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,19 @@ def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
         search_s=search_s,
         lower_bound_s=bound_s,
         gap=timeline.iteration_s / bound_s - 1.0,
+        late_s=timeline.late_s if plan.case.averaging.is_outer else None,
     )
 
 
 def to_json(rows: Sequence[Row | Refusal]) -> list[dict[str, Any]]:
-    """The rows as JSON objects; a refusal has only its method and its reason."""
-    return [asdict(row) for row in rows]
+    """The rows as JSON objects; a refusal has only its method and its reason.
+
+    `late_s` is there if it means something.
+    """
+    return [
+        {key: value for key, value in asdict(row).items() if (key, value) != ("late_s", None)}
+        for row in rows
+    ]
 
 
 HEADINGS = (
@@ -139,12 +150,17 @@ HEADINGS = (
 
 
 def table(rows: Sequence[Row | Refusal]) -> str:
-    """The rows as aligned text, a line each; reasons of refusal below."""
+    """The rows as aligned text, a line each; below, which rings are late, and who has refused."""
     lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
     # Text begins at the left, figures end at the right.
     left = [HEADINGS.index(heading) for heading in ("method", "busiest link")]
     refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, Refusal)]
-    return "\n".join([aligned(lines, left), *refused])
+    late = [
+        f"{row.method}: a ring is {row.late_s:.2f} s longer than its delay allows"
+        for row in rows
+        if isinstance(row, Row) and row.late_s
+    ]
+    return "\n".join([aligned(lines, left), *late, *refused])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -5,8 +5,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 from skippipe_sched.problem.case import Case, parse_case
-from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
-from skippipe_sched.timing.simulate import Timeline, simulate
+from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
+from skippipe_sched.timing.simulate import forecast
+from skippipe_sched.timing.timeline import Timeline
 
 PAPER = "experiments/paper/gcp20.yaml"
 LOCATIONS = ("Iowa", "Oregon", "Belgium", "Taiwan", "Australia")
@@ -51,11 +52,26 @@ def in_order(sizes) -> tuple[tuple[int, ...], ...]:
 def planned(case: Case, stages, paths) -> tuple[Plan, Timeline]:
     """A plan of these paths as the simulator dispatches them, with a bound of half its pipeline."""
     stages, paths = tuple(map(tuple, stages)), tuple(map(tuple, paths))
-    timeline = simulate(case, stages, paths)
-    predicted = Predicted(
-        timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 0.5 * timeline.pipeline_s
-    )
+    timeline = forecast(case, stages, paths)
+    predicted = timeline.predicted(0.5 * timeline.pipeline_s)
     return Plan("example", stages, paths, timeline.order, predicted, case), timeline
+
+
+def outer(case: Case, **averaging: Any) -> Case:
+    """The case with averaging behind the iterations."""
+    return parse_case({**case.source, "averaging": {"mode": "outer"} | averaging})
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> dict[str, Any]:
+    """Short cycles, with everything that a policy of mode outer says."""
+    every = draw(st.integers(1, 6))
+    return {
+        "every": every,
+        "fragments": draw(st.integers(1, every)),
+        "delay": draw(st.integers(0, every - 1)),
+        "dtype": draw(st.sampled_from(["float32", "bfloat16", "int8"])),
+    }
 
 
 @st.composite

@@ -137,6 +137,35 @@ def test_draw(command, paper_plan, tmp_path):
     assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
 
 
+def test_a_case_with_averaging_behind_its_iterations(command, tmp_path):
+    """Every command says what the steady state is, and by how much a ring is late."""
+    case, path = tmp_path / "case.yaml", tmp_path / "plan.json"
+    averaging = {"mode": "outer", "every": 4, "fragments": 2, "delay": 0}
+    source = same_place([2, 2], stage_bytes=2**33, averaging=averaging).source
+    case.write_text(yaml.safe_dump(dict(source)))
+    code, printed, errors = command("plan", case, "-o", path, "--method", "balanced")
+    assert (code, errors) == (0, "")
+    plan = load_plan(path)
+    told = plan.predicted
+    assert told.late_s == pytest.approx(told.averaging_s)
+    shown = (
+        f"balanced: iteration {told.iteration_s:.2f} s (pipeline {told.pipeline_s:.2f} s, longest "
+        f"ring {told.averaging_s:.2f} s behind it, {told.late_s:.2f} s late), lower bound "
+    )
+    assert printed.startswith(shown)
+    assert command("simulate", path)[1].startswith(shown)
+    figures = json.loads(command("simulate", path, "--json", "--jitter", 0, "--draws", 8)[1])
+    assert (figures["iteration_s"], figures["late_s"]) == (told.iteration_s, told.late_s)
+    assert figures["percentile_95_s"] >= told.iteration_s >= figures["lower_bound_s"]
+    drawn = [tmp_path / name for name in ("plan.svg", "flows.svg", "trace.json")]
+    options = zip(("-o", "--flows", "--trace"), drawn, strict=True)
+    assert command("draw", path, *(word for option in options for word in option))[0] == 0
+    assert all(file.stat().st_size for file in drawn)
+    code, printed, errors = command("compare", case, "--methods", "balanced", "--budget", 0.1)
+    assert (code, errors) == (0, "")
+    assert f"a ring is {told.late_s:.2f} s longer than its delay allows" in printed
+
+
 @pytest.fixture(scope="module")
 def small_plan(tmp_path_factory):
     """A plan of five nodes, by hand: churn need not search."""
@@ -197,6 +226,30 @@ def refused(done, field, value, remedy):
 
 
 WRONG_CASES = {
+    "averaging that nobody knows": (
+        {"averaging": {"mode": "inner"}},
+        "case.averaging.mode",
+        "inner",
+        "exact, outer",
+    ),
+    "a delay as long as the cycle": (
+        {"averaging": {"mode": "outer", "delay": 20}},
+        "case.averaging.delay",
+        "20",
+        "19 or less",
+    ),
+    "more fragments than iterations of a cycle": (
+        {"averaging": {"mode": "outer", "every": 2}},
+        "case.averaging.fragments",
+        "4",
+        "2 or less",
+    ),
+    "a part of outer averaging without it": (
+        {"averaging": {"fragments": 2}},
+        "case.averaging.fragments",
+        "2",
+        "mode: outer",
+    ),
     "unknown key": ({"node": 3}, "case.node", "3", "Remove it"),
     "unknown key over two lines": ({"no\nde": 3}, r"case.no\nde", "3", "Remove it"),
     "missing key": ({"memory": ...}, "case.memory", "None", "Add memory:"),

@@ -152,7 +152,7 @@ def test_json_is_json():
     assert rows[0]["method"] == "balanced"
     assert isinstance(balanced, Row)
     assert rows[0]["iteration_s"] == balanced.iteration_s
-    assert set(rows[0]) == set(Row.__annotations__)
+    assert set(rows[0]) == set(Row.__annotations__) - {"late_s"}  # Nothing is, where all wait.
     assert rows[1] == {"method": "joint", "reason": "no"}
 
 
@@ -216,3 +216,30 @@ def test_figures_stay_within_the_paper():
     figures = next(t for t in _Picture(svg).root.iter("text") if "of full" in (t.text or ""))
     assert float(figures.get("x", "")) + 6.2 * len(figures.text or "") <= 900
     assert not re.search("href|<script|url\\(", svg)
+
+
+# Averaging behind the iterations.
+
+
+def test_rows_of_a_steady_state_say_whose_rings_are_late():
+    rows = []
+    for size in (2**20, 2**36):
+        averaging = {"mode": "outer", "every": 4, "fragments": 2}
+        case = case_with(**SPREAD | {"stage_bytes": size, "averaging": averaging})
+        plan = make_plan(case, "balanced", search_of("balanced"))
+        timeline = simulate_plan(plan)
+        rows.append(row_of(plan, timeline, 1.0))
+        assert rows[-1].iteration_s == timeline.iteration_s == plan.predicted.iteration_s
+        assert rows[-1].late_s == timeline.late_s == plan.predicted.late_s
+        assert rows[-1].gap >= 0
+    in_time, late = rows
+    assert (in_time.late_s, late.late_s > 0) == (0, True)
+    assert [row["late_s"] for row in to_json(rows)] == [0, late.late_s]
+    lines = table(rows).splitlines()
+    assert len(lines) == 4
+    assert lines[3] == f"balanced: a ring is {late.late_s:.2f} s longer than its delay allows"
+    ElementTree.fromstring(picture(rows, "spread"))
+
+
+def test_rows_of_exact_averaging_say_nothing_of_it():
+    assert all("late_s" not in row for row in to_json(compared()))

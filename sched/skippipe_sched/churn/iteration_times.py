@@ -18,22 +18,27 @@ from skippipe_sched.timing.simulate import simulate_plan
 # What planning a placement takes for each operation of an iteration, on a core of an EPYC [s]: half
 # of this for 20 nodes, twice as much for 1,000.
 PLANNING_S = 1e-4
+# Where iterations do not wait for averaging, some cycles of them are gone through besides: each of
+# their operations takes about so much of that.
+STEADY_SHARE = 0.1
 # So many operations are planned at most, which takes minutes.
 OPERATIONS_PLANNED = 2_000_000
 
 
 def planning_s(plan: Plan) -> float:
     """About how long the instant plan takes when nodes of a plan are lost."""
-    return PLANNING_S * _operations(plan)
+    return PLANNING_S * _planned(plan)
 
 
 def affordable(plan: Plan) -> int:
     """How many placements may be planned before one waits for too long."""
-    return max(1, OPERATIONS_PLANNED // _operations(plan))
+    return max(1, int(OPERATIONS_PLANNED / _planned(plan)))
 
 
-def _operations(plan: Plan) -> int:
-    return sum(map(len, plan.order))
+def _planned(plan: Plan) -> float:
+    """What planning a placement takes, in operations of an iteration by itself."""
+    cycle = plan.case.averaging.every if plan.case.averaging.is_outer else 0
+    return sum(map(len, plan.order)) * (1.0 + STEADY_SHARE * cycle)
 
 
 class IterationTimes:

@@ -13,7 +13,8 @@ from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.problem.rules import violations
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.jitter import replay
-from skippipe_sched.timing.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Timeline
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,7 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """The figures of one simulated iteration, as a JSON object; times in seconds."""
+    """The figures of one simulated iteration, as a JSON object; times in seconds.
+
+    Where averaging goes on behind iterations, they are those of the steady state, and `late_s` is
+    one more.
+    """
     bound_s = lower_bound_s(plan.case, min(len(path) for path in plan.microbatches))
     return {
         "method": plan.method,
@@ -59,16 +64,23 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "gap_to_bound": timeline.iteration_s / bound_s - 1.0,
         "idle_share": timeline.idle_share,
         "predicted_iteration_s": plan.predicted.iteration_s,
-    }
+    } | ({"late_s": timeline.late_s} if plan.case.averaging.is_outer else {})
 
 
 def summary(plan: Plan, timeline: Timeline) -> str:
     """The same as a line of text."""
     told = figures(plan, timeline)
+    averaging = f"longest averaging {told['averaging_s']:.2f} s"
+    if plan.case.averaging.is_outer:
+        averaging = f"longest ring {told['averaging_s']:.2f} s behind it, {_in_time(timeline)}"
     return (
         f"{plan.method}: iteration {told['iteration_s']:.2f} s "
-        f"(pipeline {told['pipeline_s']:.2f} s, longest averaging "
-        f"{told['averaging_s']:.2f} s), lower bound {told['lower_bound_s']:.2f} s "
+        f"(pipeline {told['pipeline_s']:.2f} s, {averaging}), "
+        f"lower bound {told['lower_bound_s']:.2f} s "
         f"(gap {told['gap_to_bound']:z.0%}), nodes idle {told['idle_share']:z.0%} "
         f"of the pipeline"
     )
+
+
+def _in_time(timeline: Timeline) -> str:
+    return f"{timeline.late_s:.2f} s late" if timeline.late_s else "in time"

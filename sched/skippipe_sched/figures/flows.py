@@ -29,7 +29,7 @@ from skippipe_sched.figures.svg import (
 )
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.timing.simulate import Timeline
+from skippipe_sched.timing.timeline import Timeline
 from skippipe_sched.timing.traffic import (
     Flow,
     link_name,

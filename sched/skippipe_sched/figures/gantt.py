@@ -26,7 +26,7 @@ from skippipe_sched.figures.svg import (
     svg_text,
 )
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.simulate import Timeline, Transfer
+from skippipe_sched.timing.timeline import Timeline, Transfer
 
 # Pixels.
 LEGEND_Y = 56
@@ -65,6 +65,10 @@ def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
     microbatch; under the bars the transfers that the node receives; hatched where the node is idle
     while the input of its next operation is on its way; a grey bar where a stage averages.
 
+    Where iterations do not wait for averaging, it is one of the steady state, and rings lie behind
+    the operations. A node then begins the next iteration as soon as it has ended this one; a mark
+    stands where that is about as far as this one is at 0.
+
     `title` stands before the figures; without one it is the plan's method. Times are drawn from 0
     to the timeline's own end.
     """
@@ -76,7 +80,7 @@ def gantt_series(plan: Plan, timelines: Mapping[str, Timeline]) -> str:
 
     Each is drawn as by `gantt`, so that a prediction can be compared with measurements by eye.
     """
-    layout = _layout(plan, max(timeline.iteration_s for timeline in timelines.values()))
+    layout = _layout(plan, max(map(_shown_s, timelines.values())))
     height = layout.bottom + AXIS
     seconds = ", ".join(layout.seconds(timeline.iteration_s) for timeline in timelines.values())
     about = f"Timeline of one iteration of {seconds}"
@@ -95,16 +99,25 @@ def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, t
         title,
         f"iteration {layout.seconds(timeline.iteration_s)} · "
         f"pipeline {layout.seconds(timeline.pipeline_s)} · "
-        f"lower bound {layout.seconds(plan.predicted.lower_bound_s)}",
+        f"lower bound {layout.seconds(plan.predicted.lower_bound_s)}"
+        + (f" · rings late by {layout.seconds(timeline.late_s)}" if timeline.late_s else ""),
     )
     _draw_legend(svg)
     _draw_stages(svg, layout, plan, timeline)
     _draw_axis(svg, layout)
+    if timeline.steady:
+        _draw_averagings(svg, layout, plan, timeline)
     _draw_waits(svg, layout, timeline)
     _draw_transfers(svg, layout, timeline)
     _draw_runs(svg, layout, plan, timeline)
     _draw_markers(svg, layout, timeline)
-    _draw_averagings(svg, layout, plan, timeline)
+    if not timeline.steady:
+        _draw_averagings(svg, layout, plan, timeline)
+
+
+def _shown_s(timeline: Timeline) -> float:
+    """Until when a timeline is drawn: one of many may have ended before the next is as far."""
+    return max(timeline.end_s, timeline.iteration_s)
 
 
 @dataclass(frozen=True)
@@ -225,7 +238,7 @@ class _Wait(NamedTuple):
 def _waits(timeline: Timeline) -> list[_Wait]:
     """What the network costs the nodes: not the time in which another node still computes."""
     transfers = {transfer.operation: transfer for transfer in timeline.transfers}
-    free_s = [0.0] * timeline.nodes
+    free_s = [*timeline.free_s] or [0.0] * timeline.nodes
     waits = []
     for run in timeline.runs:
         node = run.operation.node
@@ -335,10 +348,13 @@ def _draw_averagings(svg: Element, layout: _Layout, plan: Plan, timeline: Timeli
 
 
 def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
-    for rise, label, time_s in (
+    marks = [
         (5, "end of pipeline", timeline.pipeline_s),
         (19, "end of iteration", timeline.iteration_s),
-    ):
+    ]
+    if timeline.steady:
+        marks = [(5, "next iteration", timeline.iteration_s)]
+    for rise, label, time_s in marks:
         x = layout.x(time_s)
         add_line(svg, "marker", (x, PLOT_TOP - rise - 10), (x, layout.bottom))
         text = f"{label} {layout.seconds(time_s)}"

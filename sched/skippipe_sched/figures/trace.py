@@ -16,7 +16,7 @@ from typing import Any
 from skippipe_sched.figures.gantt import NAMES, in_lanes
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
-from skippipe_sched.timing.simulate import Timeline, Transfer
+from skippipe_sched.timing.timeline import Timeline, Transfer
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _averaging_slices(plan: Plan, timeline: Timeline, stage: int) -> tuple[_Slic
             {
                 "stage": stage,
                 "ring": list(best_ring(plan.case, stage, plan.stages[stage])),
-                "bytes": plan.case.stage_bytes[stage],
+                "bytes": plan.case.averaging.fragment_bytes(plan.case.stage_bytes[stage]),
             },
         )
         for averaging in timeline.averagings

@@ -17,8 +17,10 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from skippipe_sched.problem.case import Case
+from skippipe_sched.search.averaging import added_s
 from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.search.compiled import compiled
+from skippipe_sched.timing.averaging import Rings, bytes_of_rings, rings_of_iteration
 
 POPULATION = 16
 # How many swaps are tried on every child, for each node of the case.
@@ -45,7 +47,8 @@ class _Model(NamedTuple):
     speed: np.ndarray  # of each node: forward passes a second
     work: np.ndarray  # of each stage: forward passes that its microbatches are worth
     sizes: np.ndarray  # nodes of each stage
-    stage_bytes: np.ndarray
+    ring_bytes: np.ndarray  # of each stage: of an all-reduce as long as its ring, or twice as long
+    rings: Rings
     group: np.ndarray  # stages of one group may trade their places in the pipeline
     rounds: float  # round trips that a data node makes one after another
 
@@ -142,7 +145,8 @@ def _model(case: Case) -> _Model:
         speed=np.array([1 / node.forward_s for node in case.nodes]),
         work=work,
         sizes=np.array(case.stages),
-        stage_bytes=np.array(case.stage_bytes, dtype=float),
+        ring_bytes=bytes_of_rings(case),
+        rings=rings_of_iteration(case.averaging),
         group=group,
         rounds=max(1.0, max(case.microbatches) / float(memory)),
     )
@@ -232,7 +236,7 @@ def _rescore(stage, parts, model):
     stages = len(model.sizes)
     counts = parts.counts
     before, after = (stage - 1) % stages, (stage + 1) % stages
-    parts.averaging_s[stage] = _averaging_s(counts[stage], stage, model)
+    parts.averaging_s[stage] = model.rings.of_all_reduce * _averaging_s(counts[stage], stage, model)
     if stages > 1:
         parts.match_s[before] = _match_s(counts[before], counts[stage], model)
         parts.match_s[stage] = _match_s(counts[stage], counts[after], model)
@@ -241,7 +245,10 @@ def _rescore(stage, parts, model):
 @compiled
 def _cost(parts, model):
     averaging_s = parts.averaging_s.max() + WEIGHT_OF_MEAN_AVERAGING * parts.averaging_s.mean()
-    return averaging_s + model.rounds * parts.match_s.sum() + (model.work / parts.speed).max()
+    trips_s = model.rounds * parts.match_s.sum()
+    busy_s = (model.work / parts.speed).max()
+    pipeline_s = trips_s + busy_s
+    return added_s(model.rings, averaging_s, pipeline_s, pipeline_s) + trips_s + busy_s
 
 
 @compiled
@@ -256,7 +263,7 @@ def _averaging_s(counts, stage, model):
     if len(present) == 1:
         there = present[0]
         per_byte, latency_s = model.seconds_per_byte[there, there], model.latency_s[there, there]
-        return steps / size * model.stage_bytes[stage] * per_byte + steps * latency_s
+        return steps / size * model.ring_bytes[stage] * per_byte + steps * latency_s
     neighbours = min(2, len(present) - 1)
     slowest = 0.0
     reach = np.full(len(present), np.inf)
@@ -270,7 +277,7 @@ def _averaging_s(counts, stage, model):
             if other != newest:
                 a, b = present[newest], present[other]
                 link_s = (
-                    steps / size * model.stage_bytes[stage] * model.seconds_per_byte[a, b]
+                    steps / size * model.ring_bytes[stage] * model.seconds_per_byte[a, b]
                     + steps * model.latency_s[a, b]
                 )
                 reach[other] = min(reach[other], link_s)

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation, Plan, microbatch_chain
-from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.simulate import simulate_alone
 
 Order = tuple[tuple[Operation, ...], ...]
 
 
 def start_times(plan: Plan) -> list[list[float]]:
-    """When each operation of each microbatch's chain starts in a plan [s].
+    """When each operation of each microbatch's chain starts in an iteration of a plan alone [s].
 
     Raises:
         InputError: if the plan's own order cannot be run.
     """
-    start_s = {run.operation: run.start_s for run in simulate_plan(plan).runs}
+    start_s = {run.operation: run.start_s for run in simulate_alone(plan).runs}
     return [
         [start_s[operation] for operation in microbatch_chain(microbatch, path)]
         for microbatch, path in enumerate(plan.microbatches)

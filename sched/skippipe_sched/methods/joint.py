@@ -4,7 +4,8 @@ Several chains start from different placements, for full paths one from DT-FM's,
 balanced paths (large cases from what the paper's search finds quickly), and one from a plan that is
 known already, if there is one. Each first settles by a
 quick estimate, then anneals by the simulation of the whole iteration; the best of them go on. At
-the end paths and order are polished together, where nodes may also wait.
+the end paths and order are polished together, where nodes may also wait. Where iterations do not
+wait for averaging, the chain is taken whose iterations follow one another soonest.
 
 Not in the paper, which places nodes, finds paths and orders operations one after the other.
 """
@@ -31,6 +32,7 @@ from skippipe_sched.search.compiled import is_compiled
 from skippipe_sched.search.polishing import polish
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.simulate import forecast
 
 THREADS = 2
 ROUNDING = 1e-9
@@ -141,7 +143,7 @@ class _Joint:
                 self.annealer.draws = self.draws_of_jitter()
                 steps = (1 - CALM_SHARE) / CALM_SHARE * steps / DRAWS / len(chains)
                 self.each(threads, chains, lambda chain: self.annealer.polish(chain, int(steps)))
-        return self.routes_of(min(chains, key=lambda chain: chain.cost_s))
+        return self.best_of(chains)
 
     def draws_of_jitter(self) -> Stretches:
         """The luck that a robust plan is made for."""
@@ -211,6 +213,19 @@ class _Joint:
         self.annealer.settle(chain, 0.0)
         self.annealer.anneal(chain, ROUNDS[0], 0, 1.0)
         self.annealer.polish(chain, 0)
+
+    def best_of(self, chains: list[Chain]) -> Routes:
+        """What the best chain has found; where iterations overlap, best by how they follow."""
+        by_cost = sorted(chains, key=lambda chain: chain.cost_s)
+        # A plan that locks has no steady state, and one for jitter is best by its draws.
+        judged = [chain for chain in by_cost if chain.cost_s < np.inf]
+        if not self.case.averaging.is_outer or self.search.jitter or not judged:
+            return self.routes_of(by_cost[0])
+
+        def steady_s(routes: Routes) -> float:
+            return forecast(self.case, routes.stages, routes.paths, routes.order).iteration_s
+
+        return min(map(self.routes_of, judged), key=steady_s)
 
     def routes_of(self, chain: Chain) -> Routes:
         candidate = chain.candidate

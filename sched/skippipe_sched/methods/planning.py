@@ -9,10 +9,10 @@ from skippipe_sched.methods import METHODS
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.auto import choose
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.plan import Plan, Predicted
+from skippipe_sched.problem.plan import Plan
 from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import Search
-from skippipe_sched.timing.simulate import simulate
+from skippipe_sched.timing.simulate import forecast
 
 # What a look at each candidate of an open case may take of the budget, all together.
 CHOICE_SHARE = 0.3
@@ -59,11 +59,6 @@ def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
     # Slow to load, with SciPy: who only reads plans needs no bound.
     from skippipe_sched.timing.bound import lower_bound_s
 
-    timeline = simulate(case, routes.stages, routes.paths, routes.order)
-    predicted = Predicted(
-        iteration_s=timeline.iteration_s,
-        pipeline_s=timeline.pipeline_s,
-        averaging_s=timeline.averaging_s,
-        lower_bound_s=lower_bound_s(case, min(len(path) for path in routes.paths)),
-    )
+    timeline = forecast(case, routes.stages, routes.paths, routes.order)
+    predicted = timeline.predicted(lower_bound_s(case, min(len(path) for path in routes.paths)))
     return require(Plan(method, routes.stages, routes.paths, timeline.order, predicted, case))

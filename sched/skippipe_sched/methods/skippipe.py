@@ -33,7 +33,8 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, stage_of_nodes
 from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares
 from skippipe_sched.search.budget import Placement, Search
-from skippipe_sched.timing.simulate import Run, Timeline, simulate
+from skippipe_sched.timing.simulate import simulate
+from skippipe_sched.timing.timeline import Run, Timeline
 
 PLACEMENT_SHARE = 0.3
 PATHS_SHARE = 0.6

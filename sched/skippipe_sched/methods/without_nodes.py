@@ -20,11 +20,11 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods.earlier_order import earlier_order, start_times
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.fewer_nodes import sorted_nodes, with_nodes
-from skippipe_sched.problem.plan import NodePath, Plan, Predicted
+from skippipe_sched.problem.plan import NodePath, Plan
 from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.quick_bound import quick_lower_bound_s
-from skippipe_sched.timing.simulate import simulate
+from skippipe_sched.timing.simulate import forecast
 
 # The first time, the visits of the stages after are still to be dealt, and may be on lost nodes.
 SWEEPS = 2
@@ -80,17 +80,12 @@ def plan_without(
     for all_visits in (False, True):
         dealt = _dealt(plan, targets, all_visits=all_visits)
         paths = tuple(tuple(number[node] for node in path) for path in dealt)
-        found.append((simulate(case, placed, paths), paths))
+        found.append((forecast(case, placed, paths), paths))
         order = earlier_order(once_s, case, paths)
         if order is not None:
-            found.append((simulate(case, placed, paths, order), paths))
+            found.append((forecast(case, placed, paths, order), paths))
     timeline, paths = min(found, key=lambda one: (one[0].iteration_s, one[0].pipeline_s))
-    predicted = Predicted(
-        timeline.iteration_s,
-        timeline.pipeline_s,
-        timeline.averaging_s,
-        quick_lower_bound_s(case, min(map(len, paths))),
-    )
+    predicted = timeline.predicted(quick_lower_bound_s(case, min(map(len, paths))))
     before = {node for replicas in plan.stages for node in replicas}
     lost, new = len(before - set(nodes)), len(set(nodes) - before)
     method = plan.method

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
+from skippipe_sched.problem.averaging import EXACT, AveragingPolicy, parse_averaging
 from skippipe_sched.problem.stage_sizes import sizes_and_left_out, so_that_they_add_up
 
 Contention = Literal["none", "link"]
@@ -46,6 +47,7 @@ OPTIONAL = (
     "stage_cost",
     "contention",
     "rules",
+    "averaging",
     "left_out",
 )
 # What leaves a choice open. Of bytes it leaves open what only a model decides.
@@ -89,9 +91,9 @@ class Case:
     A hop to a forward or to the loss carries `activation_bytes`, a hop to a backward
     `gradient_bytes`. `stage_cost` says for each stage how many times a node's `forward_s` its
     forward takes (the data stage has the embedding and the head), `stage_bytes` what its replicas
-    average. Stages that are `left_out` have no node, and no path visits them. `source` is the
-    mapping it was read from, with everything in it that lay in other files, so that a plan can
-    carry its case whole.
+    average, and `averaging` when. Stages that are `left_out` have no node, and no path visits them.
+    `source` is the mapping it was read from, with everything in it that lay in other files, so that
+    a plan can carry its case whole.
     """
 
     nodes: tuple[Node, ...]
@@ -108,6 +110,7 @@ class Case:
     backward_ratio: float
     loss_ratio: float
     contention: Contention
+    averaging: AveragingPolicy
     left_out: tuple[int, ...]
     source: Mapping[str, Any]
 
@@ -222,9 +225,14 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         contention=fields.text(  # pyright: ignore[reportArgumentType]
             given.get("contention", "link"), "case.contention", ("none", "link")
         ),
+        averaging=_averaging(given),
         left_out=left_out,
         source={**given, "links": table_source},
     )
+
+
+def _averaging(given: Mapping[str, Any]) -> AveragingPolicy:
+    return parse_averaging(given["averaging"], "case.averaging") if "averaging" in given else EXACT
 
 
 def node_count(nodes: Any) -> int:

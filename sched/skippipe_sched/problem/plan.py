@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+from skippipe_sched.problem.averaging import AveragingPolicy
 from skippipe_sched.problem.case import Case, parse_case
 
 FORMAT = "skippipe-plan"
@@ -58,12 +59,24 @@ class Predicted:
     `iteration_s` is when the last stage has averaged, `pipeline_s` when the last backward ends,
     `averaging_s` the longest averaging of one stage, and `lower_bound_s` a time that no plan of
     the case can beat.
+
+    Where averaging goes on behind the iterations that follow (mode `outer`), `iteration_s` is the
+    mean of many, `pipeline_s` the same if rings took no time, `averaging_s` the longest ring of a
+    fragment, and `late_s` by how much one is longer than its delay allows at most.
     """
 
     iteration_s: float
     pipeline_s: float
     averaging_s: float
     lower_bound_s: float
+    late_s: float = 0.0
+
+    def to_json(self, averaging: AveragingPolicy) -> dict[str, float]:
+        """As a plan has it; nothing is late where iterations wait for averaging."""
+        told = asdict(self)
+        if not averaging.is_outer:
+            del told["late_s"]
+        return told
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +109,7 @@ class Plan:
             "stages": [list(nodes) for nodes in self.stages],
             "microbatches": [list(path) for path in self.microbatches],
             "order": [[[op.kind, op.microbatch] for op in node] for node in self.order],
-            "predicted": asdict(self.predicted),
+            "predicted": self.predicted.to_json(self.case.averaging),
             "case": dict(self.case.source),
         }
 
@@ -143,7 +156,7 @@ def parse_plan(value: Any) -> Plan:
         stages=stages,
         microbatches=paths,
         order=_order(given["order"], len(case.nodes), paths),
-        predicted=_predicted(given["predicted"]),
+        predicted=_predicted(given["predicted"], case.averaging),
         case=case,
     )
 
@@ -237,8 +250,9 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
     return tuple(order)
 
 
-def _predicted(value: Any) -> Predicted:
+def _predicted(value: Any, averaging: AveragingPolicy) -> Predicted:
     names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s")
+    names += ("late_s",) if averaging.is_outer else ()
     given: Mapping[str, Any] = fields.mapping(value, "plan.predicted", names, names)
     return Predicted(
         **{name: fields.number(given[name], f"plan.predicted.{name}", 0.0) for name in names}

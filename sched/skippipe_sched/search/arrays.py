@@ -18,6 +18,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import KINDS, NodePath, Operation, microbatch_chain
 from skippipe_sched.search.averaging import set_averaging
 from skippipe_sched.search.compiled import compiled
+from skippipe_sched.timing.averaging import Rings, bytes_of_rings, rings_of_iteration
 
 
 class Problem(NamedTuple):
@@ -32,7 +33,8 @@ class Problem(NamedTuple):
     stage_of_slot: np.ndarray  # slots
     first_slot: np.ndarray  # stages + 1
     stage_cost: np.ndarray  # stages
-    stage_bytes: np.ndarray  # stages
+    ring_bytes: np.ndarray  # stages: of an all-reduce that is as long as a ring, or twice as long
+    rings: Rings
     rules: np.ndarray  # max_swaps, max_swap_distance, max_jump
     backward_ratio: float
     loss_ratio: float
@@ -84,6 +86,7 @@ class Scratch(NamedTuple):
     touched: np.ndarray
     is_touched: np.ndarray
     remaining_s: np.ndarray
+    stage_begin_s: np.ndarray
     stage_end_s: np.ndarray
     data_end_s: np.ndarray
     link_free_s: np.ndarray
@@ -106,7 +109,8 @@ def problem_of(case: Case) -> Problem:
         stage_of_slot=np.repeat(np.arange(len(case.stages)), case.stages),
         first_slot=np.cumsum([0, *case.stages]),
         stage_cost=np.array(case.stage_cost),
-        stage_bytes=np.array(case.stage_bytes),
+        ring_bytes=bytes_of_rings(case),
+        rings=rings_of_iteration(case.averaging),
         rules=np.array([min(limit, len(case.stages)) for limit in rules]),
         backward_ratio=case.backward_ratio,
         loss_ratio=case.loss_ratio,
@@ -118,7 +122,7 @@ def problem_of(case: Case) -> Problem:
 def candidate_of(problem: Problem, node_of_slot: np.ndarray, paths: np.ndarray) -> Candidate:
     """A candidate with the simulator's own dispatch."""
     microbatches, length = paths.shape
-    averaging_s = np.zeros(len(problem.stage_bytes))
+    averaging_s = np.zeros(len(problem.ring_bytes))
     for stage in range(len(averaging_s)):
         set_averaging(problem, node_of_slot, stage, averaging_s)
     visits = np.bincount(paths.ravel(), minlength=len(node_of_slot))
@@ -135,7 +139,7 @@ def dispatch_priority(microbatches: int, length: int) -> Float[np.ndarray, "micr
 
 def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
     """Room for simulations of paths of `length` nodes."""
-    slots, stages = len(problem.stage_of_slot), len(problem.stage_bytes)
+    slots, stages = len(problem.stage_of_slot), len(problem.ring_bytes)
     links = (slots, slots) if problem.one_after_another else (1, 1)
     return Scratch(
         position=np.zeros(microbatches, np.int64),
@@ -151,6 +155,7 @@ def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
         touched=np.zeros(slots, np.int64),
         is_touched=np.zeros(slots, np.bool_),
         remaining_s=np.zeros((microbatches, 2 * length + 1)),
+        stage_begin_s=np.zeros(stages),
         stage_end_s=np.zeros(stages),
         data_end_s=np.zeros(slots),
         link_free_s=np.zeros(links),

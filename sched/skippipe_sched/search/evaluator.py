@@ -5,6 +5,11 @@ holds the two together. What a plan is finally said to take, `simulate` says. Tw
 A search wants to know only whether a candidate is better than what it has, so a simulation stops
 as soon as it cannot be; and dispatch without an order does not look ahead for nodes that lock
 against each other: a candidate that locks costs infinity, never less.
+
+Where iterations do not wait for averaging, that is an iteration by itself, and what `added_s` says
+of rings that are too long to hide: many iterations, one after another, are too many to look at. As
+long as the search is guided by means, what the rings of each stage would add is one of them: a ring
+that is not the longest matters too.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from skippipe_sched.search.arrays import hop_seconds, operation_s, slot_at
+from skippipe_sched.search.averaging import added_s
 from skippipe_sched.search.compiled import compiled
 from skippipe_sched.search.events import pop, push
 
@@ -24,6 +30,7 @@ def _set_remaining(problem, candidate, scratch, limit_s):
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
     averaging_s = candidate.averaging_s
+    waiting = problem.rings.waits
     microbatches, length = paths.shape
     for m in range(microbatches):
         remaining_s = 0.0
@@ -31,7 +38,7 @@ def _set_remaining(problem, candidate, scratch, limit_s):
         for position in range(2 * length, -1, -1):
             node = node_of_slot[slot]
             stage = problem.stage_of_slot[slot]
-            if position > length and averaging_s[stage] > remaining_s:
+            if waiting and position > length and averaging_s[stage] > remaining_s:
                 remaining_s = averaging_s[stage]
             remaining_s += operation_s(problem, node, stage, position, length)
             scratch.remaining_s[m, position] = remaining_s
@@ -73,6 +80,9 @@ def _chosen(scratch, slot, priority, length):
 def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean_weight):
     """iteration_s of a candidate, plus `mean_weight` times the mean end of its data nodes.
 
+    Where iterations do not wait for averaging, what the rings of all stages would add is part of
+    that mean.
+
     With `ordered`, nodes run the operations of `order` in that order. Without, a free node takes
     the operation with the highest priority, first come first served among equals, and what it took
     is written to `order` if there is room.
@@ -82,7 +92,7 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
     operations, first = order.operations, order.first
     microbatches, length = paths.shape
     slots = node_of_slot.shape[0]
-    stages = problem.stage_bytes.shape[0]
+    stages = problem.ring_bytes.shape[0]
     last = 2 * length
     count = last + 1
     recording = not ordered and operations.shape[0] > 0
@@ -98,6 +108,7 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
         if ordered or recording:
             scratch.next_in_order[q] = first[q]
     for stage in range(stages):
+        scratch.stage_begin_s[stage] = np.inf
         scratch.stage_end_s[stage] = 0.0
     size = 0
     for m in range(microbatches):
@@ -196,6 +207,7 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
                 seconds *= stretch.operations[m, position]
             if position < length:
                 scratch.free[slot] -= 1
+                scratch.stage_begin_s[stage] = min(scratch.stage_begin_s[stage], now)
             scratch.busy[slot] = True
             scratch.running[m] = True
             scratch.waiting[m] = False
@@ -205,14 +217,22 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
             return np.inf
     if ended < microbatches:
         return np.inf
-    iteration_s = 0.0
+    pipeline_s = 0.0
+    for stage in range(stages):
+        pipeline_s = max(pipeline_s, scratch.stage_end_s[stage])
+    iteration_s, mean_s = 0.0, 0.0
     for stage in range(stages):
         seconds = candidate.averaging_s[stage]
         if stretched:
             seconds *= stretch.averagings[stage]
-        iteration_s = max(iteration_s, scratch.stage_end_s[stage] + seconds)
+        end_s = scratch.stage_end_s[stage]
+        worked_s = max(0.0, end_s - scratch.stage_begin_s[stage])
+        seconds = added_s(problem.rings, seconds, pipeline_s, worked_s)
+        if not problem.rings.waits:
+            end_s = pipeline_s
+            mean_s += seconds
+        iteration_s = max(iteration_s, end_s + seconds)
     data_nodes = problem.first_slot[1]
-    mean_s = 0.0
     for slot in range(data_nodes):
         mean_s += scratch.data_end_s[slot] / data_nodes
     cost_s = iteration_s + mean_weight * mean_s

@@ -56,7 +56,7 @@ def keeps_shares(problem, candidate, stage):
 def keeps_balance(problem, candidate):
     """CC3, as rules.violations says it."""
     least, most = np.int64(1) << 60, np.int64(0)
-    for stage in range(1, problem.stage_bytes.shape[0]):
+    for stage in range(1, problem.ring_bytes.shape[0]):
         total = 0
         for slot in range(problem.first_slot[stage], problem.first_slot[stage + 1]):
             total += candidate.visits[slot]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from skippipe_sched.search.arrays import hop_seconds, operation_s, slot_at
+from skippipe_sched.search.averaging import added_s
 from skippipe_sched.search.chance import uniform
 from skippipe_sched.search.compiled import compiled
 from skippipe_sched.search.moves import NODES, draw_move, propose, revert
@@ -41,11 +42,17 @@ def _estimate(problem, candidate, busy_s):
     total = 0.0
     for slot in range(data_nodes):
         total += (busy_s[slot] / largest) ** POWER
-    own_s = candidate.averaging_s[0]
-    mean_s = candidate.averaging_s.mean()
+    pipeline_s = largest * (total / data_nodes) ** (1.0 / POWER)
+    averaging_s = candidate.averaging_s
+    own_s = added_s(problem.rings, averaging_s[0], pipeline_s, pipeline_s)
+    greatest_s, total_s = 0.0, 0.0
+    for stage in range(averaging_s.shape[0]):
+        seconds = added_s(problem.rings, averaging_s[stage], pipeline_s, pipeline_s)
+        greatest_s = max(greatest_s, seconds)
+        total_s += seconds
     # Stages after the first end before the data stage, which hides much of their averaging.
-    longest_s = max(own_s, 0.7 * candidate.averaging_s.max())
-    return largest * (total / data_nodes) ** (1.0 / POWER) + longest_s + 0.2 * mean_s
+    longest_s = max(own_s, 0.7 * greatest_s)
+    return pipeline_s + longest_s + 0.2 * (total_s / averaging_s.shape[0])
 
 
 @compiled

@@ -1,32 +1,105 @@
-"""How long the replicas of a stage take to average what they hold: a ring all-reduce.
+"""How long the replicas of a stage take to average what they hold: a ring.
 
-`ring_s` and `settle_ring` are plain code on arrays that runs as it is and also, compiled, within
-`skippipe_sched.search`: there is one ring, whoever asks.
+In mode `exact` it is an all-reduce. In mode `outer` each replica's own message about a fragment
+goes round whole, in half as many steps: that takes half as long as an all-reduce of as many times
+its bytes as there are replicas. So there is one ring, whoever asks: `ring_s` and `settle_ring` are
+plain code on arrays that runs as it is and also, compiled, within `skippipe_sched.search`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from skippipe_sched.problem.averaging import AveragingPolicy
 from skippipe_sched.problem.case import Case
 
 # Up to this many replicas every ring is tried; above it a ring is built and then improved.
 EXHAUSTIVE_REPLICAS = 7
 
+Seconds = TypeVar("Seconds", float, np.ndarray)
+
+
+class Rings(NamedTuple):
+    """What the rings of a stage are to an iteration, as numbers for compiled code.
+
+    `of_all_reduce` is what one takes, as a share of an all-reduce of `all_reduce_bytes`. An
+    iteration has `number` of them in the mean, and each takes as long as `delay` iterations at
+    most, or makes them longer: those of a stage follow one another. `waits`: whether the iteration
+    ends with them.
+    """
+
+    of_all_reduce: float
+    number: float
+    delay: float
+    waits: bool
+
+
+def rings_of_iteration(policy: AveragingPolicy) -> Rings:
+    """The rings of a stage, of a case with this policy."""
+    if not policy.is_outer:
+        return Rings(1.0, 1.0, 0.0, True)
+    number = policy.fragments / policy.every
+    return Rings(0.5, number, min(float(policy.delay), 1.0 / number), False)
+
+
+def all_reduce_bytes(policy: AveragingPolicy, stage_bytes: float, replicas: int) -> float:
+    """Of how many bytes an all-reduce is a ring of this policy, or the whole of one (`Rings`)."""
+    if not policy.is_outer:
+        return stage_bytes
+    return replicas * policy.fragment_bytes(stage_bytes)
+
+
+def bytes_of_rings(case: Case) -> Float[np.ndarray, " stages"]:
+    """The `all_reduce_bytes` of every stage of a case, with all of its replicas."""
+    sizes = zip(case.stage_bytes, case.stages, strict=True)
+    return np.array([all_reduce_bytes(case.averaging, *of_stage) for of_stage in sizes])
+
+
+def added_s(rings: Rings, ring_s: float, pipeline_s: float, worked_s: float) -> float:
+    """What rings of a stage that takes part in `worked_s` of a pipeline add to an iteration [s].
+
+    Behind iterations, it is about what they add in the mean: a ring begins when the stage is
+    through with its iteration, and nobody waits for it before the stage would begin the one after
+    its delay, unless the stage's next ring is to be sent before. Then everybody waits for the rest.
+    """
+    if rings.waits:
+        return ring_s
+    spare_s = min((rings.delay + 1.0) * pipeline_s - worked_s, pipeline_s / rings.number)
+    return rings.number * max(0.0, ring_s - spare_s)
+
+
+def least_averaged_s(
+    rings: Rings, work_s: Seconds, ring_s: Seconds, least_s: Seconds | float
+) -> Seconds:
+    """Seconds below which an iteration cannot come, by a stage's work and by its rings.
+
+    Each of its nodes is busy for `least_s` in every iteration. In the `delay` iterations between
+    where a fragment is sent and where it is applied the stage's last node comes on by a ring, and
+    in every other one by its work; or if rings leave no time between them, by rings alone.
+    """
+    between = 1.0 - rings.number * rings.delay
+    longer_s: Any = np.maximum(work_s, rings.number * ring_s + between * least_s)
+    return longer_s
+
 
 def averaging_s(case: Case, stage: int, ring: Sequence[int]) -> float:
-    """Seconds of a ring all-reduce of what `stage` holds, over nodes in this order.
+    """Seconds of a ring of what `stage` holds, over nodes in this order.
 
-    2(n-1)/n * stage_bytes / (slowest link in the ring) + 2(n-1) * (largest latency).
+    With n nodes an all-reduce takes 2(n-1)/n * stage_bytes / (slowest link in the ring) + 2(n-1) *
+    (largest latency), and a ring of a fragment (n-1) * (its bytes / slowest link + largest
+    latency).
     """
     if len(ring) < 2:
         return 0.0
     latency, bandwidth = case.link_matrices
-    return float(ring_s(latency, bandwidth, case.stage_bytes[stage], np.array(ring)))
+    size = all_reduce_bytes(case.averaging, case.stage_bytes[stage], len(ring))
+    share = rings_of_iteration(case.averaging).of_all_reduce
+    return share * float(ring_s(latency, bandwidth, size, np.array(ring)))
 
 
 @lru_cache(maxsize=1024)
@@ -36,13 +109,14 @@ def quickest_averaging_s(case: Case, stage: int, nodes: tuple[int, ...]) -> floa
 
 
 def best_ring(case: Case, stage: int, nodes: Sequence[int]) -> tuple[int, ...]:
-    """The order of the replicas of `stage` in which a ring all-reduce is quickest.
+    """The order of the replicas of `stage` in which they average soonest.
 
     Exact up to `EXHAUSTIVE_REPLICAS` replicas, a local optimum above.
     """
     latency, bandwidth = case.link_matrices
     ring = np.array(nodes)
-    settle_ring(latency, bandwidth, case.stage_bytes[stage], ring)
+    size = all_reduce_bytes(case.averaging, case.stage_bytes[stage], len(ring))
+    settle_ring(latency, bandwidth, size, ring)
     return tuple(ring.tolist())
 
 
@@ -140,4 +214,4 @@ def _without_worst_link(latency, bandwidth, stage_bytes, ring, least_s):
 
 
 # What is compiled together, where it is.
-ON_ARRAYS = (ring_s, settle_ring, _try_every_ring, _without_worst_link)
+ON_ARRAYS = (added_s, ring_s, settle_ring, _try_every_ring, _without_worst_link)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
 from scipy.sparse.csgraph import shortest_path
@@ -22,7 +22,8 @@ from scipy.sparse.csgraph import shortest_path
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.fewer_nodes import with_stages_left
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
-from skippipe_sched.timing.groups import Ring, groups_of, rings_of, round_trips
+from skippipe_sched.timing.averaging import Seconds, least_averaged_s, rings_of_iteration
+from skippipe_sched.timing.groups import Ring, RoundTrips, groups_of, rings_of, round_trips
 from skippipe_sched.timing.one_node import NodeWork, busy_apart_s, busy_s
 
 # Of more nodes that differ than this, the weaker bound must do.
@@ -48,8 +49,15 @@ def lower_bound_s(case: Case, path_length: int) -> float:
 
     The data stage averages after the pipeline, an inner stage after its own last backward, and a
     node that is no data node is in some inner stage.
+
+    Where iterations follow one another without a barrier (`averaging` in mode `outer`), it is below
+    their mean. A node ends one before it begins the next, so what binds one node by itself still
+    does, slots among it: all microbatches of a data node's iteration lie between its first forward
+    and its last backward. But there an inner node may begin an iteration before another has ended
+    the one before, unless there is only one data node, and rings hide behind what follows them, as
+    far as `least_averaged_s` does not say otherwise.
     """
-    return _Bound(with_stages_left(case), path_length).seconds()
+    return float(_Bound(with_stages_left(case), path_length).seconds())
 
 
 def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
@@ -72,6 +80,9 @@ class _Bound:
 
     def __init__(self, case: Case, path_length: int):
         self.case = case
+        self.rings = rings_of_iteration(case.averaging)
+        # Whether an iteration begins before all of the one before has ended.
+        self.overlapping = case.averaging.is_outer and case.stages[0] > 1
         self.groups = groups_of(case, path_length)
         self.group = self.groups.of_node
         self.forward_s = np.array([node.forward_s for node in case.nodes])
@@ -90,14 +101,29 @@ class _Bound:
 
     def seconds(self) -> float:
         """The least over where the data nodes may be; quick estimates decide what to look at."""
-        rings = rings_of(self.groups, self.case.stages[0], self.case.stage_bytes[0])
+        rings = self.rings_of(self.case.stages[0], self.case.stage_bytes[0])
         prices = self.prices(np.ones(len(self.groups.count), dtype=bool))
-        bounds = [ring.seconds + self.held_s(ring.inside[self.group], prices) for ring in rings]
+        bounds = [
+            self.averaged_s(self.held_s(ring.inside[self.group], prices), ring.seconds, 0.0)
+            for ring in rings
+        ]
         closer: set[int] = set()
         while (least := int(np.argmin(bounds))) not in closer:
             bounds[least] = max(bounds[least], self.with_data_nodes(rings[least]))
             closer.add(least)
         return max(bounds[least], self.busiest_stage_s)
+
+    def rings_of(self, replicas: int, stage_bytes: float) -> list[Ring]:
+        """The rings of a stage by where its nodes may be (`groups.rings_of`)."""
+        return rings_of(self.groups, replicas, stage_bytes, self.case.averaging)
+
+    def averaged_s(self, work_s: Seconds, ring_s: Seconds, least_s: float) -> Seconds:
+        """When a stage has averaged too, if its work takes `work_s` and its ring `ring_s`.
+
+        Where that goes on behind iterations, each node of it is busy for `least_s` in each.
+        """
+        own_s = least_s if self.case.averaging.is_outer else work_s
+        return least_averaged_s(self.rings, work_s, ring_s, own_s)
 
     def with_data_nodes(self, ring: Ring) -> float:
         """If all data nodes are in `ring`: they average last, or an inner stage does."""
@@ -108,7 +134,9 @@ class _Bound:
             self.data_node_s(inside),
             self.unavoidable(ended_s, inside),
         )
-        return max(pipeline_s + ring.seconds, self.unavoidable(averaged_s, inside))
+        fewest = self.data_node_seconds[min(self.case.microbatches)]
+        averaged_last_s = self.averaged_s(pipeline_s, ring.seconds, float(fewest[inside].min()))
+        return max(averaged_last_s, self.unavoidable(averaged_s, inside))
 
     def unavoidable(
         self, seconds: Float[np.ndarray, " nodes"], inside: Bool[np.ndarray, " nodes"]
@@ -173,7 +201,8 @@ class _Bound:
         """For each node as an inner node: the end of the pipeline, and of its stage's averaging.
 
         Its microbatches come from data nodes in `ring` and go there and come back between forward
-        and backward, straight or over other nodes that work on them.
+        and backward, straight or over other nodes that work on them. Where iterations overlap, that
+        is how long it is busy with one.
         """
         case = self.case
         nodes = len(self.forward_s)
@@ -187,6 +216,8 @@ class _Bound:
         away_s = there[:, ring.inside].min(axis=1) + back[ring.inside].min(axis=0)
         away_s = away_s[self.group] + data_s * case.loss_ratio
         tail_s = back[:, ring.inside].min(axis=1)[self.group] + data_s * case.backward_ratio
+        if self.overlapping:
+            head_s, tail_s = np.zeros(nodes), np.zeros(nodes)
         low = self.shares[0].astype(int)
         ended, averaged = [], []
         for (_, cost, _), ring_s in self.inner_rings_s.items():
@@ -197,9 +228,10 @@ class _Bound:
                 )
                 for node, count, away in zip(case.nodes, low.tolist(), away_s, strict=True)
             ]  # fmt: skip
-            last_s = np.where(low > 0, head_s + _busy_s(works), 0.0)
+            working_s = _busy_s(works)
+            last_s = np.where(low > 0, head_s + working_s, 0.0)
             ended.append(np.where(low > 0, last_s + tail_s, 0.0))
-            averaged.append(last_s + ring_s[self.group])
+            averaged.append(self.averaged_s(last_s, ring_s[self.group], float(working_s.min())))
         return np.min(ended, axis=0), np.min(averaged, axis=0)
 
     @cached_property
@@ -212,7 +244,7 @@ class _Bound:
         ):
             size, _, stage_bytes = kind
             least[kind] = np.full(len(self.groups.count), np.inf)
-            for ring in rings_of(self.groups, size, stage_bytes):
+            for ring in self.rings_of(size, stage_bytes):
                 least[kind][ring.inside] = np.minimum(least[kind][ring.inside], ring.seconds)
         return least
 
@@ -223,10 +255,13 @@ class _Bound:
         if not self.inner or self.visits < len(self.inner):
             return 0.0
         head_s = self.forward_s.min() * case.stage_cost[0] + float(self.groups.forward_hop_s.min())
+        head_s = 0.0 if self.overlapping else head_s
         speeds = np.sort(1.0 / self.forward_s)[::-1]
         visits = self.visits // len(self.inner) * (1.0 + case.backward_ratio)
         return max(
-            head_s + visits * cost / float(speeds[:size].sum()) + float(ring_s.min())
+            self.averaged_s(
+                head_s + visits * cost / float(speeds[:size].sum()), float(ring_s.min()), 0.0
+            )
             for (size, cost, _), ring_s in self.inner_rings_s.items()
         )
 
@@ -273,48 +308,60 @@ class _Bound:
             place, node = linear_sum_assignment(needed_s - slots * pipeline_s)
 
     def prices(self, inside: Bool[np.ndarray, " groups"]) -> Float[np.ndarray, " groups"]:
-        """Prices of visits that make `held_s` large: dual values of a linear program.
-
-        It seeks the round trips that take least in total and visit every node as they must, data
-        nodes being `inside`, with all nodes of a group alike.
-        """
-        case, trips = self.case, self.trips
-        groups = len(self.groups.count)
-        chosen = inside[trips.start]
-        start, hops_s = trips.start[chosen], trips.hops_s[chosen]
-        visits = csr_array(trips.visits[chosen].T.astype(float))
+        """Prices of visits that make `held_s` large, with data nodes `inside`."""
         size = self.groups.count
         low, high, forward_s = (
             np.bincount(self.group, weights) / size for weights in (*self.shares, self.forward_s)
         )
-        starts = csr_array((np.ones(len(start)), (start, np.arange(len(start)))),
-                           shape=(groups, len(start)))  # fmt: skip
-        each = np.mean(case.microbatches) * eye_array(groups)
-        # Unknown: how often each trip is made, visits to each group, its data nodes.
-        nothing, unit = csr_array((groups, groups)), eye_array(groups)
-        none = csr_array((groups, len(start)))
-        one = csr_array(np.repeat([[0.0, 1.0]], [len(start) + groups, groups], axis=1))
-        solution = linprog(
-            np.concatenate(
-                [hops_s, forward_s * self.visit_cost * (1.0 + case.backward_ratio), 0.0 * size]
-            ),
-            A_eq=vstack(
-                [hstack([visits, -unit, nothing]), hstack([starts, nothing, -each]), one], "csr"
-            ),
-            b_eq=np.concatenate([np.zeros(2 * groups), [case.stages[0]]]),
-            A_ub=vstack(
-                [
-                    hstack([none, unit, diags_array(high)]),
-                    hstack([none, -unit, -diags_array(low)]),
-                ],
-                "csr",
-            ),
-            b_ub=np.concatenate([high * size, -low * size]),
-            bounds=[(0, None)] * (len(start) + groups) + [(0, n) for n in size * inside],
-        )
-        if solution.x is None:  # As an average, groups need not meet shares; any prices will do.
-            return np.zeros(groups)
-        return solution.eqlin.marginals[:groups]
+        visit_s = forward_s * self.visit_cost * (1.0 + self.case.backward_ratio)
+        return _prices(self.case, self.trips, size, (low, high), visit_s, inside)
+
+
+def _prices(
+    case: Case,
+    trips: RoundTrips,
+    size: Int[np.ndarray, " groups"],
+    shares: tuple[Float[np.ndarray, " groups"], Float[np.ndarray, " groups"]],
+    visit_s: Float[np.ndarray, " groups"],
+    inside: Bool[np.ndarray, " groups"],
+) -> Float[np.ndarray, " groups"]:
+    """What a visit to each group is worth [s]: dual values of a linear program.
+
+    It seeks the round trips that take least in total and visit every node as they must, data
+    nodes being `inside`, with all nodes of a group, of `size` nodes, alike. `shares` are the least
+    and most visits of a node, and each takes `visit_s`.
+    """
+    low, high = shares
+    groups = len(size)
+    chosen = inside[trips.start]
+    start, hops_s = trips.start[chosen], trips.hops_s[chosen]
+    visits = csr_array(trips.visits[chosen].T.astype(float))
+    starts = csr_array((np.ones(len(start)), (start, np.arange(len(start)))),
+                       shape=(groups, len(start)))  # fmt: skip
+    each = np.mean(case.microbatches) * eye_array(groups)
+    # Unknown: how often each trip is made, visits to each group, its data nodes.
+    nothing, unit = csr_array((groups, groups)), eye_array(groups)
+    none = csr_array((groups, len(start)))
+    one = csr_array(np.repeat([[0.0, 1.0]], [len(start) + groups, groups], axis=1))
+    solution = linprog(
+        np.concatenate([hops_s, visit_s, 0.0 * size]),
+        A_eq=vstack(
+            [hstack([visits, -unit, nothing]), hstack([starts, nothing, -each]), one], "csr"
+        ),
+        b_eq=np.concatenate([np.zeros(2 * groups), [case.stages[0]]]),
+        A_ub=vstack(
+            [
+                hstack([none, unit, diags_array(high)]),
+                hstack([none, -unit, -diags_array(low)]),
+            ],
+            "csr",
+        ),
+        b_ub=np.concatenate([high * size, -low * size]),
+        bounds=[(0, None)] * (len(start) + groups) + [(0, n) for n in size * inside],
+    )
+    if solution.x is None:  # As an average, groups need not meet shares; any prices will do.
+        return np.zeros(groups)
+    return solution.eqlin.marginals[:groups]
 
 
 def _others(

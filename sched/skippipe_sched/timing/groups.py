@@ -9,7 +9,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy.sparse.csgraph import connected_components
 
+from skippipe_sched.problem.averaging import AveragingPolicy
 from skippipe_sched.problem.case import Case
+from skippipe_sched.timing.averaging import all_reduce_bytes, rings_of_iteration
 
 # Round trips are listed by group of locations, with no more groups than keep the list this short.
 MOST_ROUND_TRIPS = 6_400
@@ -139,7 +141,9 @@ class Ring:
     inside: Bool[np.ndarray, " groups"]
 
 
-def rings_of(groups: Groups, replicas: int, stage_bytes: float) -> list[Ring]:
+def rings_of(
+    groups: Groups, replicas: int, stage_bytes: float, policy: AveragingPolicy
+) -> list[Ring]:
     """For every set of `replicas` nodes one of these holds it and takes no longer than its ring.
 
     The nodes of a ring whose slowest link has bandwidth b are all joined by links of at least b
@@ -150,6 +154,8 @@ def rings_of(groups: Groups, replicas: int, stage_bytes: float) -> list[Ring]:
     if replicas == 1:
         return [Ring(0.0, np.arange(len(groups.count)) == g) for g in range(len(groups.count))]
     steps = 2 * (replicas - 1)
+    share = rings_of_iteration(policy).of_all_reduce
+    size = all_reduce_bytes(policy, stage_bytes, replicas)
     for bandwidth in np.unique(groups.bandwidth[groups.bandwidth > 0])[::-1]:
         linked = groups.bandwidth >= bandwidth
         inside = np.ones(len(groups.count), dtype=bool)
@@ -164,6 +170,6 @@ def rings_of(groups: Groups, replicas: int, stage_bytes: float) -> list[Ring]:
             members = inside & (piece == label)
             if groups.count[members].sum() >= replicas and members.tobytes() not in pieces:
                 latency = groups.latency[np.ix_(members, members)].min()
-                seconds = steps / replicas * stage_bytes / bandwidth + steps * latency
+                seconds = share * (steps / replicas * size / bandwidth + steps * latency)
                 pieces[members.tobytes()] = Ring(float(seconds), members)
     return list(pieces.values())

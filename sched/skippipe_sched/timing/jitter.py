@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 from jaxtyping import Float
 
 from skippipe_sched import fields
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.timing.simulate import Stretch, simulate_plan
+from skippipe_sched.timing.simulate import simulate_alone, simulate_plan
+from skippipe_sched.timing.steady import successive_s
+from skippipe_sched.timing.timeline import Stretch
 
 
 def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw: int) -> Stretch:
@@ -27,7 +31,9 @@ def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw:
 def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.ndarray, " draws"]:
     """The iteration_s of `draws` iterations of a plan, each with its own luck (`draw_stretch`).
 
-    Every node keeps to the plan's order, whatever comes late.
+    Every node keeps to the plan's order, whatever comes late. Where iterations do not wait for
+    averaging, they follow one another in one run, after a cycle that is not counted, and each takes
+    from the end of the one before it to its own.
 
     Raises:
         InputError: naming an argument that makes no sense; or if the plan's own order cannot run.
@@ -36,6 +42,16 @@ def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.nda
     fields.integer(draws, "--draws", 1)
     fields.integer(seed, "--seed", 0, fields.LARGEST_SEED)
     size = len(plan.microbatches), len(plan.stages)
+    if plan.case.averaging.is_outer:
+        every = plan.case.averaging.every
+        lucks = (
+            draw_stretch(*size, jitter, seed, draw)
+            for draw in chain(range(draws, draws + every), range(draws))
+        )
+        alone = simulate_alone(plan)
+        return np.array(
+            successive_s(plan.case, plan.stages, plan.microbatches, alone, lucks)[every:]
+        )
     iterations = (
         simulate_plan(plan, draw_stretch(*size, jitter, seed, draw)).iteration_s
         for draw in range(draws)

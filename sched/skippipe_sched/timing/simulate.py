@@ -4,6 +4,10 @@ As docs/timing.md has it, a node runs one operation at a time; a transfer takes 
 link, and with contention `link` transfers on one directed link follow one another, whole hop after
 whole hop, in the order in which their data became ready; a microbatch is in flight on a node from
 the start of its forward to the end of its backward there.
+
+Where iterations do not wait for averaging, what a plan takes is that of many of them in their order
+(`skippipe_sched.timing.steady`); an iteration by itself, which averages nothing, is where that
+order comes from.
 """
 
 from __future__ import annotations
@@ -11,8 +15,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -22,106 +24,55 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation, Plan, microbatch_chain, stage_of_nodes
 from skippipe_sched.timing.averaging import quickest_averaging_s
-
-
-@dataclass(frozen=True)
-class Run:
-    """One operation and when its node ran it [s]. `arrived_s`: when its input was there."""
-
-    operation: Operation
-    arrived_s: float
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """An activation or gradient on its way [s]: ready at the source, on the link, arrived."""
-
-    source: int
-    target: int
-    operation: Operation
-    ready_s: float
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """The replicas of one stage averaging their gradients [s]."""
-
-    stage: int
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, eq=False)
-class Timeline:
-    """Everything that happens in one iteration, each list in the order of starting."""
-
-    nodes: int
-    runs: tuple[Run, ...]
-    transfers: tuple[Transfer, ...]
-    averagings: tuple[Averaging, ...]
-
-    @cached_property
-    def pipeline_s(self) -> float:
-        """When the last backward ends."""
-        return max(run.end_s for run in self.runs)
-
-    @cached_property
-    def averaging_s(self) -> float:
-        """The longest averaging of one stage."""
-        return max(averaging.end_s - averaging.start_s for averaging in self.averagings)
-
-    @cached_property
-    def iteration_s(self) -> float:
-        """When the last stage has averaged."""
-        return max(averaging.end_s for averaging in self.averagings)
-
-    @cached_property
-    def order(self) -> tuple[tuple[Operation, ...], ...]:
-        """What each node runs, in order."""
-        order: list[list[Operation]] = [[] for _ in range(self.nodes)]
-        for run in self.runs:
-            order[run.operation.node].append(run.operation)
-        return tuple(tuple(operations) for operations in order)
-
-    @cached_property
-    def busy_s(self) -> tuple[float, ...]:
-        """Seconds that each node spends on operations."""
-        busy = [0.0] * self.nodes
-        for run in self.runs:
-            busy[run.operation.node] += run.end_s - run.start_s
-        return tuple(busy)
-
-    @property
-    def idle_share(self) -> float:
-        """The share of the pipeline's time that the nodes do not compute."""
-        return 1.0 - sum(self.busy_s) / (self.nodes * self.pipeline_s)
-
-
-@dataclass(frozen=True, eq=False)
-class Stretch:
-    """How many times as long everything takes as the timing model says.
-
-    An operation is known by its microbatch and its position in the microbatch's chain (see
-    `microbatch_chain`); `hops` stretches the transfer that brings its input, if one does.
-    """
-
-    operations: Float[np.ndarray, "microbatches positions"]
-    hops: Float[np.ndarray, "microbatches positions"]
-    averagings: Float[np.ndarray, " stages"]
+from skippipe_sched.timing.steady import steady_timeline
+from skippipe_sched.timing.timeline import (
+    Averaging,
+    Run,
+    Stretch,
+    Timeline,
+    Transfer,
+    no_stretch,
+)
 
 
 def simulate_plan(plan: Plan, stretch: Stretch | None = None) -> Timeline:
     """One iteration of a plan in the plan's own order, with `stretch` slower than planned.
 
+    Where iterations do not wait for averaging, it is one of many in their steady state.
+
     Raises:
         InputError: if the order breaks a memory limit or locks nodes against each other.
     """
     require_memory(plan)
+    return forecast(plan.case, plan.stages, plan.microbatches, plan.order, stretch)
+
+
+def simulate_alone(plan: Plan, stretch: Stretch | None = None) -> Timeline:
+    """As `simulate_plan`, but with no iteration before and after it: see `simulate`.
+
+    Raises:
+        InputError: as `simulate_plan` does.
+    """
+    require_memory(plan)
     return simulate(plan.case, plan.stages, plan.microbatches, plan.order, stretch)
+
+
+def forecast(
+    case: Case,
+    stages: Sequence[Sequence[int]],
+    paths: Sequence[NodePath],
+    order: Sequence[Sequence[Operation]] | None = None,
+    stretch: Stretch | None = None,
+) -> Timeline:
+    """As `simulate`; where iterations do not wait for averaging, one of many in that order.
+
+    Raises:
+        InputError: if nodes given an `order` wait for each other for ever.
+    """
+    alone = simulate(case, stages, paths, order, stretch)
+    if not case.averaging.is_outer:
+        return alone
+    return steady_timeline(case, stages, paths, alone, stretch)
 
 
 def simulate(
@@ -131,7 +82,10 @@ def simulate(
     order: Sequence[Sequence[Operation]] | None = None,
     stretch: Stretch | None = None,
 ) -> Timeline:
-    """One iteration, from the first forward to the last averaging.
+    """One iteration by itself, from the first forward to the last averaging.
+
+    Averaging that goes on behind the iterations that follow takes no time in it: that of a stage
+    lies where its last backward ends.
 
     With `order`, each node runs its operations in that order. Without, a free node takes among the
     operations whose input has arrived: backward before the others, then first come first served;
@@ -162,11 +116,6 @@ def require_memory(plan: Plan) -> None:
                 )
 
 
-def _no_stretch(chains: Sequence[Sequence[Operation]], stages: Sequence[Sequence[int]]) -> Stretch:
-    ones = np.ones((len(chains), max(map(len, chains))))
-    return Stretch(ones, ones, np.ones(len(stages)))
-
-
 _ARRIVAL, _END = 0, 1
 
 
@@ -186,7 +135,7 @@ class _Simulation:
         self.paths = paths
         self.chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
         self.position = [0] * len(paths)
-        self.stretch = stretch or _no_stretch(self.chains, stages)
+        self.stretch = stretch or no_stretch(len(paths), max(map(len, self.chains)), len(stages))
         self.queues = None if order is None else [deque(operations) for operations in order]
         self.arrived: list[dict[Operation, float]] = [{} for _ in case.nodes]
         self.busy = [False] * len(case.nodes)
@@ -347,7 +296,9 @@ class _Simulation:
             if not nodes:
                 continue  # It is left out.
             start_s = max(ends[node] for node in nodes)
-            planned_s = quickest_averaging_s(self.case, stage, tuple(nodes))
+            planned_s = 0.0
+            if not self.case.averaging.is_outer:
+                planned_s = quickest_averaging_s(self.case, stage, tuple(nodes))
             end_s = start_s + planned_s * self.stretch.averagings.item(stage)
             averagings.append(Averaging(stage, start_s, end_s))
         return tuple(sorted(averagings, key=lambda averaging: averaging.start_s))

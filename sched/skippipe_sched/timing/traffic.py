@@ -9,8 +9,8 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.timing.averaging import best_ring
-from skippipe_sched.timing.simulate import Timeline
+from skippipe_sched.timing.averaging import all_reduce_bytes, best_ring, rings_of_iteration
+from skippipe_sched.timing.timeline import Timeline
 
 Place = TypeVar("Place", int, str)
 # What a link is used for: activations and their gradients, or the ring of a stage.
@@ -38,7 +38,8 @@ def link_traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
     The pipeline's are those of the timeline's transfers. In the averaging of a stage with n
     replicas each sends 2(n-1)/n of the stage's bytes to the next in the best ring; its link counts
     as busy for as long as these bytes and the latency of each step take on it, even where it then
-    waits for a slower link of the ring.
+    waits for a slower link of the ring. Where fragments are averaged behind the iterations, all of
+    it is what an iteration has of them in the mean: n - 1 messages each.
 
     Replicas of one stage never send each other activations, so each pair has one use.
     """
@@ -74,12 +75,15 @@ def _sendings(plan: Plan, timeline: Timeline) -> Iterator[_Sending]:
         size = case.hop_bytes(sent.operation.kind)
         yield _Sending(sent.source, sent.target, "pipeline", size, sent.start_s, sent.end_s)
     latency, bandwidth = case.link_matrices
+    rings = rings_of_iteration(case.averaging)
+    share = rings.of_all_reduce * rings.number
     for averaging in timeline.averagings:
         ring = best_ring(case, averaging.stage, plan.stages[averaging.stage])
         if len(ring) < 2:
             continue
-        steps = 2 * (len(ring) - 1)
-        size = steps / len(ring) * case.stage_bytes[averaging.stage]
+        steps = share * 2 * (len(ring) - 1)
+        stage_bytes = case.stage_bytes[averaging.stage]
+        size = steps / len(ring) * all_reduce_bytes(case.averaging, stage_bytes, len(ring))
         for link in zip(ring, [*ring[1:], ring[0]], strict=True):
             seconds = float(size / bandwidth[link] + steps * latency[link])
             start_s = averaging.start_s

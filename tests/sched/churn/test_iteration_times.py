@@ -10,7 +10,7 @@ from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.methods.without_nodes import plan_without
 from skippipe_sched.problem.plan import load_plan
 
-from tests.sched.examples import LOCATIONS, case_with, planned
+from tests.sched.examples import LOCATIONS, case_with, outer, planned
 
 PAPER = Path("experiments/paper/plans/skip33.json")
 
@@ -103,3 +103,14 @@ def test_nodes_of_one_stage_and_location_are_alike(many_nodes):
 
 def test_what_is_planned_is_less_for_a_plan_of_more_operations(paper_plan, many_nodes):
     assert affordable(paper_plan) > affordable(many_nodes) > 30
+
+
+def test_where_nobody_waits_for_averaging_it_is_the_steady_state(many_nodes):
+    case = outer(many_nodes.case, every=4, fragments=2)
+    plan, timeline = planned(case, many_nodes.stages, many_nodes.microbatches)
+    times = IterationTimes(plan, 2)
+    assert times(plan.stages) == timeline.iteration_s
+    placement = without(plan, {3})
+    left = plan_without(plan, set(range(60)) - {3})
+    assert times(placement) == left.predicted.iteration_s
+    assert affordable(plan) < affordable(many_nodes)

@@ -376,3 +376,59 @@ def test_colours_differ_and_numbers_can_be_read_on_them():
     number = _luminance("#10141a") + 0.05
     assert min((_luminance(colour) + 0.05) / number for colour in forward) > 4.5
     assert min(1.05 / (_luminance(colour) + 0.05) for colour in backward) > 4.5
+
+
+# One of many iterations that follow one another.
+
+
+@cache
+def _steady() -> tuple[Plan, Timeline, _Picture]:
+    """A ring takes longer than an iteration, and is late."""
+    averaging = {"mode": "outer", "every": 4, "fragments": 2, "dtype": "float32"}
+    case_fields = NINE | {"averaging": averaging, "stage_bytes": 2**33}
+    plan, timeline = _planned(case_fields, NINE_STAGES, NINE_PATHS)
+    assert timeline.late_s > 0
+    return plan, timeline, _Picture(gantt(plan, timeline))
+
+
+def test_of_many_iterations_one_is_drawn_to_its_end():
+    _, timeline, picture = _steady()
+    bars = [bar for kind in "FLB" for bar, _ in picture.marks("rect", kind)]
+    bars += [bar for bar, _ in picture.marks("rect", "averaging")]
+    spans = [(float(bar.get("x", "")), float(bar.get("width", ""))) for bar in bars]
+    first = min(x for x, _ in spans)
+    last = max(x + width for x, width in spans)
+    scale = timeline.end_s / (last - first)
+    expected = [(own.start_s, own.end_s) for own in (*timeline.runs, *timeline.averagings)]
+    drawn = [((x - first) * scale, (x + width - first) * scale) for x, width in spans]
+    for times, own in zip(sorted(drawn), sorted(expected), strict=True):
+        assert times == pytest.approx(own, abs=0.05 * scale)
+
+
+def test_rings_of_many_iterations_lie_behind_their_operations():
+    _, _, picture = _steady()
+    bars = [bar for bar in picture.root.iter("rect") if bar.find("title") is not None]
+    classes = [bar.get("class", "") for bar in bars]
+    last_ring = max(place for place, name in enumerate(classes) if name == "averaging")
+    first_operation = min(place for place, name in enumerate(classes) if name[:1] in "FLB")
+    assert last_ring < first_operation
+
+
+def test_the_mark_of_many_iterations_is_that_of_the_next():
+    plan, timeline, picture = _steady()
+    assert picture.texts[0].endswith(
+        f"lower bound {plan.predicted.lower_bound_s:.2f} s · rings late by {timeline.late_s:.2f} s"
+    )
+    assert f"next iteration {timeline.iteration_s:.2f} s" in picture.texts
+    assert not [text for text in picture.texts if text.startswith("end of")]
+
+
+def test_a_node_does_not_wait_before_it_has_ended_the_iteration_before():
+    _, timeline, picture = _steady()
+    assert max(timeline.free_s) > 0
+    waits = picture.marks("rect", "wait")
+    assert waits
+    for _, tip in waits:
+        found = re.match(r"Node (\d+) waits for .*: ([\d.]+)\N{EN DASH}", tip)
+        assert found is not None
+        assert float(found[2]) >= timeline.free_s[int(found[1])] - 0.005

@@ -12,7 +12,7 @@ from skippipe_sched.timing.averaging import best_ring
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate_plan
 
-from tests.sched.examples import case_with, planned, routed_cases, same_place
+from tests.sched.examples import case_with, outer, planned, routed_cases, same_place
 
 # Half a nanosecond each for a start and an end, in microseconds.
 ROUNDING_US = 1.01e-3
@@ -235,3 +235,18 @@ def test_predicted_and_measured_stand_in_processes_of_their_own():
         "measured_iteration_s": measured.iteration_s,
         "measured_pipeline_s": measured.pipeline_s,
     }
+
+
+def test_of_many_iterations_the_trace_has_one_and_the_rings_beside_it():
+    case = same_place([2, 2], microbatches_per_data_node=2, stage_bytes=2**33)
+    plan, timeline = planned(outer(case), ((0, 1), (2, 3)), ((0, 2), (1, 3), (0, 3), (1, 2)))
+    trace = _Trace(plan, timeline)
+    assert len(trace.slices("forward", "loss", "backward")) == len(timeline.runs)
+    rings = trace.slices("averaging")
+    assert [_span(ring) for ring in rings] == [
+        _microseconds(own.start_s, own.end_s)
+        for own in sorted(timeline.averagings, key=lambda own: own.stage)
+    ]
+    # A quarter of the parameters, in little more than a byte each.
+    assert [ring["args"]["bytes"] for ring in rings] == [2**33 / 4 / 4 * (1 + 4 / 128)] * 2
+    assert trace.whole["otherData"]["iteration_s"] == timeline.iteration_s

@@ -4,11 +4,12 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import make_plan, plan_best
+from skippipe_sched.methods import joint, make_plan, plan_best
 from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import load_plan
@@ -19,7 +20,7 @@ from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.jitter import replay
 from skippipe_sched.timing.simulate import simulate_plan
 
-from tests.sched.examples import PAPER, same_place
+from tests.sched.examples import PAPER, outer, same_place
 from tests.sched.optima import SEEDS, kept_optimum
 from tests.sched.optimum import random_small_case
 
@@ -150,3 +151,34 @@ def test_a_case_without_balanced_paths_is_refused():
     with pytest.raises(InputError) as refused:
         make_plan(case, "joint", Search(budget_s=0.1))
     assert refused.value.field == "case.rules.max_jump"
+
+
+# Averaging behind the iterations.
+
+
+def test_of_what_it_has_found_the_best_in_the_steady_state_is_taken(monkeypatch):
+    judged = []
+
+    def forecast(*routes):
+        judged.append(routes)
+        return SimpleNamespace(iteration_s=-len(judged))
+
+    monkeypatch.setattr(joint, "forecast", forecast)
+    case = same_place([2, 2], microbatches_per_data_node=2)
+    make_plan(case, "joint", Search(budget_s=0.05))
+    assert judged == []
+    plan = make_plan(outer(case), "joint", Search(budget_s=0.05))
+    assert len(judged) > 1
+    assert (plan.stages, plan.microbatches) == judged[-1][1:3]
+
+
+def test_with_averaging_behind_it_the_papers_case_takes_as_long_as_without_any():
+    """A second of search: rings hide behind iterations, where the search lets them be short."""
+    case = paper_case()
+    plan = make_plan(outer(case), "joint", Search(budget_s=1.0))
+    free = make_plan(replace(case, stage_bytes=(0.0,) * 6), "joint", Search(budget_s=1.0))
+    assert violations(plan.case, plan.stages, plan.microbatches) == []
+    assert plan.predicted.lower_bound_s <= plan.predicted.iteration_s
+    assert plan.predicted.iteration_s < 1.05 * free.predicted.iteration_s
+    assert plan.predicted.late_s < 0.1 * plan.predicted.iteration_s
+    assert simulate_plan(plan).iteration_s == plan.predicted.iteration_s

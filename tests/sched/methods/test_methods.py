@@ -15,7 +15,7 @@ from skippipe_sched.problem.rules import sequence_problem, violations
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate_plan
 
-from tests.sched.examples import cases, same_place
+from tests.sched.examples import cases, outer, policies, same_place
 
 ROUNDING = 1 - 1e-12
 # Little enough for many examples; a search that its clock ends may differ from the next.
@@ -80,6 +80,25 @@ def test_every_plan_keeps_what_a_plan_promises(method, case, seed):
     again = Search(seed, BUDGET_S)
     same = make_plan(case, method, again).to_json() == plan.to_json()
     assert same or search.end.cut_short or again.end.cut_short
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(
+    case=cases(), policy=policies(), size=st.sampled_from([2**24, 2**33]), seed=st.integers(0, 9)
+)
+@settings(max_examples=8, deadline=None)
+def test_every_method_plans_for_averaging_behind_the_iterations(method, case, policy, size, seed):
+    if "full" not in method and not _balance_is_possible(case):
+        return
+    case = parse_case({**outer(case, **policy).source, "stage_bytes": size})
+    plan = make_plan(case, method, Search(seed, BUDGET_S))
+    assert violations(case, plan.stages, plan.microbatches) == []
+    read = parse_plan(json.loads(json.dumps(plan.to_json(), allow_nan=False)))
+    assert read.to_json() == plan.to_json()
+    timeline = simulate_plan(read)
+    assert timeline.predicted(plan.predicted.lower_bound_s) == plan.predicted
+    bound_s = plan.predicted.lower_bound_s
+    assert 0 < bound_s * (1 - 1e-9) <= plan.predicted.iteration_s
 
 
 def test_a_full_plan_goes_to_near_replicas():

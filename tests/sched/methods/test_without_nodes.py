@@ -20,7 +20,15 @@ from skippipe_sched.problem.rules import violations
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 
-from tests.sched.examples import cases, in_order, planned, routed_cases, same_place
+from tests.sched.examples import (
+    cases,
+    in_order,
+    outer,
+    planned,
+    policies,
+    routed_cases,
+    same_place,
+)
 
 PAPER = Path("experiments/paper/plans")
 ROUNDING = 1 - 1e-12
@@ -286,3 +294,36 @@ def test_no_node_without_the_text_moves_to_the_data_stage():
         refilled(plan, kept, kept)
     # Other stages read none.
     assert refilled(plan, {0, 1, 2, 3}, {1, 2, 3}) == ((0,), (2, 3), (1,))
+
+
+# Averaging behind the iterations.
+
+
+@given(plan=random_plans(), policy=policies(), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_who_does_not_wait_for_averaging_goes_on_so(plan, policy, data):
+    """The plan says what the steady state on the nodes that are left is."""
+    routes = Routes(plan.stages, plan.microbatches, plan.order)
+    plan = with_prediction(outer(plan.case, **policy), "random", routes)
+    kept = draw_kept(data, plan)
+    after = plan_without(plan, kept)
+    require_goes_on(plan, after, kept, stages_of(plan, kept))
+    assert after.case.averaging == plan.case.averaging
+    timeline = simulate_plan(after)
+    assert after.predicted.late_s == timeline.late_s
+    bound_s = lower_bound_s(after.case, min(map(len, after.microbatches)))
+    if len({*map(len, after.microbatches)}) == 1:
+        assert bound_s * (1 - 1e-9) <= timeline.iteration_s
+
+
+def test_a_stage_is_refilled_or_left_out_where_nobody_waits_for_averaging():
+    case = outer(same_place([2, 2, 1], microbatches_per_data_node=2), every=3, fragments=2)
+    plan, _ = planned(case, in_order([2, 2, 1]), [(0, 2, 4), (1, 3, 4)] * 2)
+    kept = {0, 1, 2, 3}
+    again = plan_without(plan, kept, refilled(plan, kept))
+    assert [len(nodes) for nodes in again.stages] == [2, 1, 1]
+    past = plan_without(plan, kept, stages_of(plan, kept), [2])
+    assert past.case.left_out == (2,)
+    for after in (again, past):
+        assert simulate_plan(after).iteration_s == after.predicted.iteration_s
+        assert after.predicted.lower_bound_s <= after.predicted.iteration_s

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.rules import violations
 from skippipe_sched.search import settling
 from skippipe_sched.search.arrays import (
@@ -22,10 +23,11 @@ from skippipe_sched.search.arrays import (
 from skippipe_sched.search.chance import random_state
 from skippipe_sched.search.evaluator import evaluate
 from skippipe_sched.search.moves import MOVES, PRIORITY, SWAP, propose, revert, undo_for
+from skippipe_sched.timing.averaging import added_s, quickest_averaging_s, rings_of_iteration
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import simulate
 
-from tests.sched.examples import cases, in_order
+from tests.sched.examples import cases, in_order, outer, policies
 
 
 def placed(case, seed):
@@ -81,6 +83,12 @@ def test_dispatch_is_the_simulators_where_nothing_happens_at_once():
     @given(cases(speeds=(0.251, 0.57, 1.093, 1.5077)), st.integers(0, 2**30))
     @settings(max_examples=60, deadline=None)
     def run(case, seed):
+        # No two nodes are alike, or what they do could end at the same instant.
+        nodes = [
+            node | {"forward_s": (1 + place / 73) * node["forward_s"]}
+            for place, node in enumerate(case.source["nodes"])
+        ]
+        case = parse_case({**case.source, "nodes": nodes})
         candidate = placed(case, seed)
         if candidate is None or sum(case.microbatches) > len(case.microbatches):
             return
@@ -163,3 +171,54 @@ def test_a_candidate_that_locks_or_is_too_slow_costs_infinity(case, seed, moves)
     assert simulate(case, stages, paths, operations).iteration_s == pytest.approx(iteration_s)
     assert evaluated(case, candidate, limit=1.01 * iteration_s) == iteration_s
     assert evaluated(case, candidate, limit=0.99 * iteration_s) == np.inf
+
+
+# Averaging behind the iterations.
+
+
+def rings_add(case, stages, timeline):
+    """What the rings of each stage add to an iteration that is like one by itself."""
+    rings, added = rings_of_iteration(case.averaging), []
+    for stage, nodes in enumerate(stages):
+        runs = [run for run in timeline.runs if run.operation.node in nodes]
+        worked_s = max((run.end_s for run in runs), default=0.0)
+        worked_s -= min((run.start_s for run in runs), default=0.0)
+        seconds = quickest_averaging_s(case, stage, tuple(nodes))
+        added.append(added_s(rings, seconds, timeline.pipeline_s, worked_s))
+    return added
+
+
+@given(cases(), policies(), st.sampled_from([0, 2**26, 2**33]), st.integers(0, 2**30))
+@settings(max_examples=150, deadline=None)
+def test_an_iteration_by_itself_and_what_rings_add_are_as_in_python(case, policy, size, seed):
+    case = parse_case(dict(outer(case, **policy).source) | {"stage_bytes": size})
+    candidate = placed(case, seed)
+    if candidate is None:
+        return
+    stages, paths = stages_and_paths(case, candidate)
+    iteration_s, order, operations = recorded(case, candidate)
+    timeline = simulate(case, stages, paths, operations)
+    expected_s = timeline.pipeline_s + max(rings_add(case, stages, timeline))
+    assert iteration_s == pytest.approx(expected_s)
+    assert evaluated(case, candidate, order) == pytest.approx(expected_s)
+    assert evaluated(case, candidate, limit=1.01 * iteration_s) == iteration_s
+    assert evaluated(case, candidate, limit=0.99 * iteration_s) == np.inf
+
+
+@given(cases(), policies(), st.integers(0, 2**30), st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_moves_keep_the_rings_of_fragments(case, policy, seed, moves):
+    case = outer(case, **policy)
+    candidate = placed(case, seed)
+    if candidate is None:
+        return
+    problem, undo, state = problem_of(case), undo_for(candidate), random_state(seed)
+    for number in range(moves):
+        move = (seed + number) % MOVES
+        made = propose(problem, candidate, undo, move, state)
+        if not made or number % 2:
+            revert(problem, candidate, undo, move, made)
+        stages, _ = stages_and_paths(case, candidate)
+        expected = [quickest_averaging_s(case, s, nodes) for s, nodes in enumerate(stages)]
+        # A ring of many replicas is a local optimum, and may follow from where it began.
+        assert candidate.averaging_s == pytest.approx(expected)

@@ -15,7 +15,14 @@ from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch, replay
 from skippipe_sched.timing.simulate import Stretch, simulate, simulate_plan
 
-from tests.sched.examples import PAPER, case_with, routed_cases
+from tests.sched.examples import (
+    PAPER,
+    case_with,
+    outer,
+    policies,
+    routed_cases,
+    same_place,
+)
 
 
 def _dispatched(case, stages, paths) -> Plan:
@@ -144,3 +151,41 @@ def test_arguments_without_sense_are_refused(wrong, field):
     with pytest.raises(InputError) as refused:
         replay(plan, **({"jitter": 0.3, "draws": 2, "seed": 0} | wrong))
     assert refused.value.field == field
+
+
+# Iterations that follow one another.
+
+
+@given(routed_cases(), policies())
+@settings(max_examples=25, deadline=None)
+def test_without_jitter_a_run_takes_what_its_steady_state_says(example, policy):
+    case, stages, paths = example
+    plan = _dispatched(outer(case, **policy), stages, paths)
+    draws = 40 * policy["every"]
+    mean_s = replay(plan, 0.0, draws).mean()
+    assert mean_s == pytest.approx(simulate_plan(plan).iteration_s, rel=0.05)
+
+
+def test_iterations_of_a_run_have_a_luck_each_and_hide_some_of_it():
+    """Data nodes by themselves that wait for each other a cycle later, if at all."""
+    case = same_place([3], microbatches_per_data_node=2)
+    stages, paths = ((0, 1, 2),), ((0,), (1,), (2,)) * 2
+    exact = _dispatched(case, stages, paths)
+    plan = _dispatched(outer(case, every=10, fragments=1, delay=9), stages, paths)
+    draws_s = replay(plan, 0.5, 200, seed=3)
+    assert len(draws_s) == 200
+    assert len(set(draws_s.round(9))) > 100
+    assert replay(plan, 0.5, 200, seed=3).tolist() == draws_s.tolist()
+    # The mean of the slowest is below that of the slowest in each.
+    assert simulate_plan(plan).iteration_s < draws_s.mean() < replay(exact, 0.5, 200, 3).mean()
+
+
+def test_what_is_stretched_always_is_so_in_every_iteration():
+    case = outer(case_with(), every=2, fragments=1)
+    plan = _dispatched(case, ((0,), (1,)), ((0, 1),))
+    stretch = _ones(1, 2)
+    stretch.operations[0, 2] = 3
+    timeline = simulate_plan(plan, stretch)
+    assert timeline.iteration_s == pytest.approx(10.5 + 2 * 0.5)
+    with pytest.raises(InputError, match="--jitter"):
+        replay(plan, -1.0, 2)

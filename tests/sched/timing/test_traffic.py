@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from skippipe_sched.timing.averaging import averaging_s
 from skippipe_sched.timing.traffic import link_traffic, location_traffic, wide_area_bytes
 
-from tests.sched.examples import case_with, planned, routed_cases
+from tests.sched.examples import case_with, outer, planned, policies, routed_cases
 
 GIBIBYTE = 2**30
 
@@ -122,3 +122,44 @@ def test_traffic_of_locations_is_that_of_their_nodes(routed):
     assert wide_area_bytes(plan.case, link_traffic(plan, timeline)) == pytest.approx(
         sum(flow.bytes for flow in between if flow.source != flow.target)
     )
+
+
+def test_of_fragments_an_iteration_has_its_part():
+    """Three replicas send two messages each, of a quarter of the bytes, four times in 20."""
+    links = [["a", "b", 100, 1], ["b", "c", 100, 1], ["c", "a", 100, 1]]
+    case = case_with(
+        nodes=3,
+        locations=["a", "b", "c"],
+        links=links,
+        stages=[3],
+        path_length=1,
+        stage_bytes=20 * GIBIBYTE,
+    )
+    case = outer(case, every=20, fragments=4, dtype="float32")
+    plan, timeline = planned(case, [[0, 1, 2]], [[0], [1], [2]])
+    assert timeline.late_s > 0  # That changes nothing of what is sent.
+    flows = link_traffic(plan, timeline)
+    assert {flow.use for flow in flows} == {"averaging"}
+    assert [flow.bytes for flow in flows] == [pytest.approx(4 / 20 * 2 * 5 * GIBIBYTE)] * 3
+    # Two steps of five seconds and a tenth, in every fifth iteration.
+    assert [flow.busy_s for flow in flows] == [pytest.approx((2 * 5 + 0.2) / 5)] * 3
+    assert wide_area_bytes(case, flows) == pytest.approx(6 * GIBIBYTE)
+
+
+@settings(deadline=None, max_examples=40)
+@given(routed_cases(), policies())
+def test_traffic_beside_averaging_is_that_of_the_pipeline(routed, policy):
+    case, stages, paths = routed
+    plan, timeline = planned(outer(case, **policy), stages, paths)
+    exact = link_traffic(*planned(*routed))
+    flows = link_traffic(plan, timeline)
+    sent = {(flow.source, flow.target): flow.bytes for flow in flows if flow.use == "pipeline"}
+    assert sent == {(f.source, f.target): f.bytes for f in exact if f.use == "pipeline"}
+    for stage, nodes in enumerate(stages):
+        ring = [f for f in flows if f.use == "averaging" and f.source in nodes]
+        assert {flow.source for flow in ring} == set(nodes if len(nodes) > 1 else ())
+        size = plan.case.averaging.fragment_bytes(case.stage_bytes[stage])
+        number = policy["fragments"] / policy["every"]
+        expected = number * len(nodes) * (len(nodes) - 1) * size
+        assert sum(flow.bytes for flow in ring) == pytest.approx(expected)
+    assert {flow.use for flow in flows} <= {"pipeline", "averaging"}

@@ -1,0 +1,105 @@
+"""When the replicas of a stage average: within each iteration, or behind the ones that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+Mode = Literal["exact", "outer"]
+MODES: tuple[Mode, ...] = ("exact", "outer")
+# Bytes of a number on its way. Groups of 8-bit numbers have a scale of four bytes each.
+NUMBERS_OF_A_SCALE, SCALE_BYTES = 128, 4
+WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + SCALE_BYTES / NUMBERS_OF_A_SCALE}
+# A cycle is simulated whole, iteration for iteration.
+MOST_ITERATIONS = 1_000
+DEFAULTS: dict[str, Any] = {"every": 20, "fragments": 4, "delay": 1, "dtype": "int8"}
+
+
+@dataclass(frozen=True)
+class AveragingPolicy:
+    """What the replicas of a stage send each other, and when.
+
+    Attributes:
+        mode: `exact`: replicas sum up their gradients in every iteration, and all end it together.
+            `outer`: each takes steps of its own, and what it has changed is averaged behind them.
+        every: iterations of a cycle, in which everything is averaged once.
+        fragments: parts that this is done in, evenly over the cycle.
+        delay: a fragment is applied at the end of the iteration that comes so many after the one at
+            whose end it was sent.
+        dtype: of what is sent.
+    """
+
+    mode: Mode = "exact"
+    every: int = 1
+    fragments: int = 1
+    delay: int = 0
+    dtype: str = "float32"
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether iterations follow one another without waiting for averaging."""
+        return self.mode == "outer"
+
+    def sent_after(self, iteration: int) -> int | None:
+        """The fragment that is sent at the end of an iteration; None if none is.
+
+        Iterations count from 1. Of n fragments the k-th is sent after k / n of a cycle, rounded
+        down to whole iterations: the last one at every multiple of `every`.
+        """
+        place = (iteration - 1) % self.every + 1
+        # The first fragment that is not sent before.
+        number = -(-place * self.fragments // self.every)
+        return number - 1 if number * self.every // self.fragments == place else None
+
+    def fragment_bytes(self, stage_bytes: float) -> float:
+        """Bytes of one message about a fragment, of what has `stage_bytes` in float32."""
+        return stage_bytes / self.fragments * WIDTHS[self.dtype] / WIDTHS["float32"]
+
+
+EXACT = AveragingPolicy()
+
+
+def parse_averaging(value: Any, field: str) -> AveragingPolicy:
+    """The policy that a mapping tells of; keys that are left out have their `DEFAULTS`.
+
+    Raises:
+        InputError: naming the key below `field`.
+    """
+    if isinstance(value, str):
+        problem = "says no mode, and what a configuration says of it a case by itself does not know"
+        raise InputError(field, value, problem, "Write {mode: outer}, or remove this key for exact")
+    given = fields.mapping(value, field, ("mode", *DEFAULTS))
+    mode = fields.text(given.get("mode", EXACT.mode), f"{field}.mode", MODES)
+    if mode == EXACT.mode:
+        for key in DEFAULTS:
+            if key in given:
+                raise InputError(
+                    f"{field}.{key}",
+                    given[key],
+                    "is for mode: outer, and with mode: exact replicas average in every iteration",
+                    "Remove this key, or write mode: outer",
+                )
+        return EXACT
+    given = DEFAULTS | given
+    every = fields.integer(given["every"], f"{field}.every", 1, MOST_ITERATIONS)
+    fragments = fields.integer(given["fragments"], f"{field}.fragments", 1)
+    if fragments > every:
+        raise InputError(
+            f"{field}.fragments",
+            fragments,
+            f"are more than the {every} iterations of a cycle, each of which sends one at most",
+            f"Write {every} or less, or raise every to {fragments}",
+        )
+    delay = fields.integer(given["delay"], f"{field}.delay", 0)
+    if delay >= every:
+        raise InputError(
+            f"{field}.delay",
+            delay,
+            f"a fragment is sent again after every = {every} iterations, before it is applied",
+            f"Write {every - 1} or less, or raise every to {delay + 1}",
+        )
+    dtype = fields.text(given["dtype"], f"{field}.dtype", tuple(WIDTHS))
+    return AveragingPolicy("outer", every, fragments, delay, dtype)

@@ -1,0 +1,387 @@
+"""Many iterations that follow one another without a barrier, and how long each takes then.
+
+In mode `outer` a node goes on to its next iteration as soon as it has ended one: all of its
+operations, and the fragment that it has to apply then. A ring goes on behind, and only who has to
+apply what it brings waits for it. As every node keeps its order, no choice is left, and everything
+is the latest of few things before it: iterations are gone through operation by operation, each
+after all that it waits for.
+
+Such a system becomes steady. What happens in a cycle follows from the state in which it begins:
+when each node, each link and the ring of each fragment is through. If a cycle makes none of them
+later by more than some time, no later cycle takes longer in the mean. And where what a thing waits
+for, traced back through a cycle, leads round in a circle, the cycle takes the circle's mean at
+least. Once both are the same, that is the mean for ever, and nothing has to be waited for that
+would only come right after thousands of iterations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from jaxtyping import Float
+
+from skippipe_sched.problem.averaging import AveragingPolicy
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import NodePath, microbatch_chain
+from skippipe_sched.timing.averaging import quickest_averaging_s
+from skippipe_sched.timing.timeline import (
+    Averaging,
+    Run,
+    SteadyState,
+    Stretch,
+    Timeline,
+    Transfer,
+    no_stretch,
+)
+
+# What has not settled after so many cycles, or in large cases after so many operations, is taken as
+# it is: as the mean of the later half.
+LEAST_CYCLES, MOST_CYCLES = 8, 100
+MOST_OPERATIONS = 2_000_000
+# Cycles may differ in turn: so many are compared as one.
+MOST_IN_TURN = 8
+TOLERANCE = 1e-9
+
+
+def steady_timeline(
+    case: Case,
+    stages: Sequence[Sequence[int]],
+    paths: Sequence[NodePath],
+    alone: Timeline,
+    stretch: Stretch | None = None,
+) -> Timeline:
+    """One iteration of the steady state of a plan in the order of `alone`, an iteration by itself.
+
+    It is the one beside which the rings run that were sent at the end of a cycle, and the rings
+    are shown with it. With `stretch` everything takes so much longer in every iteration.
+    """
+    work = _Work(case, stages, paths, alone)
+    run = _Iterations(work, stretch)
+    iteration_s, late_s = _settled(run)
+    pipeline_s = iteration_s
+    if run.has_waited:
+        pipeline_s, _ = _settled(_Iterations(work, stretch, without_rings=True))
+    if case.averaging.delay:
+        run.iterate()
+    longest_s = max(map(run.ring_s, run.rings), default=0.0)
+    return run.shown(SteadyState(iteration_s, pipeline_s, longest_s, late_s))
+
+
+def successive_s(
+    case: Case,
+    stages: Sequence[Sequence[int]],
+    paths: Sequence[NodePath],
+    alone: Timeline,
+    stretches: Iterable[Stretch],
+) -> list[float]:
+    """Seconds from the end of each iteration of a run to that of the next, each with its stretch.
+
+    An iteration has ended when its last node has. The first is reckoned from the start.
+    """
+    run = _Iterations(_Work(case, stages, paths, alone))
+    ends = [0.0]
+    for stretch in stretches:
+        run.stretch(stretch)
+        run.iterate()
+        ends.append(max(run.free_s))
+    return [after - before for before, after in pairwise(ends)]
+
+
+class _Work:
+    """The operations of an iteration, each after all that it waits for, and what follows it.
+
+    `following` is the place of the operation that needs the result, -1 for the last of a chain;
+    `link` is the number of the link on which that waits its turn, -1 if on none. Hops without a
+    link of their own take their time all the same.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        stages: Sequence[Sequence[int]],
+        paths: Sequence[NodePath],
+        alone: Timeline,
+    ):
+        self.case, self.stages = case, stages
+        # In an iteration by itself nothing starts before what it waits for.
+        self.operations = [run.operation for run in alone.runs]
+        place = {operation: index for index, operation in enumerate(self.operations)}
+        chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
+        self.position = {op: index for chain in chains for index, op in enumerate(chain)}
+        after = {source: target for chain in chains for source, target in pairwise(chain)}
+        self.size = len(paths), max(map(len, chains)), len(stages)
+        self.node = [operation.node for operation in self.operations]
+        self.target = [after.get(operation) for operation in self.operations]
+        self.following = [-1 if target is None else place[target] for target in self.target]
+        self.stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
+        numbers: dict[tuple[int, int], int] = {}
+        self.link = [
+            numbers.setdefault((operation.node, target.node), len(numbers))
+            if case.contention == "link" and target is not None and target.node != operation.node
+            else -1
+            for operation, target in zip(self.operations, self.target, strict=True)
+        ]
+        self.links = len(numbers)
+
+    def seconds(self, stretch: Stretch) -> list[float]:
+        """What each operation takes."""
+        return [
+            self.case.duration(operation.kind, operation.node, self.stage_of[operation.node])
+            * stretch.operations.item(operation.microbatch, self.position[operation])
+            for operation in self.operations
+        ]
+
+    def hop_s(self, stretch: Stretch) -> list[float]:
+        """What the hop takes that each operation's result goes by, 0 where it stays."""
+        return [
+            0.0 if target is None or target.node == operation.node
+            else self.case.hop_duration(target.kind, operation.node, target.node)
+            * stretch.hops.item(target.microbatch, self.position[target])
+            for operation, target in zip(self.operations, self.target, strict=True)
+        ]  # fmt: skip
+
+
+@dataclass
+class _Ring:
+    """The rings of a stage: what one takes, and of each fragment when the last one was.
+
+    `needed_s` is when the last replica had ended the iteration at which it was sent. `origin` is
+    what the end waited for (`_Iterations.origins`).
+    """
+
+    stage: int
+    nodes: tuple[int, ...]
+    seconds: float
+    needed_s: list[float]
+    start_s: list[float]
+    end_s: list[float]
+    origin: list[int]
+
+
+class _Iterations:
+    """A run that has come so far: iterations one after another, from a start at 0 s.
+
+    `free_s` is when each node has ended its last iteration, `link_free_s` when each link was
+    through with it. Of the last iteration, `arrived_s`, `start_s` and `sent_s` tell when the input
+    of each operation was there, when it started, and when its result was on the link.
+    `free_from` and the like name what that waited for, as the cycle began: see `origins`.
+    """
+
+    def __init__(self, work: _Work, stretch: Stretch | None = None, *, without_rings: bool = False):
+        case, operations = work.case, len(work.operations)
+        self.work = work
+        self.policy: AveragingPolicy = case.averaging
+        self.number = 0
+        self.free_s = [0.0] * len(case.nodes)
+        self.link_free_s = [-math.inf] * work.links
+        self.arrived_s, self.start_s, self.sent_s = ([0.0] * operations for _ in range(3))
+        self.began_s: list[float] = []
+        count = self.policy.fragments
+        self.rings = [
+            _Ring(
+                stage,
+                tuple(nodes),
+                0.0 if without_rings else quickest_averaging_s(case, stage, tuple(nodes)),
+                needed_s=[-math.inf] * count,
+                start_s=[-math.inf] * count,
+                end_s=[-math.inf] * count,
+                origin=[-1] * count,
+            )
+            for stage, nodes in enumerate(work.stages)
+            if len(nodes) > 1
+        ]
+        self.late_s = 0.0
+        self.has_waited = False
+        self.stretch(stretch or no_stretch(*work.size))
+        self.mark()
+
+    def stretch(self, stretch: Stretch) -> None:
+        """From now on everything takes so much longer than planned."""
+        self.seconds, self.hop_s = self.work.seconds(stretch), self.work.hop_s(stretch)
+        self.ring_factor = stretch.averagings
+
+    def ring_s(self, ring: _Ring) -> float:
+        """What a ring takes now."""
+        return ring.seconds * self.ring_factor.item(ring.stage)
+
+    def mark(self) -> None:
+        """A cycle begins: origins are what there is now."""
+        self.late_s = 0.0
+        nodes, links = len(self.free_s), len(self.link_free_s)
+        self.free_from = list(range(nodes))
+        self.link_from = list(range(nodes, nodes + links))
+        self.arrived_from = [0] * len(self.work.operations)
+        for place, ring in enumerate(self.rings):
+            first = nodes + links + place * len(ring.origin)
+            ring.origin[:] = range(first, first + len(ring.origin))
+
+    def state(self) -> Float[np.ndarray, " things"]:
+        """When each node, each link, and each ring's last one of each fragment is through."""
+        ends = [end_s for ring in self.rings for end_s in ring.end_s]
+        return np.array([*self.free_s, *self.link_free_s, *ends])
+
+    def origins(self) -> list[int]:
+        """For each of the `state`, which of the state at the last `mark` it has waited for last."""
+        return [*self.free_from, *self.link_from, *(o for ring in self.rings for o in ring.origin)]
+
+    def iterate(self) -> None:
+        """Run one iteration more."""
+        self.number += 1
+        self.began_s = [*self.free_s]
+        self._run_operations()
+        policy = self.policy
+        sent, due = policy.sent_after(self.number), None
+        if self.number > policy.delay:
+            due = policy.sent_after(self.number - policy.delay)
+        if due is not None and policy.delay:
+            self._apply(due)
+        if sent is not None:
+            self._send(sent)
+        if due is not None and not policy.delay:
+            self._apply(due)
+
+    def _run_operations(self) -> None:
+        # The innermost loop of all planning in mode `outer`: lists of its own, and no calls.
+        work, free_s, free_from = self.work, self.free_s, self.free_from
+        arrived_s, arrived_from = self.arrived_s, self.arrived_from
+        starts, sent_s, hops = self.start_s, self.sent_s, self.hop_s
+        link_free_s, link_from, links = self.link_free_s, self.link_from, work.link
+        arrived_s[:] = [-math.inf] * len(arrived_s)
+        for place, (node, seconds, following) in enumerate(
+            zip(work.node, self.seconds, work.following, strict=True)
+        ):
+            time_s, origin = arrived_s[place], arrived_from[place]
+            if free_s[node] >= time_s:
+                time_s, origin = free_s[node], free_from[node]
+            starts[place] = time_s
+            time_s += seconds
+            free_s[node], free_from[node] = time_s, origin
+            if following < 0:
+                continue
+            link = links[place]
+            if link >= 0 and link_free_s[link] > time_s:
+                time_s, origin = link_free_s[link], link_from[link]
+            sent_s[place] = time_s
+            time_s += hops[place]
+            if link >= 0:
+                link_free_s[link], link_from[link] = time_s, origin
+            arrived_s[following], arrived_from[following] = time_s, origin
+
+    def _send(self, fragment: int) -> None:
+        """Rings begin when the last replica is there and the stage's ring before is over."""
+        for ring in self.rings:
+            last = max(ring.nodes, key=self.free_s.__getitem__)
+            start_s, origin = self.free_s[last], self.free_from[last]
+            ring.needed_s[fragment] = start_s
+            if ring.end_s[fragment - 1] > start_s:
+                start_s, origin = ring.end_s[fragment - 1], ring.origin[fragment - 1]
+            ring.start_s[fragment], ring.origin[fragment] = start_s, origin
+            ring.end_s[fragment] = start_s + self.ring_s(ring)
+
+    def _apply(self, fragment: int) -> None:
+        """Nodes wait for what they apply: a ring is late when it ends after the last of them."""
+        for ring in self.rings:
+            end_s = ring.end_s[fragment]
+            self.late_s = max(self.late_s, end_s - max(self.free_s[node] for node in ring.nodes))
+            for node in ring.nodes:
+                if end_s > self.free_s[node]:
+                    # Without it a node would wait for the others all the same.
+                    self.has_waited |= end_s > ring.needed_s[fragment]
+                    self.free_s[node], self.free_from[node] = end_s, ring.origin[fragment]
+
+    def shown(self, steady: SteadyState) -> Timeline:
+        """The last iteration, and the rings of the last fragment of a cycle, from 0 s on."""
+        rings = [(ring.stage, ring.start_s[-1], ring.end_s[-1]) for ring in self.rings]
+        zero_s = min([*self.start_s, *(start_s for _, start_s, _ in rings)])
+        averagings = [Averaging(s, start - zero_s, end - zero_s) for s, start, end in rings]
+        return Timeline(
+            len(self.work.case.nodes),
+            tuple(sorted(self._runs(zero_s), key=lambda run: run.start_s)),
+            tuple(sorted(self._transfers(zero_s), key=lambda transfer: transfer.start_s)),
+            tuple(sorted(averagings, key=lambda averaging: averaging.start_s)),
+            steady,
+            tuple(began_s - zero_s for began_s in self.began_s),
+        )
+
+    def _runs(self, zero_s: float) -> Iterator[Run]:
+        """Operations that wait for no other one are there as soon as their node has ended one."""
+        for place, operation in enumerate(self.work.operations):
+            start_s = self.start_s[place]
+            arrived_s = self.arrived_s[place]
+            if arrived_s == -math.inf:
+                arrived_s = self.began_s[operation.node]
+            end_s = start_s + self.seconds[place]
+            yield Run(operation, arrived_s - zero_s, start_s - zero_s, end_s - zero_s)
+
+    def _transfers(self, zero_s: float) -> Iterator[Transfer]:
+        for place, (source, target) in enumerate(
+            zip(self.work.operations, self.work.target, strict=True)
+        ):
+            if target is not None and target.node != source.node:
+                times = (
+                    self.start_s[place] + self.seconds[place],
+                    self.sent_s[place],
+                    self.arrived_s[self.work.following[place]],
+                )
+                yield Transfer(source.node, target.node, target, *(t - zero_s for t in times))
+
+
+def _settled(run: _Iterations) -> tuple[float, float]:
+    """Mean seconds of an iteration once a run is steady, and by how much rings are late then."""
+    nodes, every = len(run.free_s), run.policy.every
+    states, late = [], []
+    mean_s = None
+    while len(states) <= _most_cycles(run):
+        run.mark()
+        for _ in range(every):
+            run.iterate()
+        states.append(run.state())
+        late.append(run.late_s)
+        if len(states) == 1:
+            continue
+        # No later cycle takes longer in the mean than the least of these says.
+        most_s = {
+            number: float((states[-1] - states[-1 - number]).max()) / number
+            for number in range(1, min(MOST_IN_TURN + 1, len(states)))
+        }
+        number = min(most_s, key=lambda number: most_s[number])
+        least_s = _slowest_circle_s(run.origins(), states[-1] - states[-2])
+        if most_s[number] - least_s > TOLERANCE * most_s[number]:
+            continue
+        mean_s = most_s[number] / every
+        # Rings may set a pace that nodes come to feel only when all their delay is used up.
+        if mean_s - _mean_s(states[-1 - number :], nodes, every) <= TOLERANCE * mean_s:
+            return mean_s, max(late[-number:])
+    half = len(states) // 2
+    return mean_s or _mean_s(states[half:], nodes, every), max(late[half:])
+
+
+def _most_cycles(run: _Iterations) -> int:
+    operations = len(run.work.operations) * run.policy.every
+    return int(np.clip(MOST_OPERATIONS // operations, LEAST_CYCLES, MOST_CYCLES))
+
+
+def _mean_s(states: Sequence[Float[np.ndarray, " things"]], nodes: int, every: int) -> float:
+    """Mean seconds of an iteration, by when those end that the first and last states are after."""
+    first_s, last_s = (float(state[:nodes].max()) for state in (states[0], states[-1]))
+    return (last_s - first_s) / (len(states) - 1) / every
+
+
+def _slowest_circle_s(origins: Sequence[int], longer_s: Float[np.ndarray, " things"]) -> float:
+    """The greatest mean of what things of a circle got later by, each the origin of the next."""
+    greatest_s = 0.0
+    walked = [-1] * len(origins)
+    for start in range(len(origins)):
+        place, way = start, []
+        while walked[place] < 0:
+            walked[place] = start
+            way.append(place)
+            place = origins[place]
+        if walked[place] == start:
+            circle = way[way.index(place) :]
+            greatest_s = max(greatest_s, float(longer_s[circle].mean()))
+    return greatest_s

@@ -1,0 +1,141 @@
+"""The bounds where iterations follow one another without a barrier: no plan's mean is below."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.problem.case import parse_case
+from skippipe_sched.timing.averaging import least_averaged_s, rings_of_iteration
+from skippipe_sched.timing.bound import lower_bound_s
+from skippipe_sched.timing.quick_bound import quick_lower_bound_s
+from skippipe_sched.timing.simulate import forecast, simulate
+
+from tests.sched.examples import cases, in_order, outer, policies, routed_cases, same_place
+
+GIBIBYTE = 2**30
+ROUNDING = 1 - 1e-9
+# F 1 s, L half a second, B 2 s.
+ALONE_S = 3.5
+
+
+def require_below(case, stages, paths):
+    timeline = forecast(case, stages, paths)
+    bounds = [quick_lower_bound_s(case, min(map(len, paths)))]
+    if len({*map(len, paths)}) == 1:
+        bounds.append(lower_bound_s(case, len(paths[0])))
+    for bound_s in bounds:
+        assert 0 < bound_s * ROUNDING <= timeline.iteration_s
+    return timeline.iteration_s, bounds
+
+
+@st.composite
+def balanced_plans(draw):
+    """Plans that keep the rules, with rings that are in time, and others that are not."""
+    case = draw(cases())
+    given = {**case.source, "averaging": {"mode": "outer"} | draw(policies())}
+    case = parse_case(given | {"stage_bytes": draw(st.sampled_from([0, 2**26, 2**33]))})
+    random = np.random.default_rng(draw(st.integers(0, 2**30)))
+    nodes = random.permutation(len(case.nodes))
+    stages = tuple(tuple(nodes[list(slots)].tolist()) for slots in in_order(case.stages))
+    try:
+        return case, stages, random_paths(case, stages, random)
+    except InputError:
+        assume(False)
+        raise
+
+
+@given(balanced_plans())
+@settings(max_examples=200, deadline=None)
+def test_no_plan_that_keeps_the_rules_beats_the_bounds(plan):
+    require_below(*plan)
+
+
+@given(routed_cases(), policies())
+@settings(max_examples=100, deadline=None)
+def test_no_plan_at_all_beats_the_quick_bound(example, policy):
+    case, stages, paths = example
+    case = outer(case, **policy)
+    iteration_s = forecast(case, stages, paths).iteration_s
+    assert 0 < quick_lower_bound_s(case, min(map(len, paths))) * ROUNDING <= iteration_s
+
+
+def data_nodes(ring_s: float, **averaging):
+    """Three of them alone, whose iteration takes 3.5 s, with rings of so many seconds."""
+    case = same_place(
+        [3],
+        same_location={"latency_ms": 0, "bandwidth_GiB_per_s": 1},
+        stage_bytes=ring_s / 2 * GIBIBYTE * averaging["fragments"],
+    )
+    return outer(case, **{"dtype": "float32"} | averaging), in_order([3]), ((0,), (1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("ring_s", "every", "fragments", "delay", "seconds"),
+    [
+        (3.0, 4, 1, 1, ALONE_S),
+        (9.5, 4, 1, 1, ALONE_S + 6 / 4),
+        (9.5, 4, 1, 3, ALONE_S),
+        (9.5, 4, 2, 1, ALONE_S + 6 / 2),
+        (9.5, 4, 4, 1, 9.5),
+        (9.5, 4, 4, 3, 9.5),
+        (2.0, 1, 1, 0, ALONE_S + 2),
+        (2.0, 4, 1, 0, ALONE_S + 2 / 4),
+    ],
+)
+def test_data_nodes_alone_reach_the_bound_whatever_their_rings_take(
+    ring_s, every, fragments, delay, seconds
+):
+    case, stages, paths = data_nodes(ring_s, every=every, fragments=fragments, delay=delay)
+    iteration_s, (_, bound_s) = require_below(case, stages, paths)
+    assert iteration_s == pytest.approx(seconds)
+    assert bound_s == pytest.approx(seconds)
+
+
+def test_with_one_data_node_an_iteration_ends_before_the_next_begins():
+    """So the bound has the whole way of an inner node's microbatches, and is reached by one."""
+    case = outer(same_place([1, 1, 1]))
+    stages, paths = in_order([1, 1, 1]), ((0, 1, 2),)
+    iteration_s, (_, bound_s) = require_below(case, stages, paths)
+    assert iteration_s == pytest.approx(simulate(case, stages, paths).pipeline_s)
+    assert bound_s == pytest.approx(iteration_s)
+
+
+def test_inner_nodes_may_begin_an_iteration_before_others_have_ended_theirs():
+    """A slow inner node is busy all the time, and what comes before and after hides behind it."""
+    case = same_place(
+        [2, 1],
+        nodes=[{"forward_s": 1}, {"forward_s": 1}, {"forward_s": 20}],
+        microbatches_per_data_node=2,
+    )
+    paths = tuple((node, 2) for node in (0, 1) * 2)
+    alone = simulate(case, ((0, 1), (2,)), paths)
+    case = outer(case)
+    iteration_s, (_, bound_s) = require_below(case, ((0, 1), (2,)), paths)
+    assert iteration_s < alone.iteration_s
+    assert bound_s <= iteration_s
+
+
+def test_the_bound_of_rings_that_hide_is_that_of_no_rings():
+    case, stages, _ = data_nodes(1.0, every=4, fragments=1, delay=1)
+    free = replace(case, stage_bytes=(0.0,))
+    assert lower_bound_s(case, 1) == lower_bound_s(free, 1) == pytest.approx(ALONE_S)
+    # In mode exact the ring comes on top: an all-reduce of 2/3 of twice the bytes of its message.
+    exact = parse_case({k: v for k, v in case.source.items() if k != "averaging"})
+    assert lower_bound_s(exact, 1) == pytest.approx(ALONE_S + 4 / 3 * 0.5)
+    assert len(stages[0]) == 3
+
+
+def test_what_rings_leave_between_them_is_work():
+    rings = rings_of_iteration(data_nodes(1.0, every=6, fragments=2, delay=2)[0].averaging)
+    assert rings == pytest.approx((0.5, 1 / 3, 2.0, False))
+    # Of six iterations four pass under two rings of 30 s, and two take 3 s at least.
+    assert least_averaged_s(rings, 5.0, 30.0, 3.0) == pytest.approx((2 * 30 + 2 * 3) / 6)
+    assert least_averaged_s(rings, 12.0, 30.0, 3.0) == 12.0
+    # With no iteration between them rings follow one another.
+    late = rings_of_iteration(data_nodes(1.0, every=6, fragments=2, delay=5)[0].averaging)
+    assert late.delay == pytest.approx(3.0)
+    assert least_averaged_s(late, 5.0, 30.0, 3.0) == pytest.approx(10.0)
