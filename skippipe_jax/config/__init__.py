@@ -1,5 +1,6 @@
 """What a run is told: frozen sections, how they are parsed, what may change on resume. No JAX."""
 
+from skippipe_jax.config.averaging import AveragingConfig
 from skippipe_jax.config.checkpoint import CheckpointConfig
 from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig, DocumentSource, MixtureConfig
@@ -15,6 +16,7 @@ from skippipe_jax.config.run import Config, LogConfig, TrainConfig, ValidationCo
 __all__ = [
     "NO_RECIPE",
     "PRESETS",
+    "AveragingConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",

@@ -31,11 +31,11 @@ class NetworkConfig:
         emulate_compute: with `emulate`, every operation takes at least the case's seconds.
         jitter: with `emulate`, everything takes (1 + x) times as long, x exponential with this
             mean, drawn anew for each iteration from the seed.
-        averaging: `collective` sums a stage's gradients (or parameters, by
-            `recipe.average_parameters_every`) over its replicas by a collective of JAX, `ring`
-            passes them round chunk by chunk in the planner's order of the replicas. `auto` takes
-            the ring between hosts that have a JAX each (`cluster.runtime`), and where a link
-            between hosts has less than 1 GiB/s in the case.
+        averaging: `collective` sums a stage's gradients over its replicas by a collective of JAX,
+            `ring` passes them round chunk by chunk in the planner's order of the replicas. `auto`
+            takes the ring between hosts that have a JAX each (`cluster.runtime`), and where a link
+            between hosts has less than 1 GiB/s in the case. With `averaging.mode: outer` it is for
+            the first, exact iterations alone: changes always go round.
         activation_dtype: as what activations travel from node to node. `bfloat16` takes half the
             bytes of `float32`, and `int8` about a quarter: a token's channels are quantised in
             groups of 128, which have a scale each. null: as they are computed.
@@ -43,7 +43,8 @@ class NetworkConfig:
         gradient_rounding: how gradients become `int8`: to the `nearest`, or `stochastic`, up or
             down by chance, so that the mean is exact. Drawn by seed, step, microbatch and stage.
         averaging_dtype: `bfloat16` rounds gradients, and sums of some replicas' gradients, for
-            each step of the ring. Replicas that share a device exchange nothing.
+            each step of the ring. Replicas that share a device exchange nothing. With
+            `averaging.mode: outer` it is for the first, exact iterations alone.
         deadline_s: seconds that a host waits for anything from another before the run ends.
     """
 

@@ -15,6 +15,7 @@ import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config.former_keys import without_former_keys
 from skippipe_jax.config.huggingface import (
     SHAPES,
     folder_of,
@@ -123,7 +124,8 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         shorthand = getattr(kind, "SHORTHAND", {})
         if isinstance(value, str) and value in shorthand:
             value = shorthand[value]
-        given = fields.mapping(value, name or "config", hints)
+        current = without_former_keys(value, name)
+        given = fields.mapping(current, name or "config", hints)
         prefix = f"{name}." if name else ""
         return typing.cast(Any, kind)(
             **{key: _parse(hints[key], entry, prefix + key) for key, entry in given.items()}

@@ -23,9 +23,9 @@ class PlanConfig:
     Attributes:
         file: a plan (JSON).
         case: a case: the path of a YAML file, or the case itself, whose link table then lies beside
-            the config file. `activation_bytes` and `stage_bytes` follow from the model, the data
-            and the network where it leaves them out or says `auto`; `memory: auto` follows from
-            `memory_bytes` besides.
+            the config file. `activation_bytes`, `stage_bytes` and `averaging` follow from the
+            model, the data, the network and the section `averaging` where it leaves them out or
+            says `auto`; `memory: auto` follows from `memory_bytes` besides.
         measure: links, seconds, bytes and memory are measured when the run starts, and `case` says
             only what cannot be: stages, path lengths, microbatches and rules, as far as the
             defaults of `skippipe_jax.profile` do not suit.

@@ -1,4 +1,4 @@
-"""The section `recipe`: several plans in one run, and what replicas average."""
+"""The section `recipe`: several plans in one run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.choices import Choice, require_choices
-
-AVERAGED = 3
-"""Numbers that replicas average for each parameter: itself and its two moments."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """How paths change while a run trains, how stages make up for it, and what replicas average.
+    """How paths change while a run trains, and how stages make up for it.
 
     Attributes:
         full_every: every so many iterations, all microbatches visit all stages in order.
@@ -50,11 +47,6 @@ class RecipeConfig:
         skip_scaling: with `inverse`, what a stage adds to its input is divided, in training, by the
             share of the iteration's microbatches that visit it (stochastic depth). With `none` it
             is not. Evaluation always uses stages as they are.
-        average_parameters_every: the replicas of a stage exchange no gradients. Each is updated by
-            its own, and after every so many iterations they average their parameters and moments
-            (`skippipe_jax.optim.local_updates` says what that means exactly). A run is saved,
-            validated and stopped only then, as replicas differ in between. null: gradients are
-            averaged in every iteration, and replicas never differ.
     """
 
     full_every: int | None = None
@@ -63,7 +55,6 @@ class RecipeConfig:
     redraws: int = 1
     longest_redraw: float | None = 1.03
     skip_scaling: Annotated[str, Choice(("none", "inverse"))] = "none"
-    average_parameters_every: int | None = None
 
     def __post_init__(self):
         """Refuse phases that are out of order, and what has no effect."""
@@ -71,7 +62,7 @@ class RecipeConfig:
         fields.integer(self.redraws, "recipe.redraws", 1)
         if self.longest_redraw is not None:
             fields.number(self.longest_redraw, "recipe.longest_redraw", 1.0)
-        for name in ("full_every", "redraw_every", "average_parameters_every"):
+        for name in ("full_every", "redraw_every"):
             if getattr(self, name) is not None:
                 fields.integer(getattr(self, name), f"recipe.{name}", 1)
         for number, phase in enumerate(self.phases or ()):
@@ -99,24 +90,6 @@ class RecipeConfig:
                     f"Write recipe.{other} too, or remove it",
                 )
 
-    def replicas_agree(self, step: int) -> bool:
-        """Whether all replicas of a stage are the same after so many iterations."""
-        return self.averaged(step) > 0
-
-    def averaged(self, step: int) -> int:
-        """How many numbers for each parameter are averaged in the iteration that leads to `step`.
-
-        1 is the gradient.
-        """
-        if self.average_parameters_every is None:
-            return 1
-        return AVERAGED if step % self.average_parameters_every == 0 else 0
-
-    @property
-    def averaged_at_most(self) -> int:
-        """How many numbers for each parameter are averaged in an iteration that averages."""
-        return 1 if self.average_parameters_every is None else AVERAGED
-
     @property
     def begins_with_own(self) -> bool:
         """Whether the run's own plan is taken before the first phase begins."""
@@ -130,4 +103,4 @@ class RecipeConfig:
 
 
 NO_RECIPE = RecipeConfig()
-"""Every iteration takes the run's own plan and averages gradients."""
+"""Every iteration takes the run's own plan."""

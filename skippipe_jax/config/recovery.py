@@ -29,7 +29,8 @@ class RecoveryConfig:
             reads it from the last checkpoint. `stop`: the run ends. Only `rewind` is exact; it also
             takes the place of `buddy` where the copy is lost too, of `average` for the first stage,
             the last one, and one with another number of blocks than those beside it, and of `skip`
-            for the first stage, and before the first checkpoint.
+            for the first stage, and before the first checkpoint. With `averaging.mode: outer` there
+            are `rewind` and `stop` alone.
         buddy_every: with `buddy`, copies are made of the states after every so many iterations,
             and are on their way during as many: each iteration sends this part of them.
     """

@@ -34,13 +34,17 @@ def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]
     """Refuse to resume a run under a configuration that would make it another run.
 
     Model, first parameters and data must be as they were. The plan, the recipe, how the model is
-    cut into stages, how the optimizer goes on, how long to train, how often to save, and on which
-    hosts to run may change. Returns what has changed in how the model is cut and computed, data
-    made ready, and the optimizer goes on, which a default of another version may have changed: key,
-    new and old value.
+    cut into stages, how replicas average and the optimizer goes on, how long to train, how often to
+    save, and on which hosts to run may change. Returns what has changed in how the model is cut and
+    computed, data made ready, replicas average and the optimizer goes on, which a default of
+    another version may have changed: key, new and old value.
     """
     new, old = to_tree(config), to_tree(saved)
-    changes = _differences("optimizer", new["optimizer"], old["optimizer"])
+    changes = [
+        change
+        for section in ("optimizer", "averaging")
+        for change in _differences(section, new[section], old[section])
+    ]
     for section in OF_THE_RUN:
         for name, now, before in _differences(section, new[section], old[section]):
             if name in FREE_TO_CHANGE:

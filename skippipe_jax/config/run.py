@@ -9,9 +9,10 @@ from typing import Annotated
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config.averaging import AveragingConfig
 from skippipe_jax.config.checkpoint import CheckpointConfig
 from skippipe_jax.config.choices import Choice, require_choices
-from skippipe_jax.config.cluster import ClusterConfig
+from skippipe_jax.config.cluster import DISTRIBUTED, ClusterConfig
 from skippipe_jax.config.data import DataConfig
 from skippipe_jax.config.huggingface import folder_of
 from skippipe_jax.config.join import JoinConfig
@@ -20,7 +21,7 @@ from skippipe_jax.config.network import NetworkConfig
 from skippipe_jax.config.optimizer import OptimizerConfig
 from skippipe_jax.config.plan import PlanConfig
 from skippipe_jax.config.recipe import RecipeConfig
-from skippipe_jax.config.recovery import AVERAGE, BUDDY, REWIND, SKIP, RecoveryConfig
+from skippipe_jax.config.recovery import REWIND, STOP, RecoveryConfig
 from skippipe_jax.config.replan import ReplanConfig
 
 
@@ -112,6 +113,7 @@ class Config:
         model: what is trained.
         plan: which node serves which stage, and which way every microbatch goes.
         recipe: several plans in one run.
+        averaging: when the replicas of a stage average, and what.
         data: the text.
         optimizer: how parameters are updated.
         train: how long.
@@ -134,6 +136,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    averaging: AveragingConfig = field(default_factory=AveragingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -163,7 +166,7 @@ class Config:
             raise InputError(
                 "trace", self.trace, "says no interval", "Write never, or every 10, or the like"
             )
-        self._require_that_replicas_agree()
+        self._require_what_outer_leaves()
         beyond = [step for step in self.log.profile_steps or () if step > self.train.steps]
         if beyond:
             raise InputError(
@@ -188,49 +191,56 @@ class Config:
                 "Write model.attention: xla, or data.packing: windows",
             )
 
-    def _require_that_replicas_agree(self) -> None:
-        """Refuse what needs equal replicas at a step at which they differ."""
-        every = self.recipe.average_parameters_every
-        if every is None:
+    def _require_what_outer_leaves(self) -> None:
+        """Refuse what averaging behind the iterations contradicts, or leaves without effect."""
+        if not self.averaging.is_outer:
             return
-        for name, steps in (
-            ("train.steps", self.train.steps),
-            ("checkpoint.every", self.checkpoint.every),
-            ("validation.every", self.validation.every),
-        ):
-            if steps is not None and steps % every:
-                raise InputError(
-                    name,
-                    steps,
-                    "replicas are equal only when they have averaged, and that is after every "
-                    f"recipe.average_parameters_every = {every} iterations",
-                    f"Write {-(-steps // every) * every}, or another multiple",
-                )
-        if self.recovery.lost_stage in (BUDDY, AVERAGE, SKIP):
-            raise InputError(
-                "recovery.lost_stage",
-                self.recovery.lost_stage,
-                "is for a stage that has no replica left, and with "
-                f"recipe.average_parameters_every = {every} replicas differ: the loss of any is "
-                "like that of a stage",
-                f"Write {REWIND}, or remove recipe.average_parameters_every",
-            )
-        if self.network.averaging_dtype is not None:
-            raise InputError(
+        averaging, network, lost_stage = self.averaging, self.network, self.recovery.lost_stage
+        no_gradients = (
+            "is of gradients, and with averaging.mode: outer none are averaged but in the first "
+            "averaging.exact_steps iterations, of which there are 0"
+        )
+        for name, given, problem, remedy in (
+            (
+                "network.averaging",
+                network.averaging == "collective" and averaging.exact_steps == 0,
+                no_gradients,
+                "Remove it, or write averaging.exact_steps too",
+            ),
+            (
                 "network.averaging_dtype",
-                self.network.averaging_dtype,
-                "would round parameters and moments, not gradients, which are not averaged with "
-                f"recipe.average_parameters_every = {every}",
-                "Remove one of the two",
-            )
-
-    @property
-    def spare_places(self) -> int:
-        """The places beside those of the hosts that the run begins with.
-
-        There are none where replicas differ, as nobody could give a state to who comes to them.
-        """
-        return 0 if self.recipe.average_parameters_every is not None else self.join.places
+                network.averaging_dtype is not None and averaging.exact_steps == 0,
+                no_gradients,
+                "Write averaging.dtype, by which changes travel, or averaging.exact_steps too",
+            ),
+            (
+                "recovery.lost_stage",
+                lost_stage not in (REWIND, STOP),
+                "makes a stage of what all hosts have after the same step, and with "
+                "averaging.mode: outer they are at different ones",
+                f"Write {REWIND} or {STOP}, or averaging.mode: exact",
+            ),
+            (
+                "cluster.runtime",
+                self.cluster.runtime == DISTRIBUTED,
+                "has all hosts take part in every step, and with averaging.mode: outer none waits "
+                "for all others",
+                "Write independent, or averaging.mode: exact",
+            ),
+            (
+                "train.steps",
+                self.train.steps < averaging.least_steps,
+                "is over before every fragment has been applied once: that takes "
+                "averaging.exact_steps, every and delay together, "
+                f"{averaging.least_steps} iterations",
+                f"Write {averaging.least_steps} or more, or lower averaging.every",
+            ),
+        ):
+            if given:
+                section, key = name.split(".")
+                raise InputError(name, getattr(getattr(self, section), key), problem, remedy)
+        if self.model.stage_layers is not None:
+            self.averaging.require_blocks(self.model.stage_layers)
 
     def traces(self, iteration: int) -> bool:
         """Whether the timeline of an iteration, counted from 0, is recorded."""

@@ -49,6 +49,7 @@ def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
         )
     if config.plan.file is not None:
         plan = load_plan(Path(config.plan.file))
+        config.averaging.require_blocks(config.model.layers_of_stages(len(plan.stages)))
         return plan.case, sum(len(path) for path in plan.microbatches)
     case, *_ = cases_of(config, config_folder)
     length = len(case.stages) if config.plan.method in FULL_PATHS else case.path_length
@@ -104,7 +105,7 @@ def _told(room: Room) -> str:
 def _sizes(config: Config, case: Case) -> dict[str, Any]:
     """What follows from the configuration, and a case for the planner alone has to say."""
     averaged = averaged_bytes(config, len(case.stages))
-    return {**sizes_of_hops(config), "stage_bytes": averaged}
+    return {**sizes_of_hops(config), "stage_bytes": averaged, **config.averaging.of_case}
 
 
 def _has_copies(config: Config) -> bool:
@@ -145,32 +146,41 @@ HEADINGS = (
     "weights",
     "gradients",
     "optimizer",
+    "outer",
     "in flight",
+    "under way",
     "working",
     "node in all",
 )
+OF_OUTER = ("outer", "under way")
+"""Columns that are there if replicas average changes: what they hold always, and at times."""
 
 
 def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic) -> str:
     """The figures as text: a line for each stage, then nodes, traffic, and sizes for a case."""
     layers = config.model.layers_of_stages(len(case.stages))
-    lines: list[tuple[str, ...]] = [HEADINGS]
+    is_outer = config.averaging.is_outer
+    shown = [heading for heading in HEADINGS if is_outer or heading not in OF_OUTER]
+    lines = [tuple(shown)]
     for stage, own in enumerate(memory):
         parameters = stage_parameters(config.model, layers[stage], is_data_stage=stage == 0)
-        lines.append(
-            (
-                f"{stage} (data)" if stage == 0 else f"{stage}",
-                f"{layers[stage]}",
-                f"{case.stages[stage]}",
-                f"{parameters:,}",
-                size_text(own.parameters),
-                size_text(own.gradients),
-                size_text(own.optimizer),
-                f"{own.in_flight} x {size_text(own.kept)}",
-                size_text(own.waiting + own.working),
-                size_text(own.total),
-            )
+        cells = (
+            f"{stage} (data)" if stage == 0 else f"{stage}",
+            f"{layers[stage]}",
+            f"{case.stages[stage]}",
+            f"{parameters:,}",
+            size_text(own.parameters),
+            size_text(own.gradients),
+            size_text(own.optimizer),
+            size_text(own.outer),
+            f"{own.in_flight} x {size_text(own.kept)}",
+            size_text(own.changes),
+            size_text(own.waiting + own.working),
+            size_text(own.total),
         )
+        of_heading: dict[str, str] = dict(zip(HEADINGS, cells, strict=True))
+        lines.append(tuple(of_heading[heading] for heading in shown))
+    in_the_mean = f", in the mean over {config.averaging.every}" if is_outer else ""
     return "\n".join(
         [
             aligned(lines),
@@ -178,7 +188,7 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
             *([_told_copies(config, case)] if _has_copies(config) else []),
             f"an iteration of {sum(case.microbatches)} microbatches sends "
             f"{size_text(sent.pipeline)} of activations and gradients, {_hops(sent)}, and "
-            f"{size_text(sent.averaging)} for averaging",
+            f"{size_text(sent.averaging)} for averaging{in_the_mean}",
             "in a case for the planner alone: "
             + ", ".join(f"{key}: {size}" for key, size in _sizes(config, case).items()),
         ]

@@ -8,7 +8,10 @@ any of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
+from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE
+from skippipe_sched.problem.averaging import SCALE_BYTES as BYTES_OF_A_SCALE
 from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
@@ -20,6 +23,9 @@ GRADIENT_BYTES = 4
 """Of each number in gradients and in each of Adam's two moments: float32."""
 COUNTER_BYTES = 8
 """Of the two counters in the state of AdamW and its schedule."""
+OUTER_ARRAYS = 3
+"""Of as many numbers as there are parameters each, in float32: anchor, momentum and residual; when
+a fragment is applied, its parameters, anchor and momentum."""
 TOKEN_BYTES = 4
 COPIES_OF_BUDDY = 2
 """Of a stage on the host that keeps one should all others be lost: a whole one, and the next."""
@@ -31,28 +37,33 @@ CHANNELS_OF_A_SCALE, SCALE_BYTES = 128, 2
 class NodeMemory:
     """Bytes on a node that serves one stage.
 
-    `kept` is what one microbatch in flight leaves for its backward pass, and `in_flight` how many
-    of them there may be. `waiting` are activations and gradients on their way, which may all have
-    come to one node. `working` is what an operation makes while it runs and gives back.
+    With `averaging.mode: outer`, `outer` are the anchor, the momentum and the residual of a stage
+    that has replicas, and `changes` what a node holds of fragments under way. `kept` is what one
+    microbatch in flight leaves for its backward pass, and `in_flight` how many of them there may
+    be. `waiting` are activations and gradients on their way, which may all have come to one node.
+    `working` is what an operation makes while it runs and gives back.
     """
 
     parameters: int
     gradients: int
     optimizer: int
+    outer: int
     kept: int
     in_flight: int
     waiting: int
+    changes: int
     working: int
 
     @property
     def state(self) -> int:
         """Always."""
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.outer
 
     @property
     def total(self) -> int:
         """At most at any moment."""
-        return self.state + self.in_flight * self.kept + self.waiting + self.working
+        passing = self.waiting + self.changes + self.working
+        return self.state + self.in_flight * self.kept + passing
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,8 @@ class Traffic:
     """Bytes that all nodes send in one iteration, to others of one location too.
 
     `hop` is one activation, and `gradient_hop` its gradient. `pipeline` are all of them along the
-    paths of all microbatches, and `averaging` the rings of all stages.
+    paths of all microbatches, and `averaging` the rings of all stages, with `averaging.mode: outer`
+    in the mean over a cycle.
     """
 
     hop: int
@@ -78,9 +90,14 @@ class Traffic:
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """Of one block: queries and outputs, keys and values, the three of SwiGLU, two norms."""
+    """Of one block."""
+    return sum(_arrays_of_block(model))
+
+
+def _arrays_of_block(model: ModelConfig) -> list[int]:
+    """Numbers of each: queries and outputs, keys and values, the three of SwiGLU, two norms."""
     width, kv_width = model.width, model.kv_heads * model.head_width
-    return 2 * width**2 + 2 * width * kv_width + 3 * width * model.ffn_width + 2 * width
+    return [width**2] * 2 + [width * kv_width] * 2 + [width * model.ffn_width] * 3 + [width] * 2
 
 
 def stage_parameters(model: ModelConfig, layers: int, *, is_data_stage: bool) -> int:
@@ -124,12 +141,15 @@ def travelling_dtypes(config: Config) -> tuple[str, str]:
 
 
 def averaged_bytes(config: Config, stages: int) -> list[int]:
-    """Of what the replicas of each stage average, in the dtype that travels.
+    """Of what the replicas of each stage average: gradients in the dtype that travels.
+
+    With `averaging.mode: outer` it is changes, in float32: how they travel, `averaging.dtype` says.
 
     Raises:
         InputError: if the layers do not spread over the stages.
     """
-    width = DTYPE_BYTES[config.network.averaging_dtype or "float32"]
+    of_gradients = None if config.averaging.is_outer else config.network.averaging_dtype
+    width = DTYPE_BYTES[of_gradients or "float32"]
     return [
         width * stage_parameters(config.model, count, is_data_stage=stage == 0)
         for stage, count in enumerate(config.model.layers_of_stages(stages))
@@ -168,7 +188,7 @@ def memory_of_stages(config: Config, case: Case, in_flight: int | None = None) -
             config,
             count,
             is_data_stage=stage == 0,
-            averages=case.stages[stage] > 1,
+            replicas=case.stages[stage],
             in_flight=in_flight,
             under_way=under_way,
         )
@@ -181,37 +201,102 @@ def memory_of_node(
     layers: int,
     *,
     is_data_stage: bool,
-    averages: bool,
+    replicas: int,
     in_flight: int,
     under_way: int,
 ) -> NodeMemory:
     """What a node holds that serves a stage of so many blocks.
 
-    `averages` says whether the stage has other replicas. `in_flight` microbatches may be in flight
-    on the node, and `under_way` those that data nodes have begun and not ended: each has handed on
-    one activation or gradient at most that is not taken up yet.
+    The stage has so many `replicas` in all. `in_flight` microbatches may be in flight on the node,
+    and `under_way` those that data nodes have begun and not ended: each has handed on one
+    activation or gradient at most that is not taken up yet.
     """
     model, data = config.model, config.data
     count = stage_parameters(model, layers, is_data_stage=is_data_stage)
     parameters = count * DTYPE_BYTES[model.parameter_dtype]
     targets = TOKEN_BYTES * _tokens(data) if is_data_stage else 0
     # Either a backward or a loss runs, which make a gradient of every parameter before adding it;
-    # or, when all microbatches have passed, the replicas' sums go round.
+    # or, when all microbatches have passed, the replicas' sums go round, or a fragment is applied.
     recomputed = {"none": 0, "block": 1, "stage": layers}[model.recompute]
     operation = _unpacked_bytes(config) + max(
         kept_by_blocks(model, data, recomputed),
         bytes_of_loss(model, data) if is_data_stage else 0,
     )
+    averages = replicas > 1
+    is_outer = config.averaging.is_outer and averages
     hop = hop_bytes(config)
     return NodeMemory(
         parameters=parameters,
         gradients=GRADIENT_BYTES * count,
         optimizer=2 * GRADIENT_BYTES * count + COUNTER_BYTES,
+        outer=is_outer * OUTER_ARRAYS * GRADIENT_BYTES * count,
         kept=kept_bytes(config, layers, is_data_stage=is_data_stage) + targets,
         in_flight=in_flight,
         waiting=under_way * max(hop.activation, hop.gradient),
-        working=max(parameters + operation, averages * GRADIENT_BYTES * count),
+        changes=changes_under_way(config, layers, replicas, is_data_stage=is_data_stage)
+        if is_outer
+        else 0,
+        working=max(
+            parameters + operation,
+            averages * GRADIENT_BYTES * count,
+            bytes_of_application(config, layers, is_data_stage=is_data_stage) if is_outer else 0,
+        ),
     )
+
+
+def changes_under_way(config: Config, layers: int, replicas: int, *, is_data_stage: bool) -> int:
+    """Of the fragments that have been sent and not applied, at most, with `averaging.mode: outer`.
+
+    For each, a replica keeps the parameters that it sent them with, and what all have sent.
+    """
+    averaging = config.averaging
+    begun = averaging.exact_steps + averaging.every
+    held = []
+    for iteration in range(begun, begun + averaging.every):
+        fragment = averaging.sent_after(iteration)
+        held.append(0)
+        if fragment is not None:
+            numbers = sum(_arrays_of(config, layers, fragment, is_data_stage=is_data_stage))
+            sent = message_bytes(config, layers, fragment, is_data_stage=is_data_stage)
+            held[-1] = GRADIENT_BYTES * numbers + replicas * sent
+    # One is applied before the next is sent, or with no delay before the next iteration begins.
+    ends, at_once = [*accumulate(held + held, initial=0)], max(averaging.delay, 1)
+    return max(ends[first + at_once] - ends[first] for first in range(averaging.every))
+
+
+def message_bytes(config: Config, layers: int, fragment: int, *, is_data_stage: bool) -> int:
+    """Of what a replica sends of one fragment, of a stage of so many blocks."""
+    arrays = _arrays_of(config, layers, fragment, is_data_stage=is_data_stage)
+    dtype = config.averaging.dtype
+    if dtype == "int8":
+        return sum(size + BYTES_OF_A_SCALE * -(-size // NUMBERS_OF_A_SCALE) for size in arrays)
+    return DTYPE_BYTES[dtype] * sum(arrays)
+
+
+def bytes_of_application(config: Config, layers: int, *, is_data_stage: bool) -> int:
+    """What the application of the largest fragment makes before it is written where it belongs.
+
+    That is its parameters, anchor and momentum; a sending makes less.
+    """
+    fragments = range(config.averaging.fragments)
+    largest = max(
+        sum(_arrays_of(config, layers, fragment, is_data_stage=is_data_stage))
+        for fragment in fragments
+    )
+    return OUTER_ARRAYS * GRADIENT_BYTES * largest
+
+
+def _arrays_of(config: Config, layers: int, fragment: int, *, is_data_stage: bool) -> list[int]:
+    """Numbers in each array of a fragment; those of its blocks are stacked."""
+    model, averaging = config.model, config.averaging
+    blocks = len(averaging.blocks_of(fragment, layers))
+    arrays = [blocks * size for size in _arrays_of_block(model)]
+    matrix = model.vocabulary_size * model.width
+    if is_data_stage and fragment == 0:
+        arrays.append(matrix)
+    if is_data_stage and fragment == averaging.fragments - 1:
+        arrays += [model.width] if model.tied_head else [model.width, matrix]
+    return arrays
 
 
 def bytes_of_loss(model: ModelConfig, data: DataConfig) -> int:
@@ -227,15 +312,37 @@ def traffic(config: Config, case: Case, visits: int) -> Traffic:
     node, and as many gradients. A microbatch that stays on its data node sends nothing, and is not
     meant here.
     """
-    hop, averaged = hop_bytes(config), averaged_bytes(config, len(case.stages))
+    hop = hop_bytes(config)
     return Traffic(
         hop=hop.activation,
         gradient_hop=hop.gradient,
         pipeline=visits * (hop.activation + hop.gradient),
-        averaging=sum(
-            2 * (replicas - 1) * size for replicas, size in zip(case.stages, averaged, strict=True)
-        ),
+        averaging=_averaging_traffic(config, case),
     )
+
+
+def _averaging_traffic(config: Config, case: Case) -> int:
+    """What goes round the rings of all stages in an iteration, in the mean."""
+    layers = config.model.layers_of_stages(len(case.stages))
+    return sum(
+        round(n * bytes_passed(config, layers[stage], n, is_data_stage=stage == 0))
+        for stage, n in enumerate(case.stages)
+    )
+
+
+def bytes_passed(config: Config, layers: int, replicas: int, *, is_data_stage: bool) -> float:
+    """What each replica of a stage of so many blocks passes on in an iteration, in the mean."""
+    if replicas < 2:
+        return 0.0
+    if config.averaging.is_outer:
+        of_cycle = sum(
+            message_bytes(config, layers, fragment, is_data_stage=is_data_stage)
+            for fragment in range(config.averaging.fragments)
+        )
+        return (replicas - 1) * of_cycle / config.averaging.every
+    width = DTYPE_BYTES[config.network.averaging_dtype or "float32"]
+    size = width * stage_parameters(config.model, layers, is_data_stage=is_data_stage)
+    return 2 * (replicas - 1) * size / replicas
 
 
 def _tokens(data: DataConfig) -> int:

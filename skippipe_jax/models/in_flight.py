@@ -121,7 +121,7 @@ def holding(room: Room) -> str:
     text = (
         f"stage {room.stage} takes {size_text(held.total)} with {held.in_flight} in flight "
         f"({size_text(held.state)} always, {size_text(held.in_flight * held.kept)} in flight, "
-        f"{size_text(held.waiting)} waiting, {size_text(held.working)} working)"
+        f"{size_text(held.waiting + held.changes)} waiting, {size_text(held.working)} working)"
     )
     if room.memory_bytes is None or room.usable_bytes is None:
         return text

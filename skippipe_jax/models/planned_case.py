@@ -1,22 +1,24 @@
 """The case that a configuration is planned for: its bytes follow from what is trained. No JAX.
 
 What a hop carries and what replicas average are known where the model, the data and the formats
-that travel are, so a case inside a configuration leaves them out, or says `auto`. A case that has
-figures of its own, or a plan that was made for one, is held against them. How many microbatches a
-node may hold follows from them and from the bytes of its device, where it says `memory: auto`.
+that travel are, and when they average is of the training. So a case inside a configuration leaves
+them out, or says `auto`. A case that has figures of its own, or a plan that was made for one, is
+held against them. How many microbatches a node may hold follows from them and from the bytes of its
+device, where it says `memory: auto`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.auto import candidates
+from skippipe_sched.problem.averaging import AveragingPolicy
 from skippipe_sched.problem.case import AUTO, MEMORY_BYTES, Case, parse_case
 
 from skippipe_jax.config import Config
@@ -57,6 +59,8 @@ def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence
     if not isinstance(given, dict):
         return candidates(given, folder)
     cases = candidates(_with_sizes(config, given), folder)
+    if config.averaging.is_outer:
+        config.averaging.require_blocks(config.model.layers_of_stages(len(cases[0].stages)))
     left_open = _nodes_without_memory(given, len(cases[0].nodes))
     if not left_open:
         return cases
@@ -81,7 +85,7 @@ def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence
 
 
 def differing_sizes(config: Config, case: Case) -> list[str]:
-    """What a case says of bytes otherwise than the configuration has it: a sentence for each key.
+    """What a case says otherwise than the configuration has it: a sentence for each key.
 
     A size that nothing depends on, of a stage with one replica, say, is not looked at.
     """
@@ -104,11 +108,13 @@ def differing_sizes(config: Config, case: Case) -> list[str]:
         worst = max(differing, key=lambda stage: abs(case.stage_bytes[stage] / averaged[stage] - 1))
         given, own = case.stage_bytes[worst], averaged[worst]
         found.append(_sentence(config, "stage_bytes", f"[{worst}]", given, own, averaged))
+    if case.averaging != config.averaging.policy:
+        found.append(_sentence_of_averaging(config, case))
     return found
 
 
 def _with_sizes(config: Config, case: dict[str, Any]) -> dict[str, Any]:
-    """The case with the sizes that it leaves open."""
+    """The case with what it leaves open, but for memory."""
     filled, hop = _with_any_memory(case), hop_bytes(config)
     of_activations = case.get("activation_bytes", AUTO)
     if of_activations == AUTO:
@@ -120,6 +126,9 @@ def _with_sizes(config: Config, case: dict[str, Any]) -> dict[str, Any]:
         stages = _stage_count(case)
         # Stages that cannot be counted are refused by whoever reads the case.
         filled["stage_bytes"] = averaged_bytes(config, stages) if stages else 0
+    if case.get("averaging", AUTO) == AUTO:
+        filled.pop("averaging", None)
+        filled |= config.averaging.of_case
     return filled
 
 
@@ -208,3 +217,21 @@ def _sentence(
         f"case.{key}{place} = {given:.0f}, and by the configuration it is {own}: the plan is for "
         f"other transfers than those of this run. {remedy}"
     )
+
+
+def _sentence_of_averaging(config: Config, case: Case) -> str:
+    right = config.averaging.of_case
+    remedy = "Leave it out, or write averaging: auto"
+    if config.plan.case is None:
+        remedy = "Make the plan again " + (
+            f"with averaging: {json.dumps(right['averaging'])}" if right else "without it"
+        )
+    return (
+        f"case.averaging = {_in_words(case.averaging)}, and by the configuration it is "
+        f"{_in_words(config.averaging.policy)}: the plan is for another averaging than that of "
+        f"this run. {remedy}"
+    )
+
+
+def _in_words(averaging: AveragingPolicy) -> str:
+    return json.dumps(asdict(averaging)) if averaging.is_outer else averaging.mode

@@ -1,5 +1,5 @@
 """How parameters are updated.
 
-Others use `adamw`, the update and its schedule, and `local_updates`, which says what replicas
-average when they average parameters.
+Others use `adamw`, the update and its schedule, and `outer`, which averages what replicas have
+changed behind the iterations.
 """

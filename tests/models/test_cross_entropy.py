@@ -185,7 +185,7 @@ def test_the_head_multiplies_in_the_compute_dtype_forward_and_backward(tied: boo
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_array_of_all_logits_is_compiled(tied: bool):
     config = data_stage("float32", tied)
-    node = memory_of_node(config, 1, is_data_stage=True, averages=False, in_flight=1, under_way=1)
+    node = memory_of_node(config, 1, is_data_stage=True, replicas=1, in_flight=1, under_way=1)
     for name, program in lowered(config).items():
         compiled = program.compile()
         shapes = re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())

@@ -19,7 +19,9 @@ from skippipe_sched.search.budget import Search
 from skippipe_jax import memory
 from skippipe_jax.config import parse_config
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.models.footprint import kept_bytes, stage_parameters
+from skippipe_jax.models.footprint import kept_bytes, message_bytes, stage_parameters
+from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.optim.outer import fragments_of, message_shape
 from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.training_runs import SMALL_CASE
 
@@ -200,3 +202,88 @@ def test_the_page_shows_what_the_command_prints(command: Any):
     assert line in command(yaml.safe_load(blocks["yaml"]), *words.split())[1].splitlines()
     launched = (root / "experiments" / "paper" / "configs" / "8b.yaml").read_text(encoding="utf-8")
     assert command(yaml.safe_load(launched))[1] == said
+
+
+OUTER = {"mode": "outer", "every": 4, "fragments": 2, "delay": 3}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_messages_have_the_bytes_of_the_formula(dtype: str, tied_head: bool):
+    model = MODEL | {"layers": 6, "stage_layers": [3, 3], "tied_head": tied_head}
+    config = parse_config(CONFIG | {"model": model, "averaging": OUTER | {"dtype": dtype}})
+    for stage, shapes in enumerate(stage_shapes(config.model, 2)):
+        for number, fragment in enumerate(fragments_of(config.averaging, 3)):
+            shape = message_shape(config.averaging, fragment, shapes)
+            formula = message_bytes(config, 3, number, is_data_stage=stage == 0)
+            assert shape.size * shape.dtype.itemsize == formula
+
+
+def test_what_outer_averaging_holds_and_sends(command: Any):
+    def stages(**averaging: Any) -> tuple[list[Any], dict[str, Any]]:
+        code, said, _ = command(CONFIG | {"averaging": averaging}, "--json")
+        assert code == 0
+        return json.loads(said)["stages"], json.loads(said)
+
+    exact, _ = stages()
+    (data, inner), figures = stages(**OUTER)
+    # A single data node averages nothing; the two others do.
+    assert (data["replicas"], inner["replicas"]) == (1, 2)
+    for own, before in zip((data, inner), exact, strict=True):
+        of_outer = ("outer", "changes", "working", "total")
+        assert {k: v for k, v in own["bytes"].items() if k not in of_outer} == {
+            k: v for k, v in before["bytes"].items() if k not in of_outer
+        }
+        assert (before["bytes"]["outer"], before["bytes"]["changes"]) == (0, 0)
+    assert data["bytes"] == exact[0]["bytes"]
+    count = inner["parameters"]
+    assert inner["bytes"]["outer"] == 12 * count
+    # Sent after 2 and 4 of 4 iterations and applied three later, both fragments are under way.
+    config = parse_config(CONFIG | {"averaging": OUTER})
+    sent = sum(message_bytes(config, 2, number, is_data_stage=False) for number in (0, 1))
+    assert count < sent < 1.1 * count
+    assert inner["bytes"]["changes"] == 4 * count + 2 * sent
+    # Parameters, anchor and momentum of a half of it, more than the gradients of all.
+    working = exact[1]["bytes"]["working"]
+    assert (working, inner["bytes"]["working"]) == (4 * count, 12 * count // 2)
+    always = exact[1]["bytes"]["total"] - working + 12 * count
+    assert inner["bytes"]["total"] == always + 4 * count + 2 * sent + 6 * count
+    # Each of two replicas sends its message once, over four iterations.
+    assert figures["bytes_per_iteration"]["averaging"] == round(2 * sent / 4)
+    assert figures["case"]["averaging"] == OUTER | {"dtype": "int8"}
+
+    (_, seldom), _ = stages(**OUTER | {"delay": 2})
+    assert seldom["bytes"]["changes"] == inner["bytes"]["changes"] // 2
+    (_, at_once), _ = stages(**OUTER | {"delay": 0, "exact_steps": 3})
+    assert at_once["bytes"]["changes"] == seldom["bytes"]["changes"]
+
+
+def test_the_table_has_columns_of_outer_averaging(command: Any):
+    _, said, _ = command(CONFIG | {"averaging": OUTER})
+    head, data, inner, _, sent, in_a_case = said.splitlines()
+    names = re.split(r"  +", head)
+    assert names[7:11] == ["outer", "in flight", "under way", "working"]
+    columns = dict(zip(names, re.split(r"  +", inner), strict=True))
+    assert columns["outer"] == "46.8 kB"
+    assert dict(zip(names, re.split(r"  +", data), strict=True))["under way"] == "0 B"
+    assert sent.endswith(" for averaging, in the mean over 4")
+    assert "averaging: {'mode': 'outer', 'every': 4," in in_a_case
+    assert "under way" not in command(CONFIG)[1]
+    # What is under way is among what waits.
+    _, said, _ = command(CONFIG | {"plan": {"case": SMALL_CASE | {"stages": [2, 1]}}})
+    _, more, _ = command(
+        CONFIG | {"plan": {"case": SMALL_CASE | {"stages": [2, 1]}}, "averaging": OUTER}
+    )
+    assert said.splitlines()[3] != more.splitlines()[3]
+
+
+def test_rounded_gradients_are_not_what_outer_averaging_sends(command: Any):
+    """They are of its first iterations; the bytes in a case are those of changes, in float32."""
+    outer = {"averaging": OUTER | {"exact_steps": 3}}
+    rounded = {"network": {"averaging_dtype": "bfloat16"}}
+    plain, with_rounded, exact = (
+        json.loads(command(CONFIG | sections, "--json")[1])
+        for sections in (outer, outer | rounded, rounded)
+    )
+    assert with_rounded == plain
+    assert [2 * size for size in exact["case"]["stage_bytes"]] == plain["case"]["stage_bytes"]

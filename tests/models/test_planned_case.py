@@ -135,6 +135,57 @@ def test_gradients_have_what_activations_have_unless_a_case_speaks_of_them():
     assert sentence.endswith("Write gradient_bytes: auto")
 
 
+OUTER: dict[str, Any] = {"mode": "outer", "every": 10, "fragments": 2}
+
+
+@pytest.mark.parametrize("said", [{}, {"averaging": "auto"}])
+def test_averaging_follows_from_the_configuration(said: dict[str, str]):
+    exact = case_of(config_of(OPEN | said))
+    assert not exact.averaging.is_outer
+    assert exact.source == case_of(config_of(OPEN)).source
+    assert "averaging" not in exact.source
+    config = config_of(OPEN | said, averaging=OUTER)
+    case = case_of(config)
+    assert case.averaging == config.averaging.policy
+    # The plan carries it, and the bytes are of numbers in float32, however they travel.
+    assert case.source["averaging"] == OUTER | {"delay": 1, "dtype": "int8"}
+    assert case.stage_bytes == exact.stage_bytes
+    assert differing_sizes(config, case) == []
+
+
+def test_another_averaging_is_told_of():
+    exact, outer = (config_of(OPEN, averaging=own) for own in ({}, OUTER))
+    [sentence] = differing_sizes(outer, case_of(exact))
+    assert sentence.startswith('case.averaging = exact, and by the configuration it is {"mode"')
+    assert sentence.endswith("write averaging: auto")
+    [sentence] = differing_sizes(exact, case_of(outer))
+    assert ", and by the configuration it is exact: " in sentence
+    other = config_of(OPEN, averaging=OUTER | {"dtype": "float32"})
+    assert len(differing_sizes(other, case_of(outer))) == 1
+    # What a plan does not depend on: the outer optimizer.
+    other = config_of(OPEN, averaging=OUTER | {"rate": 1, "momentum": 0, "exact_steps": 3})
+    assert differing_sizes(other, case_of(outer)) == []
+    said = differing_sizes(config_of(OPEN | {"averaging": OUTER}), case_of(outer))
+    assert [own.partition(" = ")[0] for own in said] == ["case.averaging"]
+
+
+@pytest.mark.parametrize(("averaging", "remedy"), [({}, "without it"), (OUTER, '"every": 10,')])
+def test_a_plan_of_another_averaging_is_told_the_right_one(averaging: Any, remedy: str):
+    case = case_of(config_of(OPEN, averaging=OUTER | {"every": 7} if averaging else OUTER))
+    given = {"model": MODEL, "plan": {"file": "plan.json"}, "averaging": averaging}
+    config = parse_config(given | {"data": {"sequence_length": 32, "microbatch_size": 2}})
+    [sentence] = differing_sizes(config, case)
+    assert "Make the plan again with" in sentence
+    assert remedy in sentence
+
+
+def test_more_fragments_than_blocks_are_refused():
+    with pytest.raises(InputError, match="stage 0 has 2 blocks") as caught:
+        case_of(config_of(OPEN, averaging=OUTER | {"fragments": 3}))
+    assert caught.value.field == "averaging.fragments"
+    case_of(config_of(OPEN | {"stages": [1, 4]}, averaging=OUTER))
+
+
 def test_what_no_plan_depends_on_is_not_compared():
     """A stage with one replica averages nothing, and a pipeline of one stage sends nothing."""
     case = OPEN | {"nodes": 3, "stages": [1, 2], "activation_bytes": HOP}

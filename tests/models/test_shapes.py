@@ -82,7 +82,7 @@ def test_formulas_agree_for_any_shape(config: Config, layers: int, is_data_stage
             config,
             layers,
             is_data_stage=is_data_stage,
-            averages=True,
+            replicas=2,
             in_flight=2,
             under_way=2,
         )

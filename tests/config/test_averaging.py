@@ -1,0 +1,206 @@
+"""The section `averaging`: what each iteration does, and what is refused of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.averaging import EXACT, parse_averaging
+
+from skippipe_jax.config import (
+    AveragingConfig,
+    Config,
+    parse_config,
+    require_same_run,
+    to_tree,
+    to_yaml,
+)
+from skippipe_jax.config.former_keys import FORMER_KEYS
+from skippipe_jax.config.keys import sections
+
+OUTER: dict[str, Any] = {"mode": "outer", "every": 10, "fragments": 3, "delay": 2}
+properties = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def refused(tree: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        parse_config(tree)
+    assert len(str(caught.value).splitlines()) == 1
+    return caught.value
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> AveragingConfig:
+    every = draw(st.integers(1, 12))
+    return AveragingConfig(
+        "outer",
+        every,
+        fragments=draw(st.integers(1, every)),
+        delay=draw(st.integers(0, every - 1)),
+        exact_steps=draw(st.integers(0, 5)),
+    )
+
+
+@properties
+@given(policies())
+def test_every_fragment_is_sent_once_in_a_cycle_and_applied_before_it_is_sent_again(
+    averaging: AveragingConfig,
+):
+    begun, every = averaging.exact_steps, averaging.every
+    for iteration in range(1, begun + 1):
+        assert averaging.is_exact(iteration)
+        assert averaging.sent_after(iteration) is None
+    for first in (begun + 1, begun + every + 4):
+        sent = [averaging.sent_after(first + number) for number in range(every)]
+        assert sorted(f for f in sent if f is not None) == [*range(averaging.fragments)]
+    under_way = set()
+    for iteration in range(1, begun + 3 * every):
+        applied = averaging.sent_after(iteration - averaging.delay)
+        if averaging.delay > 0 and applied is not None:
+            under_way.remove(applied)
+        if (sent := averaging.sent_after(iteration)) is not None:
+            assert sent not in under_way
+            under_way.add(sent)
+        if averaging.delay == 0 and applied is not None:
+            under_way.remove(applied)
+    # The last one is sent at the end of the cycle, and then all have been applied.
+    assert averaging.sent_after(begun + every) == averaging.fragments - 1
+    applied = {averaging.sent_after(n + 1 - averaging.delay) for n in range(averaging.least_steps)}
+    assert applied - {None} == {*range(averaging.fragments)}
+
+
+@properties
+@given(policies(), st.integers(0, 20))
+def test_blocks_are_shared_out_evenly_and_in_order(averaging: AveragingConfig, more: int):
+    layers = averaging.fragments + more
+    blocks = [averaging.blocks_of(number, layers) for number in range(averaging.fragments)]
+    assert [block for own in blocks for block in own] == [*range(layers)]
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+    assert min(map(len, blocks)) > 0
+
+
+def test_exact_is_the_default_and_a_case_says_nothing_of_it():
+    averaging = Config().averaging
+    assert averaging.policy is EXACT
+    assert averaging.of_case == {}
+    assert averaging.least_steps == 0
+    assert all(averaging.is_exact(iteration) for iteration in (1, 1000))
+    assert averaging.sent_after(20 - averaging.delay) is None
+
+
+def test_a_case_says_what_the_planner_needs():
+    averaging = parse_config({"averaging": OUTER}).averaging
+    assert averaging.dtype == "int8"
+    [(key, said)] = averaging.of_case.items()
+    assert key == "averaging"
+    assert parse_averaging(said, key) == averaging.policy
+    assert averaging.policy.is_outer
+    assert AveragingConfig("outer").policy == parse_averaging({"mode": "outer"}, "averaging")
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "problem"),
+    [
+        ({"mode": "sometimes"}, "mode", "unknown name"),
+        ({"every": 0}, "every", "at least 1"),
+        ({"fragments": 0}, "fragments", "at least 1"),
+        ({"fragments": 11}, "fragments", "10 iterations of a cycle"),
+        ({"delay": -1}, "delay", "at least 0"),
+        ({"delay": 10}, "delay", "sent again after every = 10"),
+        ({"dtype": "int4"}, "dtype", "unknown name"),
+        ({"rate": 0}, "rate", "greater than 0"),
+        ({"momentum": 1.0}, "momentum", "less than 1"),
+        ({"momentum": -0.1}, "momentum", "at least 0"),
+        ({"exact_steps": -1}, "exact_steps", "at least 0"),
+        ({"evry": 3}, "evry", "unknown key"),
+    ],
+)
+def test_what_is_no_averaging_is_refused(change: dict[str, Any], field: str, problem: str):
+    error = refused({"averaging": OUTER | change})
+    assert error.field == f"averaging.{field}"
+    assert problem in error.problem
+
+
+@pytest.mark.parametrize(
+    "key",
+    [{"every": 10}, {"fragments": 2}, {"delay": 2}, {"dtype": "float32"}, {"rate": 1},
+     {"momentum": 0.5}, {"exact_steps": 3}],
+    ids=str,
+)  # fmt: skip
+def test_what_has_no_effect_with_exact_is_refused(key: dict[str, Any]):
+    [name] = key
+    error = refused({"averaging": key})
+    assert error.field == f"averaging.{name}"
+    assert "mode: outer" in error.problem
+    # As a configuration has it that is written in full.
+    parse_config({"averaging": to_tree(AveragingConfig())})
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "also"),
+    [
+        ({"network": {"averaging": "collective"}}, "network.averaging", "exact_steps"),
+        ({"network": {"averaging_dtype": "bfloat16"}}, "network.averaging_dtype", "exact_steps"),
+        ({"recovery": {"lost_stage": "average"}}, "recovery.lost_stage", "at different ones"),
+        ({"train": {"steps": 11}}, "train.steps", "12 iterations"),
+        ({"cluster": {"runtime": "distributed"}}, "cluster.runtime", "none waits"),
+        ({"recovery": {"lost_stage": "buddy"}}, "recovery.lost_stage", "at different ones"),
+        ({"model": {"layers": 5, "stage_layers": [3, 2]}}, "averaging.fragments", "stage 1 has 2"),
+    ],
+)
+def test_what_contradicts_outer_is_refused(sections: dict[str, Any], field: str, also: str):
+    error = refused({"averaging": OUTER} | sections)
+    assert error.field == field
+    assert also in error.problem
+    parse_config(sections | {"averaging": {"mode": "exact"}})
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"network": {"averaging": "ring", "activation_dtype": "int8", "mode": "emulate"}},
+        {"network": {"averaging": "collective"}, "averaging": OUTER | {"exact_steps": 1}},
+        {"network": {"averaging_dtype": "bfloat16"}, "averaging": OUTER | {"exact_steps": 1}},
+        {"recovery": {"lost_stage": "stop"}},
+        {"recipe": {"full_every": 3, "redraw_every": 2, "redraws": 2}},
+        {"train": {"steps": 12}},
+        {"model": {"layers": 6, "stage_layers": [3, 3]}},
+        {"execution": "ready-first", "checkpoint": {"every": 7}, "validation": {"every": 3}},
+        {"optimizer": {"clip_norm": None, "skip_above_norm": 10.0}},
+    ],
+    ids=str,
+)
+def test_what_outer_goes_with_is_taken(sections: dict[str, Any]):
+    config = parse_config({"averaging": OUTER} | sections)
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_the_former_key_is_refused_with_what_to_write():
+    error = refused({"recipe": {"average_parameters_every": 20}})
+    assert error.field == "recipe.average_parameters_every"
+    assert "averaging: {mode: outer}" in error.remedy
+    with pytest.raises(InputError, match=r"recipe\.average_parameters_every = 20"):
+        parse_config({}, ["recipe.average_parameters_every=20"])
+    # As a run says it that was saved by an earlier version.
+    assert parse_config({"recipe": {"average_parameters_every": None}}) == Config()
+
+
+def test_former_keys_are_keys_no_more():
+    now = {key.path for section in sections() for key in section.keys}
+    assert not now & FORMER_KEYS.keys()
+    for path, told in FORMER_KEYS.items():
+        section, _, key = path.rpartition(".")
+        assert section in {own.name for own in sections()}
+        error = refused(functools.reduce(lambda tree, name: {name: tree}, [key, section], 1))
+        assert (error.field, error.remedy) == (path, told.remedy)
+
+
+def test_how_replicas_average_may_change_when_a_run_is_resumed():
+    now = parse_config({"averaging": OUTER | {"exact_steps": 5}})
+    before = parse_config({"averaging": OUTER})
+    assert require_same_run(now, before) == [("averaging.exact_steps", 5, 0)]

@@ -1,0 +1,405 @@
+"""Outer averaging equals its formulas, and keeps what it promises whatever is sent, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skippipe_jax.config import AveragingConfig, ModelConfig, OptimizerConfig
+from skippipe_jax.data.batches import Batch
+from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.optim.outer import (
+    Fragment,
+    Outer,
+    begin,
+    dequantised,
+    fragment_functions,
+    fragments_of,
+    inner_optimizer,
+    quantised,
+)
+from tests import oracle, outer_oracle
+from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, TOLERANCE
+from tests.training_runs import assert_same_bits, by_name
+
+DTYPES = ("float32", "bfloat16", "int8")
+TINY = float(np.finfo(np.float32).tiny)
+properties = settings(max_examples=25, deadline=None, derandomize=True)
+
+# Stages of two, one and three nodes; a path swaps, one skips, and none visits node 5.
+STAGES = [[0, 1], [2], [3, 4, 5]]
+MICROBATCHES = [[0, 2, 4], [1, 3, 2], [0, 3]]
+# More numbers than a group of int8 has, and groups that are not full.
+MODEL = ModelConfig(
+    vocabulary_size=11,
+    width=12,
+    layers=7,
+    stage_layers=(2, 2, 3),
+    heads=2,
+    kv_heads=1,
+    ffn_width=16,
+    context=TIME,
+)
+
+
+class Compiled:
+    """The averaging of one stage by `skippipe_jax.optim.outer`, as hosts would make it.
+
+    Messages come to a replica in an order of their own. `messages` are all that were sent, by
+    iteration and replica.
+    """
+
+    def __init__(self, averaging: AveragingConfig, layers: int, replicas: list[Any]):
+        self.averaging = averaging
+        fragments = fragments_of(averaging, layers)
+        self.functions = [fragment_functions(averaging, fragment) for fragment in fragments]
+        self.outers = [begin(own) for own in replicas]
+        self.sent: dict[int, list[Any]] = {}
+        self.messages: dict[tuple[int, int], np.ndarray] = {}
+
+    def end(self, iteration: int, replicas: list[Any]) -> list[Any]:
+        # They may be one another's, and are written over.
+        parameters = [copied(own) for own in replicas]
+        if (fragment := self.averaging.sent_after(iteration)) is not None:
+            self.sent[fragment] = []
+            for replica, own in enumerate(parameters):
+                message, part, outer = self.functions[fragment].send(own, self.outers[replica])
+                self.outers[replica] = outer
+                self.sent[fragment].append((message, part))
+                self.messages[iteration, replica] = np.asarray(message)
+        if (fragment := self.averaging.sent_after(iteration - self.averaging.delay)) is not None:
+            sent = self.sent.pop(fragment)
+            for replica, own in enumerate(parameters):
+                places = [*range(replica, len(sent)), *range(replica)]
+                parameters[replica], self.outers[replica] = self.functions[fragment].apply(
+                    own, self.outers[replica], sent[replica][1], {p: sent[p][0] for p in places}
+                )
+        return parameters
+
+
+def copied(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
+
+
+def random_batches(iterations: int, seed: int) -> list[list[Batch]]:
+    """The microbatch with the swap has no target at all in the first iteration."""
+    random = np.random.default_rng(seed)
+
+    def batch(share: float) -> Batch:
+        ids = random.integers(0, 11, (BATCH, TIME + 1), dtype=np.int32)
+        counted = random.random((BATCH, TIME)) < share
+        return {"tokens": ids[:, :-1], "targets": np.where(counted, ids[:, 1:], -1)}
+
+    return [
+        [batch(0.8 if i or m != 1 else 0.0) for m in range(len(MICROBATCHES))]
+        for i in range(iterations)
+    ]
+
+
+@st.composite
+def averagings(draw: st.DrawFn) -> tuple[AveragingConfig, int]:
+    """And the blocks of a stage that has enough of them."""
+    layers = draw(st.integers(1, 4))
+    fragments = draw(st.integers(1, layers))
+    every = draw(st.integers(fragments, 5))
+    averaging = AveragingConfig(
+        "outer",
+        every,
+        fragments,
+        delay=draw(st.integers(0, every - 1)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        rate=draw(st.sampled_from([0.3, 0.7, 1.0])),
+        momentum=draw(st.sampled_from([0.0, 0.5, 0.9])),
+        exact_steps=draw(st.integers(0, 2)),
+    )
+    return averaging, layers
+
+
+@settings(properties, max_examples=12)
+@given(averagings(), st.integers(2, 4), st.booleans(), st.integers(0, 99))
+def test_it_equals_the_formulas(
+    drawn: tuple[AveragingConfig, int], replicas: int, has_ends: bool, seed: int
+):
+    """Of any stage, whatever steps its replicas take between.
+
+    Where changes are rounded, which makes much of a last bit, the formulas are given the messages.
+    """
+    averaging, layers = drawn
+    random = np.random.default_rng(seed)
+    shapes = {"blocks": {"norm": (layers, 6), "weights": (layers, 5, 30)}}
+    if has_ends:
+        shapes |= {"embedding": (11, 12), "head": (12, 11), "norm": (12,)}
+
+    def normal(size: float) -> Any:
+        return jax.tree.map(
+            lambda shape: jnp.asarray(size * random.normal(size=shape), jnp.float32),
+            shapes,
+            is_leaf=lambda shape: isinstance(shape, tuple),
+        )
+
+    own: list[Any] = [normal(1.0)] * replicas
+    compiled = Compiled(averaging, layers, own)
+    recorded = None
+    if averaging.dtype != "float32":
+        recorded = lambda iteration, replica: compiled.messages[iteration, replica]  # noqa: E731
+    formulas = outer_oracle.Formulas(averaging, layers, own, recorded)
+    expected = own
+    for iteration in range(averaging.exact_steps + 1, averaging.least_steps + averaging.every):
+        steps = [normal(0.1) for _ in range(replicas)]
+        own = compiled.end(iteration, moved(own, steps))
+        expected = formulas.end(iteration, moved(expected, steps))
+        for replica, outer in enumerate(compiled.outers):
+            assert_near(own[replica], outer_oracle.named(expected[replica]))
+            assert_near(outer.anchor, formulas.anchor)
+            assert_near(outer.momentum, formulas.momentum)
+            assert_near(outer.residual, formulas.residuals[replica])
+            assert_same_bits(by_name(outer.anchor), by_name(compiled.outers[0].anchor))
+            assert_same_bits(by_name(outer.momentum), by_name(compiled.outers[0].momentum))
+    assert any(np.any(momentum) for momentum in formulas.momentum.values())
+
+
+def moved(replicas: list[Any], steps: list[Any]) -> list[Any]:
+    return [jax.tree.map(jnp.add, *own) for own in zip(replicas, steps, strict=True)]
+
+
+def assert_near(found: Any, expected: outer_oracle.Arrays) -> None:
+    """Up to some last bits of numbers of size 1."""
+    named = outer_oracle.named(found)
+    assert named.keys() == expected.keys()
+    for name, own in named.items():
+        np.testing.assert_allclose(own, expected[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_the_first_iterations_may_be_exact():
+    """Then they are those of the oracle of mode exact, and replicas are the same."""
+    averaging = AveragingConfig("outer", every=9, delay=0, fragments=1, exact_steps=2)
+    batches, optimizer = random_batches(2, seed=2), dataclasses.replace(OPTIMIZER, clip_norm=0.05)
+    found = outer_oracle.train(MODEL, optimizer, averaging, STAGES, MICROBATCHES, batches, 0, 2)
+    stage_of = {node: stage for stage, nodes in enumerate(STAGES) for node in nodes}
+    paths = [[stage_of[node] for node in path] for path in MICROBATCHES]
+    expected, losses = oracle.train(MODEL, optimizer, paths, 3, batches, 0)
+    np.testing.assert_allclose(found.losses, losses, rtol=0, atol=1e-5)
+    for node, own in enumerate(found.parameters):
+        assert oracle.relative_error(own, expected[stage_of[node]]) < TOLERANCE
+    for own, truth in zip(found.outer, expected, strict=True):
+        assert oracle.relative_error(own, truth) < TOLERANCE
+
+
+# What is sent.
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> dict[str, jax.Array]:
+    """Arrays of any shape, of numbers large and small, of which some are 0."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    made = {}
+    for number in range(draw(st.integers(1, 3))):
+        shape = draw(st.sampled_from([(1,), (127,), (128,), (129,), (3, 100), (2, 4, 33)]))
+        size = 10.0 ** draw(st.integers(-42, 30))
+        kept = random.random(shape) < draw(st.sampled_from([0.0, 0.02, 1.0]))
+        made[f"{number}"] = jnp.asarray(kept * size * random.normal(size=shape), jnp.float32)
+    return made
+
+
+@properties
+@given(changes(), st.sampled_from(DTYPES))
+def test_what_travels_and_what_is_left_make_the_change(change: dict[str, jax.Array], dtype: str):
+    message = quantised(change, dtype)
+    arrived = dequantised(message, change, dtype)
+    width = {"float32": 0.0, "bfloat16": 2.0**-8, "int8": 1.0 / 254}[dtype]
+    for name, own in change.items():
+        came, left = arrived[name], own - arrived[name]
+        assert (came.shape, came.dtype) == (own.shape, jnp.float32)
+        largest = float(jnp.max(jnp.abs(own)))
+        # What is below the smallest normal number may become 0 wherever it is computed with.
+        np.testing.assert_allclose(came + left, own, rtol=1e-6, atol=1e-6 * largest + TINY)
+        # A scale that is so small leaves all of its group.
+        assert float(jnp.max(jnp.abs(left))) <= 1.001 * width * largest + 127 * TINY
+        assert not np.any(np.asarray(came)[np.asarray(own) == 0.0])
+    if dtype == "int8":
+        expected = {
+            name: outer_oracle.rounded(np.asarray(own).ravel(), dtype)
+            for name, own in change.items()
+        }
+        for name, own in expected.items():
+            largest = np.max(np.abs(own), initial=0.0)
+            # A last bit of a scale decides on which side of a half a number is.
+            close = np.isclose(np.asarray(arrived[name]).ravel(), own, rtol=1e-5)
+            assert np.mean(~close) <= 0.01 or largest < 1e-35
+        assert message.dtype == jnp.int8
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_comes_out_as_nothing_finite(wrong: float):
+    change = {"a": jnp.ones(300).at[130].set(wrong)}
+    arrived = np.asarray(dequantised(quantised(change, "int8"), change, "int8")["a"])
+    assert not np.any(np.isfinite(arrived[128:256]))
+    np.testing.assert_allclose(arrived[[*range(128), *range(256, 300)]], 1.0, rtol=1e-6)
+
+
+@settings(properties, max_examples=8)
+@given(st.integers(1, 7), st.data())
+def test_fragments_hold_every_number_once(layers: int, data: st.DataObject):
+    fragments = data.draw(st.integers(1, layers))
+    averaging = AveragingConfig("outer", every=9, fragments=fragments, delay=0)
+    for stage in stages_like(layers):
+        count = jax.tree.map(jnp.zeros_like, stage)
+        for number, fragment in enumerate(fragments_of(averaging, layers)):
+            assert {block * fragments // layers for block in fragment.blocks} == {number}
+            part = fragment.part(count)
+            assert fragment.touched(count).keys() == part.keys()
+            more = jax.tree.map(lambda leaf: leaf + 1.0, part)
+            rows = fragment.put_rows(count["blocks"], more["blocks"])
+            count = count | more | {"blocks": rows}
+            assert ("embedding" in part) == (number == 0 and "embedding" in stage)
+            assert ("head" in part) == (number == fragments - 1 and "head" in stage)
+        assert all(np.all(np.asarray(leaf) == 1.0) for leaf in jax.tree.leaves(count))
+
+
+def stages_like(layers: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Random parameters of a data stage and of an inner one, of so many blocks each."""
+    random = np.random.default_rng(seed)
+    model = dataclasses.replace(MODEL, layers=2 * layers, stage_layers=(layers, layers))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(random.normal(size=leaf.shape), jnp.float32),
+        stage_shapes(model, 2),
+    )
+
+
+# What is applied.
+
+
+def went_apart(
+    averaging: AveragingConfig, replicas: int, seed: int
+) -> tuple[Fragment, list[dict[str, Any]], list[Outer]]:
+    """A fragment of a data stage, parameters of its replicas, and where they have begun."""
+    stage, _ = stages_like(3, seed)
+    random = np.random.default_rng(seed + 1)
+    parameters = [
+        jax.tree.map(
+            lambda leaf: leaf + jnp.asarray(0.1 * random.normal(size=leaf.shape), jnp.float32),
+            stage,
+        )
+        for _ in range(replicas)
+    ]
+    fragment = fragments_of(averaging, 3)[seed % averaging.fragments]
+    return fragment, parameters, [begin(stage) for _ in range(replicas)]
+
+
+@settings(properties, max_examples=12)
+@given(st.integers(2, 4), st.sampled_from(DTYPES), st.integers(0, 2), st.data())
+def test_the_order_of_arrival_makes_no_difference(
+    replicas: int, dtype: str, delay: int, data: st.DataObject
+):
+    """And all replicas have the same outer parameters; with no delay, the same altogether."""
+    averaging = AveragingConfig("outer", 3, 3, delay, dtype)
+    fragment, parameters, outers = went_apart(averaging, replicas, data.draw(st.integers(0, 5)))
+    functions = fragment_functions(averaging, fragment)
+    sent = [functions.send(*own) for own in zip(parameters, outers, strict=True)]
+    messages = {replica: message for replica, (message, _, _) in enumerate(sent)}
+    after = []
+    for own, (_, part, outer) in zip(parameters, sent, strict=True):
+        arrived = data.draw(st.permutations(sorted(messages)))
+        in_turn = {replica: messages[replica] for replica in arrived}
+        after.append(functions.apply(copied(own), copied(outer), part, in_turn))
+        again = functions.apply(own, outer, part, messages)
+        assert_same_bits(by_name(after[-1][0]), by_name(again[0]))
+        assert_same_bits(by_name(after[-1][1].anchor), by_name(again[1].anchor))
+    for own, outer in after[1:]:
+        assert_same_bits(by_name(outer.anchor), by_name(after[0][1].anchor))
+        assert_same_bits(by_name(outer.momentum), by_name(after[0][1].momentum))
+        if delay == 0:
+            assert_same_bits(
+                by_name(fragment.part(own)), by_name(fragment.part(after[0][1].anchor))
+            )
+
+
+@properties
+@given(st.integers(2, 4), st.integers(0, 5))
+def test_without_a_rate_and_momentum_of_its_own_it_averages_parameters(replicas: int, seed: int):
+    averaging = AveragingConfig("outer", 1, 1, 0, "float32", rate=1.0, momentum=0.0)
+    fragment, parameters, outers = went_apart(averaging, replicas, seed)
+    mean = jax.tree.map(lambda *own: np.mean(np.stack(own), axis=0), *parameters)
+    functions = fragment_functions(averaging, fragment)
+    sent = [functions.send(*own) for own in zip(parameters, outers, strict=True)]
+    messages = {replica: message for replica, (message, _, _) in enumerate(sent)}
+    for own, (_, part, outer) in zip(parameters, sent, strict=True):
+        taken, outer = functions.apply(own, outer, part, messages)
+        for found in (taken, outer.anchor):
+            assert oracle.relative_error(found, mean) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_rounding_leaves_is_sent_later(dtype: str):
+    """Over some cycles, what has travelled and what is left are all that was changed."""
+    averaging = AveragingConfig("outer", 1, 1, 0, dtype, rate=1.0, momentum=0.0)
+    fragment, [parameters], [outer] = went_apart(averaging, 1, seed=3)
+    functions, arrived = fragment_functions(averaging, fragment), []
+    for _ in range(4):
+        # The anchor stays, so each time the same change is sent, and what was left before.
+        message, part, outer = functions.send(parameters, outer)
+        arrived.append(dequantised(message, part, dtype))
+    change = jax.tree.map(jnp.subtract, outer.anchor, parameters)
+    total = jax.tree.map(lambda *own: sum(own), *arrived, outer.residual)
+    expected = jax.tree.map(lambda leaf: 4 * leaf, change)
+    assert oracle.relative_error(total, expected) < 1e-6
+    left = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(outer.residual))
+    assert (left == 0.0) == (dtype == "float32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_was_sent_for_nothing_is_taken_back(dtype: str):
+    averaging = AveragingConfig("outer", 3, 3, 1, dtype)
+    fragment, [parameters], [outer] = went_apart(averaging, 1, seed=2)
+    functions = fragment_functions(averaging, fragment)
+    _, _, outer = functions.send(parameters, outer)
+    before = copied(outer.residual)
+    message, part, outer = functions.send(jax.tree.map(lambda leaf: 2 * leaf, parameters), outer)
+    outer = functions.take_back(outer, part, message)
+    for name, own in by_name(outer.residual).items():
+        np.testing.assert_allclose(own, by_name(before)[name], rtol=0, atol=1e-6)
+
+
+# The seed says which fragment: the first one has the embedding, the last one has norm and head.
+@pytest.mark.parametrize(("seed", "delay"), [(0, 0), (0, 1), (2, 1)])
+def test_steps_after_the_sending_stay(seed: int, delay: int):
+    averaging = AveragingConfig("outer", 3, 3, delay, "int8")
+    fragment, parameters, outers = went_apart(averaging, 2, seed)
+    functions = fragment_functions(averaging, fragment)
+    given_to = [functions.send(*own) for own in zip(parameters, outers, strict=True)]
+    messages = {replica: message for replica, (message, _, _) in enumerate(given_to)}
+    _, part, outer = given_to[0]
+    before = by_name(copied(fragment.part(parameters[0])))
+    # The next step writes over the parameters: what was sent is a copy.
+    step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1.0, tree), donate_argnums=0)
+    stepped = step(parameters[0])
+    assert_same_bits(by_name(copied(part)), before)
+    taken, outer = functions.apply(stepped, outer, part, messages)
+    # Written over once more, what was made of them stays whole.
+    anchor = by_name(copied(outer.anchor))
+    found = by_name(fragment.part(copied(taken)))
+    step(taken)
+    assert_same_bits(by_name(outer.anchor), anchor)
+    for name, leaf in by_name(fragment.part(outer.anchor)).items():
+        np.testing.assert_allclose(found[name], leaf + delay, rtol=0, atol=1e-5)
+
+
+def test_bounds_of_a_stage_are_its_share_of_those_of_the_model():
+    optimizer = OptimizerConfig(clip_norm=2.0, skip_above_norm=100.0)
+    own = inner_optimizer(optimizer, 0.25)
+    assert (own.clip_norm, own.skip_above_norm) == (1.0, 50.0)
+    assert dataclasses.replace(own, clip_norm=2.0, skip_above_norm=100.0) == optimizer
+    free = dataclasses.replace(optimizer, clip_norm=None, skip_above_norm=None)
+    assert inner_optimizer(free, 0.25) == free
+    # Stages with gradients of their bounds have, together, one of the bound of the model.
+    shares: Sequence[float] = (0.5, 0.25, 0.25)
+    bounds = [inner_optimizer(optimizer, share).clip_norm or 0.0 for share in shares]
+    assert sum(bound**2 for bound in bounds) ** 0.5 == pytest.approx(2.0)
