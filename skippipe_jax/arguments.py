@@ -88,7 +88,7 @@ def joined_by(arguments: argparse.Namespace, config: Config) -> AbstractContextM
         arguments.distributed,
         last_addresses(Path(config.run_dir)) if getattr(arguments, "resume", False) else (),
         Run(identity(config), settings(config)),
-        spare=config.spare_places,
+        spare=config.join.places,
     )
 
 

@@ -328,7 +328,6 @@ class Rules:
         fits: whether something is a placement of this run.
         serves: the stages that a host serves under a placement.
         remakes: what stages are made from that nobody holds, if the run does not go back for them.
-        moves: whether a host may take a stage from any that holds it, as all hold the same.
         is_apart: whether this host alone does not reach the folder of the run.
     """
 
@@ -341,7 +340,6 @@ class Rules:
     fits: Callable[[Any], bool] = lambda placement: placement is not None
     serves: Callable[[Any, int], frozenset[int]] = field(kw_only=True)
     remakes: Remakes | None = field(default=None, kw_only=True)
-    moves: bool = field(default=True, kw_only=True)
     is_apart: bool = field(default=False, kw_only=True)
     placed_without: Callable[..., Any] | None = field(default=None, kw_only=True)
     safest: Callable[..., Any] = field(default=lambda placement, *_: placement, kw_only=True)

@@ -43,10 +43,6 @@ def chosen(
     Stages that are `left_out` need nobody.
     """
     placement = last.placement
-    if not rules.moves:
-        whole = (host for host in held if rules.serves(placement, host) <= set(held[host]))
-        is_whole = rules.covers(placement, frozenset(whole))
-        return Choice(placement, members, last.plan) if is_whole else None
     is_same = members == set(last.members)
     if (
         wish is not None
@@ -82,10 +78,8 @@ def covering(
     It may be made safer. Some of the hosts are `apart`. Stages that are `left_out` need none.
     """
     if _covers(rules, placement, hosts, left_out):
-        safer = rules.safest(placement, hosts, apart) if rules.moves and not left_out else placement
+        safer = rules.safest(placement, hosts, apart) if not left_out else placement
         return safer if _covers(rules, safer, hosts, left_out) else placement
-    if not rules.moves:
-        return None
     if left_out and rules.placed_without is not None:
         moved = rules.placed_without(placement, hosts, apart, left_out)
     else:

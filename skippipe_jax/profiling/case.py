@@ -198,6 +198,8 @@ def case_of(
     template = _template(config)
     most = _most_in_flight(template)
     template.pop("memory", None)
+    if template.get("averaging") == AUTO:
+        del template["averaging"]
     names = _names(template.pop("locations", None), len(reports))
     costs = _costs(reports, host_of)
     measured = _of_nodes(host_of, [report.memory_bytes for report in reports])
@@ -217,6 +219,7 @@ def case_of(
         "rules": {"max_swaps": 1, "max_swap_distance": 1, "max_jump": stages},
         **sizes_of_hops(config),
         "stage_bytes": averaged_bytes(config, stages),
+        **config.averaging.of_case,
         "forward_s": _short(statistics.median(costs.forward_s)),
         "stage_cost": [_short(cost) for cost in costs.stage_cost],
         "backward_ratio": _short(costs.backward_ratio),

@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods.routes import Routes
+from skippipe_sched.problem.averaging import EXACT
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
-from skippipe_sched.timing.averaging import quickest_averaging_s
-from skippipe_sched.timing.simulate import Averaging, Timeline, simulate_plan
+from skippipe_sched.timing.simulate import Timeline, simulate_plan
 
-from skippipe_jax.config import RecipeConfig
-from skippipe_jax.config.recipe import AVERAGED
+from skippipe_jax.config import AveragingConfig, RecipeConfig
 
 OWN, FULL = "plan", "full"
 """The names of the run's own plan, and of the one with full paths."""
@@ -60,59 +58,36 @@ class Schedule:
         shares = [stage_shares(self.plans[name]) for name in taken]
         return np.average(shares, axis=0, weights=list(taken.values()))
 
-    @property
-    def longest_s(self) -> float:
+    def longest_s(self, averaging: AveragingConfig) -> float:
         """The seconds that no iteration takes longer than, by its plan."""
-        averaged = self.recipe.averaged_at_most
-        return max(predicted_s(plan, averaged) for plan in self.plans.values())
+        seconds = [plan.predicted.iteration_s for plan in self.plans.values()]
+        if averaging.is_outer and averaging.exact_steps > 0:
+            exact = map(with_exact_averaging, self.plans.values())
+            seconds += [simulate_plan(plan).iteration_s for plan in exact]
+        return max(seconds)
 
 
-def predicted_s(plan: Plan, averaged: int) -> float:
-    """The seconds of an iteration in which so many numbers for each parameter are averaged."""
-    return plan.predicted.iteration_s if averaged == 1 else timeline_of(plan, averaged).iteration_s
+def with_exact_averaging(plan: Plan) -> Plan:
+    """The plan of an iteration in which replicas average gradients, whatever they do in others."""
+    return replace(plan, case=replace(plan.case, averaging=EXACT))
 
 
-def timeline_of(plan: Plan, averaged: int) -> Timeline:
-    """What the timing model says of such an iteration.
-
-    A stage averages gradients as soon as it has them, and parameters when all stages are updated.
-    """
-    timeline = simulate_plan(plan)
-    if averaged == 1:
-        return timeline
-    case, start_s = with_stage_bytes(plan.case, averaged), timeline.pipeline_s
-    seconds = [
-        quickest_averaging_s(case, stage, nodes) if averaged else 0.0
-        for stage, nodes in enumerate(plan.stages)
-    ]
-    averagings = (Averaging(stage, start_s, start_s + s) for stage, s in enumerate(seconds))
-    return replace(timeline, averagings=tuple(averagings))
+def timeline_of(plan: Plan, averaging: AveragingConfig, step: int) -> Timeline:
+    """What the timing model says of the iteration that leads to a step, by its plan."""
+    is_exact = averaging.is_outer and averaging.is_exact(step)
+    return simulate_plan(with_exact_averaging(plan) if is_exact else plan)
 
 
-def best_plan(cases: Sequence[Case], method: str, search: Search, recipe: RecipeConfig) -> Plan:
-    """A plan of one of the cases, as `plan_best` makes it, for averaging as the recipe says.
-
-    Parameters that are averaged every N iterations count for the mean of what an iteration moves,
-    `AVERAGED` / N of the case's `stage_bytes`. The plan is of the case as it is given.
+def best_plan(cases: Sequence[Case], method: str, search: Search) -> Plan:
+    """A plan of one of the cases, as `plan_best` makes it.
 
     Raises:
         InputError: if no case has a plan under its rules.
     """
     # What searches needs SciPy, and whoever only reads a schedule does not.
-    from skippipe_sched.methods.planning import plan_best, with_prediction
+    from skippipe_sched.methods.planning import plan_best
 
-    every = recipe.average_parameters_every
-    if every is None:
-        return plan_best(cases, method, search)
-    weighed = [with_stage_bytes(case, AVERAGED / every) for case in cases]
-    plan = plan_best(weighed, method, search)
-    routes = Routes(plan.stages, plan.microbatches, plan.order)
-    return with_prediction(cases[weighed.index(plan.case)], method, routes)
-
-
-def with_stage_bytes(case: Case, factor: float) -> Case:
-    """The case with replicas that average so many times as much."""
-    return replace(case, stage_bytes=tuple(factor * size for size in case.stage_bytes))
+    return plan_best(cases, method, search)
 
 
 def stage_shares(plan: Plan) -> Float[np.ndarray, " stages"]:
@@ -140,12 +115,6 @@ def make_schedule(
     if recipe.most_searches:
         say(f"planning for the recipe: {recipe.most_searches} plans, {budget_s:g} s each at most")
     plans = {OWN: own}
-    if recipe.average_parameters_every is not None:
-        say(
-            f"parameters are averaged every {recipe.average_parameters_every} iterations; by the "
-            f"plan such an iteration takes {predicted_s(own, AVERAGED):.3g} s, and any other "
-            f"{predicted_s(own, 0):.3g} s"
-        )
     for part in _parts(recipe, own.case):
         drawn = [own] if not part.changes else []
         while len(drawn) < part.redraws:
@@ -191,7 +160,7 @@ def _planned(part: _Part, case: Case, method: str, search: Search, recipe: Recip
         "rules": {**case.source.get("rules", {}), **rules},
     }
     try:
-        plan = best_plan([parse_case({**case.source, **changed})], method, search, recipe)
+        plan = best_plan([parse_case({**case.source, **changed})], method, search)
     except InputError as error:
         problem = f"cannot be planned, as {error.field} = {error.value!r}: {error.problem}"
         raise InputError(part.field, part.value, problem, error.remedy) from error

@@ -53,7 +53,7 @@ def report(folder: Path) -> str:
     plans = [schedule.name(step - 1) for step in steps]
     name = plans[-1] if plans else OWN
     plan, metrics = schedule.plans[name], whole.of([other == name for other in plans])
-    predicted = timeline_of(plan, config.recipe.averaged(steps[-1] if steps else 0))
+    predicted = timeline_of(plan, config.averaging, steps[-1] if steps else 1)
     recorded = recorded_steps(folder)
     shown = [
         step

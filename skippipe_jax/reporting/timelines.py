@@ -17,7 +17,7 @@ from skippipe_jax.storage.recording import (
     recorded_steps,
     recording_path,
 )
-from skippipe_jax.storage.run_folder import saved_schedule
+from skippipe_jax.storage.run_folder import saved_config, saved_schedule
 
 
 def draw_recorded(run_dir: Path) -> list[Path]:
@@ -30,10 +30,11 @@ def draw_recorded(run_dir: Path) -> list[Path]:
         InputError: if the plan or a recording is damaged.
     """
     schedule = saved_schedule(run_dir)
+    averaging = saved_config(run_dir, "RUN").averaging
     written = []
     for step in recorded_steps(run_dir):
         plan = kept_plan(run_dir, step) or schedule.plan(step - 1)
-        predicted = timeline_of(plan, schedule.recipe.averaged(step))
+        predicted = timeline_of(plan, averaging, step)
         try:
             measured = measured_timeline(run_dir, plan, step)
         except IncompleteRecordingError as error:

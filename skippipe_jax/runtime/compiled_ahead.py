@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from skippipe_jax.config import Config
+from skippipe_jax.optim.outer import begin
+from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,
     StageFunctions,
@@ -33,12 +35,32 @@ def compile_ahead(
     afterwards.
     """
     functions = functions_of_run(config, of_stages)
-    distinct = {functions[stage]: stage == 0 for stage in sorted(stages)}
+    distinct = {functions[stage]: stage for stage in sorted(stages)}
     count = 0
     for device in devices:
-        for own, is_data_stage in distinct.items():
-            count += _run_once(config, own, SingleDeviceSharding(device), is_data_stage)
+        for own, stage in distinct.items():
+            count += _run_once(config, own, SingleDeviceSharding(device), stage == 0)
+            if config.averaging.is_outer:
+                count += _go_apart_once(config, stage, of_stages, device)
     return count
+
+
+def _go_apart_once(config: Config, stage: int, of_stages: int, device: jax.Device) -> int:
+    """What replicas that go apart call at the end of iterations, but for what they apply.
+
+    That depends on how many they are.
+    """
+    layers = config.model.layers_of_stages(of_stages)
+    functions, own = functions_of_run(config, of_stages)[stage], inner_steps(config, of_stages)
+    with jax.default_device(device):
+        created = functions.create(jax.random.key(0), 0), jnp.int32(1)
+    given, targets = jax.device_put(created, SingleDeviceSharding(device))
+    stepped, *_ = own[stage](*given, targets)
+    outer = begin(stepped)
+    for fragment in functions_of_fragments(config, layers[stage]):
+        *_, outer = fragment.send(stepped, outer)
+    jax.block_until_ready(outer)
+    return 2 + config.averaging.fragments
 
 
 def _run_once(
@@ -77,5 +99,5 @@ def _run_once(
     _, gradients, _ = functions.backward(parameters, *given, leaves=not is_data_stage)
     functions.squared_norm(gradients)
     functions.no_gradients(parameters)
-    jax.block_until_ready(functions.update(parameters, state, gradients, totals, None))
+    jax.block_until_ready(functions.update(parameters, state, gradients, totals))
     return 6 if is_data_stage else 5

@@ -12,21 +12,16 @@ from skippipe_sched.timing.averaging import quickest_averaging_s
 from skippipe_sched.timing.jitter import draw_stretch
 
 from skippipe_jax.config import NetworkConfig
-from skippipe_jax.program.schedule import with_stage_bytes
 
 
 class Emulation:
     """When things end that really end sooner. Times are seconds on the caller's clock."""
 
-    def __init__(self, plan: Plan, network: NetworkConfig, seed: int, averaged: int = 1):
-        """`seed` draws the jitter of each iteration.
-
-        When replicas average, they do so with `averaged` times the case's `stage_bytes`.
-        """
+    def __init__(self, plan: Plan, network: NetworkConfig, seed: int):
+        """`seed` draws the jitter of each iteration."""
         self.plan = plan
         self.network = network
         self.seed = seed
-        self.averaging_case = with_stage_bytes(plan.case, averaged)
         self.link_free_s: dict[tuple[int, int], float] = {}
         self.position = {
             operation: position
@@ -69,5 +64,5 @@ class Emulation:
 
     def averaging_end_s(self, stage: int, end_s: float) -> float:
         """When the averaging of a stage ends, of which all replicas had come by `end_s`."""
-        planned_s = quickest_averaging_s(self.averaging_case, stage, self.plan.stages[stage])
+        planned_s = quickest_averaging_s(self.plan.case, stage, self.plan.stages[stage])
         return end_s + planned_s * self.stretch.averagings.item(stage)

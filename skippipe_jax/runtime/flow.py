@@ -20,6 +20,7 @@ from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.events import Then
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.operations import Operations
 from skippipe_jax.runtime.turns import Turns
@@ -66,11 +67,13 @@ class Flow:
         ready_first: bool,
         emulation: Emulation | None = None,
         when_ended: Callable[[Operation], None] = lambda _: None,
+        send_at: Callable[[float, Then], None] | None = None,
     ):
         """Begin with nothing; `memory(n)` microbatches may be in flight on node n.
 
         Without `ready_first` every node keeps to the program's order, whatever comes late.
-        `when_ended` is called after each operation.
+        `when_ended` is called after each operation. `send_at` has something done later that sends
+        what emulated links delay: by default the loop, which may be left before.
         """
         self.exchange = exchange
         self.loop = exchange.loop
@@ -79,6 +82,7 @@ class Flow:
         self.iteration = iteration
         self.emulation = emulation
         self.when_ended = when_ended
+        self.send_at = send_at or self.loop.at
         computes = [step for step in program.instructions if isinstance(step, Compute)]
         self.computes = {compute.operation: compute for compute in computes}
         by_node: dict[int, list[Compute]] = {node: [] for node in program.nodes}
@@ -203,6 +207,8 @@ class Flow:
             self._give_input(following, end_s, result)
         elif self.emulation is not None:
             arrival_s = self.emulation.hop_end_s(operation.node, following, end_s)
-            self.loop.at(arrival_s, lambda _: self.exchange.give(leaves, self.iteration, result))
+            # What stays on this host is taken up before the loop is left.
+            at = self.loop.at if self.exchange.topology.is_here(leaves.target) else self.send_at
+            at(arrival_s, lambda _: self.exchange.give(leaves, self.iteration, result))
         elif not self._goes_at_once(leaves):
             self.exchange.give(leaves, self.iteration, result)

@@ -14,7 +14,7 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.stage_functions import StageFunctions, functions_of_run
-from skippipe_jax.runtime.state import Kept, Origin, StageState, State
+from skippipe_jax.runtime.state import MOMENTUM, Kept, Origin, StageState, State
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
@@ -42,8 +42,9 @@ class Handovers:
         self.numbers = HopNumbers(topology.first_free_hop)
         stages = len(topology.plan.stages)
         cut = config.model.layers_of_stages(stages)
+        self.with_momentum = config.averaging.is_outer
         self.shapes = [
-            shapes_of_state(functions, cut.blocks(stage).start)
+            shapes_of_state(functions, cut.blocks(stage).start, with_momentum=self.with_momentum)
             for stage, functions in enumerate(functions_of_run(config, stages))
         ]
         self.handovers = tuple(self._planned(holders))
@@ -85,7 +86,8 @@ class Handovers:
         """
         for stage, source, hops in self.handovers:
             if source == self.topology.host:
-                leaves = jax.tree.leaves(states[stage].to_save())
+                given = states[stage].to_give(with_momentum=self.with_momentum)
+                leaves = jax.tree.leaves(given)
                 for hop, leaf in zip(hops, leaves, strict=True):
                     links[self.topology.host_of[hop.target]].send(hop, 0, leaf)
 
@@ -96,13 +98,13 @@ class Handovers:
             TeamEnded: when it is asked and the team ends before all is there.
         """
 
-        def take(stage: int, shapes: State) -> State:
+        def take(stage: int, _: State) -> State:
             [own] = [
                 handover
                 for handover in self.handovers
                 if handover.stage == stage and self.topology.is_here(handover.hops[0].target)
             ]
-            leaves, structure = jax.tree.flatten(dict(shapes))
+            leaves, structure = jax.tree.flatten(dict(self.shapes[stage]))
             arrays = [
                 links[own.source].receive(hop, 0, leaf)
                 for hop, leaf in zip(own.hops, leaves, strict=True)
@@ -138,12 +140,15 @@ def exchanged(
     return {**kept, **here}
 
 
-def shapes_of_state(functions: StageFunctions, first_layer: int) -> State:
-    """The shapes of what is saved of a stage."""
+def shapes_of_state(
+    functions: StageFunctions, first_layer: int, *, with_momentum: bool = False
+) -> State:
+    """The shapes of what is saved of a stage, or `with_momentum` of what a replica gives."""
     parameters, optimizer_state, _ = jax.eval_shape(
         functions.create, jax.random.key(0), first_layer
     )
-    return {"parameters": parameters, "optimizer_state": optimizer_state}
+    saved = {"parameters": parameters, "optimizer_state": optimizer_state}
+    return {**saved, MOMENTUM: parameters} if with_momentum else saved
 
 
 def arrived(arrays: Sequence[jax.Array], team: Team) -> Sequence[jax.Array]:

@@ -19,7 +19,7 @@ from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.dispatch import in_program_order
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.flow import Flow
-from skippipe_jax.runtime.live import told
+from skippipe_jax.runtime.iteration import told
 from skippipe_jax.runtime.operations import HeldOutOperations
 
 

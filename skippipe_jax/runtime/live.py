@@ -1,11 +1,9 @@
-"""One iteration as it happens: operations, averaging, totals, update, each in its time."""
+"""One exact iteration as it happens: operations, averaging, totals, update, each in its time."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -13,40 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.simulate import Averaging, Run
+from skippipe_sched.timing.simulate import Averaging
 
 from skippipe_jax.cluster.team import Team
-from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.averaging import LiveAveraging
 from skippipe_jax.runtime.buddies import Buddies
 from skippipe_jax.runtime.emulation import Emulation
-from skippipe_jax.runtime.events import seconds_since
 from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.flow import Flow
+from skippipe_jax.runtime.iteration import Iteration
 from skippipe_jax.runtime.operations import TrainingOperations
 from skippipe_jax.runtime.totals import Outcome, add_all, add_up, apart, sum_by_collective
-from skippipe_jax.storage.recording import Recording
-
-# Of what a host waits for when the deadline has passed, so much is named, the oldest first.
-WAITS_NAMED = 5
 
 
-@dataclass(frozen=True)
-class Clock:
-    """What to add to `time.perf_counter()` for seconds since the epoch by host 0's clock."""
+class LiveIteration(Iteration):
+    """One iteration in which replicas average gradients: it ends on all hosts at once.
 
-    offset_s: float
-
-    @classmethod
-    def with_offset(cls, host_offset_s: float) -> Clock:
-        """From what is to be added to this host's `time.time()`."""
-        return cls(time.time() - time.perf_counter() + host_offset_s)
-
-
-class LiveIteration:
-    """One iteration on the nodes of this host. Times are of `time.perf_counter` [s]."""
+    It returns when the totals of all hosts are known, and the updates have been dispatched.
+    """
 
     def __init__(
         self,
@@ -67,99 +50,34 @@ class LiveIteration:
         In a `team`, the iteration counts once all of its hosts hold their gradients, and what of
         copies goes to `buddies` in this iteration.
         """
+        given = exchange, operations, plan, program, iteration
+        super().__init__(*given, ready_first=ready_first, emulation=emulation)
         self.team = team
         self.buddies = buddies
-        self.exchange = exchange
-        self.loop = exchange.loop
-        self.topology = exchange.topology
-        self.operations = operations
-        self.replicas = operations.replicas
-        self.program = program
-        self.iteration = iteration
-        self.emulation = emulation
-        self.loop.begin()
-        self.flow = Flow(
-            exchange,
-            operations,
-            program,
-            iteration,
-            lambda node: plan.case.nodes[node].memory,
-            ready_first=ready_first,
-            emulation=emulation,
-            when_ended=self._operation_ended,
-        )
-        averages_parameters = self.replicas.updates_locally
         self.averaging = LiveAveraging(
-            exchange,
-            self.replicas,
-            iteration,
-            averaging_dtype,
-            emulation,
-            self._all_done if averages_parameters else self._sum_totals,
+            exchange, self.replicas, iteration, averaging_dtype, emulation, self._sum_totals
         )
         self.instructions = deque(program.instructions)
         self.totals_of_hosts: dict[int, jax.Array] = {}
         self.waits_for_totals = False
-        self.updated: Outcome | None = None
-        self.outcome: Outcome | None = None
 
-    def run(
-        self, batches: Mapping[int, Batch], stop: bool = False, clock: Clock | None = None
-    ) -> Outcome:
-        """Run the iteration; `batches` are those of the microbatches whose data nodes are here.
-
-        `stop` tells all hosts, through the totals, that this one was asked to stop. Returns when
-        the totals of all hosts are known, the updates have been dispatched, and parameters, if it
-        is their turn, are averaged; with a `clock`, what happened when is part of the outcome.
-
-        Raises:
-            DeadlinePassed: if nothing came from other hosts for `network.deadline_s`.
-        """
-        self.stop = stop
-        if self.emulation is not None:
-            self.emulation.begin(self.iteration)
-        self.flow.begin(batches)
+    def _begin(self) -> None:
         self.buddies.begin(self.iteration)
         for node, progress in self.flow.nodes.items():
             if progress.is_done:
                 self._begin_ring_of(node)
         self._begin_collectives()
-        self._end_computing()
-        while self.outcome is None:
-            self.flow.start_what_can()
-            self.loop.run_one(self._what_is_waited_for)
-        if clock is None:
-            return self.outcome
-        return replace(self.outcome, recording=self._recording(clock))
 
-    def _recording(self, clock: Clock) -> Recording:
-        """What happened on this host's nodes, in seconds since the epoch by host 0's clock."""
-        by = clock.offset_s
-        return Recording(
-            tuple(
-                Run(run.operation, run.arrived_s + by, run.start_s + by, run.end_s + by)
-                for run in self.flow.runs
-            ),
-            tuple(
-                Averaging(a.stage, a.start_s + by, a.end_s + by) for a in self.averaging.averagings
-            ),
-        )
+    def _averagings(self) -> list[Averaging]:
+        return self.averaging.averagings
 
     def _operation_ended(self, operation: Operation) -> None:
         if self.flow.nodes[operation.node].is_done:
             self._begin_ring_of(operation.node)
         self._begin_collectives()
-        self._end_computing()
-
-    def _end_computing(self) -> None:
-        """Local updates wait for nothing but the totals, and those for all nodes."""
-        if self.replicas.updates_locally and self.flow.is_done:
-            self._sum_totals()
 
     def _begin_ring_of(self, node: int) -> None:
         """A node is done: begin its stage's ring, unless others share the replica and are not."""
-        if self.replicas.updates_locally:
-            return
         replica_of = self.topology.replica_of
         sharing = [
             progress
@@ -180,7 +98,7 @@ class LiveIteration:
             if isinstance(step, Compute):
                 if step.operation not in self.flow.ended:
                     return
-            elif not self.replicas.updates_locally:
+            else:
                 self.averaging.begin_collective(step.stage)
             self.instructions.popleft()
 
@@ -248,34 +166,15 @@ class LiveIteration:
             self._finish(summed)
 
     def _finish(self, summed: jax.Array) -> None:
-        totals, busy_s, norms = apart(summed, len(self.topology.devices))
+        sums = apart(summed, len(self.topology.devices))
         self.waits_for_totals = False
-        self.replicas.update(totals)
+        self.replicas.update(sums.totals)
         gauges = {node: state.gauge for node, state in self.operations.nodes.items()}
-        self.updated = Outcome(totals, gauges, busy_s, squared_norms=norms)
-        if not self.replicas.averages_parameters(self.iteration):
-            self._all_done()
-            return
-        # All hosts have the totals, and begin with the same stages.
-        for replica in self.replicas.states:
-            self.averaging.begin_ring(replica)
-        for stage in self.replicas.stages:
-            self.averaging.begin_collective(stage)
-
-    def _all_done(self) -> None:
-        self.outcome = self.updated
+        self.outcome = Outcome(lambda: sums, gauges)
 
     # The deadline.
 
-    def _what_is_waited_for(self) -> str | None:
-        """What, from whom and since when: said when the deadline has passed."""
-        if not self.flow.is_idle:
-            return None
-        during = f"iteration {self.iteration + 1}"
-        return told(during, self._waits(), self.loop.deadline_s)
-
     def _waits(self) -> Iterator[tuple[str, float]]:
-        """What is waited for, and since when."""
         yield from self.flow.waits()
         if copies := [*self.buddies.waits()]:
             yield from ((what, self.loop.last_event_s) for what in copies)
@@ -287,16 +186,3 @@ class LiveIteration:
         elif self.flow.is_done or self.averaging.parts:
             for what in self.averaging.waits():
                 yield what, self.loop.last_event_s
-
-
-def told(during: str, found: Iterator[tuple[str, float]], deadline_s: float) -> str:
-    """The message that says what a host has waited for, and since when, the oldest first."""
-    waits = sorted(found, key=lambda wait: wait[1])
-    named = ", ".join(what for what, _ in waits[:WAITS_NAMED])
-    more = f" and {len(waits) - WAITS_NAMED} more" if len(waits) > WAITS_NAMED else ""
-    since_s = waits[0][1]
-    clock = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_since(since_s)))
-    return (
-        f"in {during}, since {clock}, {seconds_since(since_s):.0f} s, this host "
-        f"has waited for {named}{more}; network.deadline_s is {deadline_s:g}"
-    )

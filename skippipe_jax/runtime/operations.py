@@ -15,7 +15,7 @@ from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.stage_functions import TOTALS, Totals
 from skippipe_jax.runtime.state import StageState, make_nodes
-from skippipe_jax.runtime.wire_format import Wire
+from skippipe_jax.runtime.wire_format import Wire, with_targets, without_targets
 
 
 class Operations(ABC):
@@ -66,16 +66,24 @@ class Operations(ABC):
 
 
 class TrainingOperations(Operations):
-    """Forward, loss and backward, which add to gradients and totals."""
+    """Forward, loss and backward, which add to gradients and totals.
 
-    def __init__(self, replicas: Replicas, wire: Wire, seed: int):
+    Attributes:
+        targets: the target tokens of the microbatches that have visited each replica in this
+            iteration, where these tell them.
+    """
+
+    def __init__(self, replicas: Replicas, wire: Wire, seed: int, *, tells_targets: bool = False):
         """Begin with nothing in flight; call `begin` before an iteration.
 
-        The replicas' functions are those for this `wire`; `seed` draws stochastic roundings.
+        The replicas' functions are those for this `wire`; `seed` draws stochastic roundings. With
+        `tells_targets`, activations bring the number of their microbatch's target tokens along.
         """
         super().__init__(replicas)
         self.wire = wire
         self.seed = seed
+        self.tells_targets = tells_targets
+        self.targets: dict[int, jax.Array] = {}
         self.iteration = 0
         self.nodes = make_nodes(replicas.topology)
         self.totals: dict[jax.Device, Totals] = {}
@@ -86,6 +94,11 @@ class TrainingOperations(Operations):
         self.iteration = iteration
         self.shares = shares
         topology = self.replicas.topology
+        if self.tells_targets:
+            self.targets = {
+                replica: self._put(np.zeros((), np.int32), replica)
+                for replica in self.replicas.states
+            }
         self.totals = {
             topology.device(replica): self._put(np.zeros(TOTALS, np.float32), replica)
             for replica in self.replicas.states
@@ -94,13 +107,18 @@ class TrainingOperations(Operations):
 
     def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
         """What a hop brings to an operation: a gradient for B, else an activation."""
-        way = self.wire.gradients if operation.kind == "B" else self.wire.activations
-        return way.travelling
+        if operation.kind == "B":
+            return self.wire.gradients.travelling
+        way = self.wire.activations
+        return way.with_targets if self.tells_targets else way.travelling
 
     def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
         """The tokens of a microbatch, on its data node, which keeps its targets."""
-        targets = self.nodes[operation.node].targets
-        targets[operation.microbatch] = self._put(batch["targets"], operation.node)
+        own = self.nodes[operation.node]
+        own.targets[operation.microbatch] = self._put(batch["targets"], operation.node)
+        if self.tells_targets:
+            counted = np.int32(np.count_nonzero(batch["targets"] >= 0))
+            own.counts[operation.microbatch] = self._put(np.asarray(counted), operation.node)
         return self._put(marked_tokens(batch), operation.node)
 
     def _dispatch(
@@ -110,6 +128,9 @@ class TrainingOperations(Operations):
         topology = self.replicas.topology
         own, state = self.nodes[node], self._state(node)
         functions = state.functions
+        targets = own.counts.pop(microbatch, None)
+        if self.tells_targets and kind != "B" and value.ndim == 1:
+            value, targets = without_targets(value, self.wire.activations.travelling)
         if kind == "F":
             result, own.saved[microbatch], own.gauge = functions.forward(
                 state.parameters,
@@ -118,6 +139,10 @@ class TrainingOperations(Operations):
                 self.shares[topology.stage_of[node]],
                 leaves=leaves,
             )
+            if targets is not None:
+                replica = topology.replica_of[node]
+                self.targets[replica] = _sum(self.targets[replica], targets)
+                result = with_targets(result, targets) if leaves else result
         elif kind == "L":
             device = topology.device(node)
             result, state.gradients, self.totals[device], own.gauge = functions.loss(
@@ -179,9 +204,14 @@ class HeldOutOperations(Operations):
         kind, microbatch, node = operation
         state = self._state(node)
         if kind == "F":
-            result = state.functions.predict(state.parameters, value)
+            result = state.functions.predict(state.model, value)
             return result, result
         targets = self.targets.pop(microbatch)
-        loss = state.functions.held_out(state.parameters, value, targets)
+        loss = state.functions.held_out(state.model, value, targets)
         self.losses[microbatch] = loss
         return None, loss
+
+
+@jax.jit
+def _sum(first: jax.Array, second: jax.Array) -> jax.Array:
+    return first + second

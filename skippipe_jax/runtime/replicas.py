@@ -1,8 +1,4 @@
-"""What the replicas of a stage hold in common: what they sum, and the update that all of them make.
-
-Replicas sum gradients in every iteration, or with `recipe.average_parameters_every` update by their
-own and now and then average parameters and moments (see `skippipe_jax.optim.local_updates`).
-"""
+"""What replicas hold in common: the gradients that they sum up, and the update that all make."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from skippipe_jax.optim.local_updates import numbers, with_mean
 from skippipe_jax.runtime.reduction import sum_over_devices
 from skippipe_jax.runtime.stage_functions import Totals
 from skippipe_jax.runtime.state import StageState
@@ -25,31 +20,15 @@ class Replicas:
 
     Attributes:
         states: of each.
-        updates_locally: whether they average parameters, every so many iterations, not gradients.
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        states: Mapping[int, StageState],
-        average_parameters_every: int | None,
-        *,
-        notes_norms: bool = False,
+        self, topology: Topology, states: Mapping[int, StageState], *, notes_norms: bool = False
     ):
-        """Without `average_parameters_every`, gradients are summed in every iteration.
-
-        `notes_norms` says whether anybody asks for the norms of stages.
-        """
+        """`notes_norms` says whether anybody asks for the norms of stages."""
         self._notes_norms = notes_norms
         self.topology = topology
         self.states = states
-        self.average_parameters_every = average_parameters_every
-        self.updates_locally = average_parameters_every is not None
-
-    def averages_parameters(self, iteration: int) -> bool:
-        """Whether replicas average parameters after the update of an iteration, from 0 on."""
-        every = self.average_parameters_every
-        return every is not None and (iteration + 1) % every == 0
 
     def stage_of(self, replica: int) -> int:
         """The stage of a replica."""
@@ -77,7 +56,7 @@ class Replicas:
         }
 
     def sum_by_collective(self, stage: int) -> None:
-        """Sum what the replicas of a stage average; all hosts that hold some call this."""
+        """Sum the gradients of the replicas of a stage; all hosts that hold some call this."""
         if len(self.topology.replicas[stage]) == 1:
             return
         own = [replica for replica in self.topology.replicas[stage] if replica in self.states]
@@ -86,43 +65,35 @@ class Replicas:
             given.setdefault(self.topology.device(replica), []).append(self.to_sum(replica))
         local = {device: _sum_of(trees) for device, trees in given.items()}
         summed = sum_over_devices(self.topology.devices_of_stage(stage), local)
+        taken: set[jax.Device] = set()
         for replica in own:
-            self.take_sum(replica, summed[self.topology.device(replica)])
+            device = self.topology.device(replica)
+            # Each is written over by the update of its replica.
+            self.take_sum(replica, _copied(summed[device]) if device in taken else summed[device])
+            taken.add(device)
 
     def to_sum(self, replica: int) -> PyTree:
-        """What a replica adds to a sum over its stage, and gives up until `take_sum`."""
+        """The gradients of a replica, which gives them up until `take_sum`."""
         state = self.states[replica]
-        if self.updates_locally:
-            return numbers(state.to_save())
         gradients, state.gradients = state.gradients, {}
         return gradients
 
     def take_sum(self, replica: int, summed: PyTree) -> None:
         """Go on with the sum over a replica's stage."""
-        state = self.states[replica]
-        if self.updates_locally:
-            replicas = len(self.topology.replicas[self.stage_of(replica)])
-            state.take(with_mean(state.to_save(), summed, replicas))
-        else:
-            state.gradients = summed
+        self.states[replica].gradients = summed
 
     def summed_array(self, replica: int) -> jax.Array:
         """An array of a replica that is there when the sum over its stage is."""
-        state = self.states[replica]
-        return jax.tree.leaves(state.parameters if self.updates_locally else state.gradients)[0]
+        return jax.tree.leaves(self.states[replica].gradients)[0]
 
     def squared_norms(self, stage: int) -> list[Totals]:
         """What the gradients of a stage add here to the squared norm over all stages.
 
-        Summed gradients count where the first replica is held. Of local ones, each of which is
-        `_factor` times what the replica has added up, the mean over the replicas counts.
+        They count where the first replica is held.
         """
-        replicas = self.topology.replicas[stage]
-        counted = replicas if self.updates_locally else replicas[:1]
+        counted = self.topology.replicas[stage][:1]
         own = [self.states[replica] for replica in counted if replica in self.states]
-        norms = [state.functions.squared_norm(state.gradients) for state in own]
-        # The mean of n terms that are n^2 times as large is n times their sum.
-        return [norm * len(counted) for norm in norms] if self.updates_locally else norms
+        return [state.functions.squared_norm(state.gradients) for state in own]
 
     def squared_norms_of_blocks(self) -> dict[int, Float[Array, ""]]:
         """Those of the summed gradients of the blocks, of the stages whose first replica is here.
@@ -144,12 +115,7 @@ class Replicas:
                 state.optimizer_state,
                 state.gradients,
                 jax.device_put(totals, self.topology.sharding(replica)),
-                self._factor(self.stage_of(replica)),
             )
-
-    def _factor(self, stage: int) -> np.float32 | None:
-        """By what local gradients are multiplied, so that their mean is the stage's gradient."""
-        return np.float32(len(self.topology.replicas[stage])) if self.updates_locally else None
 
 
 def open_collectives(topology: Topology) -> None:
@@ -173,6 +139,11 @@ def open_collectives(topology: Topology) -> None:
 @jax.jit
 def _squared_norm(gradients: PyTree) -> Float[Array, ""]:
     return sum((jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients)), jnp.float32(0))
+
+
+@jax.jit
+def _copied(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _sum_of(trees: Sequence[PyTree]) -> PyTree:

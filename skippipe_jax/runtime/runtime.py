@@ -1,15 +1,18 @@
 """The runtime of one host: state, transfers, and one iteration after another.
 
-`Runtime.run` takes one of two ways. Where nothing has to be waited for, on a host that is alone,
+`Runtime.run` takes one of three ways. Where nothing has to be waited for, on a host that is alone,
 everything is dispatched in the program's order at once (`dispatch`). Otherwise every operation
-starts when its input has arrived (`live`).
+starts when its input has arrived (`live`); and where replicas go apart, no host waits for all
+others in an iteration (`outer_iteration`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import NoReturn
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -25,7 +28,8 @@ from skippipe_jax.config.recovery import AVERAGE, BUDDY
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.hops import HopNumbers
-from skippipe_jax.program.schedule import OWN, Schedule, stage_shares
+from skippipe_jax.program.schedule import OWN, Schedule, stage_shares, with_exact_averaging
+from skippipe_jax.runtime.behind import Behind
 from skippipe_jax.runtime.buddies import Buddies, ways_of
 from skippipe_jax.runtime.copied import Copy
 from skippipe_jax.runtime.dispatch import in_program_order
@@ -35,15 +39,22 @@ from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.given_stages import GivenStages, places_apart
 from skippipe_jax.runtime.handover import Handovers, exchanged
 from skippipe_jax.runtime.held_out import HeldOut
-from skippipe_jax.runtime.live import Clock, LiveIteration
+from skippipe_jax.runtime.iteration import Clock
+from skippipe_jax.runtime.live import LiveIteration
+from skippipe_jax.runtime.offered import offered
 from skippipe_jax.runtime.operations import HeldOutOperations, TrainingOperations
+from skippipe_jax.runtime.outer_iteration import OuterIteration
+from skippipe_jax.runtime.outer_steps import OuterSteps, settle
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains, Remaking
 from skippipe_jax.runtime.replicas import Replicas, open_collectives
 from skippipe_jax.runtime.stage_functions import activation, functions_of_run, wire_of_run
-from skippipe_jax.runtime.state import Kept, Origin, StageState, make_states
+from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, State, make_states
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
-from skippipe_jax.runtime.totals import Outcome, add_up, apart, sum_by_collective
+from skippipe_jax.runtime.totals import Outcome, Sums, add_up, apart, sum_by_collective
 from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers, patience_s
+from skippipe_jax.storage.layout import OwnStates
+
+T = TypeVar("T")
 
 
 class Runtime:
@@ -68,13 +79,16 @@ class Runtime:
         team: Team | None = None,
         kept: Kept | None = None,
         copies: Collection[Copy] = (),
+        own_origin: OwnOrigin | None = None,
+        step: int = 0,
     ):
         """Make the state of the stages served here: from `origin`, or drawn from the seed.
 
         `programs` are this host's, by the names of the plans of `schedule`; `links[h]` leads to
         host h. `clock_offset_s` is what to add to this host's clock for host 0's. In a `team`,
         steps count as `generations` has it, states that are `kept` are gone on with, and so are
-        `copies` of stages of others.
+        `copies` of stages of others. Replicas that are apart go on after `step`, each as it is in
+        `own_origin`, if there is one.
         """
         self.team = team
         self.config = config
@@ -87,17 +101,33 @@ class Runtime:
         cut = config.model.layers_of_stages(stages)
         self.replicas = Replicas(
             topology,
-            make_states(topology, functions, cut, config.seed, origin, kept),
-            config.recipe.average_parameters_every,
+            make_states(
+                topology,
+                functions,
+                cut,
+                config.seed,
+                origin,
+                kept,
+                own_origin=own_origin,
+                step=step,
+                with_momentum=config.averaging.is_outer,
+            ),
             notes_norms=team is not None and config.recovery.lost_stage == AVERAGE,
         )
         self.exchange = Exchange(EventLoop(config.network.deadline_s), topology, links)
-        self.operations = TrainingOperations(self.replicas, wire_of_run(config), config.seed)
+        self.operations = TrainingOperations(
+            self.replicas,
+            wire_of_run(config),
+            config.seed,
+            tells_targets=config.averaging.is_outer,
+        )
         scales = config.recipe.skip_scaling == "inverse"
         self.shares = {name: _shares(plan, scales=scales) for name, plan in schedule.plans.items()}
+        # By the names of plans, and whether replicas average gradients.
         self.emulations = {
-            name: Emulation(plan, config.network, config.seed, config.recipe.averaged_at_most)
+            (name, is_exact): Emulation(of_kind, config.network, config.seed)
             for name, plan in schedule.plans.items()
+            for is_exact, of_kind in ((True, with_exact_averaging(plan)), (False, plan))
             if config.network.mode == "emulate"
         }
         self.ready_first = config.execution == "ready-first"
@@ -108,6 +138,7 @@ class Runtime:
             or self.ready_first
             or topology.rings
             or team is not None
+            or config.averaging.is_outer
         )
         self.given = None
         if team is not None:
@@ -119,8 +150,25 @@ class Runtime:
             ways, first = ways_of(topology, config), team.generation.step
         every = config.recovery.buddy_every
         self.buddies = Buddies(self.exchange, self.replicas, ways, every, first, copies)
+        self._apart = self._behind = None
+        if config.averaging.is_outer:
+            self._go_apart(step)
         if team is not None:
-            team.when_ended(lambda: self.exchange.loop.post(_end_team))
+            team.when_ended(self._end_team)
+
+    def _go_apart(self, step: int) -> None:
+        """Have replicas take steps of their own, after `step`."""
+        self._apart = OuterSteps(self.config, self.topology, self.states, step)
+        self._behind = Behind(self.exchange, self.team, step)
+        # Of a run that was resumed, what was under way goes round once more.
+        for replica, state in self.states.items():
+            for sent_after, own in state.under_way.items():
+                self._behind.send(replica, sent_after, own)
+
+    def _end_team(self) -> None:
+        if self._behind is not None:
+            self._behind.stop()
+        self.exchange.loop.post(_raise_team_ended)
 
     @property
     def states(self) -> Mapping[int, StageState]:
@@ -137,9 +185,46 @@ class Runtime:
             {} if self.given is None else self.given.after(step, self.states, self.exchange.links)
         )
 
+    def own_states(self, step: int) -> tuple[Mapping[tuple[int, int], State], OwnStates | None]:
+        """What this host saves after a step of each replica alone, and which all hosts save.
+
+        That is nothing where replicas do not differ, or where some cannot be saved, as their hosts
+        do not reach the folder of the run.
+        """
+        averaging = self.config.averaging
+        are_apart = averaging.is_outer and step >= averaging.exact_steps
+        if not are_apart or (self.team is not None and places_apart(self.team)):
+            return {}, None
+        stage_of, replicas = self.topology.stage_of, self.topology.replicas
+        own = {
+            (stage_of[node], replicas[stage_of[node]].index(node)): state.own_to_save()
+            for node, state in self.states.items()
+            if state.outer is not None
+        }
+        return own, OwnStates.of(replicas, asdict(averaging))
+
     def let_go(self) -> None:
         """Keep nothing of an iteration that was not ended."""
         self.operations.nodes.clear()
+
+    def wait_for(self, future: Future[T], step: int) -> T:
+        """The result of what depends on the totals of a step, which may be on their way.
+
+        Raises:
+            DeadlinePassed: if nothing came from other hosts for `network.deadline_s`.
+        """
+        return future.result() if self._behind is None else self._behind.wait_for(future, step)
+
+    def counts(self, step: int) -> bool:
+        """Whether a step that this host has made counts for all, as far as it knows."""
+        if self.config.averaging.is_exact(step):
+            return True
+        return self._behind is not None and self._behind.counted >= step
+
+    def close(self) -> None:
+        """Have nothing go on behind the iterations any more."""
+        if self._behind is not None:
+            self._behind.close()
 
     @property
     def copies(self) -> Collection[Copy]:
@@ -172,40 +257,49 @@ class Runtime:
         name = self.schedule.name(iteration)
         self.operations.begin(iteration, self.shares[name])
         if not (self.waits or record):
-            return self._dispatch(iteration, self.programs[name], batches, stop)
+            return self._dispatch(self.programs[name], batches, stop)
+        plan = self.schedule.plans[name]
+        given = self.exchange, self.operations, plan, self.programs[name], iteration
+        clock = Clock.with_offset(self.clock_offset_s) if record else None
+        is_exact = self.config.averaging.is_exact(iteration + 1)
+        emulation = self.emulations.get((name, is_exact))
+        if not is_exact:
+            assert self._apart is not None, "is outer"
+            assert self._behind is not None, "is outer"
+            outer = OuterIteration(
+                *given,
+                steps=self._apart,
+                behind=self._behind,
+                ready_first=self.ready_first,
+                emulation=emulation,
+            )
+            return outer.run(batches, stop, clock)
         live = LiveIteration(
-            self.exchange,
-            self.operations,
-            self.schedule.plans[name],
-            self.programs[name],
-            iteration,
+            *given,
             ready_first=self.ready_first,
             averaging_dtype=self.config.network.averaging_dtype,
-            emulation=self.emulations.get(name),
+            emulation=emulation,
             team=self.team,
             buddies=self.buddies,
         )
-        return live.run(batches, stop, Clock.with_offset(self.clock_offset_s) if record else None)
+        outcome = live.run(batches, stop, clock)
+        if self._apart is not None:
+            self._apart.begin(iteration + 1)
+        return outcome
 
-    def _dispatch(
-        self, iteration: int, program: Program, batches: Mapping[int, Batch], stop: bool
-    ) -> Outcome:
+    def _dispatch(self, program: Program, batches: Mapping[int, Batch], stop: bool) -> Outcome:
         """Dispatch one iteration in the program's order, waiting for nothing."""
         norms = []
         for stage in in_program_order(program, self.operations, batches):
-            if not self.replicas.updates_locally:
-                self.replicas.sum_by_collective(stage)
+            self.replicas.sum_by_collective(stage)
             norms += self.replicas.squared_norms(stage)
         parts = [*self.operations.totals.values(), *norms]
         local = add_up(self.topology, parts, stop, {})
         summed = sum_by_collective(self.topology, local)
-        totals, _, _ = apart(summed, len(self.topology.devices))
-        self.replicas.update(totals)
-        if self.replicas.averages_parameters(iteration):
-            for stage in self.replicas.stages:
-                self.replicas.sum_by_collective(stage)
+        sums = Sums(apart(summed, len(self.topology.devices)).totals)
+        self.replicas.update(sums.totals)
         gauges = {node: state.gauge for node, state in self.operations.nodes.items()}
-        return Outcome(totals, gauges, None)
+        return Outcome(lambda: sums, gauges)
 
 
 def open_runtime(
@@ -218,14 +312,19 @@ def open_runtime(
     origin: Origin | None,
     kept: Kept | None = None,
     remains: Remains = NO_REMAINS,
+    own_origin: OwnOrigin | None = None,
+    step: int = 0,
 ) -> Runtime:
     """The runtime of this host; all hosts call this together.
 
     In a team, states that are `kept` are gone on with, and those of stages that a host newly serves
     come from others; those of stages that were lost are made from what others hold, and from what
-    `remains` of them.
+    `remains` of them. Replicas that are apart go on after `step`.
     """
     plan = schedule.plans[OWN]
+    cut = config.model.layers_of_stages(len(plan.stages))
+    for (stage, _), state in (kept or {}).items():
+        settle(config, cut[stage], state, step)
     timeout_s = patience_s(config, host)
     kinds = gather(host, "devices", lambda: [d.device_kind for d in jax.local_devices()], timeout_s)
     devices = devices_of_nodes(host_of, list(kinds.values()))
@@ -235,20 +334,24 @@ def open_runtime(
     )
     team = host if isinstance(host, Team) else None
     shardings = {node: topology.sharding(node) for node in topology.nodes}
-    links = transfers.links(shardings, 0 if team is None else team.generation.step)
-    for link in links.values():
-        link.expect(range(topology.first_free_hop))
+    first = 0 if team is None else team.generation.step
+    apart = config.averaging.iterations_apart + config.averaging.is_outer
+    links = transfers.links(shardings, first, apart)
+    for other, numbers in offered(topology, programs.values()).items():
+        links[other].expect(numbers)
     clock_offset_s = host.clock_offset_s() if config.trace != "never" else 0.0
     if team is not None:
         handovers = Handovers(topology, config, team.holders)
         if handovers.handovers or team.generation.remade:
             functions = functions_of_run(config, len(plan.stages))
-            cut = config.model.layers_of_stages(len(plan.stages))
 
             def make(
                 stages: Collection[int], origin: Origin | None, kept: Kept
             ) -> Mapping[int, StageState]:
-                return make_states(topology, functions, cut, config.seed, origin, kept, stages)
+                given = config.seed, origin, kept, stages
+                return make_states(
+                    topology, functions, cut, *given, with_momentum=config.averaging.is_outer
+                )
 
             given = handovers.shapes, handovers.numbers, kept or {}, remains
             remaking = Remaking(topology, team, *given)
@@ -264,7 +367,9 @@ def open_runtime(
     given = schedule, programs, topology, links, origin, clock_offset_s
     # Others are of stages that come back from a checkpoint, and have been given.
     copies = remains.copies if config.recovery.lost_stage == BUDDY else ()
-    runtime = Runtime(config, *given, team=team, kept=kept, copies=copies)
+    runtime = Runtime(
+        config, *given, team=team, kept=kept, copies=copies, own_origin=own_origin, step=step
+    )
     # Nobody waits in a collective, or for activations, of a host that still reads or compiles; and
     # nobody updates a state that another still takes.
     barrier(host, "runtime", timeout_s)
@@ -285,7 +390,7 @@ def give_collectives_threads(config: Config, host: Membership, nodes: int) -> No
         os.environ.setdefault("PJRT_NPROC", str(threads))
 
 
-def _end_team(_: float) -> NoReturn:
+def _raise_team_ended(_: float) -> NoReturn:
     raise TeamEnded
 
 

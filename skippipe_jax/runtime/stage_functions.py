@@ -103,8 +103,7 @@ class StageFunctions:
     squared_norm: Callable[[Gradients], Totals]
     """gradients -> totals that hold their squared norm alone"""
     update: Callable[..., tuple[Parameters, PyTree, Gradients]]
-    """(parameters, optimizer state, gradients, totals, factor or None) -> updated ones and zero
-    gradients; with a factor, by so many times the gradients, as the norm in the totals has them"""
+    """(parameters, optimizer state, gradients, totals) -> updated ones and zero gradients"""
     predict: Callable[[Parameters, Array], Array]
     """(parameters, inputs) -> outputs, and nothing for a backward"""
     held_out: Callable[[Parameters, Array, Array], Float[Array, 2]]
@@ -232,14 +231,11 @@ def stage_functions(
         optimizer_state: PyTree,
         gradients: Gradients,
         totals: Totals,
-        factor: Float[Array, ""] | None = None,
     ):
         scale = microbatch_tokens / totals[TOKENS]
         if optimizer.clip_norm is not None:
             norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
             scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm)
-        if factor is not None:
-            scale = scale * factor
         mean = jax.tree.map(lambda leaf: leaf * scale, gradients)
         updates, new_state = transformation.update(mean, optimizer_state, parameters)
         updated = optax.apply_updates(parameters, updates), new_state

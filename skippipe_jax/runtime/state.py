@@ -6,18 +6,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 from tqdm import tqdm
 
 from skippipe_jax.config import StageCut
+from skippipe_jax.optim.outer import Message, Outer, Part, begin_with
 from skippipe_jax.runtime.stage_functions import Gauge, Gradients, Parameters, StageFunctions
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.storage.reader import read_arrays
 
+MOMENTUM = "outer_momentum"
 State = Mapping[str, PyTree]
-"""What a checkpoint holds of a stage: "parameters" and "optimizer_state"."""
+"""What a checkpoint holds of a stage: "parameters" and "optimizer_state".
+
+What one replica gives to another has the momentum of the outer optimizer, too, if there is one.
+"""
 
 Origin = Callable[[int, State], State]
 """(stage, the shapes of its state) -> its state, or its parameters alone before the first update
@@ -27,22 +33,83 @@ In this host's own memory, as NumPy arrays: replicas copy from there.
 
 
 @dataclass
+class UnderWay:
+    """A fragment that a replica has sent and not applied yet.
+
+    Attributes:
+        fragment: its number.
+        sent: the parameters that were sent.
+        message: what the replica has sent of its own.
+        counts_with: the step that counts only once all hosts have all messages.
+        messages: of all replicas, by their places in the stage, once they have come.
+    """
+
+    fragment: int
+    sent: Part
+    message: Message
+    counts_with: int
+    messages: Mapping[int, Message] | None = None
+
+
+@dataclass
 class StageState:
-    """One replica of a stage. Nodes of a stage that share devices may share it."""
+    """One replica of a stage. Nodes of a stage that share devices may share it.
+
+    Attributes:
+        outer: what a replica keeps that takes steps of its own beside others of its stage.
+        under_way: the fragments that it has sent and not applied, by the steps after which it sent
+            them.
+    """
 
     functions: StageFunctions
     parameters: Parameters
     optimizer_state: PyTree
     gradients: Gradients
+    outer: Outer | None = None
+    under_way: dict[int, UnderWay] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Parameters:
+        """The parameters that count: the outer ones, where there are any."""
+        return self.parameters if self.outer is None else self.outer.anchor
 
     def to_save(self) -> dict[str, PyTree]:
         """What a checkpoint holds of a stage."""
-        return {"parameters": self.parameters, "optimizer_state": self.optimizer_state}
+        return {"parameters": self.model, "optimizer_state": self.optimizer_state}
 
-    def take(self, state: State) -> None:
-        """Go on with this."""
-        self.parameters, self.optimizer_state = state["parameters"], state["optimizer_state"]
+    def to_give(self, *, with_momentum: bool) -> dict[str, PyTree]:
+        """What another replica goes on with; the outer momentum too, if it is one of outer steps.
 
+        Without outer parameters the momentum is what it begins with.
+        """
+        if not with_momentum:
+            return self.to_save()
+        if self.outer is None:
+            momentum = jax.tree.map(jnp.zeros_like, self.parameters)
+        else:
+            momentum = self.outer.momentum
+        return {**self.to_save(), MOMENTUM: momentum}
+
+    def own_to_save(self) -> dict[str, PyTree]:
+        """What a checkpoint holds of this replica alone, beside what it holds of the stage."""
+        assert self.outer is not None, "takes steps of its own"
+        return {
+            "parameters": self.parameters,
+            "optimizer_state": self.optimizer_state,
+            MOMENTUM: self.outer.momentum,
+            "residual": self.outer.residual,
+            "under_way": {
+                f"{step}": {"sent": own.sent, "message": own.message}
+                for step, own in self.under_way.items()
+            },
+        }
+
+
+OwnOrigin = Callable[[int, int, State], State]
+"""(stage, place among its replicas, shapes of the stage's state) -> what `own_to_save` has saved
+
+Fragments under way are by the step after which they were sent, and their number.
+"""
 
 Kept = Mapping[tuple[int, jax.Device], StageState]
 """States that a host has held before, by stage and device."""
@@ -55,6 +122,7 @@ class NodeState:
     gauge: Gauge
     saved: dict[int, PyTree] = field(default_factory=dict)
     targets: dict[int, jax.Array] = field(default_factory=dict)
+    counts: dict[int, jax.Array] = field(default_factory=dict)
 
 
 def from_checkpoint(checkpoint: Checkpoint, stage_layers: Sequence[int]) -> Origin:
@@ -70,11 +138,17 @@ def make_states(
     origin: Origin | None,
     kept: Kept | None = None,
     stages: Collection[int] | None = None,
+    *,
+    own_origin: OwnOrigin | None = None,
+    step: int = 0,
+    with_momentum: bool = False,
 ) -> dict[int, StageState]:
     """The state of every replica held here, by its name; with `stages`, of these only.
 
-    It is one of those that are `kept`, or a copy of one for another device, or comes from `origin`,
-    which is asked once for each stage, or is drawn from `seed`.
+    It is one of those that are `kept`, or a copy of one for another replica, or comes from
+    `origin`, which is asked once for each stage, or is drawn from `seed`. What each replica has of
+    its own comes from `own_origin`, as it was after `step`; or replicas that take steps of their
+    own begin with the momentum of others (`with_momentum`).
     """
     states: dict[int, StageState] = {}
     replicas = [
@@ -83,8 +157,10 @@ def make_states(
         if stages is None or topology.stage_of[node] in stages
     ]
     of_stages = {stage: state for (stage, _), state in (kept or {}).items()}
+    left = dict(kept or {})
     for node in replicas:
-        state = (kept or {}).get((topology.stage_of[node], topology.device(node)))
+        # Where replicas are alone on nodes that share a device, one of them goes on with it.
+        state = left.pop((topology.stage_of[node], topology.device(node)), None)
         if state is not None:
             # What was added up of an iteration that did not count is forgotten.
             with jax.default_device(topology.device(node)):
@@ -97,7 +173,8 @@ def make_states(
         own = [node for node in replicas if topology.stage_of[node] == stage and node not in states]
         first_layer = cut.blocks(stage).start
         if stage in of_stages:
-            read = jax.device_get(of_stages[stage].to_save())
+            given = of_stages[stage].to_give(with_momentum=with_momentum)
+            read = jax.device_get(given)
             for node in own:
                 states[node] = _placed(functions[stage], read, topology, node)
             continue
@@ -106,9 +183,14 @@ def make_states(
                 states[node] = _drawn(functions[stage], first_layer, topology, node, seed)
             continue
         shapes = jax.eval_shape(functions[stage].create, jax.random.key(0), first_layer)
-        read = origin(stage, {"parameters": shapes[0], "optimizer_state": shapes[1]})
+        wanted = {"parameters": shapes[0], "optimizer_state": shapes[1]}
+        read = origin(stage, wanted)
         for node in own:
             states[node] = _placed(functions[stage], read, topology, node)
+            if own_origin is not None and len(topology.replicas[stage]) > 1:
+                place = topology.replicas[stage].index(node)
+                of_replica = own_origin(stage, place, wanted)
+                _go_on_alone(states[node], of_replica, topology, node, step)
     return {node: states[node] for node in replicas}
 
 
@@ -134,7 +216,22 @@ def _placed(functions: StageFunctions, read: State, topology: Topology, node: in
         begun = None if "optimizer_state" in copy else functions.begin(parameters)
     gradients, begun = jax.device_put((gradients, begun), topology.sharding(node))
     optimizer_state = copy["optimizer_state"] if begun is None else begun
-    return StageState(functions, parameters, optimizer_state, gradients)
+    state = StageState(functions, parameters, optimizer_state, gradients)
+    if MOMENTUM in copy:
+        state.outer = begin_with(parameters, copy[MOMENTUM])
+    return state
+
+
+def _go_on_alone(state: StageState, own: State, topology: Topology, node: int, step: int) -> None:
+    """Have a replica that has the outer parameters go on as one of its stage has been saved."""
+    copy = jax.device_put(dict(own), topology.sharding(node), may_alias=False)
+    state.outer = Outer(state.parameters, copy[MOMENTUM], copy["residual"])
+    state.parameters, state.optimizer_state = copy["parameters"], copy["optimizer_state"]
+    state.under_way = {
+        # Messages go round once more, while the next step is made.
+        sent_after: UnderWay(fragment, of_step["sent"], of_step["message"], step + 1)
+        for (sent_after, fragment), of_step in copy["under_way"].items()
+    }
 
 
 def make_nodes(topology: Topology) -> dict[int, NodeState]:

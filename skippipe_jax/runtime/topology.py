@@ -19,10 +19,11 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.averaging import best_ring
 
 from skippipe_jax.config import Config, NetworkConfig
-from skippipe_jax.config.recipe import AVERAGED
 from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.optim.outer import longest_message
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.copied import pieces_of_copies
+from skippipe_jax.runtime.gathering import GatheringRing
 from skippipe_jax.runtime.ring import Ring
 
 # `network.averaging: auto` takes the collective where no link between replicas is slower.
@@ -81,6 +82,7 @@ class Topology:
             or that of other nodes of the stage on the same devices.
         replicas: those of each stage.
         rings: of the stages that are averaged by one.
+        gatherings: the rings round which the changes of replicas go that are apart.
         totals: the numbers of the hops of totals, two for each host.
         first_free_hop: the numbers from here on mean nothing yet.
         copies: the numbers of the hops by which copies of stages go to their buddies.
@@ -94,6 +96,7 @@ class Topology:
     replica_of: Mapping[int, int]
     replicas: tuple[tuple[int, ...], ...]
     rings: Mapping[int, Ring]
+    gatherings: Mapping[int, GatheringRing]
     totals: range
     first_free_hop: int
     copies: range = range(0)
@@ -111,32 +114,41 @@ class Topology:
         in_one_jax: bool = False,
     ) -> Topology:
         """Lay out the run of `plan`; `numbers` are those that its plans have left free."""
-        averages_parameters = config.recipe.average_parameters_every is not None
-        replica_of = _replicas_of_nodes(plan, devices, alone=averages_parameters)
+        # Whose replicas go apart sooner or later has as many from the start.
+        replica_of = _replicas_of_nodes(plan, devices, alone=config.averaging.is_outer)
         replicas = tuple(
             tuple(dict.fromkeys(replica_of[node] for node in nodes)) for nodes in plan.stages
         )
-        averaged = AVERAGED if averages_parameters else 1
         width = jnp.dtype(config.network.averaging_dtype or "float32").itemsize
         rings: dict[int, Ring] = {}
-        for stage, shapes in enumerate(stage_shapes(config.model, len(plan.stages))):
+        shapes_of_stages = stage_shapes(config.model, len(plan.stages))
+        for stage, shapes in enumerate(shapes_of_stages):
             members = best_ring(plan.case, stage, sorted(replicas[stage]))
             if members and _averages_by_ring(
                 config.network, plan, host_of, members, in_one_jax=in_one_jax
             ):
-                length = averaged * parameter_count(shapes)
-                shared = _carry_hops(plan, host_of, members)
                 rings[stage] = Ring.of(
                     plan.case,
                     stage,
                     members,
                     numbers,
-                    length,
+                    parameter_count(shapes),
                     width=width,
-                    hop_bytes=min(plan.case.activation_bytes, plan.case.gradient_bytes)
-                    if shared
-                    else math.inf,
+                    hop_bytes=_hop_bytes(plan, host_of, members),
                 )
+        cut = config.model.layers_of_stages(len(plan.stages))
+        gatherings = {
+            stage: GatheringRing.of(
+                plan.case,
+                stage,
+                own,
+                numbers,
+                longest_message(config.averaging, cut[stage], shapes_of_stages[stage]),
+                hop_bytes=_hop_bytes(plan, host_of, own),
+            )
+            for stage, own in enumerate(replicas)
+            if config.averaging.is_outer and len(own) > 1
+        }
         totals = numbers.take(2 * (max(host_of) + 1))
         copies = numbers.take(sum(map(len, pieces_of_copies(config, len(plan.stages)))))
         return cls(
@@ -148,6 +160,7 @@ class Topology:
             replica_of,
             replicas,
             rings,
+            gatherings,
             totals,
             numbers.free,
             copies,
@@ -238,6 +251,13 @@ def _replicas_of_nodes(
         for stage, nodes in enumerate(plan.stages)
         for node in nodes
     }
+
+
+def _hop_bytes(plan: Plan, host_of: Sequence[int], ring: Sequence[int]) -> float:
+    """Of the hops that take the same links as a ring; infinite if none do."""
+    if not _carry_hops(plan, host_of, ring):
+        return math.inf
+    return min(plan.case.activation_bytes, plan.case.gradient_bytes)
 
 
 def _carry_hops(plan: Plan, host_of: Sequence[int], ring: Sequence[int]) -> bool:

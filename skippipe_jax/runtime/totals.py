@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,19 +18,39 @@ from skippipe_jax.storage.recording import Recording
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of one iteration, still being computed: the totals over all nodes, and this host's gauges.
+class Sums:
+    """What is summed up over all hosts in an iteration.
 
-    `busy_s` is how long each node computed, where that was watched; `recording` what happened when,
-    where that was asked for. `squared_norms` are those of the gradients of each stage's blocks,
-    where they are noted.
+    `busy_s` is how long each node computed, where that was watched. `squared_norms` are those of
+    the gradients of each stage's blocks, where they are noted.
     """
 
     totals: Totals
-    gauges: dict[int, Gauge]
-    busy_s: Float[Array, " nodes"] | None
-    recording: Recording | None = None
+    busy_s: Float[Array, " nodes"] | None = None
     squared_norms: Float[Array, " stages"] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one iteration, still being computed.
+
+    Attributes:
+        sums: waits until the hosts have summed up, if they have not, and returns the sums. It
+            raises what has kept them from it.
+        gauges: of the nodes of this host.
+        recording: what happened when, where that was asked for.
+        ended_s: when this host went on, where others may still be at it.
+    """
+
+    sums: Callable[[], Sums]
+    gauges: dict[int, Gauge]
+    recording: Recording | None = None
+    ended_s: float | None = None
+
+    @property
+    def totals(self) -> Totals:
+        """Those over all nodes, once they are known."""
+        return self.sums().totals
 
 
 def add_up(
@@ -66,11 +86,13 @@ def add_all(parts: list[Array]) -> Array:
     return sum(parts[1:], start=parts[0])
 
 
+def apart(summed: Float[Array, " all"], nodes: int) -> Sums:
+    """What was summed up over so many nodes."""
+    return Sums(*_apart(summed, nodes))
+
+
 @partial(jax.jit, static_argnums=1)
-def apart(
-    summed: Float[Array, " all"], nodes: int
-) -> tuple[Totals, Float[Array, " nodes"], Float[Array, " stages"]]:
-    """Totals, how long each of so many nodes computed, and the squared norm of each stage."""
+def _apart(summed: Array, nodes: int) -> tuple[Array, Array, Array]:
     busy_s, norms = summed[TOTALS : TOTALS + nodes], summed[TOTALS + nodes :]
     return summed[:TOTALS], busy_s, norms
 

@@ -9,8 +9,9 @@ import hashlib
 import json
 import secrets
 import struct
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +67,13 @@ class HostLink:
         key_there: bytes,
         shardings: Mapping[int, Sharding],
         reached: Reached,
+        apart: int,
     ):
         """Through our `server` and that at `address`, each for the other host alone.
 
         What a server sends is named by its key. `shardings[n]` says how arrays lie on the devices
-        of node n of ours. What this host has `reached` all its links know.
+        of node n of ours. What this host has `reached` all its links know, and that the other may
+        be so many iterations `apart`.
         """
         self.server: transfer.TransferServer | None = server
         self.key, self.key_there = key, key_there
@@ -78,12 +81,14 @@ class HostLink:
         self.shardings = shardings
         # Made when it is first needed: most hosts exchange nothing with most others.
         self.connection: transfer.TransferConnection | None = None
+        self._connecting = threading.Lock()
         # By the number of each hop, the iteration in which it was sent last.
         self._sent: dict[int, int] = {}
         self._reached = reached
-        self._expected: list[tuple[range, int | None]] = []
+        self._apart = apart
+        self._expected: list[tuple[Collection[int], int | None]] = []
 
-    def expect(self, numbers: range, *, after: int = 0, once: bool = False) -> None:
+    def expect(self, numbers: Collection[int], *, after: int = 0, once: bool = False) -> None:
         """The other host may ask for hops of these numbers, whether this one comes to send them.
 
         It does so in each iteration, whose name comes after `after`; or `once`, in iteration 0.
@@ -100,8 +105,9 @@ class HostLink:
 
     def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Ask for what the hop carries, which may be offered later; it is shaped as `like`."""
-        if self.connection is None:
-            self.connection = self._open_server.connect(self.address)
+        with self._connecting:
+            if self.connection is None:
+                self.connection = self._open_server.connect(self.address)
         here = self.shardings[hop.target]
         wanted = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
         [array] = self.connection.pull(_name(self.key_there, hop.number, iteration), [wanted])
@@ -126,13 +132,15 @@ class HostLink:
 
     def _names(self) -> set[tuple[int, int]]:
         """Whatever was offered here and may not have been pulled, or may have been asked for."""
-        # The other host may be one iteration ahead.
-        names = {(number, name) for number, last in self._sent.items() for name in (last, last + 1)}
+        # The other host may be ahead, and what goes behind the iterations was sent before.
+        back = 0 if self._apart == 1 else self._apart
+        further, sent = range(-back, self._apart + 1), [*self._sent.items()]
+        names = {(number, last + more) for number, last in sent for more in further}
         now = self._reached.iteration
         for numbers, after in self._expected:
-            iterations = (0,) if after is None else (after + now, after + now + 1)
+            iterations = [0] if after is None else [after + now + more for more in further]
             names |= {(number, name) for number in numbers for name in iterations}
-        return names
+        return {(number, name) for number, name in names if name >= 0}
 
     @property
     def _open_server(self) -> transfer.TransferServer:
@@ -205,15 +213,24 @@ class Transfers:
         self.addresses = {other: there["reached"][str(host)] for other, there in others.items()}
         self.keys = {other: bytes.fromhex(there["key"]) for other, there in others.items()}
 
-    def links(self, shardings: Mapping[int, Sharding], first: int = 0) -> dict[int, HostLink]:
+    def links(
+        self, shardings: Mapping[int, Sharding], first: int = 0, apart: int = 1
+    ) -> dict[int, HostLink]:
         """A link to every other host; `shardings` are those of this host's nodes.
 
-        The iterations in which they are used begin with the `first`.
+        The iterations in which they are used begin with the `first`; hosts are so many `apart` at
+        most.
         """
         reached = Reached(first)
         links = {
             other: HostLink(
-                server, self.key, self.addresses[other], self.keys[other], shardings, reached
+                server,
+                self.key,
+                self.addresses[other],
+                self.keys[other],
+                shardings,
+                reached,
+                apart,
             )
             for other, server in self.servers.items()
         }

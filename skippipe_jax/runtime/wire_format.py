@@ -12,12 +12,13 @@ and work on any array whose last axis are an activation's channels.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int8, UInt32
+from jaxtyping import Array, Float, Int, Int8, Shaped, UInt32
 
 from skippipe_jax.models.footprint import CHANNELS_OF_A_SCALE, SCALE_BYTES
 
@@ -67,6 +68,12 @@ class WireFormat:
         assert draw is not None, "stochastic rounding is drawn by something"
         return packed(numbers, marks, drawn_fractions(draw, numbers.shape))
 
+    @cached_property
+    def with_targets(self) -> jax.ShapeDtypeStruct:
+        """What a hop carries that says, too, how many targets its microbatch has."""
+        targets = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.eval_shape(with_targets, self.travelling, targets)
+
     def unpack(self, array: Array) -> Float[Array, "*batch channels"]:
         """What stages compute with; an array that has not travelled stays as it is."""
         if array.dtype != jnp.int8:
@@ -80,6 +87,26 @@ class Wire:
 
     activations: WireFormat
     gradients: WireFormat
+
+
+@jax.jit
+def with_targets(array: Array, targets: Int[Array, ""]) -> Shaped[Array, " travelling"]:
+    """An activation as it travels, all in one row, and behind it its microbatch's target tokens.
+
+    They are four bytes, each a number that all dtypes hold as it is.
+    """
+    of_bytes = jax.lax.bitcast_convert_type(targets.astype(jnp.int32), jnp.int8)
+    return jnp.concatenate([array.ravel(), of_bytes.astype(array.dtype)])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def without_targets(
+    array: Shaped[Array, " travelling"], like: jax.ShapeDtypeStruct
+) -> tuple[Array, Int[Array, ""]]:
+    """The activation, shaped as `like`, and the target tokens."""
+    activation, of_bytes = jnp.split(array, [array.size - 4])
+    targets = jax.lax.bitcast_convert_type(of_bytes.astype(jnp.int8), jnp.int32)
+    return activation.reshape(like.shape), targets
 
 
 def packed(

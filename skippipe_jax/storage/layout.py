@@ -4,6 +4,8 @@ In the run folder, which all hosts share:
 
     checkpoints/00000020/     one step
         stage_0/ stage_1/ ..  an Orbax checkpoint of each stage's state, written by one host
+        replica_1_0/ ..       one of each replica's own state, where replicas go apart: of a stage,
+                              and of the place in it, written by the host that holds it
         data.json             how far the data had been read
         COMMITTED             written last: what the checkpoint holds, with a digest of every file
 
@@ -11,7 +13,8 @@ It is written as 00000020.writing-G, where G counts generations of hosts, and ge
 is whole: those who were cut off write another one than those who went on without them. A folder
 without COMMITTED is not a checkpoint. COMMITTED says how many blocks each stage held, so that
 `read_stage` can put the stages of any other cut together from those. It also says which stages the
-run went on without by then, and after which step their state is that the checkpoint holds.
+run went on without by then, and after which step their state is that the checkpoint holds, and
+which replicas have states of their own.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import hashlib
 import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from skippipe_sched.errors import InputError
 
@@ -40,11 +44,30 @@ FORMAT, VERSION = "skippipe-checkpoint", 2
 
 
 @dataclass(frozen=True)
+class OwnStates:
+    """Which replicas a checkpoint has states of, beside those of their stages.
+
+    Attributes:
+        counts: of each stage, how many: all of its replicas, or none.
+        averaging: how they are averaged, as the configuration says it.
+    """
+
+    counts: tuple[int, ...]
+    averaging: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, replicas: Sequence[Sequence[int]], averaging: Mapping[str, Any]) -> OwnStates:
+        """Of all replicas of each stage; a single one has nothing beside its stage's."""
+        return cls(tuple(len(own) if len(own) > 1 else 0 for own in replicas), averaging)
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A committed checkpoint of stages with ``stage_layers`` blocks.
 
     ``files`` gives the digest of each file in ``folder``; those of the ``intact`` parts have been
     found to have it. Stages that were ``left_out`` are as they were after an earlier step: which.
+    Where replicas go apart, there are ``own`` states of them.
     """
 
     folder: Path
@@ -53,6 +76,7 @@ class Checkpoint:
     files: Mapping[str, str]
     intact: frozenset[str] = frozenset()
     left_out: Mapping[int, int] = field(default_factory=dict)
+    own: OwnStates | None = None
 
     def about_left_out(self) -> list[str]:
         """Which stages are older than the checkpoint, a sentence for each."""
@@ -108,6 +132,19 @@ def unfinished_folder(run_dir: Path, step: int, generation: int) -> Path:
 def stage_name(stage: int) -> str:
     """The name of the folder of a stage, in that of a step."""
     return f"stage_{stage}"
+
+
+def replica_name(stage: int, place: int) -> str:
+    """The name of the folder of what a replica has of its own, in that of a step."""
+    return f"replica_{stage}_{place}"
+
+
+def replicas_named(own: OwnStates | None) -> set[str]:
+    """The names of the folders of all replicas that have states of their own."""
+    counts = () if own is None else own.counts
+    return {
+        replica_name(stage, place) for stage, count in enumerate(counts) for place in range(count)
+    }
 
 
 def part_of(name: str) -> str:
@@ -174,7 +211,10 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
             inside(folder, name)
         left_out = {int(stage): int(of) for stage, of in record.get("left_out", {}).items()}
         layers = tuple(map(int, record["stage_layers"]))
-        return Checkpoint(folder, chosen, layers, files, left_out=left_out)
+        own = record.get("own")
+        if own is not None:
+            own = OwnStates(tuple(map(int, own["counts"])), dict(own["averaging"]))
+        return Checkpoint(folder, chosen, layers, files, left_out=left_out, own=own)
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -222,10 +262,12 @@ def declare_whole(
     stage_layers: Sequence[int],
     files: Mapping[str, str],
     left_out: Mapping[int, int] | None = None,
+    own: OwnStates | None = None,
 ) -> None:
     """Make what was written in `unfinished` the checkpoint in `folder`, with a digest of each file.
 
-    Stages that are `left_out` are as they were after these steps.
+    Stages that are `left_out` are as they were after these steps; there are `own` states of
+    replicas.
     If others have done so for that step meanwhile, theirs is the same, and stays.
     """
     record = {
@@ -235,6 +277,8 @@ def declare_whole(
         "stage_layers": list(stage_layers),
         "files": files,
     } | ({"left_out": left_out} if left_out else {})
+    if own is not None:
+        record["own"] = asdict(own)
     write_whole(unfinished / COMMITTED, json.dumps(record, indent=1), durably=True)
     if folder.exists() and not is_committed(folder):
         shutil.rmtree(folder)  # An earlier version of this program wrote checkpoints in place.

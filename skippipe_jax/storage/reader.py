@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from skippipe_jax.storage.layout import (
     COMMITTED,
     DATA,
     Checkpoint,
+    replica_name,
     require_intact,
     stage_name,
 )
@@ -86,6 +87,30 @@ def read_arrays(
         own = pieces.pop(name)  # Put together, they are not needed any more.
         whole.append(own[0] if len(own) == 1 else np.concatenate(own))
     return jax.tree.unflatten(jax.tree.structure(abstract), whole)
+
+
+def read_replica(
+    checkpoint: Checkpoint,
+    stage: int,
+    place: int,
+    abstract_of: Callable[[Collection[str]], Mapping[str, PyTree]],
+) -> PyTree:
+    """Read what a replica has of its own, bit for bit as it was saved, as NumPy arrays.
+
+    `abstract_of` is given the names of all arrays that there are, and says what they should be.
+
+    Raises:
+        InputError: a file of it is missing or damaged, or its arrays are others.
+    """
+    name = replica_name(stage, place)
+    require_intact(checkpoint, name)
+    with ArrayFiles(checkpoint.folder / name) as files:
+        described = files.described()
+        abstract = abstract_of(described.keys())
+        wanted = leaves_by_name(abstract)
+        _require_same(files.folder, described, wanted)
+        read = files.read(wanted)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [read[name] for name in wanted])
 
 
 def step_of_stage(checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int) -> int:

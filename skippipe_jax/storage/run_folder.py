@@ -19,11 +19,13 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, TemporaryError, kind_of
 from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.plan import Plan, load_plan
+from skippipe_sched.timing.simulate import simulate_plan
 
 from skippipe_jax.config import NO_RECIPE, Config, parse_config, to_yaml
+from skippipe_jax.config.former_keys import without_former_keys
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.consensus.wire import generation_to_json, parse_generation
-from skippipe_jax.program.schedule import OWN, Schedule, timeline_of
+from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.storage.layout import CHECKPOINTS, latest_step
 from skippipe_jax.storage.whole_file import PARTIAL, write_whole
 
@@ -137,10 +139,7 @@ def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
         InputError: if the folder cannot be written.
     """
     # What takes time comes first: whoever interrupts it finds the run with the plans that it had.
-    averaged = config.recipe.averaged_at_most
-    pictures = {
-        name: gantt(plan, timeline_of(plan, averaged)) for name, plan in schedule.plans.items()
-    }
+    pictures = {name: gantt(plan, simulate_plan(plan)) for name, plan in schedule.plans.items()}
     with _accessible(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / PLANS).exists():  # Of a start that was cut short, or what the run leaves.
@@ -187,10 +186,13 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
 
 
 def _as_it_was(tree: Any) -> Any:
-    """What a run was told, with the key that its file lacks if the run is older than the key.
+    """What a run was told, without keys that are none any more, and with what is younger than it.
 
     Conversations longer than a sequence were split before `data.too_long` had a default for them.
     """
+    if isinstance(tree, dict):
+        # The model that it has trained is as good as any.
+        tree = {own: without_former_keys(tree[own], own, whatever=True) for own in tree}
     data = tree.get("data") if isinstance(tree, dict) else None
     if not isinstance(data, dict) or "too_long" in data:
         return tree

@@ -19,12 +19,15 @@ from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.storage.array_files import PyTree, Writing, begin_writing
 from skippipe_jax.storage.layout import (
     DATA,
+    OwnStates,
     declare_whole,
     digest,
     is_committed,
     part_of,
     remove,
     remove_unfinished,
+    replica_name,
+    replicas_named,
     saved_steps,
     stage_name,
     step_folder,
@@ -113,6 +116,8 @@ class CheckpointWriter:
         stages: Mapping[int, Mapping[str, PyTree]],
         data: Mapping[str, Any] | None,
         left_out: Mapping[int, int] | None = None,
+        replicas: Mapping[tuple[int, int], Mapping[str, PyTree]] | None = None,
+        own: OwnStates | None = None,
     ) -> None:
         """Begin a checkpoint; on return its arrays may be donated, and the writing goes on.
 
@@ -125,6 +130,8 @@ class CheckpointWriter:
                 top-level names, whose leaves are jax.Array on one device each.
             data: how far the data has been read, fit for JSON, from one host and None from others.
             left_out: from host 0, stages that are as they were after an earlier step, and which.
+            replicas: the own states that this host writes, by stage and place in it.
+            own: which of them all hosts write together, if there are any.
 
         Raises:
             InputError: the step is saved already.
@@ -140,14 +147,15 @@ class CheckpointWriter:
         texts = {} if data is None else {DATA: json.dumps(data)}
         writes: Future[dict[str, Writing]] = Future()
         try:
-            if stages or texts:
-                folder.mkdir(parents=True, exist_ok=True)
             parts = {stage_name(stage): state for stage, state in stages.items()}
+            parts |= {replica_name(*of): state for of, state in (replicas or {}).items()}
+            if parts or texts:
+                folder.mkdir(parents=True, exist_ok=True)
             writes.set_result({name: begin_writing(folder / name, parts[name]) for name in parts})
         except Exception as error:
             # Raised by the background thread, which tells the other hosts that wait for this part.
             writes.set_exception(error)
-        self._last_save = self._background.submit(self._finish, step, writes, texts, left_out)
+        self._last_save = self._background.submit(self._finish, step, writes, texts, left_out, own)
 
     def protect(self, step: int) -> None:
         """Hold on to the checkpoint of ``step`` too, and no longer to the one protected before.
@@ -208,6 +216,7 @@ class CheckpointWriter:
         writes: Future[dict[str, Writing]],
         texts: Mapping[str, str],
         left_out: Mapping[int, int] | None,
+        own: OwnStates | None,
     ) -> None:
         """Complete this host's part, and have host 0 commit once all parts are there."""
         folder = unfinished_folder(self._run_dir, step, self._generation)
@@ -220,7 +229,7 @@ class CheckpointWriter:
         from_host_0(
             self._host,
             f"checkpoint/{step}/whole",
-            lambda: self._commit(step, folder, dict(ChainMap(*parts.values())), left_out),
+            lambda: self._commit(step, folder, dict(ChainMap(*parts.values())), left_out, own),
             self._timeout_s,
         )
         self._when_whole(step)
@@ -231,15 +240,16 @@ class CheckpointWriter:
         folder: Path,
         files: Mapping[str, str],
         left_out: Mapping[int, int] | None,
+        own: OwnStates | None,
     ) -> None:
         """Declare the checkpoint of these files whole, if it is; drop old ones."""
         expected = {stage_name(stage) for stage in range(len(self._stage_layers))}
-        expected.add(DATA)
+        expected |= {DATA, *replicas_named(own)}
         written = {part_of(name) for name in files}
         if written != expected:
             raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
         whole = step_folder(self._run_dir, step)
-        declare_whole(folder, whole, self._stage_layers, files, left_out)
+        declare_whole(folder, whole, self._stage_layers, files, left_out, own)
         remove_unfinished(self._run_dir, up_to=step)
         if self._mirror is None:
             self._remove_old()

@@ -12,7 +12,8 @@ from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.storage.newest_whole import prepare_run
 from skippipe_jax.storage.reader import read_data_state
-from skippipe_jax.training.setup import Settled, go_on, parts_of, settle, settle_alone
+from skippipe_jax.training.opening import parts_of
+from skippipe_jax.training.setup import Settled, go_on, settle, settle_alone
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from skippipe_jax.training.trackers import Tracker, open_trackers, require_track
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
 
-# Iterations end one after another, and each is written soon after: more are never missing.
+# Iterations end one after another, and each is written soon after: more are never missing, beyond
+# those by which hosts are apart.
 LINES_KEPT = 8
 
 
@@ -86,10 +87,10 @@ class KeptLines(Callback):
         awaiting: the line after these, of which callbacks are told once its step is validated.
     """
 
-    def __init__(self):
-        """Begin with none."""
+    def __init__(self, apart: int = 1):
+        """Begin with none; hosts are so many iterations `apart` at most."""
         self.awaiting: Mapping[str, Any] | None = None
-        self.lines: deque[Mapping[str, Any]] = deque(maxlen=LINES_KEPT)
+        self.lines: deque[Mapping[str, Any]] = deque(maxlen=LINES_KEPT + apart)
 
     def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         """Keep the line."""
@@ -104,7 +105,7 @@ class KeptLines(Callback):
     def forget(self, after: int) -> None:
         """Forget what was told of the steps after one, which come again."""
         counting = [line for line in self.lines if line["step"] <= after]
-        self.lines = deque(counting, maxlen=LINES_KEPT)
+        self.lines = deque(counting, maxlen=self.lines.maxlen)
         if self.awaiting is not None and self.awaiting["step"] > after:
             self.awaiting = None
 
@@ -115,7 +116,7 @@ class KeptLines(Callback):
     def hear(self, told: Iterable[Sequence[Mapping[str, Any]]]) -> None:
         """Go on with the lines of whoever is furthest."""
         most = max(told, key=lambda lines: lines[-1]["step"] if lines else 0)
-        self.lines, self.awaiting = deque(most, maxlen=LINES_KEPT), None
+        self.lines, self.awaiting = deque(most, maxlen=self.lines.maxlen), None
 
     def write_the_missing(self, folder: Path) -> None:
         """Add those that a host which was lost has not written."""

@@ -70,7 +70,7 @@ def joined_by_address(
             last_addresses=seeking.addresses,
             run=seeking.run,
             is_newcomer=True,
-            spare=config.spare_places,
+            spare=config.join.places,
         ) as host:
             yield config, host
 

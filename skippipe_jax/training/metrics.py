@@ -8,26 +8,24 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
 
-from skippipe_jax.config import Config
+from skippipe_jax.config import AveragingConfig, Config
 from skippipe_jax.models.flops import iteration_flops
-from skippipe_jax.models.footprint import hop_bytes
-from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.footprint import bytes_passed, hop_bytes
 from skippipe_jax.optim.adamw import learning_rate_schedule, updates_made
 from skippipe_jax.profiling.devices import (
     peak_flops_per_second,
     peak_memory_bytes,
     peak_process_bytes,
 )
-from skippipe_jax.program.schedule import Schedule, predicted_s
+from skippipe_jax.program.schedule import Schedule, timeline_of
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import (
     LOSS,
@@ -64,9 +62,13 @@ class Expected:
     sent: dict[tuple[int, int], int]
 
     @classmethod
-    def of(cls, plan: Plan, config: Config, averaged: int) -> Expected:
-        """Of one that averages so many numbers for each parameter."""
-        return cls(predicted_s(plan, averaged), bytes_per_link(plan, config, averaged))
+    def of(cls, plan: Plan, config: Config, step: int) -> Expected:
+        """Of the iteration that leads to a step, or one like it."""
+        if config.averaging.is_outer and config.averaging.is_exact(step):
+            exact = replace(config, averaging=AveragingConfig())
+            timeline = timeline_of(plan, config.averaging, step)
+            return cls(timeline.iteration_s, bytes_per_link(plan, exact))
+        return cls(plan.predicted.iteration_s, bytes_per_link(plan, config))
 
 
 class Metrics:
@@ -84,11 +86,12 @@ class Metrics:
         self.asked_to_stop = False
         self.generation = None if runtime.team is None else runtime.team.generation.number
         self.hosts = len(runtime.topology.hosts)
-        # By the name of an iteration's plan, and how many numbers for each parameter it averages.
+        # By the name of an iteration's plan, and whether it averages gradients.
+        averaging, last = config.averaging, config.train.steps
         self.expected = {
-            (name, averaged): Expected.of(plan, config, averaged)
+            (name, averaging.is_exact(step)): Expected.of(plan, config, step)
             for name, plan in schedule.plans.items()
-            for averaged in {config.recipe.averaged(step) for step in (0, 1)}
+            for step in (1, last)
         }
         topology = runtime.topology
         self.own_devices = list(dict.fromkeys(map(topology.device, topology.nodes)))
@@ -102,10 +105,13 @@ class Metrics:
         self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
         self.learning_rate(step)  # Compiled now, not while training.
         optimizer_state = next(iter(runtime.states.values())).optimizer_state
-        self.skipped_updates = step - updates_made(optimizer_state)
+        # Replicas that are apart each count their own.
+        made = step if averaging.is_outer else updates_made(optimizer_state)
+        self.skipped_updates = step - made
         self.validations: dict[int, tuple[float | None, float]] = {}
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="progress")
-        self.watched: deque[Future[Finished]] = deque()
+        self.watched: deque[tuple[int, Future[Finished]]] = deque()
+        self.wait_for = runtime.wait_for
         self.last_s: float | None = None
 
     def begin(self) -> None:
@@ -117,13 +123,15 @@ class Metrics:
         """Wait in the background for the end of the iteration that leads to `step`."""
 
         def wait() -> Finished:
-            totals = np.asarray(outcome.totals)
+            sums = outcome.sums()
+            totals = np.asarray(sums.totals)
             # NumPy indexes: on a device an index would be a program to compile.
             peaks = {node: int(np.asarray(gauge)[1]) for node, gauge in outcome.gauges.items()}
-            busy_s = None if outcome.busy_s is None else np.asarray(outcome.busy_s)
-            return Finished(step, totals, peaks, compilations, busy_s, time.perf_counter())
+            busy_s = None if sums.busy_s is None else np.asarray(sums.busy_s)
+            at_s = time.perf_counter() if outcome.ended_s is None else outcome.ended_s
+            return Finished(step, totals, peaks, compilations, busy_s, at_s)
 
-        self.watched.append(self.watcher.submit(wait))
+        self.watched.append((step, self.watcher.submit(wait)))
 
     def validated(self, step: int, loss: float | None) -> None:
         """Note the held-out loss after `step`, if this host knows it, before that is reported."""
@@ -137,7 +145,10 @@ class Metrics:
             InputError: if the loss or its gradient is no finite number any more.
         """
         while len(self.watched) > leave:
-            finished = self.watched.popleft().result()
+            step, watched = self.watched[0]
+            # If this raises, the step may still come to count, and is told of then.
+            finished = self.wait_for(watched, step)
+            self.watched.popleft()
             self._check_memory(finished)
             line = self._line(finished)
             self.asked_to_stop = bool(finished.totals[STOP] > 0)
@@ -156,25 +167,22 @@ class Metrics:
         """The metrics of an iteration, and what follows from them for the next."""
         step, totals, optimizer = finished.step, finished.totals, self.config.optimizer
         name = self.schedule.name(step - 1)
-        expected = self.expected[name, self.config.recipe.averaged(step)]
+        is_exact = self.config.averaging.is_exact(step)
+        expected = self.expected[name, is_exact]
         assert self.last_s is not None, "an iteration has begun"
         seconds = finished.at_s - self.last_s
         # Validation is no part of the next iteration.
         held_out, self.last_s = self.validations.pop(step, (None, finished.at_s))
         loss = float(totals[LOSS] / totals[TOKENS])
         batch_tokens = self.config.data.microbatch_size * self.config.data.sequence_length
-        norm = float(np.sqrt(totals[SQUARED_NORM]) * batch_tokens / totals[TOKENS])
+        norm = float(np.sqrt(totals[SQUARED_NORM]))
+        if is_exact:
+            norm *= float(batch_tokens / totals[TOKENS])
         learning_rate = self.learning_rate(step - 1 - self.skipped_updates)
-        if skips_update(optimizer, totals, batch_tokens):
+        if is_exact and skips_update(optimizer, totals, batch_tokens):
             self.skipped_updates += 1
-        elif not (math.isfinite(loss) and math.isfinite(norm)):
-            raise InputError(
-                "optimizer.learning_rate",
-                optimizer.learning_rate,
-                f"the loss of step {step} is {loss}, and the norm of its gradient {norm}",
-                "Resume from the last checkpoint with a lower rate or clip_norm, or let "
-                "optimizer.skip_above_norm leave such updates out",
-            )
+        elif is_exact or optimizer.skip_above_norm is None:
+            self._require_finite(step, loss, norm)
         return {
             "step": step,
             "loss": finite(loss),
@@ -201,6 +209,17 @@ class Metrics:
             "peak_memory_bytes": self._peak_memory_bytes(),
             "peak_process_bytes": peak_process_bytes(),
         }
+
+    def _require_finite(self, step: int, loss: float, norm: float) -> None:
+        """Refuse to go on after a loss, or a gradient, that is no finite number."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise InputError(
+                "optimizer.learning_rate",
+                self.config.optimizer.learning_rate,
+                f"the loss of step {step} is {loss}, and the norm of its gradient {norm}",
+                "Resume from the last checkpoint with a lower rate or clip_norm, or let "
+                "optimizer.skip_above_norm leave such updates out",
+            )
 
     def close(self) -> None:
         """Watch no more; an iteration that other hosts have left is not waited for."""
@@ -229,14 +248,13 @@ def _idle_share(busy_s: np.ndarray | None, seconds: float) -> list[float] | None
     return [round(max(0.0, 1.0 - busy / seconds), 4) for busy in busy_s.tolist()]
 
 
-def bytes_per_link(plan: Plan, config: Config, averaged: int = 1) -> dict[tuple[int, int], int]:
+def bytes_per_link(plan: Plan, config: Config) -> dict[tuple[int, int], int]:
     """Bytes that go from one node to another in an iteration: activations, gradients, averaging.
 
     Nodes count as if each had its own device. A stage with n replicas averages round the planner's
-    ring, each node sending 2(n-1)/n of what is averaged to the next: `averaged` numbers for each
-    parameter.
+    ring, each node sending 2(n-1)/n of the gradients to the next; or n - 1 messages about each
+    fragment, of which the mean of a cycle counts.
     """
-    network = config.network
     size = hop_bytes(config)
     sent: Counter[tuple[int, int]] = Counter()
     for microbatch, path in enumerate(plan.microbatches):
@@ -244,11 +262,10 @@ def bytes_per_link(plan: Plan, config: Config, averaged: int = 1) -> dict[tuple[
             if before.node != after.node:
                 is_gradient = after.kind == "B"
                 sent[before.node, after.node] += size.gradient if is_gradient else size.activation
-    element = jnp.dtype(network.averaging_dtype or jnp.float32).itemsize
-    for stage, shapes in enumerate(stage_shapes(config.model, len(plan.stages))):
+    layers = config.model.layers_of_stages(len(plan.stages))
+    for stage in range(len(plan.stages)):
         ring = best_ring(plan.case, stage, plan.stages[stage])
-        size = averaged * parameter_count(shapes) * element
-        passed = 2 * (len(ring) - 1) * size // len(ring) if ring else 0
+        passed = int(bytes_passed(config, layers[stage], len(ring), is_data_stage=stage == 0))
         for position, node in enumerate(ring):
             if passed:
                 sent[ring[position - 1], node] += passed

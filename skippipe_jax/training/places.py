@@ -29,7 +29,7 @@ Placement = tuple[tuple[int, ...], ...]
 def host_of_places(config: Config, host_of: Sequence[int]) -> tuple[int, ...]:
     """The host of each node of the run's own plan, as given, and then that of each spare place."""
     hosts = max(host_of) + 1
-    return (*host_of, *range(hosts, hosts + config.cluster.with_ports(hosts, config.spare_places)))
+    return (*host_of, *range(hosts, hosts + config.cluster.with_ports(hosts, config.join.places)))
 
 
 def with_places(plan: Plan, nodes: Collection[int], new: Mapping[int, NewNode]) -> Plan:

@@ -14,7 +14,7 @@ from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
 
-from skippipe_jax.config import NO_RECIPE, Config, PlanConfig, RecipeConfig
+from skippipe_jax.config import Config, PlanConfig
 from skippipe_jax.models.planned_case import candidates_of, cases_of
 from skippipe_jax.program.schedule import Schedule, best_plan, make_schedule
 from skippipe_jax.training.messages import say, say_meanwhile
@@ -37,7 +37,7 @@ def make_plan(
     """
     PlanConfig(method=method, seed=seed, budget_s=budget_s)  # which refuses what is none
     cases = candidates(dict(case)) if isinstance(case, Mapping) else load_cases(Path(case))
-    return best_plan(cases, method, Search(seed, budget_s), NO_RECIPE)
+    return best_plan(cases, method, Search(seed, budget_s))
 
 
 def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] | None) -> Schedule:
@@ -48,7 +48,7 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
     """
     if measured is not None:
         cases = candidates_of(config, dict(measured))
-        own = _planned(config.plan, cases, config.recipe, "what was measured")
+        own = _planned(config.plan, cases, "what was measured")
     else:
         own = plan_of(config, config_folder)
     search = config.plan.method, config.plan.seed, config.plan.budget_s
@@ -64,14 +64,14 @@ def plan_of(config: Config, config_folder: Path) -> Plan:
     """
     if config.plan.file is not None:
         return require(load_plan(Path(config.plan.file)))
-    return _planned(config.plan, cases_of(config, config_folder), config.recipe, "plan.case")
+    return _planned(config.plan, cases_of(config, config_folder), "plan.case")
 
 
-def _planned(config: PlanConfig, cases: Sequence[Case], recipe: RecipeConfig, what: str) -> Plan:
+def _planned(config: PlanConfig, cases: Sequence[Case], what: str) -> Plan:
     if config.method != "balanced":  # Which is instant.
         say_meanwhile(f"planning for {what} by {config.method}, {config.budget_s:g} s at most")
     with signals_that_end():  # numba calls back from C, where exceptions get lost.
-        return best_plan(cases, config.method, Search(config.seed, config.budget_s), recipe)
+        return best_plan(cases, config.method, Search(config.seed, config.budget_s))
 
 
 def require_patience(config: Config, longest_s: float) -> None:

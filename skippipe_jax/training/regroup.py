@@ -38,8 +38,6 @@ def rules_of(config: Config, settled: Settled) -> Rules:
     hosts = tuple(range(max(host_of) + 1))
 
     def covers(placement: Placement, left: frozenset[int]) -> bool:
-        if config.recipe.average_parameters_every is not None:
-            return left >= set(hosts)  # Replicas differ, so none can stand in for another.
         serving = [{host_of[node] for node in nodes} & left for nodes in placement]
         return all(serving) and left == frozenset[int]().union(*serving)
 
@@ -76,9 +74,6 @@ def rules_of(config: Config, settled: Settled) -> Rules:
             if any(host_of[node] == host for node in nodes)
         )
 
-    # Where replicas differ, none holds what another does.
-    moves = config.recipe.average_parameters_every is None
-
     def fits(placement: Placement) -> bool:
         nodes = [node for own in placement for node in own]
         own, every = range(len(settled.host_of)), range(len(host_of))
@@ -95,7 +90,6 @@ def rules_of(config: Config, settled: Settled) -> Rules:
         has_store=True,
         fits=fits,
         serves=serves,
-        moves=moves,
         remakes=remakes_of(config, len(settled.plan.stages)),
         is_apart=is_joined(Path(config.run_dir)),
         safest=safest,

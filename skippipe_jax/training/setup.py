@@ -6,7 +6,7 @@ hosts read there what it has written. All that can be wrong with the input is fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,20 +38,17 @@ from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting.timelines import draw_recorded
-from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
-from skippipe_jax.runtime.runtime import Runtime, give_collectives_threads, open_runtime
-from skippipe_jax.runtime.state import Kept, from_checkpoint
+from skippipe_jax.runtime.runtime import give_collectives_threads
 from skippipe_jax.runtime.topology import sharding_of
 from skippipe_jax.runtime.transport import Transfers, open_transfers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.joined_folder import is_joined, require_not_joined
 from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
-from skippipe_jax.storage.layout import DATA, Checkpoint, latest_step
+from skippipe_jax.storage.layout import latest_step
 from skippipe_jax.storage.mirror import Mirror
-from skippipe_jax.storage.reader import parts_read
 from skippipe_jax.storage.recording import remove_recordings
 from skippipe_jax.storage.writer import CheckpointWriter
-from skippipe_jax.training.first_weights import FirstWeights, find_weights
+from skippipe_jax.training.first_weights import find_weights
 from skippipe_jax.training.messages import on_host_0, say, say_meanwhile
 from skippipe_jax.training.planning import make_plans, require_patience
 from skippipe_jax.training.trackers import require_trackers
@@ -130,7 +127,7 @@ def settle(
     else:
         schedule = run_folder.saved_schedule(Path(config.run_dir))
     plan = schedule.plans[OWN]
-    require_patience(config, schedule.longest_s)
+    require_patience(config, schedule.longest_s(config.averaging))
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
@@ -177,47 +174,6 @@ def settle_alone(config: Config, host: Membership) -> Settled:
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     data = open_data(config, schedule.plans[OWN], programs[OWN])
     return Settled(schedule, host_of, programs, data, None, None, None)
-
-
-def parts_of(config: Config, settled: Settled) -> Callable[[Checkpoint], set[str]]:
-    """Which parts of a checkpoint this host reads: those of its stages, and where the data is."""
-    plan = settled.plan
-    cut = config.model.layers_of_stages(len(plan.stages))
-    stages = {plan.stage_of[node] for node in settled.programs[OWN].nodes}
-    data = set() if settled.data is None else {DATA}
-    return lambda checkpoint: parts_read(checkpoint, cut, stages) | data
-
-
-def open_stages(
-    config: Config,
-    host: Membership | Team,
-    settled: Settled,
-    checkpoint: Checkpoint | None,
-    kept: Kept | None = None,
-    remains: Remains = NO_REMAINS,
-) -> Runtime:
-    """The runtime, its stages as the checkpoint has them, or as a run begins; on all hosts.
-
-    In a team that goes on, states that are `kept` are as they are, and lost ones are made from what
-    `remains` of them.
-
-    Raises:
-        InputError: if they cannot be read, or this host reads other weights than others.
-    """
-    cut = config.model.layers_of_stages(len(settled.plan.stages))
-    # A run that stopped before its first checkpoint begins anew when it is resumed.
-    is_begun = checkpoint is not None or kept is not None
-    weights = None if is_begun else settled.weights or find_weights(config)
-    first = None if weights is None else FirstWeights(weights, cut, are_compared=host.count > 1)
-    origin = first and first.read
-    if checkpoint is not None:
-        origin = from_checkpoint(checkpoint, cut)
-    given = settled.schedule, settled.programs, settled.host_of
-    assert settled.transfers is not None, "the hosts have met"
-    runtime = open_runtime(config, *given, host, settled.transfers, origin, kept, remains)
-    if first is not None:
-        first.require_same(config, host, runtime.topology)
-    return runtime
 
 
 def go_on(config: Config, step: int) -> None:

@@ -25,19 +25,15 @@ from skippipe_jax.storage.writer import NotCommitted
 from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.callbacks import own_callbacks
 from skippipe_jax.training.left_out import kept_stages
-from skippipe_jax.training.messages import say
 from skippipe_jax.training.metrics import Metrics, finite
+from skippipe_jax.training.opening import open_stages
 from skippipe_jax.training.profiled_steps import profiled
 from skippipe_jax.training.progress import Compilations
-from skippipe_jax.training.setup import Settled, data_config, open_stages, open_writer
+from skippipe_jax.training.setup import Settled, data_config, open_writer
 from skippipe_jax.training.validation import Validation
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
-
-# The results of an iteration are read when this many later ones have been dispatched, so that
-# devices have work while the host reads.
-ITERATIONS_AHEAD = 1
 
 
 class Stretch:
@@ -74,6 +70,9 @@ class Stretch:
         self.host = host
         # Where hosts were lost, or have come back, some may not have done what follows the step.
         self.looked_after = step if self.is_first else max(step - 1, 0)
+        # The results of an iteration are read when this many later ones have been dispatched, so
+        # that devices have work while the host reads.
+        self._ahead = config.averaging.iterations_apart
         self._saved_step = step if self.is_first else -1
         self._validated_step = self.looked_after
         self.awaiting: Mapping[str, Any] | None = None
@@ -82,8 +81,10 @@ class Stretch:
         self._config, self._folder, self._data = config, trainer.folder, settled.data
         self._transfers = settled.transfers
         self._squared_norms = remains.squared_norms
-        self.runtime = open_stages(config, host, settled, checkpoint, kept, remains)
-        # Others may still take these, until a step has been made without them.
+        states = checkpoint, kept, remains
+        self.runtime = open_stages(config, host, settled, *states, step=step)
+        # Others may still take these, until a step counts that was made without them.
+        self._first = step + 1
         self._given_up = dict(kept or {})
         with ExitStack() as opened:
             self._open(trainer, settled, opened)
@@ -108,6 +109,7 @@ class Stretch:
         self.callbacks = own_callbacks(trainer, self.host, self._writer, skipped)
         for callback in self.callbacks:
             opened.callback(callback.close)
+        opened.callback(self.runtime.close)
         # Whatever happens in an iteration, the checkpoint before it is written to its end.
         opened.enter_context(closing(self._writer))
 
@@ -165,8 +167,10 @@ class Stretch:
             keep_plan(self._folder, step, self.schedule.plan(iteration))
         with profiling:
             outcome = self.runtime.run(iteration, batches, stop=stop, record=record)
-        self._squared_norms = outcome.squared_norms
-        self._given_up.clear()
+        if config.recovery.lost_stage == AVERAGE:
+            self._squared_norms = outcome.sums().squared_norms
+        if self.runtime.counts(self._first):
+            self._given_up.clear()
         self.read += len(self.schedule.plan(iteration).microbatches)
         if outcome.recording is not None:
             outcome.recording.save(self._folder, step, self.host.index)
@@ -200,15 +204,15 @@ class Stretch:
                 callback.after_validation(trainer, step, loss)
         saves = step % config.checkpoint.every == 0
         # Saving waits for the parameters anyway, and nothing is saved after a loss that is NaN.
-        self.report(leave=0 if saves else ITERATIONS_AHEAD)
+        self.report(leave=0 if saves else self._ahead)
         if saves:
             self._save(step)
         self.looked_after = step
 
     def save_the_last(self, step: int) -> None:
-        """Report all steps, and return when the last one is saved, if replicas are equal then."""
+        """Report all steps, and return when the last one is saved."""
         self.report()
-        if self._config.recipe.replicas_agree(step) and self._saved_step != step:
+        if self._saved_step != step:
             self._save(step)
         self._writer.wait()
 
@@ -217,20 +221,12 @@ class Stretch:
 
         One that has yet to be validated awaits that.
         """
-        trainer, config, metrics = self._trainer, self._config, self.metrics
-        was_stopping = metrics.asked_to_stop
+        config, metrics = self._config, self.metrics
         for line in metrics.lines(leave):
             if config.validation.validates(line["step"]) and line["step"] > self._validated_step:
                 self.awaiting = line
             else:
                 self._tell(line)
-        stops = metrics.asked_to_stop and not (was_stopping or trainer.is_over)
-        if stops and self.host.index == 0:
-            every = config.recipe.average_parameters_every
-            say(
-                f"asked to stop: ends when replicas have averaged, after {every} iterations at "
-                "most; Ctrl-C: at once"
-            )
 
     def _tell(self, line: Mapping[str, Any]) -> None:
         for callback in self._trainer.callbacks:
@@ -253,7 +249,7 @@ class Stretch:
         if left_out and self.host.index == 0:
             kept, ages = kept_stages(self._config, self._stages, left_out, self._updates)
             stages |= kept
-        self._writer.save(step, stages, data, ages)
+        self._writer.save(step, stages, data, ages, *self.runtime.own_states(step))
         for callback in self._trainer.callbacks:
             callback.after_save(self._trainer, step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,7 @@ class Survival:
         self._host_of = host_of_places(trainer.config, settled.host_of)
         self._rules = rules_of(trainer.config, settled)
         self._inviting = Inviting(trainer.folder)
-        self.lines = KeptLines()
+        self.lines = KeptLines(trainer.config.averaging.iterations_apart)
         self.recoveries = RecoveriesFile(trainer.folder)
         self.plans = FoundPlans()
         self._store = partial(run_folder.first_to_write, trainer.folder)
@@ -122,7 +122,7 @@ class Survival:
         team = membership.outlive(self._rules, self._store, stages, step, saved=step)
         try:
             with _closed_by_an_error(self._settled):
-                read, _ = self._agreed(team, self._settled, Holding(read))
+                read, _, _ = self._agreed(team, self._settled, Holding(read))
                 self._write(team, self._settled)
                 stretch = Stretch(self._trainer, team, self._settled, read, checkpoint)
                 return self._replanned(stretch, team, self._settled)
@@ -173,7 +173,9 @@ class Survival:
         # What a host knows that was left out does not count, and may be told by others otherwise.
         self.lines.awaiting = None
         if following.index not in following.fresh:
-            stretch.report()
+            stretch.runtime.close()
+            with suppress(TeamEnded):  # Of steps that never counted there is nothing to report.
+                stretch.report()
             self.lines.awaiting = stretch.awaiting
         holding = Holding(stretch.read, stretch.kept, remains=stretch.remains)
         stretch.leave()
@@ -216,7 +218,8 @@ class Survival:
             raise DeadlinePassed(why_last(generation, trainer.config.recovery.lost_stage))
         is_fresh = team.index in team.fresh
         if not (is_fresh or generation.is_rewound):
-            require_same_step(trainer.steps_done, generation.step)
+            is_apart = trainer.config.averaging.is_outer
+            require_same_step(trainer.steps_done, generation.step, is_apart=is_apart)
         if generation.is_rewound and not is_fresh:
             if generation.step == 0 and not is_committed(step_folder(trainer.folder, 0)):
                 return Holding(read=0)  # Nothing has been saved yet.
@@ -241,7 +244,9 @@ class Survival:
         new = told_by(team, trainer.folder, self._host_of, len(self._settled.host_of), IN_A_TEAM_S)
         settled = regrouped(trainer.config, self._settled, team, found, new)
         with _closed_by_an_error(settled):
-            read, remains = self._agreed(team, settled, holding)
+            read, remains, goes_back = self._agreed(team, settled, holding)
+            if goes_back and trainer.config.averaging.is_outer and team.index not in team.fresh:
+                holding = gone_back(holding, trainer.folder, generation.step)
             self._write(team, settled)
             if generation.lost or team.fresh:
                 self.recoveries.hear(
@@ -274,12 +279,10 @@ class Survival:
         Other hosts may have to do so later.
         """
         config = self._trainer.config
-        # Where replicas differ stages cannot move, and of several plans each would want another
-        # placement.
-        moves = config.recipe.average_parameters_every is None
+        # Of several plans each would want another placement.
         is_only = len(settled.schedule.plans) == 1
         # A search knows no stages that are left out.
-        moves = moves and not team.generation.left_out
+        moves = not team.generation.left_out
         if config.replan.budget_s and moves and is_only:
             standing, own, host_of = settled.plan, self._settled.plan, self._host_of
             stretch.follow(Preparing(self._standby, standing, team.index))
@@ -288,15 +291,17 @@ class Survival:
                 stretch.follow(Replanning(config, team, self.plans, *given))
         return stretch
 
-    def _agreed(self, team: Team, settled: Settled, holding: Holding) -> tuple[int, Remains]:
+    def _agreed(self, team: Team, settled: Settled, holding: Holding) -> tuple[int, Remains, bool]:
         """The microbatches that have been read, and what remains: as who knows it tells the rest.
 
-        Who takes the state of others knows neither. Newcomers are told of the team from now on.
+        Also whether a host goes on from a checkpoint. Who takes the state of others knows neither.
+        Newcomers are told of the team from now on.
         """
         own, text = holding.remains, None if settled.data is None else settled.data.fingerprint
-        tell = (holding.read, own.squared_norms, own.updates, text)
+        goes_back = holding.checkpoint is not None
+        tell = (holding.read, own.squared_norms, own.updates, text, goes_back)
         told = gather(team, "read", lambda: tell, IN_A_TEAM_S).values()
-        reads, norms, updates, texts = zip(*told, strict=True)
+        reads, norms, updates, texts, back = zip(*told, strict=True)
         known_text = min((of_host for of_host in texts if of_host is not None), default=None)
         serves = partial(stages_for, self._rules, team.generation)
         self._inviting.entered(team.generation, serves, known_text)
@@ -304,7 +309,7 @@ class Survival:
         known = next((of_host for of_host in norms if of_host is not None), None)
         made = max((count for count in updates if count is not None), default=None)
         squared_norms = None if known is None else tuple(known)
-        return max(reads), Remains(own.copies, squared_norms, made)
+        return max(reads), Remains(own.copies, squared_norms, made), any(back)
 
     def _write(self, team: Team, settled: Settled) -> None:
         """Leave a line in membership.jsonl."""
@@ -316,6 +321,14 @@ class Survival:
             run_folder.append_generation(
                 self._trainer.folder, team.generation, settled.plan, list(told.values())
             )
+
+
+def gone_back(holding: Holding, folder: Path, step: int) -> Holding:
+    """What a host has in its place that goes back to the checkpoint of a step, as others do.
+
+    What it holds is of the same step, but what is on its way is only in one of the two.
+    """
+    return replace(holding, kept={}, checkpoint=open_checkpoint(folder, step))
 
 
 def why_last(generation: Generation, lost_stage: str) -> str:
@@ -331,13 +344,15 @@ def why_last(generation: Generation, lost_stage: str) -> str:
     )
 
 
-def require_same_step(done: int, step: int) -> None:
+def require_same_step(done: int, step: int, *, is_apart: bool = False) -> None:
     """Refuse to go on from a step with what another has left.
+
+    A host whose replicas are apart may have made more steps of its own, and keeps them.
 
     Raises:
         DeadlinePassed: if so many are `done` here, and the others go on from another `step`.
     """
-    if done != step:
+    if (min(done, step) if is_apart else done) != step:
         raise DeadlinePassed(
             f"this host has the state after step {done}, and the others go on from step {step}: "
             "it has to take theirs"

@@ -200,11 +200,10 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        """Whether no step is left, or a host was asked to stop and replicas are equal."""
+        """Whether no step is left, or a host was asked to stop."""
         if self.steps_done >= self.config.train.steps:
             return True
-        asked_to_stop = self._stretch is not None and self._stretch.metrics.asked_to_stop
-        return asked_to_stop and self.config.recipe.replicas_agree(self.steps_done)
+        return self._stretch is not None and self._stretch.metrics.asked_to_stop
 
     def step(self) -> int:
         """Train one iteration, and validate and save if it is time; returns the steps done.

@@ -14,13 +14,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skippipe_jax.consensus.decisions import advance, first_state
+from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
     Beat,
     Generation,
     Presence,
     Received,
-    Rules,
     Tick,
     Told,
     Wish,
@@ -29,12 +28,10 @@ from skippipe_jax.consensus.leaving import ENOUGH, is_the_end
 from tests.consensus.simulation import (
     KINDS,
     Simulation,
-    add_up,
     covers,
     generations,
     last_of,
     lose,
-    placed,
     require_goes_on,
     run,
     serves,
@@ -648,16 +645,6 @@ def test_where_too_many_are_told_to_leave_nobody_does(hosts: int, told: Collecti
     for _ in range(3):
         step(simulation)
     assert generations(simulation) == {1}
-
-
-def test_where_replicas_differ_nobody_leaves():
-    rules = Rules((0, 1, 2), covers, placed, add_up, serves=serves, moves=False)
-    placement = {host: frozenset({0, 1}) for host in rules.hosts}
-    first = Generation(1, rules.hosts, (0, 0, 0), 0, 0, placement=placement)
-    state = first_state(0, replace(rules, covers=lambda _, hosts: len(hosts) == 3), first, 0)
-    assert not is_the_end(state)
-    state, _ = advance(state, Told())
-    assert is_the_end(state)
 
 
 def test_who_has_left_is_not_taken_in_until_it_is_started_again():

@@ -82,7 +82,7 @@ def saved(*apart: int) -> list[dict[int, dict[str, Any]]]:
         given = GivenStages(topology, CONFIG, team)
         assert given.source_of == ({1: 1} if 1 in apart else {})
         after = given.after(STEP, own, {0: carried, 1: carried})
-        return Replicas(topology, own, None).owned_stages(places_apart(team)) | after
+        return Replicas(topology, own).owned_stages(places_apart(team)) | after
 
     held = {0: states[0][0].to_save(), 1: states[1][2].to_save()}
     found = []

@@ -15,13 +15,11 @@ from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
 
 from skippipe_jax.config import (
-    CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
     NetworkConfig,
     OptimizerConfig,
-    RecipeConfig,
     RopeScaling,
     TrainConfig,
 )
@@ -140,11 +138,9 @@ def run(
     devices: int,
     way: Way,
     *,
-    average_parameters_every: int | None = None,
     watched_by: Callable[[Runtime], None] = lambda _: None,
 ) -> tuple[Runtime, list[Outcome]]:
     """Train in this process, with the nodes spread over some of its devices."""
-    every = average_parameters_every or 1
     config = Config(
         model=model,
         optimizer=optimizer,
@@ -155,10 +151,7 @@ def run(
         ),
         network=way.network,
         execution=way.execution,
-        recipe=RecipeConfig(average_parameters_every=average_parameters_every),
-        # A whole run would end, and save, when replicas agree.
-        train=TrainConfig(every * ITERATIONS),
-        checkpoint=CheckpointConfig(every=every),
+        train=TrainConfig(ITERATIONS),
     )
     runtime = open_alone(config, plan, devices)
     watched_by(runtime)

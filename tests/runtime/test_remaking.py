@@ -40,7 +40,8 @@ def runtime() -> Runtime:
         return jax.device_put(numbers.astype(leaf.dtype), leaf.sharding)
 
     for state in opened.states.values():
-        state.take(jax.tree.map(drawn, state.to_save()))
+        other = jax.tree.map(drawn, state.to_save())
+        state.parameters, state.optimizer_state = other["parameters"], other["optimizer_state"]
         state.gradients = jax.tree.map(drawn, state.gradients)
     return opened
 
@@ -101,12 +102,14 @@ def test_a_copy_is_the_state_bit_by_bit(runtime: Runtime):
 def test_norms_are_those_of_the_blocks_of_each_stage(runtime: Runtime):
     """They go with the totals; embedding and head are no part of them, nor are other replicas."""
     assert runtime.replicas.squared_norms_of_blocks() == {}, "nobody has asked for them"
-    noting = Replicas(runtime.topology, runtime.states, None, notes_norms=True)
+    noting = Replicas(runtime.topology, runtime.states, notes_norms=True)
     noted = noting.squared_norms_of_blocks()
     topology = runtime.topology
     parts = [n for stage in range(3) for n in runtime.replicas.squared_norms(stage)]
     summed = add_up(topology, parts, False, {2: 0.5}, noted)
-    totals, busy_s, norms = apart(summed, len(topology.devices))
+    sums = apart(summed, len(topology.devices))
+    totals, busy_s, norms = sums.totals, sums.busy_s, sums.squared_norms
+    assert norms is not None
     assert np.asarray(busy_s).tolist() == [0, 0, 0.5, 0]
     assert totals[TOKENS] == 0
     for stage, replica in enumerate((0, 1, 2)):

@@ -23,6 +23,8 @@ import pytest
 from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError, run_command
 
 from skippipe_jax.storage.layout import (
+    DamagedCheckpoint,
+    OwnStates,
     latest_step,
     open_checkpoint,
     remove_unfinished,
@@ -31,7 +33,7 @@ from skippipe_jax.storage.layout import (
     unfinished_folder,
 )
 from skippipe_jax.storage.newest_whole import prepare_run
-from skippipe_jax.storage.reader import read_data_state, read_stage
+from skippipe_jax.storage.reader import read_data_state, read_replica, read_stage
 from skippipe_jax.storage.writer import CheckpointWriter, NotCommitted
 from tests.multihost.processes import started_processes
 from tests.network.test_shaped_network import needs_root
@@ -117,6 +119,37 @@ def test_a_checkpoint_waits_for_every_host_and_save_does_not(tmp_path):
     second.save(3, {1: stage_state(1)}, None)
     second.wait()
     assert latest_step(tmp_path) == 3
+    first.close()
+    second.close()
+
+
+def test_own_states_of_replicas_are_part_of_a_checkpoint_bit_by_bit(tmp_path):
+    """Of stage 1 there are two replicas, one on each host; it is whole with both."""
+    first, second = two_writers(tmp_path)
+    own = OwnStates((0, 2), {"every": 4})
+    states = [{"residual": stage_state(place), "under_way": {"8": {}}} for place in range(2)]
+    first.save(3, {0: stage_state(0)}, {}, None, {(1, 0): states[0]}, own)
+    second.save(3, {1: stage_state(1)}, None, None, {(1, 1): states[1]}, own)
+    second.wait()
+    checkpoint = open_checkpoint(tmp_path, 3)
+    assert checkpoint.own == own
+    for place, state in enumerate(states):
+        found = read_replica(checkpoint, 1, place, lambda _, own=state: abstract(own))
+        jax.tree.map(np.testing.assert_array_equal, found, state)
+    more = {**states[0], "parameters": stage_state(0)}
+    with pytest.raises(InputError, match=r"replica_1_0.*no such array"):
+        read_replica(checkpoint, 1, 0, lambda _: abstract(more))
+    # Which of them are to be there all hosts know: less is no checkpoint.
+    first.save(4, {0: stage_state(0)}, {}, None, {}, own)
+    second.save(4, {1: stage_state(1)}, None, None, {(1, 1): states[1]}, own)
+    with pytest.raises(NotCommitted, match="replica_1_0"):
+        first.wait()
+    with pytest.raises(NotCommitted):
+        second.wait()
+    assert latest_step(tmp_path) == 3
+    (checkpoint.folder / "replica_1_1" / "manifest.ocdbt").unlink()
+    with pytest.raises(DamagedCheckpoint, match="missing"):
+        read_replica(checkpoint, 1, 1, lambda _: abstract(states[1]))
     first.close()
     second.close()
 

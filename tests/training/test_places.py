@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.config import ClusterConfig, Config, RecipeConfig, TrainConfig
-from skippipe_jax.config.checkpoint import CheckpointConfig
+from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.join import JoinConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.training.places import (
@@ -33,9 +32,6 @@ def test_each_spare_place_has_a_node_of_its_own_and_as_many_as_have_ports():
     high = ClusterConfig(transfer_port=65536 - 9)
     assert host_of_places(Config(cluster=high), (0, 1)) == (0, 1, 2)
     assert host_of_places(Config(cluster=high), (0, 1, 2, 3)) == (0, 1, 2, 3)
-    apart = RecipeConfig(average_parameters_every=2)
-    whole = {"train": TrainConfig(steps=4), "checkpoint": CheckpointConfig(every=2)}
-    assert host_of_places(Config(recipe=apart, **whole), (0, 1)) == (0, 1)
 
 
 @pytest.mark.parametrize(

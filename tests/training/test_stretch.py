@@ -23,7 +23,7 @@ class Ends(Stretch):
         self.told = KeptLines()
         self._trainer: Any = SimpleNamespace(callbacks=[self.told], is_over=False)
         self._config, self.looked_after, self.awaiting = CONFIG, looked_after, None
-        self._validated_step = looked_after
+        self._validated_step, self._ahead = looked_after, 1
         self._validation: Any = SimpleNamespace(loss=lambda step: float(step))
         self.metrics: Any = SimpleNamespace(
             lines=lambda leave: self._lines([*steps], leave),

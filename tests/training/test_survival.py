@@ -14,13 +14,13 @@ from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
-from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.recovery import RecoveryConfig
 from skippipe_jax.config.replan import ReplanConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.training import survival
-from skippipe_jax.training.survival import Holding, Survival
+from skippipe_jax.training.survival import Holding, Survival, gone_back
 
 OWN, STEP = 1, 20
 KEPT: Any = {(0, None): "a state"}
@@ -35,6 +35,7 @@ class Openings(Survival):
             cluster=ClusterConfig(heartbeat_timeout_s=0.01),
             replan=ReplanConfig(),
             recovery=RecoveryConfig(),
+            averaging=AveragingConfig(),
         )
         trainer: Any = SimpleNamespace(
             folder=folder, config=config, membership=host, steps_done=STEP
@@ -97,7 +98,7 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
 ):
     """Any of them may lead when the first step is made after it."""
     for name, stub in (
-        ("_agreed", lambda *_: (0, survival.NO_REMAINS)),
+        ("_agreed", lambda *_: (0, survival.NO_REMAINS, False)),
         ("_write", lambda *_: None),
         ("_replanned", lambda self, stretch, *_: stretch),
     ):
@@ -138,6 +139,22 @@ def test_nobody_goes_on_from_a_step_with_the_state_after_another(tmp_path: Path)
     openings = Openings(tmp_path, generation(2))
     openings._trainer.steps_done = STEP - 1
     with pytest.raises(DeadlinePassed, match="the state after step 19, and the others go on from"):
+        openings.after(Holding(88, KEPT))
+
+
+def test_a_host_whose_replicas_are_apart_may_be_ahead_and_keeps_what_it_has(
+    checkpoint: Checkpoint, tmp_path: Path
+):
+    openings: Any = Openings(tmp_path, generation(2))
+    openings._trainer.config.averaging = AveragingConfig(mode="outer")
+    openings._trainer.steps_done = STEP + 2
+    assert openings.after(Holding(88, KEPT)) == [Holding(88, KEPT)]
+    # Unless another goes on from a checkpoint: then all do.
+    assert gone_back(Holding(88, KEPT), tmp_path, STEP) == Holding(88, {}, checkpoint)
+    openings = Openings(tmp_path, generation(2))
+    openings._trainer.config.averaging = AveragingConfig(mode="outer")
+    openings._trainer.steps_done = STEP - 1
+    with pytest.raises(DeadlinePassed, match="the state after step 19"):
         openings.after(Holding(88, KEPT))
 
 

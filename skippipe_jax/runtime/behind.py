@@ -1,0 +1,297 @@
+"""What goes on behind the iterations of replicas that are apart, in a thread of its own.
+
+Their changes go round the rings of their stages, and totals are summed up over all hosts, whatever
+the host is about meanwhile: computing, validating, or saving. A step counts once all hosts have
+made it and have all that was sent after it; only then is what was sent applied anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import Float
+from skippipe_sched.timing.simulate import Averaging
+
+from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.cluster.board import TeamEnded
+from skippipe_jax.cluster.team import Team
+from skippipe_jax.program.hops import Hop
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.events import EventLoop, Then, seconds_since
+from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.gathering import Gathering
+from skippipe_jax.runtime.iteration import told
+from skippipe_jax.runtime.state import UnderWay
+
+T = TypeVar("T")
+# So often who waits looks whether anything has come.
+LOOK_S = 1.0
+Summed = Future[Float[np.ndarray, " all"]]
+"""The sum over all hosts of what `totals.add_up` makes on each, some iterations later."""
+
+
+@dataclass
+class _Made:
+    """A step that this host has made, and what it adds to the totals of all."""
+
+    step: int
+    local: jax.Array
+    summed: Summed
+    is_computed: bool = False
+
+
+@dataclass
+class _Part:
+    """What a replica does in the ring of its stage; `ends_s` emulates when that ends."""
+
+    replica: int
+    step: int
+    own: UnderWay
+    gathering: Gathering
+    ends_s: Callable[[float], float] | None
+    start_s: float = 0.0
+
+
+@dataclass
+class _Round:
+    """What the replicas of a host do about what was sent after a step."""
+
+    left: dict[int, _Part] = field(default_factory=dict)
+    since_s: float = field(default_factory=time.perf_counter)
+
+
+class Behind:
+    """Gathers messages and sums up totals. Others call its public methods, from one thread.
+
+    Attributes:
+        topology: who serves what.
+        team: the hosts with whom steps count, if this one is not alone.
+        counted: the last step that counts, as far as this host knows.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        team: Team | None,
+        step: int,
+    ):
+        """Begin after `step`, which counts, behind the iterations of an exchange."""
+        self.counted = step
+        self.team = team
+        self.topology, self._tell = exchange.topology, exchange.loop.post
+        # Who waits for anything of this has a deadline, and names what is waited for.
+        self._deadline_s = exchange.loop.deadline_s
+        self._loop = EventLoop(deadline_s=0.0)
+        self._exchange = Exchange(self._loop, exchange.topology, exchange.links)
+        self._made: deque[_Made] = deque()
+        self._contributed = step
+        self._rounds: dict[int, _Round] = {}
+        self._averagings: list[Averaging] = []
+        self._error: Exception | None = None
+        self._is_over = False
+        self._when_counted: list[tuple[int, Then]] = []
+        # What both threads read and write.
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="skippipe-behind", daemon=True)
+        self._thread.start()
+
+    def send(
+        self, replica: int, step: int, own: UnderWay, emulation: Emulation | None = None
+    ) -> None:
+        """Have a replica's message about what it sends after a step go round, and get the others.
+
+        All replicas of a host that send after a step do so before `end` is called for it.
+        """
+        ring = self.topology.gatherings[self.topology.stage_of[replica]]
+        gathering = Gathering(ring, replica, own.message)
+        ends_s = partial(emulation.averaging_end_s, ring.stage) if emulation else None
+        part = _Part(replica, step, own, gathering, ends_s)
+        with self._lock:
+            self._rounds.setdefault(step, _Round()).left[replica] = part
+        self._loop.post(partial(self._begin, part))
+
+    def end(self, step: int, local: jax.Array) -> Summed:
+        """This host has made a step: add its part to the totals of all, which come later."""
+        made = _Made(step, local, Future())
+        with self._lock:
+            if self._is_over:
+                made.summed.set_exception(TeamEnded())
+                return made.summed
+            self._made.append(made)
+        self._loop.post(lambda _: self._loop.when_ready(local, partial(self._computed, made)))
+        return made.summed
+
+    def when_counted(self, step: int, then: Then) -> None:
+        """Have `then` called once a step counts, so that what was sent after it may be applied."""
+        with self._lock:
+            self._when_counted.append((step, then))
+        self._tell_what_counts()
+
+    def wait_for(self, future: Future[T], step: int) -> T:
+        """The result of what depends on the totals of a step.
+
+        Raises:
+            DeadlinePassed: if nothing has come from other hosts for as long as the deadline says.
+        """
+        since_s = time.perf_counter()
+        while not future.done():
+            wait([future], LOOK_S)
+            if self._error is not None and not (self._is_over or future.done()):
+                raise self._error
+            if seconds_since(max(since_s, self._loop.last_event_s)) > self._deadline_s:
+                during = f"the totals of step {step}"
+                raise DeadlinePassed(told(during, self.waits(step), self._deadline_s))
+        return future.result()
+
+    def waits(self, step: int) -> Iterator[tuple[str, float]]:
+        """What is waited for until a step counts, and since when."""
+        with self._lock:
+            rounds = [(since, own) for since, own in sorted(self._rounds.items()) if since <= step]
+            hosts = self.topology.host_of
+            for sent_after, own in rounds:
+                for part in own.left.values():
+                    ring = part.gathering.ring
+                    source = ring.nodes[part.gathering.position - 1]
+                    yield (
+                        f"what stage {ring.stage} has sent after step {sent_after}, from node "
+                        f"{source} on host {hosts[source]}",
+                        own.since_s,
+                    )
+            if not any(own.left for _, own in rounds):
+                others = ", ".join(str(host) for host in self.topology.hosts)
+                yield f"step {step} to count on all of the hosts {others}", self._loop.last_event_s
+
+    @property
+    def last_event_s(self) -> float:
+        """When something came or was done last."""
+        return self._loop.last_event_s
+
+    def at(self, time_s: float, then: Then) -> None:
+        """Have something done at a moment, whatever the host is about then."""
+        self._loop.post(lambda _: self._loop.at(time_s, then))
+
+    def take_averagings(self) -> list[Averaging]:
+        """The rings that have been done since this was asked last."""
+        with self._lock:
+            done, self._averagings = self._averagings, []
+            return done
+
+    def stop(self) -> None:
+        """Have nothing go on any more; totals that have not come raise `TeamEnded`."""
+        self._loop.post(_end)
+
+    def close(self) -> None:
+        """Stop, and return when the thread has ended."""
+        self.stop()
+        self._thread.join()
+
+    # What follows happens in the thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._loop.run_one(lambda: None)
+            except TeamEnded as error:
+                with self._lock:
+                    self._is_over, made = True, [*self._made]
+                for own in made:
+                    own.summed.set_exception(error)
+                return
+            except Exception as error:
+                # A step that was made by all may still come to count.
+                self._error = error
+                self._tell(partial(_raise, error))
+
+    def _begin(self, part: _Part, at_s: float) -> None:
+        part.start_s = at_s
+        self._offer_next(part.step, part.gathering.begin())
+        for _ in range(part.gathering.ring.ahead[part.gathering.position]):
+            self._ask_next(part)
+
+    def _offer_next(self, step: int, own: Iterator[tuple[Hop, jax.Array]]) -> None:
+        """Offer one chunk after another, and let what happens meanwhile have its turn between."""
+        for hop, array in itertools.islice(own, 1):
+            self._exchange.give(hop, step, array)
+            self._loop.post(lambda _: self._offer_next(step, own))
+
+    def _ask_next(self, part: _Part) -> None:
+        for of_ring, chunk, hop, like in itertools.islice(part.gathering.unasked, 1):
+            self._exchange.ask(hop, part.step, like, partial(self._arrive, part, of_ring, chunk))
+
+    def _arrive(self, part: _Part, of_ring: int, chunk: int, at_s: float, array: jax.Array) -> None:
+        """A chunk has come round the ring."""
+        going_on = part.gathering.arrive(of_ring, chunk, array)
+        if going_on is not None:
+            self._exchange.give(going_on[0], part.step, going_on[1])
+        self._ask_next(part)
+        if part.gathering.left == 0:
+            end_s = at_s if part.ends_s is None else part.ends_s(at_s)
+            self._loop.at(end_s, partial(self._end_part, part))
+
+    def _end_part(self, part: _Part, at_s: float) -> None:
+        part.own.messages = part.gathering.messages()
+        with self._lock:
+            self._averagings.append(Averaging(part.gathering.ring.stage, part.start_s, at_s))
+            del self._rounds[part.step].left[part.replica]
+        self._contribute()
+
+    def _computed(self, made: _Made, _: float) -> None:
+        made.is_computed = True
+        self._contribute()
+
+    def _contribute(self) -> None:
+        """Add this host's part to the next step that counts, once it is all there."""
+        with self._lock:
+            if not self._made or self._contributed == self._made[0].step:
+                return
+            made = self._made[0]
+            lacks = any(own.left for step, own in self._rounds.items() if step <= made.step)
+            if lacks or not made.is_computed:
+                return
+            self._contributed = made.step
+        if self.team is None:
+            self._count(made, np.asarray(made.local))
+            return
+
+        def counted(outcome: tuple[float, ...]) -> None:
+            summed = np.asarray(outcome, np.float32)
+            self._loop.post(lambda _: self._count(made, summed))
+
+        self.team.contribute(made.step, np.asarray(made.local).tolist(), counted)
+
+    def _count(self, made: _Made, summed: Float[np.ndarray, " all"]) -> None:
+        with self._lock:
+            self.counted = made.step
+            self._made.popleft()
+            for step in [step for step in self._rounds if step <= made.step]:
+                del self._rounds[step]
+        made.summed.set_result(summed)
+        self._tell_what_counts()
+        self._contribute()
+
+    def _tell_what_counts(self) -> None:
+        with self._lock:
+            waiting, self._when_counted = self._when_counted, []
+            for step, then in waiting:
+                if step <= self.counted:
+                    self._tell(then)
+                else:
+                    self._when_counted.append((step, then))
+
+
+def _raise(error: Exception, _: float) -> NoReturn:
+    raise error
+
+
+def _end(_: float) -> NoReturn:
+    raise TeamEnded

@@ -1,0 +1,156 @@
+"""One iteration on the nodes of a host, as it happens: what all kinds of them have in common."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from skippipe_sched.problem.plan import Operation, Plan
+from skippipe_sched.timing.simulate import Averaging, Run
+
+from skippipe_jax.data.batches import Batch
+from skippipe_jax.program.compiler import Program
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.events import Then, seconds_since
+from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.flow import Flow
+from skippipe_jax.runtime.operations import TrainingOperations
+from skippipe_jax.runtime.totals import Outcome
+from skippipe_jax.storage.recording import Recording
+
+# Of what a host waits for when the deadline has passed, so much is named, the oldest first.
+WAITS_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What to add to `time.perf_counter()` for seconds since the epoch by host 0's clock."""
+
+    offset_s: float
+
+    @classmethod
+    def with_offset(cls, host_offset_s: float) -> Clock:
+        """From what is to be added to this host's `time.time()`."""
+        return cls(time.time() - time.perf_counter() + host_offset_s)
+
+
+class Iteration(ABC):
+    """One iteration on the nodes of this host. Times are of `time.perf_counter` [s].
+
+    Attributes:
+        flow: its operations.
+        stop: whether this host was asked to stop.
+        outcome: once it has ended here.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        operations: TrainingOperations,
+        plan: Plan,
+        program: Program,
+        iteration: int,
+        *,
+        ready_first: bool,
+        emulation: Emulation | None = None,
+        send_at: Callable[[float, Then], None] | None = None,
+    ):
+        """Without `ready_first` every node keeps to the plan's order, whatever comes late.
+
+        `send_at` is as `Flow` takes it.
+        """
+        self.exchange = exchange
+        self.loop = exchange.loop
+        self.topology = exchange.topology
+        self.operations = operations
+        self.replicas = operations.replicas
+        self.program = program
+        self.iteration = iteration
+        self.emulation = emulation
+        self.loop.begin()
+        self.flow = Flow(
+            exchange,
+            operations,
+            program,
+            iteration,
+            lambda node: plan.case.nodes[node].memory,
+            ready_first=ready_first,
+            emulation=emulation,
+            when_ended=self._operation_ended,
+            send_at=send_at,
+        )
+        self.stop = False
+        self.outcome: Outcome | None = None
+
+    def run(
+        self, batches: Mapping[int, Batch], stop: bool = False, clock: Clock | None = None
+    ) -> Outcome:
+        """Run the iteration; `batches` are those of the microbatches whose data nodes are here.
+
+        `stop` tells all hosts, through the totals, that this one was asked to stop. Returns when
+        this host has nothing left to do in it; with a `clock`, what happened when is part of the
+        outcome.
+
+        Raises:
+            DeadlinePassed: if nothing came from other hosts for `network.deadline_s`.
+        """
+        self.stop = stop
+        if self.emulation is not None:
+            self.emulation.begin(self.iteration)
+        self.flow.begin(batches)
+        self._begin()
+        while self.outcome is None:
+            self.flow.start_what_can()
+            self.loop.run_one(self._what_is_waited_for)
+        if clock is None:
+            return self.outcome
+        return replace(self.outcome, recording=self._recording(clock))
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Begin what does not wait for an operation."""
+
+    @abstractmethod
+    def _operation_ended(self, operation: Operation) -> None:
+        """Go on with what has waited for an operation."""
+
+    @abstractmethod
+    def _waits(self) -> Iterator[tuple[str, float]]:
+        """What is waited for, and since when."""
+
+    @abstractmethod
+    def _averagings(self) -> list[Averaging]:
+        """What was averaged meanwhile."""
+
+    def _recording(self, clock: Clock) -> Recording:
+        """What happened on this host's nodes, in seconds since the epoch by host 0's clock."""
+        by = clock.offset_s
+        return Recording(
+            tuple(
+                Run(run.operation, run.arrived_s + by, run.start_s + by, run.end_s + by)
+                for run in self.flow.runs
+            ),
+            tuple(Averaging(a.stage, a.start_s + by, a.end_s + by) for a in self._averagings()),
+        )
+
+    def _what_is_waited_for(self) -> str | None:
+        """What, from whom and since when: said when the deadline has passed."""
+        if not self.flow.is_idle:
+            return None
+        during = f"iteration {self.iteration + 1}"
+        return told(during, self._waits(), self.loop.deadline_s)
+
+
+def told(during: str, found: Iterator[tuple[str, float]], deadline_s: float) -> str:
+    """The message that says what a host has waited for, and since when, the oldest first."""
+    waits = sorted(found, key=lambda wait: wait[1])
+    named = ", ".join(what for what, _ in waits[:WAITS_NAMED])
+    more = f" and {len(waits) - WAITS_NAMED} more" if len(waits) > WAITS_NAMED else ""
+    since_s = waits[0][1]
+    clock = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_since(since_s)))
+    return (
+        f"in {during}, since {clock}, {seconds_since(since_s):.0f} s, this host "
+        f"has waited for {named}{more}; network.deadline_s is {deadline_s:g}"
+    )

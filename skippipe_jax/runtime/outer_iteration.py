@@ -1,0 +1,118 @@
+"""One iteration of replicas that are apart: nobody waits for all hosts in it.
+
+A replica takes its own step once its node has done all that the plan has for it, sends what is due,
+and applies what was sent `delay` iterations before. The host goes on with the next iteration when
+all of its nodes have come so far; what it has sent, and totals, travel behind (see `behind`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from skippipe_sched.problem.plan import Operation, Plan
+from skippipe_sched.timing.simulate import Averaging
+
+from skippipe_jax.program.compiler import Program
+from skippipe_jax.runtime.behind import Behind
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.events import seconds_since
+from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.iteration import Iteration
+from skippipe_jax.runtime.operations import TrainingOperations
+from skippipe_jax.runtime.outer_steps import OuterSteps
+from skippipe_jax.runtime.stage_functions import Totals
+from skippipe_jax.runtime.totals import Outcome, add_up, apart
+
+
+class OuterIteration(Iteration):
+    """One iteration on the nodes of this host, each of which has a replica of its own."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        operations: TrainingOperations,
+        plan: Plan,
+        program: Program,
+        iteration: int,
+        *,
+        steps: OuterSteps,
+        behind: Behind,
+        ready_first: bool,
+        emulation: Emulation | None = None,
+    ):
+        """Without `ready_first` every node keeps to the plan's order, whatever comes late."""
+        given = exchange, operations, plan, program, iteration
+        super().__init__(*given, ready_first=ready_first, emulation=emulation, send_at=behind.at)
+        self.steps, self.behind = steps, behind
+        self.step = iteration + 1
+        self.norms: list[Totals] = []
+        self.not_stepped = set(self.replicas.states)
+        # What each replica has yet to apply, by the step after which it was sent.
+        self.to_apply: dict[int, int] = {}
+        self.averaged: list[Averaging] = []
+
+    def _begin(self) -> None:
+        for node, progress in self.flow.nodes.items():
+            if progress.is_done:
+                self._take_step(node)
+
+    def _operation_ended(self, operation: Operation) -> None:
+        if self.flow.nodes[operation.node].is_done:
+            self._take_step(operation.node)
+
+    def _take_step(self, node: int) -> None:
+        """A node has done all: its replica takes its step, and sends what is due."""
+        self.norms.append(self.steps.step(node, self.operations.targets[node]))
+        own = self.steps.send(node, self.step)
+        if own is not None:
+            self.behind.send(node, self.step, own, self.emulation)
+        self.not_stepped.remove(node)
+        if self.not_stepped:
+            return
+        busy_s = {node: progress.busy_s for node, progress in self.flow.nodes.items()}
+        parts = [*self.operations.totals.values(), *self.norms]
+        self.summed = self.behind.end(self.step, add_up(self.topology, parts, self.stop, busy_s))
+        for replica in self.replicas.states:
+            sent_after = self.steps.due(replica, self.step)
+            if sent_after is not None:
+                self.to_apply[replica] = sent_after
+        if self.to_apply:
+            self.behind.when_counted(self._counts_with(), lambda _: self._apply())
+        else:
+            self._end()
+
+    def _apply(self) -> None:
+        """What was sent counts: all that is due was sent after one step."""
+        for replica, sent_after in self.to_apply.items():
+            self.steps.apply(replica, sent_after)
+        self.to_apply.clear()
+        self._end()
+
+    def _end(self) -> None:
+        self.averaged = self.behind.take_averagings()
+        gauges = {node: state.gauge for node, state in self.operations.nodes.items()}
+        ended_s = self.loop.last_event_s
+        summed, nodes = self.summed, len(self.topology.devices)
+        self.outcome = Outcome(
+            lambda: apart(jnp.asarray(summed.result()), nodes), gauges, ended_s=ended_s
+        )
+
+    def _averagings(self) -> list[Averaging]:
+        return self.averaged
+
+    def _what_is_waited_for(self) -> str | None:
+        # What comes round the rings is progress, too.
+        if self.to_apply and seconds_since(self.behind.last_event_s) <= self.loop.deadline_s:
+            return None
+        return super()._what_is_waited_for()
+
+    def _waits(self) -> Iterator[tuple[str, float]]:
+        yield from self.flow.waits()
+        if self.to_apply:
+            yield from self.behind.waits(self._counts_with())
+
+    def _counts_with(self) -> int:
+        """The step that has to count before what is due is applied."""
+        states = self.replicas.states
+        return max(states[own].under_way[of].counts_with for own, of in self.to_apply.items())

@@ -1,0 +1,210 @@
+"""The steps of replicas that go apart: their own, and those by what all of a stage have changed.
+
+With `averaging.mode: outer` replicas are alone on their nodes. docs/training.md has the formulas;
+`skippipe_jax.optim.outer` computes them, and here is which replica does what at the end of which
+iteration. Steps are counted as iterations are, from 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from skippipe_jax.config import Config
+from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.optim.outer import (
+    FragmentFunctions,
+    begin,
+    fragment_functions,
+    fragments_of,
+    inner_optimizer,
+    message_shape,
+)
+from skippipe_jax.runtime.stage_functions import (
+    SQUARED_NORM,
+    TOKENS,
+    TOTALS,
+    StageFunctions,
+    Totals,
+    functions_of_run,
+)
+from skippipe_jax.runtime.state import MOMENTUM, OwnOrigin, StageState, State, UnderWay
+from skippipe_jax.runtime.topology import Topology
+from skippipe_jax.storage.layout import Checkpoint
+from skippipe_jax.storage.reader import read_replica
+
+InnerStep = Callable[..., tuple[Any, Any, Any, Float[Array, ""]]]
+"""(parameters, optimizer state, gradients, targets) -> parameters, optimizer state, zero gradients,
+and the squared norm of the mean gradient over these targets"""
+
+
+class OuterSteps:
+    """What the replicas of a host do at the end of iterations. All arrays stay on their devices.
+
+    Attributes:
+        averaging: when, and how.
+    """
+
+    def __init__(
+        self, config: Config, topology: Topology, states: Mapping[int, StageState], step: int
+    ):
+        """Go on after `step` with the states of the replicas held here."""
+        self.averaging = config.averaging
+        self._topology = topology
+        self._states = states
+        cut = config.model.layers_of_stages(len(topology.plan.stages))
+        self._inner = inner_steps(config, len(topology.plan.stages))
+        self._fragments = [functions_of_fragments(config, layers) for layers in cut]
+        self.begin(step)
+
+    def begin(self, step: int) -> None:
+        """After the last exact step, replicas begin to go apart, unless they have before."""
+        for replica, state in self._states.items():
+            if step < self.averaging.exact_steps or self._is_only(replica):
+                state.outer, state.under_way = None, {}
+            elif state.outer is None:
+                state.outer = begin(state.parameters)
+
+    def step(self, replica: int, targets: Int[Array, ""]) -> Totals:
+        """Take a step by what a replica has added up, if any targets have; what totals gain by it.
+
+        The squared norm of all replicas together is the mean over those of a stage, summed over
+        the stages.
+        """
+        state, stage = self._states[replica], self._topology.stage_of[replica]
+        state.parameters, state.optimizer_state, state.gradients, norm = self._inner[stage](
+            state.parameters, state.optimizer_state, state.gradients, targets
+        )
+        return _share(norm, len(self._topology.replicas[stage]))
+
+    def send(self, replica: int, step: int) -> UnderWay | None:
+        """The fragment that a replica sends after a step, if it sends one."""
+        fragment, state = self.averaging.sent_after(step), self._states[replica]
+        if fragment is None or state.outer is None:
+            return None
+        functions = self._functions(replica, fragment)
+        message, sent, state.outer = functions.send(state.parameters, state.outer)
+        state.under_way[step] = UnderWay(fragment, sent, message, counts_with=step)
+        return state.under_way[step]
+
+    def due(self, replica: int, step: int) -> int | None:
+        """After which step a replica has sent what it applies after `step`; None for nothing."""
+        sent_after = step - self.averaging.delay
+        return sent_after if sent_after in self._states[replica].under_way else None
+
+    def apply(self, replica: int, sent_after: int) -> None:
+        """Apply the mean change to a replica, when it has the messages of all."""
+        state = self._states[replica]
+        own = state.under_way.pop(sent_after)
+        assert own.messages is not None, "all have come"
+        assert state.outer is not None, "has sent something"
+        functions = self._functions(replica, own.fragment)
+        state.parameters, state.outer = functions.apply(
+            state.parameters, state.outer, own.sent, own.messages
+        )
+
+    def _functions(self, replica: int, fragment: int) -> FragmentFunctions:
+        return self._fragments[self._topology.stage_of[replica]][fragment]
+
+    def _is_only(self, replica: int) -> bool:
+        """Whether a replica is the only one of its stage, which averages nothing."""
+        return len(self._topology.replicas[self._topology.stage_of[replica]]) == 1
+
+
+def settle(config: Config, layers: int, state: StageState, step: int) -> None:
+    """Apply what counts of a replica's fragments under way, when hosts were lost or have come.
+
+    What counts with `step`, or one before, has all its messages on every replica that goes on. All
+    else is taken back: it is sent again.
+    """
+    functions = functions_of_fragments(config, layers)
+    for sent_after in sorted(state.under_way):
+        own = state.under_way.pop(sent_after)
+        assert state.outer is not None, "has sent something"
+        of_fragment = functions[own.fragment]
+        if own.counts_with > step:
+            state.outer = of_fragment.take_back(state.outer, own.sent, own.message)
+            continue
+        assert own.messages is not None, "counts when all have all messages"
+        state.parameters, state.outer = of_fragment.apply(
+            state.parameters, state.outer, own.sent, own.messages
+        )
+
+
+def inner_steps(config: Config, stages: int) -> list[InnerStep]:
+    """The steps that a replica of each of so many stages takes of its own."""
+    shapes = stage_shapes(config.model, stages)
+    sizes = [parameter_count(own) for own in shapes]
+    optimizers = [inner_optimizer(config.optimizer, size / sum(sizes)) for size in sizes]
+    bounded = [replace(config, optimizer=own) for own in optimizers]
+    tokens = config.data.microbatch_size * config.data.sequence_length
+    return [
+        _inner_step(functions_of_run(own, stages)[stage], tokens)
+        for stage, own in enumerate(bounded)
+    ]
+
+
+@functools.cache
+def _inner_step(functions: StageFunctions, microbatch_tokens: int) -> InnerStep:
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(parameters: Any, optimizer_state: Any, gradients: Any, targets: Int[Array, ""]):
+        totals = functions.squared_norm(gradients).at[TOKENS].set(targets.astype(jnp.float32))
+        after = functions.update(parameters, optimizer_state, gradients, totals)
+        # Without targets there is nothing to divide by, and nothing to learn.
+        made, before = after[:2], (parameters, optimizer_state)
+        parameters, optimizer_state = optax.tree.where(targets > 0, made, before)
+        scale = microbatch_tokens / jnp.maximum(targets, 1)
+        norm = jnp.where(targets > 0, totals[SQUARED_NORM] * scale**2, 0.0)
+        return parameters, optimizer_state, after[2], norm
+
+    return step
+
+
+@jax.jit
+def _share(squared_norm: Float[Array, ""], replicas: int) -> Totals:
+    return jnp.zeros(TOTALS).at[SQUARED_NORM].set(squared_norm / replicas)
+
+
+def functions_of_fragments(config: Config, layers: int) -> list[FragmentFunctions]:
+    """Those of each fragment of a stage of so many blocks."""
+    fragments = fragments_of(config.averaging, layers)
+    return [fragment_functions(config.averaging, fragment) for fragment in fragments]
+
+
+def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int]) -> OwnOrigin:
+    """The own states that a checkpoint holds of replicas that were averaged as they are now."""
+    averaging = config.averaging
+
+    def read(stage: int, place: int, of_stage: State) -> State:
+        parameters = of_stage["parameters"]
+        fragments = fragments_of(averaging, layers[stage])
+
+        def shapes(fragment: int | None) -> dict[str, Any]:
+            assert fragment is not None, "one was sent"
+            own = fragments[fragment]
+            message = message_shape(averaging, own, parameters)
+            return {"sent": jax.eval_shape(own.part, parameters), "message": message}
+
+        under_way: dict[int, int | None] = {}
+
+        def abstract_of(names: Collection[str]) -> State:
+            # Where hosts were lost or came just before, what had been sent was applied at once.
+            parts = [name.split("/") for name in names]
+            steps = {int(own[1]) for own in parts if own[0] == "under_way"}
+            under_way.update({step: averaging.sent_after(step) for step in sorted(steps)})
+            sent = {f"{step}": shapes(fragment) for step, fragment in under_way.items()}
+            of_replica = {MOMENTUM: parameters, "residual": parameters, "under_way": sent}
+            return {**of_stage, **of_replica}
+
+        found = read_replica(checkpoint, stage, place, abstract_of)
+        by_step = {of: found["under_way"][f"{of[0]}"] for of in under_way.items()}
+        return {**found, "under_way": by_step}
+
+    return read

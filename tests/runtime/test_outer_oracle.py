@@ -1,0 +1,203 @@
+"""Training with `averaging.mode: outer` equals the one-device oracle, on random plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from skippipe_sched.problem.plan import Plan
+
+from skippipe_jax.config import (
+    AveragingConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    NetworkConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from skippipe_jax.data.batches import Batch
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.runtime import Runtime
+from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
+from skippipe_jax.runtime.state import UnderWay
+from skippipe_jax.runtime.totals import Outcome
+from tests import oracle, outer_oracle
+from tests.one_host import open_alone
+from tests.program.test_compiler import plan_of
+from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, TOLERANCE, plans
+
+WORD_COUNT = 11
+
+
+@st.composite
+def averagings(draw: st.DrawFn, most_fragments: int) -> AveragingConfig:
+    """Cycles short enough for a few iterations to see all of one."""
+    every = draw(st.integers(1, 3))
+    return AveragingConfig(
+        mode="outer",
+        every=every,
+        fragments=draw(st.integers(1, min(every, most_fragments))),
+        delay=draw(st.integers(0, every - 1)),
+        dtype=draw(st.sampled_from(["float32", "int8"])),
+        rate=draw(st.sampled_from([0.7, 1.0])),
+        momentum=draw(st.sampled_from([0.0, 0.9])),
+        exact_steps=draw(st.sampled_from([0, 1])),
+    )
+
+
+def random_batches(plan: Plan, iterations: int, seed: int) -> list[list[Batch]]:
+    """A batch for every microbatch of every iteration; any but the first may have no targets."""
+    random = np.random.default_rng(seed)
+
+    def batch(microbatch: int) -> Batch:
+        ids = random.integers(0, WORD_COUNT, (BATCH, TIME + 1), dtype=np.int32)
+        share = random.choice([0.0, 0.5, 0.9]) if microbatch else 0.7
+        counted = random.random((BATCH, TIME)) < share
+        return {"tokens": ids[:, :-1], "targets": np.where(counted, ids[:, 1:], -1)}
+
+    return [[*map(batch, range(len(plan.microbatches)))] for _ in range(iterations)]
+
+
+def model_of(stage_layers: tuple[int, ...]) -> ModelConfig:
+    return ModelConfig(
+        vocabulary_size=WORD_COUNT,
+        width=8,
+        layers=sum(stage_layers),
+        stage_layers=stage_layers,
+        heads=2,
+        kv_heads=1,
+        ffn_width=12,
+        context=TIME,
+    )
+
+
+def run(
+    plan: Plan,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    averaging: AveragingConfig,
+    batches: list[list[Batch]],
+    devices: int,
+    *,
+    execution: str = "strict",
+    watched_by: Callable[[Runtime], None] = lambda _: None,
+) -> tuple[Runtime, list[Outcome]]:
+    """Train in this process, with the nodes spread over some of its devices."""
+    config = Config(
+        model=model,
+        optimizer=optimizer,
+        averaging=averaging,
+        data=DataConfig(microbatch_size=BATCH, sequence_length=TIME),
+        network=NetworkConfig(),
+        execution=execution,
+        train=TrainConfig(len(batches)),
+    )
+    runtime = open_alone(config, plan, devices)
+    watched_by(runtime)
+    outcomes = [
+        runtime.run(iteration, dict(enumerate(own)), record=iteration == 0)
+        for iteration, own in enumerate(batches)
+    ]
+    for outcome in outcomes:
+        outcome.sums()
+    runtime.close()
+    return runtime, outcomes
+
+
+def messages_of(runtime: Runtime, sent: dict[tuple[int, int, int], np.ndarray]) -> None:
+    """Have every message that a replica sends noted in `sent`, by step, stage and place."""
+    behind = runtime._behind
+    assert behind is not None
+    topology, send = runtime.topology, behind.send
+
+    def noting(replica: int, step: int, own: UnderWay, emulation: Emulation | None = None) -> None:
+        stage = topology.stage_of[replica]
+        place = topology.replicas[stage].index(replica)
+        sent[step, stage, place] = np.asarray(own.message)
+        send(replica, step, own, emulation)
+
+    behind.send = noting
+
+
+def assert_equals_the_oracle(
+    plan: Plan,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    averaging: AveragingConfig,
+    batches: list[list[Batch]],
+    devices: int,
+    execution: str = "strict",
+) -> None:
+    sent: dict[tuple[int, int, int], np.ndarray] = {}
+    runtime, outcomes = run(
+        plan,
+        model,
+        optimizer,
+        averaging,
+        batches,
+        devices,
+        execution=execution,
+        watched_by=lambda runtime: messages_of(runtime, sent),
+    )
+    given = model, optimizer, averaging, plan.stages, plan.microbatches, batches, 0, len(batches)
+    expected = outer_oracle.train(
+        *given, recorded=None if averaging.dtype == "float32" else lambda *of: sent[of]
+    )
+    for node, state in runtime.states.items():
+        error = oracle.relative_error(state.parameters, expected.parameters[node])
+        assert error < TOLERANCE, f"node {node}: {error}"
+        error = oracle.relative_error(state.model, expected.outer[plan.stage_of[node]])
+        assert error < TOLERANCE, f"outer parameters of node {node}: {error}"
+    for outcome, loss in zip(outcomes, expected.losses, strict=True):
+        assert abs(float(outcome.totals[LOSS] / outcome.totals[TOKENS]) - loss) < 1e-5
+    if averaging.dtype != "float32":
+        free = outer_oracle.train(*given)
+        np.testing.assert_allclose(expected.losses, free.losses, atol=1e-3)
+    for node, gauge in outcomes[-1].gauges.items():
+        now, peak = gauge.tolist()
+        assert now == 0
+        assert peak <= plan.case.nodes[node].memory
+
+
+@pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
+@settings(
+    max_examples=5,
+    deadline=None,
+    derandomize=True,
+    # What fails is not made smaller: that would compile for minutes.
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(st.data())
+def test_replicas_that_go_apart_equal_the_oracle(data: st.DataObject):
+    plan = data.draw(plans())
+    layers = tuple(data.draw(st.integers(1, 2)) for _ in plan.stages)
+    averaging = data.draw(averagings(min(layers)))
+    batches = random_batches(plan, averaging.least_steps + 2, data.draw(st.integers(0, 99)))
+    clip_norm = data.draw(st.sampled_from([0.05, None]))
+    assert_equals_the_oracle(
+        plan,
+        model_of(layers),
+        dataclasses.replace(OPTIMIZER, clip_norm=clip_norm),
+        averaging,
+        batches,
+        data.draw(st.sampled_from([1, 3])),
+        data.draw(st.sampled_from(["strict", "ready-first"])),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_fragments_that_overlap_equal_the_oracle(dtype: str):
+    """Two are under way at once, one of three replicas is visited by nothing."""
+    plan = plan_of([[0, 1], [2, 3, 4]], [[0, 2], [1, 3], [0, 3], [1, 2]])
+    averaging = AveragingConfig(
+        mode="outer", every=4, fragments=2, delay=3, dtype=dtype, exact_steps=1
+    )
+    batches = random_batches(plan, averaging.least_steps + 5, seed=5)
+    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=0.05)
+    assert_equals_the_oracle(plan, model_of((2, 3)), optimizer, averaging, batches, 2)
