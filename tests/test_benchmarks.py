@@ -74,6 +74,20 @@ def test_hop_bytes(processes: Processes):
             assert own["lower_bound_s"] <= own["median_iteration_s"] == run["iteration_s"]
 
 
+def test_outer_plans(processes: Processes):
+    settings = ["--cases", "8b", "--settings", "outer-free", "outer"]
+    report = last_line_of(processes, "outer_plans", *settings, "--seeds", "1", "--budget", "0.1")
+    free, outer = (own["runs"][0] for own in report["results"])
+    assert free["iteration_s"] == free["pipeline_s"]
+    assert free["late_s"] == 0
+    assert free["averaging_s"] < outer["averaging_s"]
+    found = [check["found"] for check in report["checks"]]
+    expected = [
+        outer["iteration_s"] / own - 1 for own in (free["iteration_s"], outer["pipeline_s"])
+    ]
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
 def test_late(processes: Processes):
     report = last_line_of(processes, "late", "--iterations", "2")
     strict, ready_first = report["results"]
@@ -165,6 +179,23 @@ def test_churn_sees_replicas_that_differ_and_microbatches_that_are_left_out():
     assert not churn_records.wrongly_read([*notes, read(1, 2, 6, 7)], 4)
     assert len(churn_records.wrongly_read([*notes, read(2, 2, 6, 7)], 4)) == 1
     assert len(churn_records.wrongly_read([*notes, read(1, 2, 5, 6, 7)], 4)) == 1
+
+
+def test_churn_sees_what_replicas_that_go_apart_have_read_twice_or_not_learnt():
+    notes = [counted(1, step, 0, "a") for step in (1, 2)] + [read(1, 1, 0, 2), read(1, 1, 1, 3)]
+    # After a loss a step may read later text, but none that was read for one before.
+    assert not churn_records.wrongly_read_apart([*notes, read(1, 2, 8, 9, 10, 11)], 4)
+    for wrong in ((3, 4, 5, 6), (8, 9, 10), (8, 9, 10, 12)):
+        [told] = churn_records.wrongly_read_apart([*notes, read(1, 2, *wrong)], 4)
+        assert told == f"step 2 of generation 1 read {[*wrong]}, after 3"
+    # All have gone back to step 1: what counts is what was made after that.
+    again = [*notes, read(1, 2, 4, 5, 6, 7), counted(3, 2, 0, "a"), read(3, 2, 4, 5, 6, 7)]
+    assert not churn_records.wrongly_read_apart(again, 4)
+    lines = [{"step": step, "loss": 5.0 - step / 10} for step in range(1, 9)]
+    assert not churn_records.badly_trained(lines)
+    assert churn_records.badly_trained([{**line, "loss": 5.0} for line in lines])
+    assert churn_records.badly_trained([*lines[:-1], {"step": 8, "loss": float("nan")}])
+    assert "from step 3 to 5" in churn_records.badly_trained(lines[:3] + lines[4:])[0]
 
 
 def test_churn_sees_a_step_that_was_trained_otherwise_or_is_not_there():

@@ -19,6 +19,10 @@ checkpoint. The next fault strikes when all are there again. In the end it is as
 It prints how long the run took to make a step again, from when a loss was noticed. A smaller and
 quicker one: --hosts 3 --faults 4 --kinds kill stop --set model.width=64 --set model.ffn_width=96
 
+With --outer the replicas of a stage go apart (`averaging.mode: outer`): some faults come while what
+has been sent is on its way. Then it is asserted that replicas apply the same, bit by bit, that no
+microbatch is read for two steps that count, and that the run learns.
+
 How much does a run get done under churn?
 
     python -m experiments.benchmarks.churn --faults 100 --every-s 60 --heartbeat-timeout-s 3 \\
@@ -60,7 +64,14 @@ from experiments.benchmarks import (
     churn_report,
     reporting,
 )
-from experiments.benchmarks.churn_config import PER_STEP, SLOW, STAGES, Undisturbed, write_config
+from experiments.benchmarks.churn_config import (
+    OUTER,
+    PER_STEP,
+    SLOW,
+    STAGES,
+    Undisturbed,
+    write_config,
+)
 from experiments.benchmarks.churn_faults import (
     KINDS,
     OF_THE_NETWORK,
@@ -159,15 +170,17 @@ class Struck:
         return churn_measures.processor_s(map(self._hosts.process, range(self._hosts.count)))
 
 
-def judged(hosts: Hosts, config: Path, undisturbed: Undisturbed | None) -> list[str]:
+def judged(
+    hosts: Hosts, config: Path, undisturbed: Undisturbed | None, *, is_outer: bool
+) -> list[str]:
     """All that is not as it must be of what the run has left."""
     run_dir = hosts.folder / "run"
     lines = churn_records.read_lines(run_dir / METRICS)
-    found = [
-        *hosts.tracebacks(),
-        *churn_records.differing_replicas(hosts.notes),
-        *churn_records.wrongly_read(hosts.notes, PER_STEP),
-    ]
+    found = [*hosts.tracebacks(), *churn_records.differing_replicas(hosts.notes)]
+    if is_outer:
+        found += churn_records.wrongly_read_apart(hosts.notes, PER_STEP)
+        return found + churn_records.badly_trained(lines) if lines else found
+    found += churn_records.wrongly_read(hosts.notes, PER_STEP)
     if not lines:
         return found
     if undisturbed is None or undisturbed.steps < len(lines):
@@ -202,7 +215,8 @@ def _run(arguments: argparse.Namespace) -> int:
     with ExitStack() as opened:
         folder = opened.enter_context(reporting.folder_for(arguments.keep, "churn"))
         slow = [] if arguments.every_s is None else SLOW
-        config = write_config(folder, hosts, timeout_s, [*slow, *arguments.set])
+        apart = OUTER if arguments.outer else []
+        config = write_config(folder, hosts, timeout_s, [*slow, *apart, *arguments.set])
 
         def network() -> ShapedNetwork | None:
             if rate is None:
@@ -229,7 +243,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if struck.undisturbed is not None:
             opened.callback(struck.undisturbed.kill)
         running.look()
-        failures = [*running.failures, *judged(running, config, struck.undisturbed)]
+        failures = [
+            *running.failures,
+            *judged(running, config, struck.undisturbed, is_outer=arguments.outer),
+        ]
         if beside is not None:
             if running.failures and restarted is not None:
                 restarted.give_up()
@@ -283,6 +300,9 @@ def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
         if value is not None:
             fields.number(value, f"--{option.replace('_', '-')}", 0.0, above=True)
     is_paced = arguments.every_s is not None
+    if arguments.outer and is_paced:
+        remedy = "Leave one of the two out"
+        raise InputError("--outer", True, "is compared with no run that --every-s makes", remedy)
     if arguments.restart and not is_paced:
         remedy = "Give --every-s too"
         raise InputError("--restart", True, "faults have no moments without --every-s", remedy)
@@ -328,6 +348,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--calm-s", type=float, default=CALM_S, help="of calm before the first fault (60)"
+    )
+    parser.add_argument(
+        "--outer", action="store_true", help="the replicas of a stage go apart; not with --every-s"
     )
     parser.add_argument(
         "--restart", action="store_true", help="strike a run besides that is restarted each time"

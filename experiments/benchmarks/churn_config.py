@@ -20,6 +20,14 @@ PER_STEP = STAGES[0] * MICROBATCHES_PER_DATA_NODE
 ENDLESS = 1_000_000
 SLOW = ("model.width=64", "model.ffn_width=96", "checkpoint.every=20")
 """So the network takes most of an iteration where links are slow."""
+OUTER = (
+    "averaging.mode=outer",
+    "averaging.every=4",
+    "averaging.fragments=1",
+    "averaging.delay=2",
+    "optimizer.learning_rate=1.0e-3",
+)
+"""So it goes round often, and is under way half of the time; and it is seen to learn."""
 LOWER = 12
 """By so many steps of `nice` gives way to a run what is done beside it in one process."""
 

@@ -36,8 +36,14 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.consensus.control import Control
 from skippipe_jax.runtime.averaging import LiveAveraging
+from skippipe_jax.runtime.behind import Behind
+from skippipe_jax.runtime.iteration import Iteration
 from skippipe_jax.runtime.live import LiveIteration
 from skippipe_jax.runtime.operations import TrainingOperations
+from skippipe_jax.runtime.outer_iteration import OuterIteration
+from skippipe_jax.runtime.runtime import Runtime
+from skippipe_jax.runtime.state import StageState
+from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.training.newcomer import Seeking
 from skippipe_jax.training.stretch import Stretch
 from skippipe_jax.training.survival import Survival
@@ -105,12 +111,22 @@ def wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, outer)
 
 
-def digest_of(state: Any) -> str:
-    """Of the parameters and the optimizer state of a replica, every bit of them."""
+def digest_of(state: StageState) -> str:
+    """Of what a replica has in common with the others of its stage, every bit of it.
+
+    That are parameters and optimizer state, or where replicas go apart, what they apply.
+    """
+    outer = state.outer
+    common = state.to_save() if outer is None else (outer.anchor, outer.momentum)
     digest = hashlib.blake2b(digest_size=16)
-    for leaf in jax.tree.leaves(state.to_save()):
+    for leaf in jax.tree.leaves(common):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
+
+
+def stages_of(topology: Topology) -> list[int]:
+    """Those that this host serves."""
+    return sorted({topology.stage_of[node] for node in topology.nodes})
 
 
 def wrap_package(witness: Witness) -> None:
@@ -133,7 +149,7 @@ def wrap_package(witness: Witness) -> None:
         witness.reach("forward", AFTER)
         return result
 
-    def ran(inner: Callable[..., Any], live: LiveIteration, *given: Any, **named: Any) -> Any:
+    def ran(inner: Callable[..., Any], live: Iteration, *given: Any, **named: Any) -> Any:
         """A plan may leave a host nothing to compute: it comes to no forward, but is struck."""
         if all(operation.kind != "F" for operation in live.flow.computes):
             witness.reach("forward", BEFORE)
@@ -146,7 +162,28 @@ def wrap_package(witness: Witness) -> None:
         stage_of, states = live.replicas.stage_of, live.replicas.states
         digests = {str(stage_of(replica)): digest_of(states[replica]) for replica in states}
         number = live.team.generation.number
-        witness.note("counted", generation=number, step=live.iteration + 1, digests=digests)
+        given = {"stages": stages_of(live.topology), "digests": digests}
+        witness.note("counted", generation=number, step=live.iteration + 1, **given)
+
+    def counted(inner: Callable[..., None], behind: Behind, made: Any, summed: Any) -> None:
+        inner(behind, made, summed)
+        assert behind.team is not None, "a run that outlives its hosts"
+        number, stages = behind.team.generation.number, stages_of(behind.topology)
+        witness.note("counted", generation=number, step=made.step, stages=stages)
+
+    def applied(inner: Callable[..., None], own: OuterIteration) -> None:
+        inner(own)
+        assert own.behind.team is not None, "a run that outlives its hosts"
+        number, states = own.behind.team.generation.number, own.replicas.states
+        digests = {str(own.replicas.stage_of(node)): digest_of(states[node]) for node in states}
+        witness.note("applied", generation=number, step=own.step, digests=digests)
+
+    def begun(inner: Callable[..., None], own: Runtime, step: int) -> None:
+        inner(own, step)
+        assert own.team is not None, "a run that outlives its hosts"
+        stage_of, number = own.topology.stage_of, own.team.generation.number
+        digests = {str(stage_of[node]): digest_of(state) for node, state in own.states.items()}
+        witness.note("begun", generation=number, step=step, digests=digests)
 
     def missed(inner: Callable[..., None], control: Control, host: int) -> None:
         witness.note("missed", host=host)
@@ -162,11 +199,18 @@ def wrap_package(witness: Witness) -> None:
     wrap(Stretch, "_batches", read)
     witness.watch(Stretch, "_batches", "start")
     wrap(TrainingOperations, "_dispatch", dispatched)
-    wrap(LiveIteration, "run", ran)
+    wrap(Iteration, "run", ran)
     witness.watch(LiveAveraging, "begin_ring", "ring")
     witness.watch(LiveIteration, "_contribute", "prepared")
     wrap(LiveIteration, "_finish", finished)
     witness.watch(LiveIteration, "_finish", "committed")
+    # The same phases where replicas go apart: what is on its way is applied some steps later.
+    wrap(Runtime, "_go_apart", begun)
+    wrap(Behind, "_count", counted)
+    wrap(OuterIteration, "_apply", applied)
+    witness.watch(Behind, "_begin", "ring")
+    witness.watch(Behind, "_end_part", "prepared")
+    witness.watch(OuterIteration, "_apply", "committed")
     witness.watch(Stretch, "_save", "save")
     witness.watch(Survival, "_open", REGROUP)
     witness.watch(Seeking, "fetch", FETCH)

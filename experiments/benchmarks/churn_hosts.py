@@ -185,9 +185,9 @@ class Hosts:
         It can where others serve all stages, or enough are left to read all of a checkpoint.
         """
         left = {member["host"] for member in self.generation()["members"]} - {*lost}
-        stages: dict[int, set[str]] = {}
+        stages: dict[int, set[int]] = {}
         for note in self.noted("counted", 0.0):
-            stages.setdefault(note["by"], {*note["digests"]})
+            stages.setdefault(note["by"], {*note["stages"]})
             if len(stages) == self.count:
                 break
         served = set().union(*(stages.get(host, set()) for host in left))
@@ -195,9 +195,9 @@ class Hosts:
 
     def serves_with(self, host: int) -> list[int]:
         """The other hosts that have served a stage which a host served last."""
-        stages: dict[int, set[str]] = {}
+        stages: dict[int, set[int]] = {}
         for note in self.noted("counted", 0.0):
-            stages.setdefault(note["by"], {*note["digests"]})
+            stages.setdefault(note["by"], {*note["stages"]})
             if len(stages) == self.count:
                 break
         own = stages.get(host, set())

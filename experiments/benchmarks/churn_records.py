@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -33,12 +34,14 @@ def read_notes(folder: Path) -> list[dict[str, Any]]:
 
 
 def differing_replicas(notes: Iterable[Note]) -> list[str]:
-    """Steps after which two replicas of a stage were not the same, bit by bit."""
+    """Steps after which two replicas of a stage were not the same, bit by bit.
+
+    Of those that go apart, that is what they apply.
+    """
     digests: dict[tuple[int, int, str], set[str]] = defaultdict(set)
     for note in notes:
-        if note["what"] == "counted":
-            for stage, digest in note["digests"].items():
-                digests[note["generation"], note["step"], stage].add(digest)
+        for stage, digest in note.get("digests", {}).items():
+            digests[note["generation"], note["step"], stage].add(digest)
     return [
         f"replicas of stage {stage} differ after step {step} in generation {generation}"
         for (generation, step, stage), found in sorted(digests.items())
@@ -68,15 +71,57 @@ def wrongly_read(notes: Iterable[Note], per_step: int) -> list[str]:
     ]
 
 
+def wrongly_read_apart(notes: Iterable[Note], per_step: int) -> list[str]:
+    """Steps that counted, where replicas go apart, and had not read microbatches of their own.
+
+    Each reads as many as there are in a step, one after another, and none of a step before. What
+    hosts have read for steps that never counted may be missing. Where all have gone back, what was
+    made before is forgotten.
+    """
+    read: dict[tuple[int, int], list[int]] = defaultdict(list)
+    counted: dict[int, int] = {}
+    for note in notes:
+        if note["what"] == "read":
+            read[note["generation"], note["step"]] += note["microbatches"]
+        elif note["what"] == "counted":
+            counted[note["step"]] = max(counted.get(note["step"], 0), note["generation"])
+    found, free = [], 0
+    for step, generation in sorted(counted.items()):
+        own = sorted(read[generation, step])
+        if own != list(range(own[0], own[0] + per_step)) or own[0] < free:
+            found.append(f"step {step} of generation {generation} read {own}, after {free - 1}")
+        free = own[-1] + 1
+    return found
+
+
+def badly_trained(lines: Sequence[Note]) -> list[str]:
+    """Where metrics lack a step, or learn nothing: a quarter of the steps after another."""
+    found = jumps(lines)
+    quarter = max(1, len(lines) // 4)
+    first, last = (
+        statistics.mean(line["loss"] for line in part)
+        for part in (lines[:quarter], lines[-quarter:])
+    )
+    # Not `last >= first`, which NaN is not.
+    if not last < first:
+        found.append(f"the loss of the last quarter is {last:.4f}, that of the first {first:.4f}")
+    return found
+
+
+def jumps(lines: Sequence[Note]) -> list[str]:
+    """Where a step is missing in metrics, or there twice."""
+    steps = [0, *(line["step"] for line in lines)]
+    found = [f"{a} to {b}" for a, b in pairwise(steps) if b != a + 1]
+    return [f"metrics.jsonl goes from step {', '.join(found)}"] if found else []
+
+
 def otherwise_trained(lines: Sequence[Note], undisturbed: Sequence[Note]) -> list[str]:
     """Where the metrics of a run are not those of one that nothing happened to.
 
     Both have a line for each step, once, with the same loss, tokens and norm of the gradient.
     """
-    steps = [0, *(line["step"] for line in lines)]
-    jumps = [f"{a} to {b}" for a, b in pairwise(steps) if b != a + 1]
-    if jumps:
-        return [f"metrics.jsonl goes from step {', '.join(jumps)}"]
+    if found := jumps(lines):
+        return found
     if len(undisturbed) < len(lines):
         return [f"the undisturbed run has {len(undisturbed)} steps of {len(lines)}"]
     return [

@@ -8,7 +8,8 @@ shapes to a table of bandwidths between cloud regions, scaled so that a hop take
 the case that it wrote; the model is trained along each plan, averaging included; and the seconds of
 its iterations are held against the prediction. With `--hops` all of that is done for each format in
 which activations and their gradients travel, and with `--slower-links 4` hops take so many times as
-long, so that they dominate an iteration.
+long, so that they dominate an iteration. With `--arms` some methods are run with some formats only,
+and with averaging that nobody waits for: its iterations are timed over one cycle, after another.
 
 The full pipeline is placed as the reference places it: its genetic search scores one activation
 inside a stage, not the bytes that averaging moves. Links are cut to that range of hops: the one
@@ -35,7 +36,7 @@ import numpy as np
 import yaml
 from jaxtyping import Float
 from skippipe_sched import fields
-from skippipe_sched.errors import run_command
+from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.figures.gantt import (
     CHARACTER,
     LEGEND_Y,
@@ -62,6 +63,9 @@ from skippipe_jax.storage import run_folder
 
 AS_COMPUTED = "float32"
 HOPS = (AS_COMPUTED, "bfloat16", "int8")
+EXACT, OUTER = "exact", "outer"
+AVERAGING = {"mode": OUTER, "every": 20, "delay": 1, "dtype": "int8"}
+MOST_FRAGMENTS = 4
 METHODS = ("full", "dtfm-skip", "skippipe-no-tc2", "skippipe", "joint", "full-joint")
 SEED = 0
 FASTEST_HOP_S, SLOWEST_HOP_S = 0.1, 2.0
@@ -81,7 +85,7 @@ STYLE = ".wan .predicted{fill:#b9c6dd}.wan .measured{fill:#3e6ab3}"
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is trained: a stage is a block of a small LLaMA, and a path visits `path_length`."""
+    """What is trained: a stage has `blocks` of a small LLaMA, and a path visits `path_length`."""
 
     stages: tuple[int, ...]
     path_length: int
@@ -91,6 +95,7 @@ class Workload:
     ffn_width: int = 128
     microbatch_size: int = 6
     sequence_length: int = 256
+    blocks: int = 1
 
     @property
     def hosts(self) -> int:
@@ -101,6 +106,32 @@ class Workload:
         return self.microbatch_size * self.sequence_length * self.width * 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One of the things that are compared: a method, how replicas average, and how hops travel."""
+
+    method: str
+    averaging: str = EXACT
+    hops: str = AS_COMPUTED
+
+    @classmethod
+    def named(cls, name: str) -> Arm:
+        """As the command line names one: joint/outer/int8."""
+        parts = name.split("/")
+        if len(parts) > len(dataclasses.fields(cls)):
+            raise InputError("--arms", name, "has too many parts", USAGE)
+        arm = cls(*parts)
+        for given, known in (
+            (arm.method, METHODS),
+            (arm.averaging, (EXACT, OUTER)),
+            (arm.hops, HOPS),
+        ):
+            if given not in known:
+                raise InputError("--arms", name, f"{given} is none of {', '.join(known)}", USAGE)
+        return arm
+
+
+USAGE = "Write METHOD, METHOD/AVERAGING or METHOD/AVERAGING/HOPS"
 HEADS = 4
 WORKLOADS = {
     20: Workload((5, 3, 3, 3, 3, 3), path_length=3, microbatches_per_data_node=6, memory=3),
@@ -138,6 +169,15 @@ def main() -> int:
         help=f"formats in which activations and their gradients travel (default: {AS_COMPUTED})",
     )
     parser.add_argument(
+        "--arms",
+        nargs="+",
+        metavar="METHOD/AVERAGING/HOPS",
+        help="only these, such as joint/outer/int8, in place of all --methods by all --hops",
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=1, help="of a stage, each with as many (default: %(default)s)"
+    )
+    parser.add_argument(
         "--slower-links",
         type=float,
         default=1.0,
@@ -165,24 +205,29 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.path_length is not None:
         length = fields.integer(arguments.path_length, "--path-length", 1, len(workload.stages))
         workload = dataclasses.replace(workload, path_length=length)
+    blocks = fields.integer(arguments.blocks, "--blocks", 1)
+    workload = dataclasses.replace(workload, blocks=blocks)
+    arms = [Arm(method, EXACT, hops) for hops in arguments.hops for method in arguments.methods]
+    if arguments.arms is not None:
+        arms = [Arm.named(name) for name in arguments.arms]
     slower = fields.number(arguments.slower_links, "--slower-links", 0.0, above=True)
     locations, rates = shaped_rates(arguments.links, workload)
     rates = rates / slower
     rows, profiles = [], {}
     with reporting.folder_for(arguments.keep, "wan") as folder, ShapedNetwork(rates) as network:
-        for hops in dict.fromkeys(arguments.hops):
-            own = folder / hops
+        for averaging, hops in dict.fromkeys((arm.averaging, arm.hops) for arm in arms):
+            kind = hops if averaging == EXACT else f"{hops}-{averaging}"
+            own = folder / kind
             own.mkdir(exist_ok=True)
             hosts = Hosts(network, own, arguments.hosts)
-            config = write_config(folder, workload, locations, hops)
-            case, profiles[hops] = profiled(hosts, config, rates)
-            of_hops: list[dict[str, Any]] = []
-            for method in arguments.methods:
-                plan = plan_by(method, case, arguments.budget)
-                row = trained(plan, hosts, config, arguments.iterations)
-                of_hops.append({"hops": hops} | row)
-                print(_line(of_hops[-1], of_hops), flush=True)
-            rows += of_hops
+            config = write_config(folder, workload, locations, hops, averaging)
+            case, profiles[kind] = profiled(hosts, config, rates)
+            for arm in arms:
+                if (arm.averaging, arm.hops) == (averaging, hops):
+                    plan = plan_by(arm.method, case, arguments.budget)
+                    row = trained(plan, hosts, config, arguments.iterations)
+                    rows.append({"hops": hops, "averaging": averaging} | row)
+                    print(_line(rows[-1], rows), flush=True)
     result = {
         "machine": machine.describe(),
         "hosts": arguments.hosts,
@@ -238,13 +283,15 @@ def shaped_rates(
     return locations, payload / PAYLOAD_SHARE
 
 
-def write_config(folder: Path, workload: Workload, locations: Sequence[str], hops: str) -> Path:
-    """The configuration of all runs: a model of as many blocks as there are stages."""
+def write_config(
+    folder: Path, workload: Workload, locations: Sequence[str], hops: str, averaging: str = EXACT
+) -> Path:
+    """The configuration of all runs of a kind."""
     config = {
         "compilation_cache": str(folder / "compiled"),
         "model": {
             "width": workload.width,
-            "layers": len(workload.stages),
+            "layers": workload.blocks * len(workload.stages),
             "heads": HEADS,
             "kv_heads": HEADS,
             "ffn_width": workload.ffn_width,
@@ -270,7 +317,9 @@ def write_config(folder: Path, workload: Workload, locations: Sequence[str], hop
     }
     if hops != AS_COMPUTED:
         config["network"]["activation_dtype"] = hops
-    path = folder / f"{hops}.yaml"
+    if averaging == OUTER:
+        config["averaging"] = AVERAGING | {"fragments": min(workload.blocks, MOST_FRAGMENTS)}
+    path = folder / f"{hops}-{averaging}.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
 
@@ -299,21 +348,27 @@ def trained(plan: Plan, hosts: Hosts, config: Path, iterations: int) -> dict[str
     file = hosts.folder / f"{plan.method}.json"
     plan.save(file)
     run_dir = hosts.folder / plan.method
+    before, policy = 1, plan.case.averaging
+    if policy.is_outer:
+        # Until all goes on as it does in any cycle.
+        before, iterations = policy.every + policy.delay, policy.every
+    steps = before + iterations
     settings = {
         "run_dir": run_dir,
         "plan": json.dumps({"file": str(file)}),
-        "train.steps": iterations + 1,
-        "trace": f"every {iterations + 1}",
-        "checkpoint.every": iterations + 1,
+        "train.steps": steps,
+        "trace": f"every {steps}",
+        "checkpoint.every": steps,
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     hosts.run(plan.method, "skippipe_jax.train", "--config", config, *words)
-    lines = run_folder.read_metrics(run_dir)[1:]
+    lines = run_folder.read_metrics(run_dir)[before:]
     seconds = [line["seconds_per_iteration"] for line in lines]
+    measure = statistics.mean if policy.is_outer else statistics.median
     return {
         "method": plan.method,
         "predicted_s": plan.predicted.iteration_s,
-        "measured_s": statistics.median(seconds),
+        "measured_s": measure(seconds),
         "measured_each_s": seconds,
         "predicted_pipeline_s": plan.predicted.pipeline_s,
         "bytes_sent": lines[-1]["bytes_sent"],
@@ -385,7 +440,7 @@ class Hosts:
 
 def picture(rows: Sequence[dict[str, Any]], title: str) -> str:
     """The text of an SVG: for every method a bar as predicted, and under it one as measured."""
-    left = MARGIN + CHARACTER * max(len(row["method"]) for row in rows) + 12
+    left = MARGIN + CHARACTER * max(len(_name(row)) for row in rows) + 12
     longest_s = max(max(row["predicted_s"], row["measured_s"]) for row in rows)
     scale = (WIDTH - MARGIN - 200 - left) / longest_s
     height = PLOT_TOP + METHOD_HEIGHT * len(rows) + MARGIN
@@ -396,7 +451,7 @@ def picture(rows: Sequence[dict[str, Any]], title: str) -> str:
         add_text(svg, "", x + 26, LEGEND_Y, name)
     for number, row in enumerate(rows):
         top = PLOT_TOP + METHOD_HEIGHT * number
-        add_text(svg, "end", left - 10, top + 18, row["method"])
+        add_text(svg, "end", left - 10, top + 18, _name(row))
         for y, name in ((top, "predicted"), (top + 13, "measured")):
             end = left + scale * row[f"{name}_s"]
             add_rect(svg, name, (left, end), (y, y + 11), radius=2)
@@ -406,11 +461,20 @@ def picture(rows: Sequence[dict[str, Any]], title: str) -> str:
     return svg_text(svg)
 
 
+def _name(row: dict[str, Any]) -> str:
+    """What a row is called in the picture."""
+    own = (row["averaging"], EXACT), (row["hops"], AS_COMPUTED)
+    return ", ".join([row["method"], *(given for given, usual in own if given != usual)])
+
+
 def _line(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    baseline = next((r["measured_s"] for r in rows if r["method"] == "full"), None)
+    # With the same hops if it was run with them.
+    full = {r["hops"]: r["measured_s"] for r in rows if r["method"] == "full"}
+    baseline = full.get(row["hops"], next(iter(full.values()), None))
     to_full = "" if baseline is None else f"  {row['measured_s'] / baseline:6.3f} of full"
     return (
-        f"{row['method']:16}  {row['hops']:8}  predicted {row['predicted_s']:7.2f} s  "
+        f"{row['method']:16}  {row['averaging']:5}  {row['hops']:8}  "
+        f"predicted {row['predicted_s']:7.2f} s  "
         f"measured {row['measured_s']:7.2f} s  "
         f"({row['measured_s'] / row['predicted_s']:.3f}){to_full}"
     )

@@ -331,7 +331,7 @@ def _total(config: Config, case: Case, stage: int, layers: int) -> int:
         config,
         layers,
         is_data_stage=stage == 0,
-        averages=True,
+        replicas=2,
         in_flight=case.nodes[0].memory,
         under_way=case.stages[0] * case.nodes[0].memory,
     ).total

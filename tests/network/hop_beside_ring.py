@@ -76,7 +76,7 @@ def main() -> None:
     ring = topology.rings[1]
     replica = 2 + host
     state: Any = SimpleNamespace(gradients=jnp.ones(ring.chunks * ring.chunk_length))
-    replicas = Replicas(topology, {replica: state}, None)
+    replicas = Replicas(topology, {replica: state})
     averaging = LiveAveraging(
         exchange, replicas, 0, None, None, lambda: happened.update(averaged_s=time.time())
     )

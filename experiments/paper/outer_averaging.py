@@ -1,0 +1,277 @@
+"""What it costs in loss that replicas take steps of their own and are averaged behind them.
+
+    python -m experiments.paper.outer_averaging              trains what is missing, and prints it
+    python -m experiments.paper.outer_averaging --quick      small, in minutes
+
+First settings of `averaging: {mode: outer}` are tried on other text (see `outer_settings`). Then
+the control and the arm with a third of the stages skipped are trained once more for each seed with
+those that were chosen, the same in all but that: for as many iterations as the campaign's own run
+of that seed, which averages gradients in every iteration, and for as many as take the time of the
+control by the planner's clock. Summaries are committed, so each run is trained once, and figures
+are of the seeds that are there. (The seconds in summaries are those of exact averaging, for which
+the arms' plans were made; those of the figures are not.)
+
+All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.averaging import parse_averaging
+from skippipe_sched.timing.simulate import simulate_plan
+
+from experiments.paper import jobs, plans, study_command
+from experiments.paper.campaign import Campaign, Run
+from experiments.paper.intervals import HOW, intervals, paired
+from experiments.paper.jobs import Job
+from experiments.paper.outer_settings import SENT, Setting, Trials
+from experiments.paper.summary import Summary
+
+COMMAND = "python -m experiments.paper.outer_averaging"
+RESULT = Path(__file__).parent / "results" / "outer_averaging.json"
+SUMMARIES = RESULT.with_suffix("")
+CONTROL = "full"
+# Arms of the campaign, and what it calls the same in the time of the control.
+EQUAL_TIME = {"full": "full", "skip33": "skip33_equal_time"}
+SEEDS = 5
+
+
+@dataclass(frozen=True)
+class OuterRun:
+    """An arm of the campaign with a seed, trained with a setting.
+
+    `equal_time`: for as long as the control takes, not for as many iterations.
+    """
+
+    setting: Setting
+    arm: str
+    seed: int
+    equal_time: bool
+
+    @property
+    def name(self) -> str:
+        """How its files are called."""
+        length = "equal_time-" if self.equal_time else ""
+        return f"{self.setting.name}-{self.arm}-{length}{self.seed}"
+
+    @property
+    def exact(self) -> Run:
+        """The campaign's run that it stands beside."""
+        return Run(EQUAL_TIME[self.arm] if self.equal_time else self.arm, self.seed)
+
+
+@functools.cache
+def iteration_s(arm: str, every: int | None = None) -> float:
+    """Seconds of an iteration of an arm by the planner, with outer averaging if it has a cycle.
+
+    Nodes, paths and order are those of the arm's plan, which was made for exact averaging.
+    """
+    plan = plans.plan_of(arm)
+    if every is not None:
+        policy = parse_averaging({"mode": "outer", "every": every, **SENT}, "averaging")
+        plan = replace(plan, case=replace(plan.case, averaging=policy))
+    return simulate_plan(plan).iteration_s
+
+
+def clock_s(arm: str, section: Mapping[str, Any], steps: int) -> float:
+    """Seconds of so many iterations by the planner, of which the first may be exact."""
+    exact_steps = min(section["exact_steps"], steps)
+    own_s = iteration_s(arm, section["every"])
+    return exact_steps * iteration_s(arm) + (steps - exact_steps) * own_s
+
+
+def steps_within(arm: str, section: Mapping[str, Any], limit_s: float) -> int:
+    """The most iterations that take at most so long and end as a cycle has been applied."""
+    exact_steps, every = section["exact_steps"], section["every"]
+    left_s = limit_s - exact_steps * iteration_s(arm)
+    cycles = int((left_s / iteration_s(arm, every) - SENT["delay"]) // every)
+    return exact_steps + cycles * every + SENT["delay"]
+
+
+class Study:
+    """The runs with outer averaging, beside those of the campaign."""
+
+    def __init__(self, folder: Path, quick: bool):
+        """`folder` is worked in; summaries of a quick study stay there."""
+        self.campaign = Campaign(folder, quick)
+        self.folder = self.campaign.folder / "outer_averaging"
+        self.result = self.folder / RESULT.name if quick else RESULT
+        self.summaries = self.folder / "summaries" if quick else SUMMARIES
+        self.trials = Trials(self.campaign, self.summaries / "trials")
+
+    def runs(self) -> list[OuterRun]:
+        """Those with the settings that are best so far: first seeds first, of equal data first.
+
+        With the best one there are runs of equal time too.
+        """
+        chosen = self.trials.chosen()
+        compared = [(own, False) for own in chosen] + [(own, True) for own in chosen[:1]]
+        return [
+            OuterRun(setting, arm, seed, equal_time)
+            for setting, equal_time in compared
+            for seed in range(1 if self.campaign.quick else SEEDS)
+            for arm in EQUAL_TIME
+        ]
+
+    def config(self, run: OuterRun) -> dict[str, Any]:
+        """The campaign's configuration of its arm with outer averaging, and as long as it is."""
+        config = self.campaign.config(Run(run.arm, run.seed))
+        steps = config["train"]["steps"]
+        section = run.setting.section(steps)
+        if run.equal_time:
+            steps = steps_within(run.arm, section, steps * iteration_s(CONTROL))
+        return config | {"train": config["train"] | {"steps": steps}, "averaging": section}
+
+    def job(self, run: OuterRun) -> Job:
+        """A run as it is trained."""
+        config = self.config(run)
+        return Job(
+            name=run.name,
+            digest=jobs.digest_of([config, jobs.plan_of(config).to_json()]),
+            config=config,
+            results=self.summaries,
+            command=COMMAND,
+            quick=self.campaign.quick,
+        )
+
+    def digest(self) -> str:
+        """Of all that the study comes from."""
+        own = [job.digest for job in self.trials.jobs().values()]
+        own += [self.job(run).digest for run in self.runs()]
+        return jobs.digest_of(own + [self.campaign.digest(run.exact) for run in self.runs()])
+
+    def train(self) -> dict[str, Any]:
+        """Train what is missing; returns the figures of all."""
+        jobs.train(list(self.trials.jobs().values()), self.folder)
+        runs = self.runs()
+        if self.campaign.quick:
+            self.campaign.train(list(dict.fromkeys(run.exact for run in runs)))
+        jobs.train([self.job(run) for run in runs], self.folder)
+        return self.figures()
+
+    def figures(self) -> dict[str, Any]:
+        """What is written, of the runs that have been trained."""
+        chosen = self.trials.chosen()
+        found = {run: self.job(run).summary() for run in self.runs()}
+        trials = [job.name for job in self.trials.jobs().values() if job.summary() is None]
+        return {
+            "digest": self.digest(),
+            "trials": self.trials.figures(),
+            "sent": SENT,
+            "interval": HOW,
+            "iteration_s": {
+                arm: {"exact": round(iteration_s(arm), 3)}
+                | {own.name: round(iteration_s(arm, own.every), 3) for own in chosen}
+                for arm in EQUAL_TIME
+            },
+            "equal_data": {own.name: self._compared(own, False, found) for own in chosen},
+            "equal_time": {own.name: self._compared(own, True, found) for own in chosen[:1]},
+            "not_trained": trials + [run.name for run, own in found.items() if own is None],
+        }
+
+    def _compared(
+        self, setting: Setting, equal_time: bool, found: Mapping[OuterRun, Summary | None]
+    ) -> dict[str, Any]:
+        """Of each arm with a setting the losses beside the campaign's, and the differences.
+
+        At equal time also from the control, which has had as long.
+        """
+        of_arm = {
+            arm: self._of_arm(OuterRun(setting, arm, 0, equal_time), found) for arm in EQUAL_TIME
+        }
+        others = ("exact", "full_exact") if equal_time else ("exact",)
+        for other in others:
+            differences = {
+                arm: paired(own["loss"]["outer"], own["loss"][other])
+                for arm, own in of_arm.items()
+                if own["loss"]["outer"]
+            }
+            for arm, interval in intervals(differences).items():
+                of_arm[arm][f"minus_{other}"] = interval.figures()
+        return of_arm
+
+    def _of_arm(self, first: OuterRun, found: Mapping[OuterRun, Summary | None]) -> dict[str, Any]:
+        """How long an arm is trained, and its losses of the first seeds up to one that is missing.
+
+        `first` is its run with the first seed.
+        """
+        config = self.config(first)
+        steps, section = config["train"]["steps"], config["averaging"]
+        seeds = [run for run in found if replace(run, seed=0) == first]
+        done = list(takewhile(lambda run: found[run] is not None, seeds))
+        return {
+            "steps": steps,
+            "averaging": section,
+            "hours": round(clock_s(first.arm, section, steps) / 3600, 2),
+            "loss": {
+                "outer": [own.loss for run in done if (own := found[run]) is not None],
+                "exact": [self._loss(run.exact) for run in done],
+            }
+            | (
+                {"full_exact": [self._loss(Run(CONTROL, run.seed)) for run in done]}
+                if first.equal_time
+                else {}
+            ),
+        }
+
+    def _loss(self, run: Run) -> float:
+        """What the campaign has found by a run.
+
+        Raises:
+            InputError: if it has not been trained.
+        """
+        summary = self.campaign.summary(run)
+        if summary is None:
+            raise InputError(
+                "run",
+                run.name,
+                "the campaign has not trained it",
+                f"python -m experiments.paper.campaign --only {run.arm}",
+            )
+        return summary.loss
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """The figures for a reader: a line for each setting that was tried, and for each arm."""
+    trials = figures["trials"]
+    lines = [f"held-out loss [nats per byte] on other text, {trials['arm']}, minus exact:"]
+    lines += [f"{name:32s} {loss:+.4f}" for name, loss in trials["minus_exact"].items()]
+    for kind, title in (("equal_data", "as many bytes"), ("equal_time", "as long as full takes")):
+        lines.append(f"held-out loss, outer minus exact, {title}:")
+        for name, arms in figures[kind].items():
+            lines += [_line(name, arm, own) for arm, own in arms.items() if "minus_exact" in own]
+    if figures["not_trained"]:
+        lines.append(f"{len(figures['not_trained'])} runs have not been trained")
+    return "\n".join(lines)
+
+
+def _line(setting: str, arm: str, own: Mapping[str, Any]) -> str:
+    loss = own["loss"]
+    each = " ".join(f"{one:+.4f}" for one in paired(loss["outer"], loss["exact"]))
+    return f"{setting} {arm:8s} {own['steps']} iterations: {each}; " + ", ".join(
+        f"{key.replace('_', ' ')} {_with_ends(own[key])}"
+        for key in ("minus_exact", "minus_full_exact")
+        if key in own
+    )
+
+
+def _with_ends(found: Mapping[str, Any]) -> str:
+    ends = "" if found["low"] is None else f" ({found['low']:+.4f} to {found['high']:+.4f})"
+    return f"{found['mean']:+.4f}{ends}"
+
+
+def main() -> int:
+    """Parse the command line, train and print; returns the exit code."""
+    return study_command.run(COMMAND, __doc__ or "", "small models, one seed", Study, table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
