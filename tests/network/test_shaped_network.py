@@ -60,7 +60,8 @@ def test_every_directed_link_has_its_own_rate(network: ShapedNetwork):
     pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 3), (3, 0)]
     receivers = [transfer(network, *pair, int(3 * network.rates[pair]))[0] for pair in pairs]
     shares = [goodput(r) / network.rates[pair] for r, pair in zip(receivers, pairs, strict=True)]
-    assert shares == pytest.approx([1.0] * len(pairs), abs=0.1)
+    # The rates differ by factors of 4 and more, so a pause of a busy machine may take its share.
+    assert shares == pytest.approx([1.0] * len(pairs), abs=0.2)
 
 
 @needs_root

@@ -16,6 +16,7 @@ from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate, simulate_plan
 
+from skippipe_jax.config import Config, DataConfig, TrainConfig, to_yaml
 from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
@@ -84,6 +85,14 @@ def save_all(folder: Path, plan: Plan, step: int = 7) -> Timeline:
     for host, recording in pieces(plan, timeline, range(timeline.nodes)).items():
         recording.save(folder, step, host)
     return timeline
+
+
+def save_run(folder: Path, plan: Plan) -> None:
+    """What a run that was planned so leaves in its folder, but for what is recorded."""
+    text = DataConfig(source="text", path="text")
+    config = Config(run_dir=str(folder), data=text, train=TrainConfig(steps=30))
+    (folder / "config.yaml").write_text(to_yaml(config))
+    plan.save(folder / "plan.json")
 
 
 def times(entry) -> tuple[float, ...]:
@@ -251,7 +260,7 @@ def test_the_plan_of_hosts_that_were_left_goes_with_what_they_recorded(tmp_path)
 def test_what_fewer_hosts_recorded_is_drawn_with_their_plan(tmp_path):
     case = same_place([1, 2], stage_bytes=2**30, microbatches_per_data_node=2)
     plan = planned(case, [[0], [1, 2]], [[0, 1], [0, 2]])
-    plan.save(tmp_path / "plan.json")
+    save_run(tmp_path, plan)
     left = plan_without(plan, [0, 1])
     save_all(tmp_path, plan, 10)
     measured = save_all(tmp_path, left, 20)
@@ -269,7 +278,7 @@ def test_nothing_recorded(tmp_path):
 def test_recorded_iterations_are_drawn_below_the_prediction(tmp_path, capsys):
     case = same_place([1, 2], stage_bytes=2**30, microbatches_per_data_node=2)
     plan = planned(case, [[0], [1, 2]], [[0, 1], [0, 2]])
-    plan.save(tmp_path / "plan.json")
+    save_run(tmp_path, plan)
     save_all(tmp_path, plan, 10)
     measured = save_all(tmp_path, plan, 20)
     save_all(tmp_path, plan, 30)
