@@ -26,7 +26,7 @@ from experiments.paper.outer_settings import EXACT, PLANNED_EVERY, TRIED, Settin
 from experiments.paper.summary import Summary
 from skippipe_jax.config import parse_config
 
-BEST, PLANNED = Setting(2, 0, 1.0, 0.0), Setting(20, 99, 1.0, 0.0)
+BEST, PLANNED = Setting(2, 0, 1.0, 0.5), Setting(20, 99, 1.0, 0.0)
 
 
 def test_runs_differ_from_the_campaigns_in_how_replicas_average_alone(tmp_path: Path):

@@ -55,16 +55,18 @@ from skippipe_sched.problem.auto import load_cases
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement, Search
+from skippipe_sched.timing.simulate import Timeline, simulate_plan
 
 from experiments.benchmarks import machine, reporting
 from experiments.benchmarks.shaped_network import ShapedNetwork
 from skippipe_jax.launch import free_port
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.recording import measured_timeline
 
 AS_COMPUTED = "float32"
 HOPS = (AS_COMPUTED, "bfloat16", "int8")
 EXACT, OUTER = "exact", "outer"
-AVERAGING = {"mode": OUTER, "every": 20, "delay": 1, "dtype": "int8"}
+AVERAGING = {"mode": OUTER, "delay": 1, "dtype": "int8"}
 MOST_FRAGMENTS = 4
 METHODS = ("full", "dtfm-skip", "skippipe-no-tc2", "skippipe", "joint", "full-joint")
 SEED = 0
@@ -178,11 +180,31 @@ def main() -> int:
         "--blocks", type=int, default=1, help="of a stage, each with as many (default: %(default)s)"
     )
     parser.add_argument(
+        "--sequence-length",
+        type=int,
+        default=256,
+        choices=[32, 64, 128, 256],
+        help="shorter ones, and as many more of them, are less to compute for hops as long "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=20,
+        help="iterations in which outer averaging sends everything once (default: %(default)s)",
+    )
+    parser.add_argument(
         "--slower-links",
         type=float,
         default=1.0,
         metavar="FACTOR",
         help="all links are so many times slower (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--busy-stages",
+        action="store_true",
+        help="plan with the seconds that operations take while all hosts train, not with those of "
+        "an idle machine: so many processes on few cores push each other out of caches",
     )
     parser.add_argument(
         "--path-length", type=int, help="stages that a microbatch visits (default: half of them)"
@@ -201,12 +223,19 @@ def main() -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     fields.integer(arguments.iterations, "--iterations", 1)
+    fields.integer(arguments.every, "--every", 2)
     workload = WORKLOADS[arguments.hosts]
     if arguments.path_length is not None:
         length = fields.integer(arguments.path_length, "--path-length", 1, len(workload.stages))
         workload = dataclasses.replace(workload, path_length=length)
     blocks = fields.integer(arguments.blocks, "--blocks", 1)
-    workload = dataclasses.replace(workload, blocks=blocks)
+    sequences = workload.microbatch_size * workload.sequence_length // arguments.sequence_length
+    workload = dataclasses.replace(
+        workload,
+        blocks=blocks,
+        sequence_length=arguments.sequence_length,
+        microbatch_size=sequences,
+    )
     arms = [Arm(method, EXACT, hops) for hops in arguments.hops for method in arguments.methods]
     if arguments.arms is not None:
         arms = [Arm.named(name) for name in arguments.arms]
@@ -220,14 +249,18 @@ def _run(arguments: argparse.Namespace) -> int:
             own = folder / kind
             own.mkdir(exist_ok=True)
             hosts = Hosts(network, own, arguments.hosts)
-            config = write_config(folder, workload, locations, hops, averaging)
+            every = arguments.every if averaging == OUTER else None
+            config = write_config(folder, workload, locations, hops, every)
             case, profiles[kind] = profiled(hosts, config, rates)
-            for arm in arms:
-                if (arm.averaging, arm.hops) == (averaging, hops):
-                    plan = plan_by(arm.method, case, arguments.budget)
-                    row = trained(plan, hosts, config, arguments.iterations)
-                    rows.append({"hops": hops, "averaging": averaging} | row)
-                    print(_line(rows[-1], rows), flush=True)
+            own_arms = [arm for arm in arms if (arm.averaging, arm.hops) == (averaging, hops)]
+            if arguments.busy_stages:
+                first = plan_by(own_arms[0].method, case, arguments.budget)
+                case, profiles[kind]["busy"] = busy(first, hosts, config)
+            for arm in own_arms:
+                plan = plan_by(arm.method, case, arguments.budget)
+                row = trained(plan, hosts, config, arguments.iterations)
+                rows.append({"hops": hops, "averaging": averaging} | row)
+                print(_line(rows[-1], rows), flush=True)
     result = {
         "machine": machine.describe(),
         "hosts": arguments.hosts,
@@ -260,6 +293,38 @@ def profiled(
     return case, {"seconds": seconds, "bandwidth_deviation": deviation}
 
 
+def busy(plan: Plan, hosts: Hosts, config: Path) -> tuple[Case, dict[str, float]]:
+    """The case of a plan with the seconds that operations took, on average, as it was trained by.
+
+    And how many times those of the profile they are, by kind of operation.
+    """
+    case, policy = plan.case, plan.case.averaging
+    steps = policy.every + policy.delay + 1 if policy.is_outer else 2
+    run_dir = train(plan, hosts, config, "busy", steps)
+    measured = measured_timeline(run_dir, plan, steps)
+    predicted = simulate_plan(plan)
+
+    def mean_s(timeline: Timeline, kind: str) -> float:
+        own = (run for run in timeline.runs if run.operation.kind == kind)
+        return statistics.mean(run.end_s - run.start_s for run in own)
+
+    times = {kind: mean_s(measured, kind) / mean_s(predicted, kind) for kind in "FBL"}
+    told = ", ".join(f"{kind} {own:.2f}" for kind, own in times.items())
+    print(f"while all hosts train, operations take so many times as long: {told}", flush=True)
+    nodes = tuple(
+        dataclasses.replace(node, forward_s=node.forward_s * times["F"]) for node in case.nodes
+    )
+    return (
+        dataclasses.replace(
+            case,
+            nodes=nodes,
+            backward_ratio=case.backward_ratio * times["B"] / times["F"],
+            loss_ratio=case.loss_ratio * times["L"] / times["F"],
+        ),
+        times,
+    )
+
+
 def shaped_rates(
     table: Path | None,
     workload: Workload,
@@ -284,9 +349,13 @@ def shaped_rates(
 
 
 def write_config(
-    folder: Path, workload: Workload, locations: Sequence[str], hops: str, averaging: str = EXACT
+    folder: Path,
+    workload: Workload,
+    locations: Sequence[str],
+    hops: str,
+    every: int | None = None,
 ) -> Path:
-    """The configuration of all runs of a kind."""
+    """The configuration of all runs of a kind; with `every`, replicas are averaged so rarely."""
     config = {
         "compilation_cache": str(folder / "compiled"),
         "model": {
@@ -317,9 +386,10 @@ def write_config(
     }
     if hops != AS_COMPUTED:
         config["network"]["activation_dtype"] = hops
-    if averaging == OUTER:
-        config["averaging"] = AVERAGING | {"fragments": min(workload.blocks, MOST_FRAGMENTS)}
-    path = folder / f"{hops}-{averaging}.yaml"
+    if every is not None:
+        fragments = min(workload.blocks, MOST_FRAGMENTS)
+        config["averaging"] = AVERAGING | {"every": every, "fragments": fragments}
+    path = folder / f"{hops}-{EXACT if every is None else OUTER}.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
 
@@ -345,23 +415,11 @@ def reference_placement(case: Case, budget_s: float) -> Placement:
 
 def trained(plan: Plan, hosts: Hosts, config: Path, iterations: int) -> dict[str, Any]:
     """Train along a plan on all hosts; what was predicted and measured."""
-    file = hosts.folder / f"{plan.method}.json"
-    plan.save(file)
-    run_dir = hosts.folder / plan.method
     before, policy = 1, plan.case.averaging
     if policy.is_outer:
-        # Until all goes on as it does in any cycle.
-        before, iterations = policy.every + policy.delay, policy.every
-    steps = before + iterations
-    settings = {
-        "run_dir": run_dir,
-        "plan": json.dumps({"file": str(file)}),
-        "train.steps": steps,
-        "trace": f"every {steps}",
-        "checkpoint.every": steps,
-    }
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    hosts.run(plan.method, "skippipe_jax.train", "--config", config, *words)
+        # Until all goes on as it does in any cycle, and each fragment has been applied once.
+        before, iterations = policy.every + policy.delay + 1, policy.every
+    run_dir = train(plan, hosts, config, plan.method, before + iterations)
     lines = run_folder.read_metrics(run_dir)[before:]
     seconds = [line["seconds_per_iteration"] for line in lines]
     measure = statistics.mean if policy.is_outer else statistics.median
@@ -374,6 +432,22 @@ def trained(plan: Plan, hosts: Hosts, config: Path, iterations: int) -> dict[str
         "bytes_sent": lines[-1]["bytes_sent"],
         "last_loss": lines[-1]["loss"],
     }
+
+
+def train(plan: Plan, hosts: Hosts, config: Path, name: str, steps: int) -> Path:
+    """Train so many steps along a plan on all hosts; returns the folder of the run."""
+    file, run_dir = hosts.folder / f"{name}.json", hosts.folder / name
+    plan.save(file)
+    settings = {
+        "run_dir": run_dir,
+        "plan": json.dumps({"file": str(file)}),
+        "train.steps": steps,
+        "trace": f"every {steps}",
+        "checkpoint.every": steps,
+    }
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    hosts.run(name, "skippipe_jax.train", "--config", config, *words)
+    return run_dir
 
 
 class Network(Protocol):

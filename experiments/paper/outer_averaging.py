@@ -108,12 +108,13 @@ class Study:
         self.trials = Trials(self.campaign, self.summaries / "trials")
 
     def runs(self) -> list[OuterRun]:
-        """Those with the settings that are best so far: first seeds first, of equal data first.
+        """Those with the settings that are best so far, first seeds first.
 
-        With the best one there are runs of equal time too.
+        With the best one there are runs of equal data, and then of equal time too.
         """
         chosen = self.trials.chosen()
-        compared = [(own, False) for own in chosen] + [(own, True) for own in chosen[:1]]
+        compared = [(own, equal_time) for own in chosen[:1] for equal_time in (False, True)]
+        compared += [(own, False) for own in chosen[1:]]
         return [
             OuterRun(setting, arm, seed, equal_time)
             for setting, equal_time in compared
