@@ -299,7 +299,8 @@ def busy(plan: Plan, hosts: Hosts, config: Path) -> tuple[Case, dict[str, float]
     And how many times those of the profile they are, by kind of operation.
     """
     case, policy = plan.case, plan.case.averaging
-    steps = policy.every + policy.delay + 1 if policy.is_outer else 2
+    # An iteration in which nothing is compiled any more, and no fragment is sent or applied.
+    steps = policy.every + policy.delay + 3 if policy.is_outer else 3
     run_dir = train(plan, hosts, config, "busy", steps)
     measured = measured_timeline(run_dir, plan, steps)
     predicted = simulate_plan(plan)
