@@ -30,8 +30,9 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
 
 from skippipe_jax.config import Config, load_config
+from skippipe_jax.config.attention import ATTENTION
 from skippipe_jax.config.extras import require
-from skippipe_jax.config.model import ATTENTION, RECOMPUTE
+from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import (
     bytes_of_loss,

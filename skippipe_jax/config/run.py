@@ -183,13 +183,9 @@ class Config:
                 "Shorten it, or raise model.context",
             )
 
-        if self.data.packing == "documents" and self.model.attention == "cudnn":
-            raise InputError(
-                "model.attention",
-                self.model.attention,
-                "does not keep the documents of data.packing = 'documents' apart",
-                "Write model.attention: xla, or data.packing: windows",
-            )
+        unfit = self.model.why_unfit(self.model.attention, self.data.sequence_length)
+        if unfit:
+            raise InputError("model.attention", self.model.attention, unfit, "Write auto")
 
     def _require_what_outer_leaves(self) -> None:
         """Refuse what averaging behind the iterations contradicts, or leaves without effect."""
@@ -226,6 +222,27 @@ class Config:
                 "has all hosts take part in every step, and with averaging.mode: outer none waits "
                 "for all others",
                 "Write independent, or averaging.mode: exact",
+            ),
+            (
+                "model.parameter_dtype",
+                self.model.parameter_dtype != "float32",
+                "is rounded by chance in every update, and with averaging.mode: outer replicas "
+                "send each other what updates have added up to",
+                "Leave it out, or write averaging.mode: exact",
+            ),
+            (
+                "optimizer.moment_dtype",
+                self.optimizer.moment_dtype != "float32",
+                "is rounded by chance, alike on all replicas, and with averaging.mode: outer each "
+                "has moments of its own",
+                "Leave it out, or write averaging.mode: exact",
+            ),
+            (
+                "optimizer.state_memory",
+                self.optimizer.state_memory != "device",
+                "is for updates that all replicas make together, and with averaging.mode: outer "
+                "each takes steps of its own",
+                "Leave it out, or write averaging.mode: exact",
             ),
             (
                 "train.steps",

@@ -132,6 +132,12 @@ def _told_copies(config: Config, case: Case) -> str:
     )
 
 
+def _told_host(memory: Sequence[NodeMemory]) -> str:
+    """What waits in the hosts' own memory, as a line of text."""
+    held = ", ".join(f"{size_text(own.host)} of stage {n}" for n, own in enumerate(memory))
+    return f"besides, each node's host holds in its own memory: {held}"
+
+
 def _hops(sent: Traffic) -> str:
     if sent.gradient_hop == sent.hop:
         return f"{size_text(sent.hop)} a hop"
@@ -185,6 +191,7 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
         [
             aligned(lines),
             *(_told(room) for room in rooms(config, case)),
+            *([_told_host(memory)] if any(own.host for own in memory) else []),
             *([_told_copies(config, case)] if _has_copies(config) else []),
             f"an iteration of {sum(case.microbatches)} microbatches sends "
             f"{size_text(sent.pipeline)} of activations and gradients, {_hops(sent)}, and "

@@ -20,12 +20,14 @@ from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Of a number in each of the dtypes that a configuration may name."""
 GRADIENT_BYTES = 4
-"""Of each number in gradients and in each of Adam's two moments: float32."""
+"""Of each number in gradients: float32."""
 COUNTER_BYTES = 8
 """Of the two counters in the state of AdamW and its schedule."""
 OUTER_ARRAYS = 3
 """Of as many numbers as there are parameters each, in float32: anchor, momentum and residual; when
 a fragment is applied, its parameters, anchor and momentum."""
+OFFLOADS = "offload_dot_with_no_batch_dims"
+"""The recomputation that keeps products in the host's memory."""
 TOKEN_BYTES = 4
 COPIES_OF_BUDDY = 2
 """Of a stage on the host that keeps one should all others be lost: a whole one, and the next."""
@@ -41,7 +43,8 @@ class NodeMemory:
     that has replicas, and `changes` what a node holds of fragments under way. `kept` is what one
     microbatch in flight leaves for its backward pass, and `in_flight` how many of them there may
     be. `waiting` are activations and gradients on their way, which may all have come to one node.
-    `working` is what an operation makes while it runs and gives back.
+    `working` is what an operation makes while it runs and gives back. `host` is in the memory of
+    the node's host, beside all that: what was told to wait there.
     """
 
     parameters: int
@@ -53,6 +56,7 @@ class NodeMemory:
     waiting: int
     changes: int
     working: int
+    host: int
 
     @property
     def state(self) -> int:
@@ -61,7 +65,7 @@ class NodeMemory:
 
     @property
     def total(self) -> int:
-        """At most at any moment."""
+        """On the device, at most at any moment."""
         passing = self.waiting + self.changes + self.working
         return self.state + self.in_flight * self.kept + passing
 
@@ -156,15 +160,21 @@ def averaged_bytes(config: Config, stages: int) -> list[int]:
     ]
 
 
+def state_bytes(config: Config) -> int:
+    """Of each number of a stage: its parameter and both moments."""
+    moment = DTYPE_BYTES[config.optimizer.moment_dtype]
+    return DTYPE_BYTES[config.model.parameter_dtype] + 2 * moment
+
+
 def copied_bytes(config: Config, stages: int) -> list[int]:
     """Of a copy of each stage: its parameters and what the optimizer keeps of them.
 
     Raises:
         InputError: if the layers do not spread over the stages.
     """
-    of_number = DTYPE_BYTES[config.model.parameter_dtype] + 2 * GRADIENT_BYTES
     return [
-        of_number * stage_parameters(config.model, count, is_data_stage=stage == 0) + COUNTER_BYTES
+        state_bytes(config) * stage_parameters(config.model, count, is_data_stage=stage == 0)
+        + COUNTER_BYTES
         for stage, count in enumerate(config.model.layers_of_stages(stages))
     ]
 
@@ -217,7 +227,7 @@ def memory_of_node(
     targets = TOKEN_BYTES * _tokens(data) if is_data_stage else 0
     # Either a backward or a loss runs, which make a gradient of every parameter before adding it;
     # or, when all microbatches have passed, the replicas' sums go round, or a fragment is applied.
-    recomputed = {"none": 0, "block": 1, "stage": layers}[model.recompute]
+    recomputed = {"none": 0, "stage": layers}.get(model.recompute, 1)
     operation = _unpacked_bytes(config) + max(
         kept_by_blocks(model, data, recomputed),
         bytes_of_loss(model, data) if is_data_stage else 0,
@@ -225,10 +235,13 @@ def memory_of_node(
     averages = replicas > 1
     is_outer = config.averaging.is_outer and averages
     hop = hop_bytes(config)
+    optimizer = 2 * DTYPE_BYTES[config.optimizer.moment_dtype] * count + COUNTER_BYTES
+    state_waits = config.optimizer.state_memory == "host"
+    offloaded = layers * offloadable_bytes(model, data) if model.recompute == OFFLOADS else 0
     return NodeMemory(
         parameters=parameters,
         gradients=GRADIENT_BYTES * count,
-        optimizer=2 * GRADIENT_BYTES * count + COUNTER_BYTES,
+        optimizer=0 if state_waits else optimizer,
         outer=is_outer * OUTER_ARRAYS * GRADIENT_BYTES * count,
         kept=kept_bytes(config, layers, is_data_stage=is_data_stage) + targets,
         in_flight=in_flight,
@@ -239,8 +252,10 @@ def memory_of_node(
         working=max(
             parameters + operation,
             averages * GRADIENT_BYTES * count,
+            state_waits * optimizer,
             bytes_of_application(config, layers, is_data_stage=is_data_stage) if is_outer else 0,
         ),
+        host=state_waits * optimizer + in_flight * offloaded,
     )
 
 
@@ -374,10 +389,28 @@ def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
     around = TOKEN_BYTES * tokens * is_data_stage + is_packed * compute * tokens * (
         1 + is_data_stage
     )
-    if model.recompute == "block":
+    if model.recompute != "none":
         positions = TOKEN_BYTES * tokens * is_packed
-        return layers * compute * tokens * model.width + positions + around
+        inputs = compute * tokens * model.width
+        return layers * (inputs + _saved_by_block(model, data)) + positions + around
     return kept_by_blocks(model, data, layers) + around
+
+
+def _saved_by_block(model: ModelConfig, data: DataConfig) -> int:
+    """What a block keeps on the device, besides its input, where the rest is computed again."""
+    tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
+    if model.recompute == "save_only_attention":
+        return compute * tokens * model.width + _bytes_of_log_sums(model, data)
+    if model.recompute == "dots_with_no_batch_dims_saveable":
+        return offloadable_bytes(model, data)
+    return 0
+
+
+def offloadable_bytes(model: ModelConfig, data: DataConfig) -> int:
+    """What the products of a block with its matrices give, but for the last, which none needs."""
+    kv_width = model.kv_heads * model.head_width
+    numbers = 2 * model.width + 2 * kv_width + 2 * model.ffn_width
+    return DTYPE_BYTES[model.compute_dtype] * _tokens(data) * numbers
 
 
 def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
@@ -387,8 +420,9 @@ def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
     tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
     # What is cast last is kept before the cast if casts are made again (see `model.recomputed`).
     last = compute if model.parameter_dtype == model.compute_dtype else 4
-    # cuDNN's attention keeps no scores: it computes them again, piece by piece.
-    scores = tokens * model.heads * data.sequence_length * (model.attention == "xla")
+    # All others compute the scores again, piece by piece, and keep what a query's sum to.
+    keeps_scores = holds_all_scores(model.attention, data.sequence_length)
+    scores = tokens * model.heads * data.sequence_length * keeps_scores
     kv_width = model.kv_heads * model.head_width
     of_block = (
         tokens * model.width * (4 * 4 + 4 * compute)

@@ -17,13 +17,13 @@ from jax.extend.core.primitives import convert_element_type_p
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Real
 
 from skippipe_jax.config import ModelConfig
+from skippipe_jax.models.attention import ATTENDED, attend, implementation_of
 from skippipe_jax.models.cross_entropy import Head, cross_entropy, scores
 from skippipe_jax.models.document_mask import (
     mark,
     positions_in_documents,
     unmark,
     unmark_tokens,
-    within_documents,
 )
 
 
@@ -117,22 +117,22 @@ class Block(nnx.Module):
     ) -> Float[Array, "batch time width"]:
         """Causal grouped-query attention within each document, where rotary positions start at 0.
 
-        The mask is made here, where masking the scores takes it up: from block to block, and from
-        forward to backward, positions are kept, and nothing that grows with the square of time.
+        From block to block, and from forward to backward, positions are kept, and nothing that
+        grows with the square of time.
         """
-        heads = (*x.shape[:2], -1, self.config.head_width)
+        heads, length = (*x.shape[:2], -1, self.config.head_width), x.shape[1]
         frequencies = rotary_frequencies(self.config)
+        places, documents = jnp.arange(length), None
         if positions is None:
-            positions, mask = jnp.arange(x.shape[1])[None], None
+            positions = places[None]
         else:
-            mask = within_documents(positions)
-        attended = jax.nn.dot_product_attention(
+            documents = places - positions
+        attended = attend(
             rotate(self.query(x).reshape(heads), frequencies, positions),
             rotate(self.key(x).reshape(heads), frequencies, positions),
             self.value(x).reshape(heads),
-            mask=mask,
-            is_causal=True,
-            implementation="cudnn" if self.config.attention == "cudnn" else "xla",
+            documents,
+            implementation_of(self.config, length, jax.default_backend()),
         )
         return self.output(attended.reshape(x.shape))
 
@@ -274,8 +274,21 @@ def stage_shapes(config: ModelConfig, stages: int) -> list[Any]:
 
 def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
     """The scanned block with what `config.recompute` says is kept for the backward pass."""
-    if config.recompute == "block":
-        return jax.checkpoint(apply_block, prevent_cse=False)
+    if config.recompute in ("none", "stage"):
+        return _without_casts(apply_block, config)
+    policies = jax.checkpoint_policies
+    policy = {
+        "block": policies.nothing_saveable,
+        "save_only_attention": policies.save_only_these_names(ATTENDED),
+        "dots_with_no_batch_dims_saveable": policies.dots_with_no_batch_dims_saveable,
+        "offload_dot_with_no_batch_dims": policies.offload_dot_with_no_batch_dims(
+            "device", "pinned_host"
+        ),
+    }[config.recompute]
+    return jax.checkpoint(apply_block, prevent_cse=False, policy=policy)
+
+
+def _without_casts(apply_block: Callable, config: ModelConfig) -> Callable:
     if config.parameter_dtype != config.compute_dtype:
         # Casting is cheap, and a copy of all cast weights for every microbatch in flight is not.
         return jax.checkpoint(apply_block, prevent_cse=False, policy=_keep_all_but_casts)

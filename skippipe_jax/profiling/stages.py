@@ -85,6 +85,7 @@ def measure_stage(
     functions, inputs, targets = _functions(config, shape), *_inputs(config, shape, device)
     wire = wire_of_run(config)
     draw = jnp.zeros(4, jnp.uint32) if wire.gradients.is_drawn else None
+    rounded_by = np.zeros(2, np.uint32)
     seconds: dict[str, list[float]] = defaultdict(list)
 
     def timed(operation: str, function: Callable, *arguments: Any, **how: bool) -> Any:
@@ -114,7 +115,7 @@ def measure_stage(
             _, gradients, gauge = timed(BACKWARD, functions.backward, *given, leaves=True)
             summed = functions.squared_norm(gradients).at[TOKENS].set(inputs.shape[0])
             parameters, state, gradients = timed(
-                UPDATE, functions.update, parameters, state, gradients, summed
+                UPDATE, functions.update, parameters, state, gradients, summed, rounded_by
             )
     return {operation: Timing.of(values) for operation, values in seconds.items()}
 

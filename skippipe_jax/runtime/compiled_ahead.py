@@ -22,6 +22,7 @@ from skippipe_jax.runtime.stage_functions import (
     StageFunctions,
     activation,
     functions_of_run,
+    where_state_waits,
     wire_of_run,
 )
 
@@ -73,6 +74,7 @@ def _run_once(
 
     wire, computed = wire_of_run(config), activation(config.model, config.data)
     parameters, state, gradients = zeros(jax.eval_shape(functions.create, jax.random.key(0), 0))
+    state = jax.device_put(state, where_state_waits(functions, sharding))
     gauge = zeros(jax.ShapeDtypeStruct((2,), jnp.int32))
     totals = zeros(jax.ShapeDtypeStruct((TOTALS,), jnp.float32))
     tokens = zeros(jax.ShapeDtypeStruct(computed.shape[:2], jnp.int32))
@@ -99,5 +101,6 @@ def _run_once(
     _, gradients, _ = functions.backward(parameters, *given, leaves=not is_data_stage)
     functions.squared_norm(gradients)
     functions.no_gradients(parameters)
-    jax.block_until_ready(functions.update(parameters, state, gradients, totals))
+    drawn_by = np.zeros(2, np.uint32)
+    jax.block_until_ready(functions.update(parameters, state, gradients, totals, drawn_by))
     return 6 if is_data_stage else 5

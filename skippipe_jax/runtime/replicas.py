@@ -115,6 +115,7 @@ class Replicas:
                 state.optimizer_state,
                 state.gradients,
                 jax.device_put(totals, self.topology.sharding(replica)),
+                state.draw,
             )
 
 

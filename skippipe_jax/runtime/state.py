@@ -13,7 +13,14 @@ from tqdm import tqdm
 
 from skippipe_jax.config import StageCut
 from skippipe_jax.optim.outer import Message, Outer, Part, begin_with
-from skippipe_jax.runtime.stage_functions import Gauge, Gradients, Parameters, StageFunctions
+from skippipe_jax.optim.rounding import Draw
+from skippipe_jax.runtime.stage_functions import (
+    Gauge,
+    Gradients,
+    Parameters,
+    StageFunctions,
+    where_state_waits,
+)
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.storage.reader import read_arrays
@@ -56,6 +63,7 @@ class StageState:
     """One replica of a stage. Nodes of a stage that share devices may share it.
 
     Attributes:
+        draw: what updates are rounded by that are rounded by chance.
         outer: what a replica keeps that takes steps of its own beside others of its stage.
         under_way: the fragments that it has sent and not applied, by the steps after which it sent
             them.
@@ -65,6 +73,7 @@ class StageState:
     parameters: Parameters
     optimizer_state: PyTree
     gradients: Gradients
+    draw: Draw
     outer: Outer | None = None
     under_way: dict[int, UnderWay] = field(default_factory=dict)
 
@@ -171,22 +180,22 @@ def make_states(
     shown = tqdm(served, desc="state", unit="stage", disable=None if origin else True, leave=False)
     for stage in shown:
         own = [node for node in replicas if topology.stage_of[node] == stage and node not in states]
-        first_layer = cut.blocks(stage).start
+        draw = np.array([seed, cut.blocks(stage).start], np.uint32)
         if stage in of_stages:
             given = of_stages[stage].to_give(with_momentum=with_momentum)
             read = jax.device_get(given)
             for node in own:
-                states[node] = _placed(functions[stage], read, topology, node)
+                states[node] = _placed(functions[stage], read, topology, node, draw)
             continue
         if origin is None:
             for node in own:
-                states[node] = _drawn(functions[stage], first_layer, topology, node, seed)
+                states[node] = _drawn(functions[stage], topology, node, draw)
             continue
-        shapes = jax.eval_shape(functions[stage].create, jax.random.key(0), first_layer)
+        shapes = jax.eval_shape(functions[stage].create, jax.random.key(0), 0)
         wanted = {"parameters": shapes[0], "optimizer_state": shapes[1]}
         read = origin(stage, wanted)
         for node in own:
-            states[node] = _placed(functions[stage], read, topology, node)
+            states[node] = _placed(functions[stage], read, topology, node, draw)
             if own_origin is not None and len(topology.replicas[stage]) > 1:
                 place = topology.replicas[stage].index(node)
                 of_replica = own_origin(stage, place, wanted)
@@ -194,29 +203,37 @@ def make_states(
     return {node: states[node] for node in replicas}
 
 
-def _drawn(
-    functions: StageFunctions, first_layer: int, topology: Topology, node: int, seed: int
-) -> StageState:
+def _drawn(functions: StageFunctions, topology: Topology, node: int, draw: Draw) -> StageState:
+    seed, first_layer = draw.tolist()
     with jax.default_device(topology.device(node)):
         created = functions.create(jax.random.key(seed), first_layer)
-    return StageState(functions, *jax.device_put(created, topology.sharding(node)))
+    here = topology.sharding(node)
+    of_state = here, where_state_waits(functions, here), here
+    return StageState(functions, *jax.device_put(created, of_state), draw)
 
 
-def _placed(functions: StageFunctions, read: State, topology: Topology, node: int) -> StageState:
+def _placed(
+    functions: StageFunctions, read: State, topology: Topology, node: int, draw: Draw
+) -> StageState:
     """A replica with its own copy of what was read, since updates write over it.
 
     What was not read is all that is allocated besides, so a device never holds more than what the
     replicas there go on with.
     """
-    copy = jax.device_put(dict(read), topology.sharding(node), may_alias=False)
+    here = topology.sharding(node)
+    shardings = dict.fromkeys(read, here)
+    if "optimizer_state" in read:
+        shardings["optimizer_state"] = where_state_waits(functions, here)
+    copy = jax.device_put(dict(read), shardings, may_alias=False)
     parameters = copy["parameters"]
     # Zeros depend on no parameter, so they would not follow them to their device.
     with jax.default_device(topology.device(node)):
         gradients = functions.no_gradients(parameters)
         begun = None if "optimizer_state" in copy else functions.begin(parameters)
-    gradients, begun = jax.device_put((gradients, begun), topology.sharding(node))
+    gradients = jax.device_put(gradients, here)
+    begun = jax.device_put(begun, where_state_waits(functions, here))
     optimizer_state = copy["optimizer_state"] if begun is None else begun
-    state = StageState(functions, parameters, optimizer_state, gradients)
+    state = StageState(functions, parameters, optimizer_state, gradients, draw)
     if MOMENTUM in copy:
         state.outer = begin_with(parameters, copy[MOMENTUM])
     return state

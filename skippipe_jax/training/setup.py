@@ -21,16 +21,17 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import (
     Config,
     DataConfig,
-    ModelConfig,
     StageCut,
     require_same_run,
     to_tree,
 )
+from skippipe_jax.config.attention import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.batches import TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.interop.huggingface import Weights
+from skippipe_jax.models.attention import fault_of, implementation_of
 from skippipe_jax.models.in_flight import short_of_memory
 from skippipe_jax.models.planned_case import differing_sizes
 from skippipe_jax.profiling.case import Profile, check_template
@@ -101,7 +102,6 @@ def settle(
     Raises:
         InputError: if the configuration, the plan, the data or the weights cannot be used.
     """
-    _require_fine_parameters(config.model)
     _require_reaching_collectives(config, host)
     # Whose plans? A run that is resumed goes on under its own, unless it is told of others.
     url = config.checkpoint.copy_to
@@ -134,7 +134,7 @@ def settle(
     # On what text, and from what weights?
     data = open_data(config, plan, programs[OWN])
     config.model.layers_of_stages(len(plan.stages))
-    _require_attention(config.model)
+    _require_attention(config)
     weights = None if resume else find_weights(config)
     if host.index == 0:
         require_trackers(config.log)
@@ -167,7 +167,7 @@ def settle_alone(config: Config, host: Membership) -> Settled:
     schedule = run_folder.saved_schedule(folder)
     nodes = len(schedule.plans[OWN].case.nodes)
     host_of = hosts_of_nodes(nodes, host.count, config.cluster.host_of_node)
-    _require_attention(config.model)
+    _require_attention(config)
     if host.index >= host.count:  # Which stage it serves the others say.
         return Settled(schedule, host_of, {}, None, None, None, None)
     compiled = compile_plans(schedule.plans, host_of)
@@ -303,18 +303,6 @@ def open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches |
     return TrainingBatches(data)
 
 
-def _require_fine_parameters(model: ModelConfig) -> None:
-    """Refuse to train parameters that are too coarse to take up what a step adds to them."""
-    if model.parameter_dtype != "float32":
-        raise InputError(
-            "model.parameter_dtype",
-            model.parameter_dtype,
-            "cannot be trained: most updates are smaller than what it tells apart, and would be "
-            "rounded away",
-            "Leave it out, and write model.compute_dtype: bfloat16 to compute in that",
-        )
-
-
 def _require_reaching_collectives(config: Config, host: Membership) -> None:
     """Refuse collectives among hosts each of whose JAX knows its own devices only."""
     averaging = config.network.averaging
@@ -328,15 +316,24 @@ def _require_reaching_collectives(config: Config, host: Membership) -> None:
         )
 
 
-def _require_attention(model: ModelConfig) -> None:
-    """Refuse an implementation of attention that this machine does not have."""
-    if model.attention == "cudnn" and jax.default_backend() != "gpu":
+def _require_attention(config: Config) -> None:
+    """Refuse an implementation of attention that this machine does not have, or has wrong."""
+    model, found = config.model, jax.default_backend()
+    needed = PLATFORM_OF.get(model.attention)
+    if needed not in (None, found):
         raise InputError(
             "model.attention",
             model.attention,
-            f"needs a GPU, and JAX found {jax.default_backend()} devices only",
-            "Write xla",
+            f"needs a {needed.upper()}, and JAX found {found} devices only",
+            "Write auto, which takes what each device has",
         )
+    kernel = implementation_of(model, config.data.sequence_length, found)
+    if kernel in PLATFORM_OF:
+        fault = fault_of(kernel, model, is_packed=config.data.packing == "documents")
+        if fault:
+            raise InputError(
+                "model.attention", model.attention, f"{kernel} {fault}", "Write blockwise"
+            )
 
 
 def _write_folder(

@@ -200,7 +200,7 @@ def test_evaluation_keeps_documents_apart():
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_positions_and_documents_are_those_counted_by_hand(marks: list[list[bool]]):
     positions = positions_in_documents(jnp.array(marks))
-    together = within_documents(positions)
+    together = within_documents(jnp.arange(ROW) - positions)
     for row, begins in enumerate(marks):
         begin_of = [max([s for s in range(t + 1) if begins[s]], default=0) for t in range(ROW)]
         assert positions[row].tolist() == [t - begin for t, begin in enumerate(begin_of)]
