@@ -18,6 +18,7 @@ from skippipe_jax.config.huggingface import folder_of
 from skippipe_jax.config.join import JoinConfig
 from skippipe_jax.config.model import ModelConfig
 from skippipe_jax.config.network import NetworkConfig
+from skippipe_jax.config.node import NodeConfig
 from skippipe_jax.config.optimizer import OptimizerConfig
 from skippipe_jax.config.plan import PlanConfig
 from skippipe_jax.config.recipe import RecipeConfig
@@ -119,6 +120,7 @@ class Config:
         train: how long.
         checkpoint: when to save.
         cluster: which host serves which node.
+        node: of which devices of its host a node consists.
         network: how nodes exchange arrays.
         join: which hosts may come to it.
         recovery: how the run goes on when hosts are lost.
@@ -142,6 +144,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    node: NodeConfig = field(default_factory=NodeConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     join: JoinConfig = field(default_factory=JoinConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
@@ -183,6 +186,8 @@ class Config:
                 "Shorten it, or raise model.context",
             )
 
+        if self.node.mesh is not None:
+            self.node.mesh.require_divides(self.model, self.data)
         unfit = self.model.why_unfit(self.model.attention, self.data.sequence_length)
         if unfit:
             raise InputError("model.attention", self.model.attention, unfit, "Write auto")

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from skippipe_jax.config import Config
 from skippipe_jax.optim.outer import begin
 from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps
+from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,
     StageFunctions,
@@ -28,21 +28,21 @@ from skippipe_jax.runtime.stage_functions import (
 
 
 def compile_ahead(
-    config: Config, stages: Collection[int], of_stages: int, devices: Collection[jax.Device]
+    config: Config, stages: Collection[int], of_stages: int, nodes: Collection[Spread]
 ) -> int:
-    """Run the functions of these stages, of so many, once on some devices; returns how many.
+    """Run the functions of these stages, of so many, once on some nodes; returns how many.
 
-    A device holds the state of a stage and a microbatch in flight meanwhile, and nothing of that
+    A node holds the state of a stage and a microbatch in flight meanwhile, and nothing of that
     afterwards.
     """
     functions = functions_of_run(config, of_stages)
     distinct = {functions[stage]: stage for stage in sorted(stages)}
     count = 0
-    for device in devices:
+    for here in nodes:
         for own, stage in distinct.items():
-            count += _run_once(config, own, SingleDeviceSharding(device), stage == 0)
+            count += _run_once(config, own.on(here.mesh), here, stage == 0)
             if config.averaging.is_outer:
-                count += _go_apart_once(config, stage, of_stages, device)
+                count += _go_apart_once(config, stage, of_stages, here.devices[0])
     return count
 
 
@@ -55,7 +55,7 @@ def _go_apart_once(config: Config, stage: int, of_stages: int, device: jax.Devic
     functions, own = functions_of_run(config, of_stages)[stage], inner_steps(config, of_stages)
     with jax.default_device(device):
         created = functions.create(jax.random.key(0), 0), jnp.int32(1)
-    given, targets = jax.device_put(created, SingleDeviceSharding(device))
+    given, targets = jax.device_put(created, device)
     stepped, *_ = own[stage](*given, targets)
     outer = begin(stepped)
     for fragment in functions_of_fragments(config, layers[stage]):
@@ -64,22 +64,29 @@ def _go_apart_once(config: Config, stage: int, of_stages: int, device: jax.Devic
     return 2 + config.averaging.fragments
 
 
-def _run_once(
-    config: Config, functions: StageFunctions, sharding: SingleDeviceSharding, is_data_stage: bool
-) -> int:
-    """What training calls, as it calls it: with arrays that have been put on the device."""
+def _run_once(config: Config, functions: StageFunctions, here: Spread, is_data_stage: bool) -> int:
+    """What training calls, as it calls it: with arrays that have been put on the devices."""
 
-    def zeros(shapes: Any) -> Any:
-        return jax.tree.map(lambda own: jnp.zeros(own.shape, own.dtype, device=sharding), shapes)
+    def zeros_at(shapes: Any, there: Any) -> Any:
+        return jax.tree.map(
+            lambda own, lies: jnp.zeros(own.shape, own.dtype, device=lies), shapes, there
+        )
+
+    def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return zeros_at(shape, here.whole)
+
+    def come(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return zeros_at(shape, here.of_hop(shape.shape))
 
     wire, computed = wire_of_run(config), activation(config.model, config.data)
-    parameters, state, gradients = zeros(jax.eval_shape(functions.create, jax.random.key(0), 0))
-    state = jax.device_put(state, where_state_waits(functions, sharding))
+    shapes = jax.eval_shape(functions.create, jax.random.key(0), 0)
+    parameters, state, gradients = (zeros_at(tree, here.of_tree(tree)) for tree in shapes)
+    state = jax.device_put(state, where_state_waits(functions, state, here))
     gauge = zeros(jax.ShapeDtypeStruct((2,), jnp.int32))
     totals = zeros(jax.ShapeDtypeStruct((TOTALS,), jnp.float32))
     tokens = zeros(jax.ShapeDtypeStruct(computed.shape[:2], jnp.int32))
     draw = np.zeros(4, np.uint32) if wire.gradients.is_drawn else None
-    inputs = zeros(wire.activations.travelling)
+    inputs = come(wire.activations.travelling)
     if is_data_stage:
         marked = (*tokens.shape, 2) if config.data.packing == "documents" else tokens.shape
         inputs = zeros(jax.ShapeDtypeStruct(marked, jnp.int32))
@@ -87,7 +94,7 @@ def _run_once(
     share = np.float32(1.0) if scales else None
     _, saved, gauge = functions.forward(parameters, gauge, inputs, share, leaves=True)
     if is_data_stage:
-        outputs = zeros(wire.activations.travelling)
+        outputs = come(wire.activations.travelling)
         given = gradients, totals, gauge, outputs, tokens, draw
         _, gradients, totals, gauge = functions.loss(parameters, *given, leaves=True)
     # Nothing leaves a data stage backward, so nothing is rounded.
@@ -95,7 +102,7 @@ def _run_once(
         gradients,
         gauge,
         saved,
-        zeros(wire.gradients.travelling),
+        come(wire.gradients.travelling),
         None if is_data_stage else draw,
     )
     _, gradients, _ = functions.backward(parameters, *given, leaves=not is_data_stage)

@@ -8,7 +8,6 @@ others in an iteration (`outer_iteration`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -327,13 +326,14 @@ def open_runtime(
         settle(config, cut[stage], state, step)
     timeout_s = patience_s(config, host)
     kinds = gather(host, "devices", lambda: [d.device_kind for d in jax.local_devices()], timeout_s)
-    devices = devices_of_nodes(host_of, list(kinds.values()))
+    meshes = config.node.meshes(plan.case)
+    devices = devices_of_nodes(host_of, list(kinds.values()), meshes)
     numbers = HopNumbers(programs[OWN].first_free_hop)
     topology = Topology.of(
         config, plan, host.index, host_of, devices, numbers, in_one_jax=host.is_distributed
     )
     team = host if isinstance(host, Team) else None
-    shardings = {node: topology.sharding(node) for node in topology.nodes}
+    shardings = {node: topology.spread(node).first for node in topology.nodes}
     first = 0 if team is None else team.generation.step
     apart = config.averaging.iterations_apart + config.averaging.is_outer
     links = transfers.links(shardings, first, apart)
@@ -376,18 +376,6 @@ def open_runtime(
     if topology.in_one_jax:
         open_collectives(topology)
     return runtime
-
-
-def give_collectives_threads(config: Config, host: Membership, nodes: int) -> None:
-    """Let XLA have more threads than cores on a CPU, which it creates when it is first used.
-
-    There a collective holds a thread until all replicas have come to it, and so does a launch for
-    which the device has no room yet: with two threads, both may wait for work that has no thread
-    left. Rings need no such threads, and operations are quicker without.
-    """
-    if host.is_distributed and config.network.averaging != "ring":
-        threads = (os.cpu_count() or 1) + 2 * nodes + 1
-        os.environ.setdefault("PJRT_NPROC", str(threads))
 
 
 def _raise_team_ended(_: float) -> NoReturn:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from skippipe_jax.config import StageCut
 from skippipe_jax.optim.outer import Message, Outer, Part, begin_with
 from skippipe_jax.optim.rounding import Draw
+from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.stage_functions import (
     Gauge,
     Gradients,
@@ -67,6 +68,8 @@ class StageState:
         outer: what a replica keeps that takes steps of its own beside others of its stage.
         under_way: the fragments that it has sent and not applied, by the steps after which it sent
             them.
+        gathers: whether weights that are cut over a mesh come together once an iteration.
+        gathered: what blocks are computed with in this iteration, if so.
     """
 
     functions: StageFunctions
@@ -76,6 +79,17 @@ class StageState:
     draw: Draw
     outer: Outer | None = None
     under_way: dict[int, UnderWay] = field(default_factory=dict)
+    gathers: bool = False
+    gathered: PyTree | None = None
+
+    @property
+    def in_use(self) -> Parameters:
+        """The parameters as operations compute with them."""
+        if not self.gathers:
+            return self.parameters
+        if self.gathered is None:
+            self.gathered = self.functions.gather(self.parameters["blocks"])
+        return {**self.parameters, "blocks": self.gathered}
 
     @property
     def model(self) -> Parameters:
@@ -120,8 +134,8 @@ OwnOrigin = Callable[[int, int, State], State]
 Fragments under way are by the step after which they were sent, and their number.
 """
 
-Kept = Mapping[tuple[int, jax.Device], StageState]
-"""States that a host has held before, by stage and device."""
+Kept = Mapping[tuple[int, Spread], StageState]
+"""States that a host has held before, by stage and where they lie."""
 
 
 @dataclass
@@ -169,12 +183,13 @@ def make_states(
     left = dict(kept or {})
     for node in replicas:
         # Where replicas are alone on nodes that share a device, one of them goes on with it.
-        state = left.pop((topology.stage_of[node], topology.device(node)), None)
+        state = left.pop((topology.stage_of[node], topology.spread(node)), None)
         if state is not None:
             # What was added up of an iteration that did not count is forgotten.
             with jax.default_device(topology.device(node)):
                 gradients = state.functions.no_gradients(state.parameters)
-            state.gradients = jax.device_put(gradients, topology.sharding(node))
+            state.gradients = topology.spread(node).put(gradients)
+            state.gathered = None
             states[node] = state
     served = sorted({topology.stage_of[node] for node in replicas if node not in states})
     shown = tqdm(served, desc="state", unit="stage", disable=None if origin else True, leave=False)
@@ -205,11 +220,12 @@ def make_states(
 
 def _drawn(functions: StageFunctions, topology: Topology, node: int, draw: Draw) -> StageState:
     seed, first_layer = draw.tolist()
+    here = topology.spread(node)
+    functions = functions.on(here.mesh)
     with jax.default_device(topology.device(node)):
-        created = functions.create(jax.random.key(seed), first_layer)
-    here = topology.sharding(node)
-    of_state = here, where_state_waits(functions, here), here
-    return StageState(functions, *jax.device_put(created, of_state), draw)
+        parameters, state, gradients = functions.create(jax.random.key(seed), first_layer)
+    waits = jax.device_put(state, where_state_waits(functions, state, here))
+    return StageState(functions, here.put(parameters), waits, here.put(gradients), draw)
 
 
 def _placed(
@@ -220,18 +236,20 @@ def _placed(
     What was not read is all that is allocated besides, so a device never holds more than what the
     replicas there go on with.
     """
-    here = topology.sharding(node)
-    shardings = dict.fromkeys(read, here)
+    here = topology.spread(node)
+    functions = functions.on(here.mesh)
+    shardings = {name: here.of_tree(tree) for name, tree in read.items()}
     if "optimizer_state" in read:
-        shardings["optimizer_state"] = where_state_waits(functions, here)
+        waits = where_state_waits(functions, read["optimizer_state"], here)
+        shardings["optimizer_state"] = waits
     copy = jax.device_put(dict(read), shardings, may_alias=False)
     parameters = copy["parameters"]
     # Zeros depend on no parameter, so they would not follow them to their device.
     with jax.default_device(topology.device(node)):
         gradients = functions.no_gradients(parameters)
         begun = None if "optimizer_state" in copy else functions.begin(parameters)
-    gradients = jax.device_put(gradients, here)
-    begun = jax.device_put(begun, where_state_waits(functions, here))
+    gradients = here.put(gradients)
+    begun = jax.device_put(begun, where_state_waits(functions, begun, here))
     optimizer_state = copy["optimizer_state"] if begun is None else begun
     state = StageState(functions, parameters, optimizer_state, gradients, draw)
     if MOMENTUM in copy:
@@ -241,7 +259,7 @@ def _placed(
 
 def _go_on_alone(state: StageState, own: State, topology: Topology, node: int, step: int) -> None:
     """Have a replica that has the outer parameters go on as one of its stage has been saved."""
-    copy = jax.device_put(dict(own), topology.sharding(node), may_alias=False)
+    copy = topology.spread(node).put(dict(own), may_alias=False)
     state.outer = Outer(state.parameters, copy[MOMENTUM], copy["residual"])
     state.parameters, state.optimizer_state = copy["parameters"], copy["optimizer_state"]
     state.under_way = {
@@ -254,6 +272,6 @@ def _go_on_alone(state: StageState, own: State, topology: Topology, node: int, s
 def make_nodes(topology: Topology) -> dict[int, NodeState]:
     """The nodes served here, with nothing in flight."""
     return {
-        node: NodeState(gauge=jax.device_put(np.zeros(2, np.int32), topology.sharding(node)))
+        node: NodeState(gauge=jax.device_put(np.zeros(2, np.int32), topology.spread(node).whole))
         for node in topology.nodes
     }

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from skippipe_sched.errors import InputError
+from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.cluster.agreement import agree, from_host_0, gather, hear, tell
@@ -39,7 +40,7 @@ from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting.timelines import draw_recorded
-from skippipe_jax.runtime.runtime import give_collectives_threads
+from skippipe_jax.runtime.threads import give_collectives_threads
 from skippipe_jax.runtime.topology import sharding_of
 from skippipe_jax.runtime.transport import Transfers, open_transfers
 from skippipe_jax.storage import run_folder
@@ -116,7 +117,8 @@ def settle(
     transfers, profile = None, None
     if config.plan.measure and plans_anew:
         nodes = check_template(config, host.count).count(host.index)
-        transfers = _open_transfers(config, host, nodes)
+        _give_threads(config, host, nodes, None)
+        transfers = open_transfers(config, host)
         links = transfers.links({host.index: sharding_of((jax.local_devices()[0],))})
         profile = measure(config, host, links, on_host_0(host.index, say))
     # By which plans? Host 0 makes them; the others go on when it has written them.
@@ -129,6 +131,7 @@ def settle(
     plan = schedule.plans[OWN]
     require_patience(config, schedule.longest_s(config.averaging))
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
+    _give_threads(config, host, host_of.count(host.index), plan.case)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     # On what text, and from what weights?
@@ -151,7 +154,7 @@ def settle(
         _require_same_text(config, host, data_hosts, data)
     _say_what_is_too_long(config, host, min(data_hosts), data)
     if transfers is None:
-        transfers = _open_transfers(config, host, len(programs[OWN].nodes))
+        transfers = open_transfers(config, host)
     return Settled(schedule, host_of, programs, data, weights, transfers, mirror)
 
 
@@ -165,8 +168,9 @@ def settle_alone(config: Config, host: Membership) -> Settled:
     if not is_joined(folder):
         require_same_run(config, run_folder.saved_config(folder, "run_dir"))
     schedule = run_folder.saved_schedule(folder)
-    nodes = len(schedule.plans[OWN].case.nodes)
-    host_of = hosts_of_nodes(nodes, host.count, config.cluster.host_of_node)
+    case = schedule.plans[OWN].case
+    host_of = hosts_of_nodes(len(case.nodes), host.count, config.cluster.host_of_node)
+    _give_threads(config, host, host_of.count(host.index), case)
     _require_attention(config)
     if host.index >= host.count:  # Which stage it serves the others say.
         return Settled(schedule, host_of, {}, None, None, None, None)
@@ -252,9 +256,8 @@ def _opened_folder(
     return (config.plan, config.recipe) != (saved.plan, saved.recipe)
 
 
-def _open_transfers(config: Config, host: Membership, nodes: int) -> Transfers:
-    give_collectives_threads(config, host, nodes)
-    return open_transfers(config, host)
+def _give_threads(config: Config, host: Membership, nodes: int, case: Case | None) -> None:
+    give_collectives_threads(config, nodes, case, is_distributed=host.is_distributed)
 
 
 def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:

@@ -38,6 +38,7 @@ from skippipe_jax.models.document_mask import (
 from skippipe_jax.models.footprint import hop_bytes
 from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage
+from skippipe_jax.runtime.spread import single
 from skippipe_jax.runtime.stage_functions import activation, stage_functions
 from skippipe_jax.training.metrics import bytes_per_link
 from tests import oracle
@@ -265,7 +266,7 @@ def test_a_mark_is_one_channel_of_what_is_sent():
 
 def test_stages_are_measured_with_packing():
     config = config_with("documents")
-    timings = measure_stage(config, (True, 1), jax.devices()[0], budget_s=0.0)
+    timings = measure_stage(config, (True, 1), single(jax.devices()[0]), budget_s=0.0)
     assert min(timings[operation].median_s for operation in (LOSS, BACKWARD)) > 0
 
 

@@ -17,6 +17,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
 from skippipe_sched.problem.averaging import EXACT, AveragingPolicy, parse_averaging
+from skippipe_sched.problem.node_mesh import MESH, mesh_of
 from skippipe_sched.problem.stage_sizes import sizes_and_left_out, so_that_they_add_up
 
 Contention = Literal["none", "link"]
@@ -50,7 +51,7 @@ OPTIONAL = (
     "averaging",
     "left_out",
 )
-# What leaves a choice open. Of bytes it leaves open what only a model decides.
+# What leaves a choice open: of bytes, what only a model decides.
 AUTO = "auto"
 # What is greater is a mistake, and would only fill the memory.
 MOST_NODES, MOST_MICROBATCHES = 10_000, 100_000
@@ -69,6 +70,7 @@ class Node:
     forward_s: float
     memory: int
     memory_bytes: float | None = None
+    mesh: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
         )
     described = given["nodes"] if isinstance(given["nodes"], list) else [{}] * count
     for index, node in enumerate(described):
-        fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES))
+        fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES, MESH))
     shared = _of_all_nodes(given, described)
     nodes = []
     for index, node in enumerate(described):
@@ -267,6 +269,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
                 fields.number(own["forward_s"], f"{field}.forward_s", 0.0, above=True),
                 _memory(own, field),
                 _memory_bytes(own, field),
+                mesh_of(own, field),
             )
         )
     return tuple(nodes)
