@@ -134,7 +134,7 @@ class Block(nnx.Module):
             documents,
             implementation_of(self.config, length, jax.default_backend()),
         )
-        return self.output(attended.reshape(x.shape))
+        return self.output(attended)
 
 
 class Stage(nnx.Module):
