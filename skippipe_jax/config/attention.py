@@ -6,8 +6,10 @@ from skippipe_jax.config.choices import Choice
 
 AUTO, XLA, BLOCKWISE, CUDNN, SPLASH = "auto", "xla", "blockwise", "cudnn", "splash"
 ATTENTION = Choice((AUTO, XLA, BLOCKWISE, CUDNN, SPLASH))
-BLOCK = 512
-"""Queries, and keys, that blockwise attention takes at a time."""
+SHORT = 256
+"""Sequences up to so long have so few scores that by default all of them are there at once."""
+CPU_BLOCK, BLOCK = 128, 512
+"""Queries, and keys, that blockwise attention takes at a time on processors, and on others."""
 PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
 """Where a kernel runs that does not run everywhere, by JAX's names."""
 SPLASH_LANES = 128
@@ -16,7 +18,7 @@ CUDNN_MOST_WIDTH, CUDNN_WIDTH_STEP = 128, 8
 
 def holds_all_scores(attention: str, length: int) -> bool:
     """Whether all scores of a sequence of so many tokens are there at once, wherever it runs."""
-    return attention == XLA or (attention == AUTO and length <= BLOCK)
+    return attention == XLA or (attention == AUTO and length <= SHORT)
 
 
 def why_unfit(implementation: str, *, length: int, head_width: int, compute_dtype: str) -> str:

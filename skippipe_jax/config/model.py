@@ -141,10 +141,10 @@ class ModelConfig:
             the whole `stage` from its input. Between them, from its input and what is kept besides:
             `save_only_attention`, what attention gives; `dots_with_no_batch_dims_saveable`, the
             products with matrices; `offload_dot_with_no_batch_dims`, these in the host's memory.
-        attention: `xla` holds all scores of a sequence at once; `blockwise` a square of 512 by 512
-            at a time; `cudnn` is the fused kernel of NVIDIA GPUs, and `splash` that of TPUs.
-            `auto` is the kernel of the device if the shapes fit it, else `blockwise`, and `xla`
-            for sequences of up to 512 tokens.
+        attention: `xla` holds all scores of a sequence at once; `blockwise` those of some tokens by
+            as many, one square after another; `cudnn` is the fused kernel of NVIDIA GPUs, and
+            `splash` that of TPUs. `auto` is the kernel of the device if the shapes fit it, else
+            `blockwise`, and `xla` for sequences of up to 256 tokens.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None

@@ -6,7 +6,7 @@
 - `cudnn`: the fused kernel of NVIDIA GPUs.
 - `splash`: JAX's own kernel for TPUs, with documents as its segments.
 - `auto`: `cudnn` or `splash` where the device is one and the shapes fit it, else `blockwise`; but
-  `xla` for sequences of one block, whose scores are no more than that.
+  `xla` for short sequences.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from skippipe_jax.config.attention import (
     AUTO,
     BLOCK,
     BLOCKWISE,
+    CPU_BLOCK,
     PLATFORM_OF,
     SPLASH,
     XLA,
@@ -37,6 +38,7 @@ ATTENDED = "attended"
 """The name, for JAX's checkpoint policies, of what attention gives and its gradient needs."""
 
 Queries = Float[Array, "batch time heads head_width"]
+Attended = Float[Array, "batch time width"]
 Keys = Float[Array, "batch time kv_heads head_width"]
 Documents = Int[Array, "batch time"]
 """Where the document of each token begins: alike for those of one document."""
@@ -62,7 +64,7 @@ def implementation_of(model: ModelConfig, length: int, platform: str) -> str:
 
 def attend(
     query: Queries, key: Keys, value: Keys, documents: Documents | None, implementation: str
-) -> Queries:
+) -> Attended:
     """Each query over the keys up to its own place, of its own document where they are packed."""
     if implementation == BLOCKWISE:
         return blockwise(query, key, value, documents)
@@ -72,7 +74,12 @@ def attend(
     attended = jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, implementation=implementation
     )
-    return checkpoint_name(attended, ATTENDED)
+    return checkpoint_name(flat(attended), ATTENDED)
+
+
+def flat(attended: Queries) -> Attended:
+    """All heads of a token side by side."""
+    return attended.reshape(*attended.shape[:2], -1)
 
 
 def fault_of(kernel: str, model: ModelConfig, *, is_packed: bool) -> str:
@@ -84,6 +91,7 @@ def fault_of(kernel: str, model: ModelConfig, *, is_packed: bool) -> str:
     group = model.heads // model.kv_heads
     shapes = [(1, TRIED_LENGTH, heads, model.head_width) for heads in (group, 1, 1, group)]
     arrays = [jnp.asarray(random.normal(size=own), model.compute_dtype) for own in shapes]
+    arrays[3] = flat(arrays[3])
     places = np.arange(TRIED_LENGTH)[None]
     documents = jnp.asarray(places // TRIED_DOCUMENT * TRIED_DOCUMENT) if is_packed else None
 
@@ -110,9 +118,9 @@ def blockwise(
     key: Keys,
     value: Keys,
     documents: Documents | None,
-    block: int = BLOCK,
-) -> Queries:
-    """Attention in squares of `block` queries by as many keys.
+    block: int | None = None,
+) -> Attended:
+    """Attention in squares of `block` queries by as many keys, by default as the device likes it.
 
     Scores and sums are in float32, and products in the dtype of what is multiplied. For its
     gradient nothing is kept but what goes in and out, and the logarithm of the sum of each query's
@@ -121,9 +129,14 @@ def blockwise(
     return _forward(query, key, value, documents, block)[0]
 
 
+def block_of(platform: str) -> int:
+    """Queries, and keys, that are taken at a time: few stay in a processor's cache."""
+    return CPU_BLOCK if platform == "cpu" else BLOCK
+
+
 def _forward(
-    query: Queries, key: Keys, value: Keys, documents: Documents | None, block: int
-) -> tuple[Queries, tuple[Any, ...]]:
+    query: Queries, key: Keys, value: Keys, documents: Documents | None, block: int | None
+) -> tuple[Attended, tuple[Any, ...]]:
     tiles = _Tiles(query, key, value, documents, block)
 
     def of_queries(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
@@ -152,20 +165,23 @@ def _forward(
         return None, (attended.astype(query.dtype), jnp.log(total) + greatest)
 
     _, (attended, log_sums) = jax.lax.scan(of_queries, None, jnp.arange(tiles.count))
-    attended = checkpoint_name(tiles.joined(attended), ATTENDED)
+    # What goes out and what is kept are one array, in the shape in which it is multiplied next.
+    attended = checkpoint_name(flat(tiles.joined(attended)), ATTENDED)
     log_sums = checkpoint_name(log_sums, ATTENDED)
     return attended, (query, key, value, documents, attended, log_sums)
 
 
 def _backward(
-    block: int, kept: tuple[Any, ...], cotangent: Queries
+    block: int | None, kept: tuple[Any, ...], cotangent: Attended
 ) -> tuple[Queries, Keys, Keys, None]:
     query, key, value, documents, attended, log_sums = kept
     tiles = _Tiles(query, key, value, documents, block)
-    cotangents = tiles.of_queries(cotangent)
+    cotangents = tiles.of_queries(cotangent.reshape(query.shape))
     # The softmax's gradient takes from each score's cotangent their mean by probability.
     means = jnp.sum(
-        cotangents.astype(jnp.float32) * tiles.of_queries(attended).astype(jnp.float32), axis=-1
+        cotangents.astype(jnp.float32)
+        * tiles.of_queries(attended.reshape(query.shape)).astype(jnp.float32),
+        axis=-1,
     )
 
     def of_queries(of_all_keys: tuple[Array, Array], i: Array) -> tuple[Any, Array]:
@@ -212,11 +228,11 @@ class _Tiles:
     """
 
     def __init__(
-        self, query: Queries, key: Keys, value: Keys, documents: Documents | None, block: int
+        self, query: Queries, key: Keys, value: Keys, documents: Documents | None, block: int | None
     ):
         _, self.length, self.heads, width = query.shape
         self.kv_heads = key.shape[2]
-        self.block = min(block, self.length)
+        self.block = min(block or block_of(jax.default_backend()), self.length)
         self.count = -(-self.length // self.block)
         self.scale = 1 / math.sqrt(width)
         self.queries = self.of_queries(query)
@@ -272,7 +288,7 @@ def splash(
     documents: Documents | None,
     *,
     interpret: bool = False,
-) -> Queries:
+) -> Attended:
     """Attention by JAX's kernel for TPUs; with `interpret` by its emulation on any device."""
     length, width = query.shape[1], query.shape[-1]
     # Of use on TPUs alone, and slow to import.
@@ -304,4 +320,4 @@ def splash(
                 q, k, v, segment_ids=splash_attention_kernel.SegmentIds(own, own)
             )
         )(*arrays, documents)
-    return jnp.swapaxes(attended, 1, 2)
+    return flat(jnp.swapaxes(attended, 1, 2))

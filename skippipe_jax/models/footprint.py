@@ -15,6 +15,7 @@ from skippipe_sched.problem.averaging import SCALE_BYTES as BYTES_OF_A_SCALE
 from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
+from skippipe_jax.config.attention import CPU_BLOCK, holds_all_scores
 from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -406,6 +407,15 @@ def _saved_by_block(model: ModelConfig, data: DataConfig) -> int:
     return 0
 
 
+def _bytes_of_log_sums(model: ModelConfig, data: DataConfig) -> int:
+    """What attention keeps in the scores' place, for each head and token up to a whole block."""
+    length = data.sequence_length
+    if holds_all_scores(model.attention, length):
+        return 0
+    block = min(CPU_BLOCK, length)
+    return 4 * data.microbatch_size * model.heads * block * -(-length // block)
+
+
 def offloadable_bytes(model: ModelConfig, data: DataConfig) -> int:
     """What the products of a block with its matrices give, but for the last, which none needs."""
     kv_width = model.kv_heads * model.head_width
@@ -420,18 +430,23 @@ def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
     tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
     # What is cast last is kept before the cast if casts are made again (see `model.recomputed`).
     last = compute if model.parameter_dtype == model.compute_dtype else 4
-    # All others compute the scores again, piece by piece, and keep what a query's sum to.
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     scores = tokens * model.heads * data.sequence_length * keeps_scores
+    # All others compute the scores again, piece by piece, from queries as well, and keep what those
+    # of a query sum to.
+    queries = compute if keeps_scores else last
+    sums = 2 * 4 * tokens * model.heads if keeps_scores else _bytes_of_log_sums(model, data)
     kv_width = model.kv_heads * model.head_width
     of_block = (
-        tokens * model.width * (4 * 4 + 4 * compute)
+        tokens * model.width * (4 * 4 + 3 * compute + queries)
         + tokens * kv_width * (compute + last)
         + tokens * model.ffn_width * 6 * compute
         + scores * (4 + last)
-        + tokens * (4 * 4 + 2 * 4 * model.heads)
+        + tokens * 4 * 4
+        + sums
         + 2 * 4 * model.width
     )
     positions = tokens if data.packing == "documents" else data.sequence_length
     shared = scores * (1 + 4) + 4 * 4 * positions * model.head_width // 2
+    shared += 4 * tokens * (data.packing == "documents" and not keeps_scores)
     return layers * of_block + shared

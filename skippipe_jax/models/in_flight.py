@@ -134,14 +134,15 @@ def holding(room: Room) -> str:
 def ways_out(config: Config, case: Case, room: Room) -> str:
     """What makes nodes hold less, as the end of a remedy."""
 
-    def held_with(recompute: str) -> int:
+    def held_with(recompute: str) -> tuple[int, int]:
         other = replace(config, model=replace(config.model, recompute=recompute))
-        return memory_of_stages(other, case, room.held.in_flight)[room.stage].total
+        held = memory_of_stages(other, case, room.held.in_flight)[room.stage]
+        return held.total, held.host
 
     ways = ["more stages"]
     # Which of them takes least depends: what is kept less of is made again, and needs room then.
     least = min(RECOMPUTE, key=held_with)
-    if held_with(least) < room.held.total:
+    if held_with(least)[0] < room.held.total:
         ways.insert(0, f"model.recompute: {least}")
     if config.data.microbatch_size > 1:
         ways.append("a smaller data.microbatch_size")

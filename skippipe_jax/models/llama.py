@@ -149,7 +149,7 @@ class Block(nnx.Module):
             self.value(x).reshape(heads),
             documents,
         )
-        return self.output(constrained(attended.reshape(x.shape), BATCH, ALL_TIME, HEADS))
+        return self.output(constrained(attended, BATCH, ALL_TIME, HEADS))
 
 
 class Stage(nnx.Module):

@@ -142,7 +142,7 @@ def over_heads(attend: Callable[..., Array]) -> Callable[..., Array]:
     """Attention of which each device computes that of its own sequences and heads.
 
     It takes queries, keys and values [batch, time, heads, head width], and documents [batch, time]
-    or None. Where tokens are cut over `fsdp`, the heads are meanwhile, if there are enough of them;
+    or None, and gives [batch, time, width]. Where tokens are cut over `fsdp`, the heads are meanwhile, if there are enough of them;
     otherwise each device along it computes the same.
     """
     mesh = mesh_here()
@@ -154,10 +154,10 @@ def over_heads(attend: Callable[..., Array]) -> Callable[..., Array]:
         batch = FSDP if query.shape[0] % fsdp == 0 else None
         if batch is None and key.shape[2] % mesh.size == 0:
             heads.append(FSDP)
-        own = PartitionSpec(batch, None, tuple(heads), None)
+        own, attended = (PartitionSpec(batch, None, tuple(heads), *rest) for rest in ((None,), ()))
         marks = None if documents is None else PartitionSpec(batch, None)
         return jax.shard_map(
-            attend, mesh=mesh, in_specs=(own, own, own, marks), out_specs=own, check_vma=False
+            attend, mesh=mesh, in_specs=(own, own, own, marks), out_specs=attended, check_vma=False
         )(query, key, value, documents)
 
     return of_all

@@ -273,14 +273,3 @@ def test_stages_are_measured_with_packing():
 def test_packing_that_is_none_is_refused():
     with pytest.raises(InputError, match=r"data\.packing = 'sentences'"):
         parse_config({"data": {"packing": "sentences"}})
-
-
-def test_attention_that_would_mix_documents_is_refused():
-    tree: dict[str, Any] = {
-        "model": {"attention": "cudnn", "compute_dtype": "bfloat16"},
-        "data": {"packing": "documents"},
-    }
-    with pytest.raises(InputError, match=r"model\.attention = 'cudnn'.*data\.packing"):
-        parse_config(tree)
-    tree["data"]["packing"] = "windows"
-    assert parse_config(tree).model.attention == "cudnn"
