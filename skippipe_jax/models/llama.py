@@ -274,8 +274,8 @@ def _cut(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"
 
 
 def _whole(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-    """The same as matrices are multiplied with it."""
-    return constrained(x, BATCH, ALL_TIME, None)
+    """The same as matrices are multiplied with it; it is kept as it is between blocks."""
+    return constrained(_cut(x), BATCH, ALL_TIME, None)
 
 
 def create_stage(
