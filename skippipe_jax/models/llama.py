@@ -274,7 +274,7 @@ def _cut(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"
 
 
 def _whole(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-    """The same as matrices are multiplied with it; it is kept as it is between blocks."""
+    """The same as matrices are multiplied with it."""
     return constrained(_cut(x), BATCH, ALL_TIME, None)
 
 

@@ -142,25 +142,43 @@ def over_heads(attend: Callable[..., Array]) -> Callable[..., Array]:
     """Attention of which each device computes that of its own sequences and heads.
 
     It takes queries, keys and values [batch, time, heads, head width], and documents [batch, time]
-    or None, and gives [batch, time, width]. Where tokens are cut over `fsdp`, the heads are meanwhile, if there are enough of them;
-    otherwise each device along it computes the same.
+    or None, and gives [batch, time, width]. Where tokens are cut over `fsdp`, the heads are
+    meanwhile, if there are enough of them (DeepSpeed-Ulysses, arXiv 2309.14509); otherwise each
+    device along it computes the same.
     """
     mesh = mesh_here()
     if mesh is None:
         return attend
 
     def of_all(query: Array, key: Array, value: Array, documents: Array | None) -> Array:
-        fsdp, heads = mesh.shape[FSDP], [TENSOR]
-        batch = FSDP if query.shape[0] % fsdp == 0 else None
-        if batch is None and key.shape[2] % mesh.size == 0:
-            heads.append(FSDP)
-        own, attended = (PartitionSpec(batch, None, tuple(heads), *rest) for rest in ((None,), ()))
+        cuts_batch = query.shape[0] % mesh.shape[FSDP] == 0
+        turns = not cuts_batch and key.shape[2] % mesh.size == 0
+        batch, time = FSDP if cuts_batch else None, FSDP if turns else None
         marks = None if documents is None else PartitionSpec(batch, None)
+        of_heads = PartitionSpec(batch, time, TENSOR, None)
         return jax.shard_map(
-            attend, mesh=mesh, in_specs=(own, own, own, marks), out_specs=attended, check_vma=False
+            _turned(attend) if turns else attend,
+            mesh=mesh,
+            in_specs=(of_heads, of_heads, of_heads, marks),
+            out_specs=PartitionSpec(batch, time, TENSOR),
+            check_vma=False,
         )(query, key, value, documents)
 
     return of_all
+
+
+def _turned(attend: Callable[..., Array]) -> Callable[..., Array]:
+    """Attention of a device that has some tokens of all its heads, and then all of some heads."""
+
+    def turned(query: Array, key: Array, value: Array, documents: Array | None) -> Array:
+        own = (
+            jax.lax.all_to_all(array, FSDP, split_axis=2, concat_axis=1, tiled=True)
+            for array in (query, key, value)
+        )
+        attended = attend(*own, documents)
+        return jax.lax.all_to_all(attended, FSDP, split_axis=1, concat_axis=2, tiled=True)
+
+    return turned
 
 
 def _spec(

@@ -137,7 +137,8 @@ def settle(
     # On what text, and from what weights?
     data = open_data(config, plan, programs[OWN])
     config.model.layers_of_stages(len(plan.stages))
-    _require_attention(config)
+    if not host.is_distributed:
+        _require_attention(config)
     weights = None if resume else find_weights(config)
     if host.index == 0:
         require_trackers(config.log)
@@ -149,6 +150,9 @@ def settle(
             say_meanwhile(f"warning: {sentence}")
         _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
         tell(host, "run", lambda: _description(config, schedule))
+    if host.is_distributed:
+        # The first look at devices is one that all hosts take together.
+        _require_attention(config)
     data_hosts = {host_of[node] for node in plan.stages[0]}
     if data is not None:
         _require_same_text(config, host, data_hosts, data)

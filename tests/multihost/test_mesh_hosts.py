@@ -35,7 +35,7 @@ from tests.training_runs import (
 STAGES = ((0, 1), (2,), (3, 4))
 PATHS = ((0, 2, 3), (0, 4, 2), (1, 2))
 HOST_OF_NODE = [0, 1, 2, 0, 2]
-# The replicas of the data stage have equal meshes, on two hosts, and those of the last stage others.
+# Replicas of the data stage have equal meshes on two hosts, those of the last stage others.
 MESHES = ((2, 2), (2, 2), (1, 2), (2, 1), (1, 1))
 OTHER_MESHES = ((1, 1), (1, 1), (2, 2), (1, 2), (1, 2))
 STEPS = 2
