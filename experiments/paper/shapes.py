@@ -38,12 +38,12 @@ from skippipe_jax.models.footprint import (
     OFFLOADS,
     bytes_of_loss,
     memory_of_node,
-    memory_of_stages,
     offloadable_bytes,
     traffic,
 )
 from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.node_memory import memory_of_stages
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.ring import Ring

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NodeMesh
 from skippipe_jax.config.attention import holds_all_scores
-from skippipe_jax.config.node import ITERATION, MICROBATCH, ONE_DEVICE
+from skippipe_jax.config.node import ONE_DEVICE
 from skippipe_jax.models.footprint import (
     COUNTER_BYTES,
     DTYPE_BYTES,
@@ -56,9 +56,7 @@ class Cuts:
         return cls(mesh.devices, mesh.devices, mesh.devices if turns else mesh.tensor, 1)
 
 
-def numbers_of_each(
-    model: ModelConfig, layers: int, mesh: NodeMesh, *, is_data_stage: bool
-) -> int:
+def numbers_of_each(model: ModelConfig, layers: int, mesh: NodeMesh, *, is_data_stage: bool) -> int:
     """How many of the parameters of a stage each device has: of scales a part over `fsdp`."""
     scales = (2 * layers + is_data_stage) * model.width
     whole = stage_parameters(model, layers, is_data_stage=is_data_stage)
@@ -100,14 +98,19 @@ def _saved_by_each(model: ModelConfig, data: DataConfig, cuts: Cuts) -> int:
 
 
 def _kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int, cuts: Cuts) -> int:
-    """As `kept_by_blocks`, each term by its own divisor."""
+    """As `kept_by_blocks`, each term by its own divisor.
+
+    On a mesh casts are always made again, and what attention gives is kept twice where it keeps no
+    scores: as what it gives, and for its gradient.
+    """
+    model = replace(model, parameter_dtype="float32")
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     packed = data.packing == "documents"
     # What differs from one block to another is what a block more keeps.
     block = kept_by_blocks(model, data, 2) - kept_by_blocks(model, data, 1)
     shared = kept_by_blocks(model, data, 1) - block
-    last = compute if model.parameter_dtype == model.compute_dtype else 4
+    last = 4
     scores = tokens * model.heads * data.sequence_length * keeps_scores
     sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
     kv_width = model.kv_heads * model.head_width
@@ -117,7 +120,10 @@ def _kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int, cuts: Cut
     products = 2 * tokens * model.width * last
     scales = 2 * 4 * model.width
     rest = block - own - products - scales
-    of_block = rest // cuts.all + own // cuts.attention + products // cuts.products + scales
+    again = compute * tokens * model.width * (not keeps_scores) // cuts.attention
+    # What is cast is kept before the cast, and so as it is between blocks.
+    together = cuts.products if compute == last else cuts.all
+    of_block = rest // cuts.all + own // cuts.attention + again + products // together + scales
     masks = scores * (1 + 4)
     marks = 4 * tokens * (packed and not keeps_scores)
     turns = (shared - masks - marks) // (cuts.positions if packed else 1)
@@ -156,9 +162,9 @@ def of_each_device(
         mesh.devices
     )
     multiplied = 3 * compute * tokens_of(data) * model.width // mesh.fsdp
-    of_backward = (
-        _kept_by_blocks(model, data, recomputed, cuts) if recomputed else 0
-    ) + (of_block + multiplied)
+    of_backward = (_kept_by_blocks(model, data, recomputed, cuts) if recomputed else 0) + (
+        of_block + multiplied
+    )
     targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
     offloaded = layers * offloadable_bytes(model, data) if model.recompute == OFFLOADS else 0
     offloaded //= cuts.all
@@ -199,11 +205,3 @@ def _of_loss(model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> int:
         + head * (DTYPE_BYTES[model.compute_dtype] + GRADIENT_BYTES) * (mesh.fsdp > 1)
         + tokens
     )
-
-
-def gathers(config: Config, whole: NodeMemory, each: NodeMemory, memory_bytes: float | None) -> bool:
-    """Whether weights come together once an iteration, on devices of so many bytes."""
-    del whole
-    if config.node.gather in (ITERATION, MICROBATCH):
-        return config.node.gather == ITERATION
-    return memory_bytes is None or each.total <= memory_bytes

@@ -38,14 +38,15 @@ CHANNELS_OF_A_SCALE, SCALE_BYTES = 128, 2
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """Bytes on a node that serves one stage.
+    """Bytes on each device of a node that serves one stage.
 
     With `averaging.mode: outer`, `outer` are the anchor, the momentum and the residual of a stage
     that has replicas, and `changes` what a node holds of fragments under way. `kept` is what one
     microbatch in flight leaves for its backward pass, and `in_flight` how many of them there may
     be. `waiting` are activations and gradients on their way, which may all have come to one node.
-    `working` is what an operation makes while it runs and gives back. `host` is in the memory of
-    the node's host, beside all that: what was told to wait there.
+    `working` is what an operation makes while it runs and gives back. `gathered` are weights that
+    come together from the devices of a mesh, and stay so for an iteration. `host` is in the memory
+    of the node's host, beside all that: what was told to wait there.
     """
 
     parameters: int
@@ -58,6 +59,7 @@ class NodeMemory:
     changes: int
     working: int
     host: int
+    gathered: int = 0
 
     @property
     def state(self) -> int:
@@ -68,7 +70,7 @@ class NodeMemory:
     def total(self) -> int:
         """On the device, at most at any moment."""
         passing = self.waiting + self.changes + self.working
-        return self.state + self.in_flight * self.kept + passing
+        return self.state + self.gathered + self.in_flight * self.kept + passing
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
     channels = model.width + (data.packing == "documents")
     if dtype == "int8":
         groups = -(-model.width // CHANNELS_OF_A_SCALE)
-        return _tokens(data) * (channels + SCALE_BYTES * groups)
-    return _tokens(data) * channels * DTYPE_BYTES[dtype]
+        return tokens_of(data) * (channels + SCALE_BYTES * groups)
+    return tokens_of(data) * channels * DTYPE_BYTES[dtype]
 
 
 def hop_bytes(config: Config) -> HopBytes:
@@ -180,33 +182,6 @@ def copied_bytes(config: Config, stages: int) -> list[int]:
     ]
 
 
-def memory_of_stages(config: Config, case: Case, in_flight: int | None = None) -> list[NodeMemory]:
-    """What a node of each stage holds, on a device of its own.
-
-    `in_flight` microbatches may be in flight on it: if that is not given, as many as on any node of
-    the case. Each data node may have as many under way as any of these.
-
-    Raises:
-        InputError: if the layers do not spread over the stages.
-    """
-    layers = config.model.layers_of_stages(len(case.stages))
-    all_of_them = sum(case.microbatches)
-    most = min(max(node.memory for node in case.nodes), all_of_them)
-    in_flight = most if in_flight is None else in_flight
-    under_way = min(case.stages[0] * max(most, in_flight), all_of_them)
-    return [
-        memory_of_node(
-            config,
-            count,
-            is_data_stage=stage == 0,
-            replicas=case.stages[stage],
-            in_flight=in_flight,
-            under_way=under_way,
-        )
-        for stage, count in enumerate(layers)
-    ]
-
-
 def memory_of_node(
     config: Config,
     layers: int,
@@ -216,7 +191,7 @@ def memory_of_node(
     in_flight: int,
     under_way: int,
 ) -> NodeMemory:
-    """What a node holds that serves a stage of so many blocks.
+    """What a node of one device holds that serves a stage of so many blocks.
 
     The stage has so many `replicas` in all. `in_flight` microbatches may be in flight on the node,
     and `under_way` those that data nodes have begun and not ended: each has handed on one
@@ -225,11 +200,11 @@ def memory_of_node(
     model, data = config.model, config.data
     count = stage_parameters(model, layers, is_data_stage=is_data_stage)
     parameters = count * DTYPE_BYTES[model.parameter_dtype]
-    targets = TOKEN_BYTES * _tokens(data) if is_data_stage else 0
+    targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
     # Either a backward or a loss runs, which make a gradient of every parameter before adding it;
     # or, when all microbatches have passed, the replicas' sums go round, or a fragment is applied.
     recomputed = {"none": 0, "stage": layers}.get(model.recompute, 1)
-    operation = _unpacked_bytes(config) + max(
+    operation = unpacked_bytes(config) + max(
         kept_by_blocks(model, data, recomputed),
         bytes_of_loss(model, data) if is_data_stage else 0,
     )
@@ -317,7 +292,7 @@ def _arrays_of(config: Config, layers: int, fragment: int, *, is_data_stage: boo
 
 def bytes_of_loss(model: ModelConfig, data: DataConfig) -> int:
     """What a loss makes: the logits of a chunk of tokens, and their gradient to multiply by."""
-    chunk = tokens_of_chunk(_tokens(data), model.vocabulary_size)
+    chunk = tokens_of_chunk(tokens_of(data), model.vocabulary_size)
     return chunk * model.vocabulary_size * (LOGIT_BYTES + DTYPE_BYTES[model.compute_dtype])
 
 
@@ -361,12 +336,12 @@ def bytes_passed(config: Config, layers: int, replicas: int, *, is_data_stage: b
     return 2 * (replicas - 1) * size / replicas
 
 
-def _tokens(data: DataConfig) -> int:
+def tokens_of(data: DataConfig) -> int:
     """Of a microbatch."""
     return data.microbatch_size * data.sequence_length
 
 
-def _unpacked_bytes(config: Config) -> int:
+def unpacked_bytes(config: Config) -> int:
     """What a backward pass makes of what came as something else than it computes with.
 
     That are its inputs, the gradient of its outputs, and that of its inputs before it leaves.
@@ -380,7 +355,7 @@ def _unpacked_bytes(config: Config) -> int:
 def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
     """What a forward pass of a stage of so many blocks leaves for its backward pass."""
     model, data = config.model, config.data
-    tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     is_packed = data.packing == "documents"
     if model.recompute == "stage":
         if is_data_stage:
@@ -399,15 +374,15 @@ def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
 
 def _saved_by_block(model: ModelConfig, data: DataConfig) -> int:
     """What a block keeps on the device, besides its input, where the rest is computed again."""
-    tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     if model.recompute == "save_only_attention":
-        return compute * tokens * model.width + _bytes_of_log_sums(model, data)
+        return compute * tokens * model.width + bytes_of_log_sums(model, data)
     if model.recompute == "dots_with_no_batch_dims_saveable":
         return offloadable_bytes(model, data)
     return 0
 
 
-def _bytes_of_log_sums(model: ModelConfig, data: DataConfig) -> int:
+def bytes_of_log_sums(model: ModelConfig, data: DataConfig) -> int:
     """What attention keeps in the scores' place, for each head and token up to a whole block."""
     length = data.sequence_length
     if holds_all_scores(model.attention, length):
@@ -420,14 +395,14 @@ def offloadable_bytes(model: ModelConfig, data: DataConfig) -> int:
     """What the products of a block with its matrices give, but for the last, which none needs."""
     kv_width = model.kv_heads * model.head_width
     numbers = 2 * model.width + 2 * kv_width + 2 * model.ffn_width
-    return DTYPE_BYTES[model.compute_dtype] * _tokens(data) * numbers
+    return DTYPE_BYTES[model.compute_dtype] * tokens_of(data) * numbers
 
 
 def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
     """What so many blocks keep if nothing is computed again; 0 for none of them."""
     if layers == 0:
         return 0
-    tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     # What is cast last is kept before the cast if casts are made again (see `model.recomputed`).
     last = compute if model.parameter_dtype == model.compute_dtype else 4
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
@@ -435,7 +410,7 @@ def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
     # All others compute the scores again, piece by piece, from queries as well, and keep what those
     # of a query sum to.
     queries = compute if keeps_scores else last
-    sums = 2 * 4 * tokens * model.heads if keeps_scores else _bytes_of_log_sums(model, data)
+    sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
     kv_width = model.kv_heads * model.head_width
     of_block = (
         tokens * model.width * (4 * 4 + 3 * compute + queries)

@@ -25,6 +25,7 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.config.recovery import AVERAGE, BUDDY
 from skippipe_jax.data.batches import Batch
+from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares, with_exact_averaging
@@ -113,6 +114,9 @@ class Runtime:
             ),
             notes_norms=team is not None and config.recovery.lost_stage == AVERAGE,
         )
+        for node, state in self.states.items():
+            stage, mesh = topology.stage_of[node], topology.meshes[node]
+            state.gathers = gathers_once(config, topology.plan.case, node, stage, mesh)
         self.exchange = Exchange(EventLoop(config.network.deadline_s), topology, links)
         self.operations = TrainingOperations(
             self.replicas,

@@ -18,7 +18,6 @@ from skippipe_sched.problem.plan import parse_plan
 
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.models.footprint import memory_of_stages
 from skippipe_jax.models.in_flight import (
     USABLE_SHARE,
     most_in_flight,
@@ -26,6 +25,7 @@ from skippipe_jax.models.in_flight import (
     rooms,
     short_of_memory,
 )
+from skippipe_jax.models.node_memory import memory_of_stages
 from skippipe_jax.models.planned_case import cases_of
 from skippipe_jax.runtime.stage_functions import stage_functions
 from skippipe_jax.training.planning import plan_of

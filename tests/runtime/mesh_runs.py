@@ -12,6 +12,7 @@ import jax
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NetworkConfig, NodeConfig
+from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule
@@ -38,7 +39,6 @@ class Example:
     gather: str = "auto"
     heads: int = 2
     microbatch_size: int = 2
-    packed: bool = False
 
 
 EXAMPLES = {
@@ -86,10 +86,7 @@ def check(example: Example) -> None:
     batches = random_batches(plan, seed=1)
     if example.microbatch_size == 1:
         # Rows one after the other: a sequence that both axes divide.
-        batches = [
-            [{name: array.reshape(1, -1) for name, array in batch.items()} for batch in own]
-            for own in batches
-        ]
+        batches = [[in_one_row(batch) for batch in own] for own in batches]
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=0.05)
     config = Config(
         model=model,
@@ -118,6 +115,13 @@ def check(example: Example) -> None:
         now, peak = gauge.tolist()
         assert now == 0
         assert peak <= plan.case.nodes[node].memory
+
+
+def in_one_row(batch: Batch) -> Batch:
+    return {
+        "tokens": batch["tokens"].reshape(1, -1),
+        "targets": batch["targets"].reshape(1, -1),
+    }
 
 
 def assert_is_cut(tree: object, fsdp: int, tensor: int) -> None:
