@@ -120,7 +120,7 @@ def _kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int, cuts: Cut
     products = 2 * tokens * model.width * last
     scales = 2 * 4 * model.width
     rest = block - own - products - scales
-    again = compute * tokens * model.width * (not keeps_scores) // cuts.attention
+    again = compute * tokens * model.width * (not keeps_scores) // cuts.all
     # What is cast is kept before the cast, and so as it is between blocks.
     together = cuts.products if compute == last else cuts.all
     of_block = rest // cuts.all + own // cuts.attention + again + products // together + scales
@@ -142,29 +142,16 @@ def of_each_device(
 ) -> NodeMemory:
     """What each device of a node holds, from what a node of one device would.
 
-    `gathers` says whether weights come together once an iteration. What an operation makes besides
-    is, while a block's gradient is made: the weights of the block, if they come together for it,
-    their gradient before and after the devices have added theirs up, and what its matrices are
-    multiplied with, three times.
+    `gathers` says whether weights come together once an iteration.
     """
     if mesh == ONE_DEVICE:
         return whole
     model, data = config.model, config.data
     count = numbers_of_each(model, layers, mesh, is_data_stage=is_data_stage)
     cuts, hop = Cuts.of(model, data, mesh), hop_bytes(config)
-    compute = DTYPE_BYTES[model.compute_dtype]
     parameters = count * DTYPE_BYTES[model.parameter_dtype]
     optimizer = 2 * DTYPE_BYTES[config.optimizer.moment_dtype] * count + COUNTER_BYTES
     state_waits = config.optimizer.state_memory == "host"
-    recomputed = {"none": 0, "stage": layers}.get(model.recompute, 1)
-    block = gathered_bytes(model, 1, mesh)
-    of_block = block * (mesh.fsdp > 1) * (2 - gathers) + compute * block_parameters(model) // (
-        mesh.devices
-    )
-    multiplied = 3 * compute * tokens_of(data) * model.width // mesh.fsdp
-    of_backward = (_kept_by_blocks(model, data, recomputed, cuts) if recomputed else 0) + (
-        of_block + multiplied
-    )
     targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
     offloaded = layers * offloadable_bytes(model, data) if model.recompute == OFFLOADS else 0
     offloaded //= cuts.all
@@ -177,9 +164,8 @@ def of_each_device(
         kept=kept_by_each(config, layers, mesh, is_data_stage=is_data_stage) + targets,
         waiting=whole.waiting // max(hop.activation, hop.gradient) * _hop_of_each(config, cuts),
         working=max(
-            parameters
-            + unpacked_bytes(config) // cuts.all
-            + max(of_backward, _of_loss(model, data, mesh) if is_data_stage else 0),
+            _of_backward(config, layers, mesh, is_data_stage=is_data_stage, gathers=gathers),
+            _of_loss(model, data, mesh) if is_data_stage else 0,
             averages * GRADIENT_BYTES * count,
             state_waits * optimizer,
         ),
@@ -192,16 +178,42 @@ def _hop_of_each(config: Config, cuts: Cuts) -> int:
     return max(hop.activation, hop.gradient) // cuts.all
 
 
-def _of_loss(model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> int:
-    """The logits of a chunk, each device those of its part of the vocabulary.
+def _of_backward(
+    config: Config,
+    layers: int,
+    mesh: NodeMesh,
+    *,
+    is_data_stage: bool,
+    gathers: bool,
+) -> int:
+    """The gradients of all blocks, and what the block takes that is differentiated just then.
 
-    It has the head and its gradient in these parts besides, and the activations of all tokens, and
-    their gradient in float32.
+    That are its weights, if they come together for it, their gradient before and after the devices
+    have added theirs up, and what its matrices are multiplied with, three times. The embedding has
+    its gradient when all that is gone, and the head has none.
     """
-    head = model.vocabulary_size * model.width // mesh.devices
-    tokens = tokens_of(data) * model.width * (DTYPE_BYTES[model.compute_dtype] + GRADIENT_BYTES)
-    return (
-        bytes_of_loss(model, data) // mesh.devices
-        + head * (DTYPE_BYTES[model.compute_dtype] + GRADIENT_BYTES) * (mesh.fsdp > 1)
-        + tokens
-    )
+    model, data = config.model, config.data
+    cuts, compute = Cuts.of(model, data, mesh), DTYPE_BYTES[model.compute_dtype]
+    held = DTYPE_BYTES[model.parameter_dtype]
+    embedding = held * is_data_stage * model.vocabulary_size * model.width // mesh.devices
+    # What was kept of a block is copied for its turn, if it is not computed again.
+    at_once = layers if model.recompute == "stage" else 1
+    kept = _kept_by_blocks(model, data, at_once, cuts)
+    together = (mesh.fsdp > 1) * (2 - gathers) * gathered_bytes(model, 1, mesh)
+    block = together + compute * block_parameters(model) // mesh.devices
+    multiplied = 3 * compute * tokens_of(data) * model.width // mesh.fsdp
+    gradients = held * numbers_of_each(model, layers, mesh, is_data_stage=False)
+    of_block = unpacked_bytes(config) // cuts.all + kept + block + multiplied
+    return gradients + max(of_block, embedding)
+
+
+def _of_loss(model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> int:
+    """The logits of a chunk and their gradient, of each device's part of the vocabulary.
+
+    Besides them it makes the head in these parts, its gradient in them and as the head lies, and of
+    all tokens the activations and their gradient in float32.
+    """
+    computed, held = DTYPE_BYTES[model.compute_dtype], DTYPE_BYTES[model.parameter_dtype]
+    head = model.vocabulary_size * model.width // mesh.devices * (computed + GRADIENT_BYTES + held)
+    tokens = tokens_of(data) * model.width * (computed + GRADIENT_BYTES)
+    return bytes_of_loss(model, data) // mesh.devices + head + tokens

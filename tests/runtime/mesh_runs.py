@@ -42,13 +42,15 @@ class Example:
 
 
 EXAMPLES = {
-    "one mesh": Example(((2, 2),) * 5),
-    "shards in rings": Example(((1, 2), (1, 2), (2, 2), (2, 1), (2, 1)), ring=True, tied_head=True),
-    "unequal meshes": Example(
-        ((1, 2), (2, 1), (2, 2), (1, 1), (1, 1)), recompute="block", gather="microbatch"
-    ),
-    "tokens over both axes": Example(
-        ((2, 2), (2, 2), (1, 1), (2, 1), (1, 2)), True, "stage", heads=4, microbatch_size=1
+    # Replicas of the data stage have equal meshes, and those of the last stage unequal ones.
+    "collectives": Example(((2, 1), (2, 1), (2, 2), (1, 2), (1, 1)), tied_head=True),
+    "rings, and tokens over both axes": Example(
+        ((2, 2), (2, 2), (1, 1), (2, 1), (1, 2)),
+        ring=True,
+        recompute="block",
+        gather="microbatch",
+        heads=4,
+        microbatch_size=1,
     ),
 }
 
