@@ -108,6 +108,11 @@ def meshes_of_nodes(
 
 def _mesh_of_node(config: Config, case: Case, node: int, devices: NodeDevices) -> NodeMesh:
     mesh = config.node.mesh_of(case, node) or config.node.over(len(devices))
+    _require_mesh(config, case, node, mesh)
+    return mesh
+
+
+def _require_mesh(config: Config, case: Case, node: int, mesh: NodeMesh) -> None:
     field = "node" if case.nodes[node].mesh is None else f"case.nodes[{node}].mesh"
     mesh.require_divides(config.model, config.data, field)
     if mesh != ONE_DEVICE and config.averaging.is_outer:
@@ -117,7 +122,19 @@ def _mesh_of_node(config: Config, case: Case, node: int, devices: NodeDevices) -
             f"is for nodes of one device, and node {node} has {mesh.devices}",
             f"Write node: {ONE_DEVICE}, or averaging.mode: exact",
         )
-    return mesh
+
+
+def require_meshes(config: Config, case: Case) -> None:
+    """Refuse meshes in a case, or that of the configuration, over which something does not divide.
+
+    Where a mesh depends on the devices of hosts, that is known when these have told them.
+
+    Raises:
+        InputError: naming the mesh.
+    """
+    for node, mesh in enumerate(config.node.meshes(case)):
+        if mesh is not None:
+            _require_mesh(config, case, node, mesh)
 
 
 def spreads_of_host(

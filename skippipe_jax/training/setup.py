@@ -41,7 +41,7 @@ from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.runtime.threads import give_collectives_threads
-from skippipe_jax.runtime.topology import sharding_of
+from skippipe_jax.runtime.topology import require_meshes, sharding_of
 from skippipe_jax.runtime.transport import Transfers, open_transfers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.joined_folder import is_joined, require_not_joined
@@ -131,6 +131,7 @@ def settle(
     plan = schedule.plans[OWN]
     require_patience(config, schedule.longest_s(config.averaging))
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
+    require_meshes(config, plan.case)
     _give_threads(config, host, host_of.count(host.index), plan.case)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
