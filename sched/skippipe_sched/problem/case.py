@@ -32,7 +32,7 @@ REQUIRED = (
 )
 # Of the nodes that do not say it themselves.
 OF_NODES = {"location": "locations", "forward_s": "forward_s", "memory": "memory"}
-# A node may say it too, and nobody has to: it is what `memory: auto` follows from.
+# A node may say it too; nobody has to. `memory: auto` follows from it.
 MEMORY_BYTES = "memory_bytes"
 OPTIONAL = (
     *OF_NODES.values(),
@@ -62,8 +62,8 @@ DEFAULT_SAME_LOCATION = {"latency_ms": 1.0, "bandwidth_GiB_per_s": 2.0}
 class Node:
     """A place that serves one stage.
 
-    `forward_s` is the time of one forward pass of one microbatch there; `memory` is how many
-    microbatches may be in flight on it. `memory_bytes` are those of its device, if they are given.
+    `forward_s` is the time of one forward pass of one microbatch there; `memory` is how many may be
+    in flight on it. Each of its devices has `memory_bytes`, if given; of `mesh` tells `node_mesh`.
     """
 
     location: str
@@ -318,8 +318,7 @@ def _memory(given: Mapping[str, Any], of: str) -> int:
 
 def _memory_bytes(given: Mapping[str, Any], of: str) -> float | None:
     size = given.get(MEMORY_BYTES)
-    field = f"{of}.{MEMORY_BYTES}"
-    return None if size is None else fields.number(size, field, 0.0, above=True)
+    return None if size is None else fields.number(size, f"{of}.{MEMORY_BYTES}", 0.0, above=True)
 
 
 def _of_each_stage(
