@@ -77,13 +77,21 @@ def memory_of_stages(
     return held
 
 
-def gathers_once(config: Config, case: Case, node: int, stage: int, mesh: NodeMesh) -> bool:
-    """Whether weights come together once an iteration on a node that serves a stage."""
+def gathers_once(
+    config: Config, case: Case, stage: int, mesh: NodeMesh, node: int | None = None
+) -> bool:
+    """Whether weights come together once an iteration where a stage is served over a mesh.
+
+    Without a `node` it is the one of all that has least memory.
+    """
     if mesh.fsdp == 1 or config.node.gather != AUTO:
         return mesh.fsdp > 1 and config.node.gather == ITERATION
-    own = case.nodes[node]
-    in_flight = min(own.memory, sum(case.microbatches))
-    held = memory_of_stages(config, case, in_flight, mesh=mesh, memory_bytes=own.memory_bytes)
+    if node is None:
+        in_flight, memory_bytes = None, least_memory_bytes(case)
+    else:
+        own = case.nodes[node]
+        in_flight, memory_bytes = min(own.memory, sum(case.microbatches)), own.memory_bytes
+    held = memory_of_stages(config, case, in_flight, mesh=mesh, memory_bytes=memory_bytes)
     return held[stage].gathered > 0
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config
+from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.optim.outer import begin
 from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps
 from skippipe_jax.runtime.spread import Spread
@@ -28,10 +30,15 @@ from skippipe_jax.runtime.stage_functions import (
 
 
 def compile_ahead(
-    config: Config, stages: Collection[int], of_stages: int, nodes: Collection[Spread]
+    config: Config,
+    stages: Collection[int],
+    of_stages: int,
+    nodes: Collection[Spread],
+    case: Case | None = None,
 ) -> int:
     """Run the functions of these stages, of so many, once on some nodes; returns how many.
 
+    `case` is that of the plan, by which weights come together on meshes.
     A node holds the state of a stage and a microbatch in flight meanwhile, and nothing of that
     afterwards.
     """
@@ -40,7 +47,8 @@ def compile_ahead(
     count = 0
     for here in nodes:
         for own, stage in distinct.items():
-            count += _run_once(config, own.on(here.mesh), here, stage == 0)
+            gathers = case is not None and gathers_once(config, case, stage, here.shape)
+            count += _run_once(config, own.on(here.mesh), here, stage == 0, gathers)
             if config.averaging.is_outer:
                 count += _go_apart_once(config, stage, of_stages, here.devices[0])
     return count
@@ -64,7 +72,9 @@ def _go_apart_once(config: Config, stage: int, of_stages: int, device: jax.Devic
     return 2 + config.averaging.fragments
 
 
-def _run_once(config: Config, functions: StageFunctions, here: Spread, is_data_stage: bool) -> int:
+def _run_once(
+    config: Config, functions: StageFunctions, here: Spread, is_data_stage: bool, gathers: bool
+) -> int:
     """What training calls, as it calls it: with arrays that have been put on the devices."""
 
     def zeros_at(shapes: Any, there: Any) -> Any:
@@ -92,11 +102,14 @@ def _run_once(config: Config, functions: StageFunctions, here: Spread, is_data_s
         inputs = zeros(jax.ShapeDtypeStruct(marked, jnp.int32))
     scales = config.recipe.skip_scaling == "inverse" and not is_data_stage
     share = np.float32(1.0) if scales else None
-    _, saved, gauge = functions.forward(parameters, gauge, inputs, share, leaves=True)
+    in_use = parameters
+    if gathers:
+        in_use = {**parameters, "blocks": functions.gather(parameters["blocks"])}
+    _, saved, gauge = functions.forward(in_use, gauge, inputs, share, leaves=True)
     if is_data_stage:
         outputs = come(wire.activations.travelling)
         given = gradients, totals, gauge, outputs, tokens, draw
-        _, gradients, totals, gauge = functions.loss(parameters, *given, leaves=True)
+        _, gradients, totals, gauge = functions.loss(in_use, *given, leaves=True)
     # Nothing leaves a data stage backward, so nothing is rounded.
     given = (
         gradients,
@@ -105,9 +118,9 @@ def _run_once(config: Config, functions: StageFunctions, here: Spread, is_data_s
         come(wire.gradients.travelling),
         None if is_data_stage else draw,
     )
-    _, gradients, _ = functions.backward(parameters, *given, leaves=not is_data_stage)
+    _, gradients, _ = functions.backward(in_use, *given, leaves=not is_data_stage)
     functions.squared_norm(gradients)
     functions.no_gradients(parameters)
     drawn_by = np.zeros(2, np.uint32)
     jax.block_until_ready(functions.update(parameters, state, gradients, totals, drawn_by))
-    return 6 if is_data_stage else 5
+    return (6 if is_data_stage else 5) + gathers

@@ -116,7 +116,7 @@ class Runtime:
         )
         for node, state in self.states.items():
             stage, mesh = topology.stage_of[node], topology.meshes[node]
-            state.gathers = gathers_once(config, topology.plan.case, node, stage, mesh)
+            state.gathers = gathers_once(config, topology.plan.case, stage, mesh, node)
         self.exchange = Exchange(EventLoop(config.network.deadline_s), topology, links)
         self.operations = TrainingOperations(
             self.replicas,

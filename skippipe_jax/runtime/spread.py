@@ -45,6 +45,11 @@ class Spread:
         return cls(tuple(devices), Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
 
     @property
+    def shape(self) -> NodeMesh:
+        """How many devices there are along each axis."""
+        return NodeMesh() if self.mesh is None else NodeMesh(*np.shape(self.mesh.devices))
+
+    @property
     def first(self) -> SingleDeviceSharding:
         """On the first device alone: what goes to nodes of other meshes, and what hosts sum up."""
         return SingleDeviceSharding(self.devices[0])

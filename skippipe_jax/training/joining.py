@@ -94,7 +94,7 @@ def _prepare(seeking: Seeking, place: Place) -> Measured:
     nodes = max(1, host_of.count(place.host))
     give_collectives_threads(config, nodes, plan.case, is_distributed=False)
     own = spreads_of_host(config, plan.case, host_of, place.host)
-    count = compile_ahead(config, place.stages, len(plan.stages), own)
+    count = compile_ahead(config, place.stages, len(plan.stages), own, plan.case)
     say(f"{count} programs are compiled, in {time.monotonic() - since_s:.1f} s")
     if place.host < hosts:
         return Measured()

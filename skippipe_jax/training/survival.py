@@ -365,7 +365,7 @@ def _get_ready(config: Config, settled: Settled, here: int) -> None:
     nodes = [node for node, host in enumerate(settled.host_of) if host == here]
     stages = {settled.plan.stage_of[node] for node in nodes}
     own = spreads_of_host(config, settled.plan.case, settled.host_of, here)
-    compile_ahead(config, stages, len(settled.plan.stages), own)
+    compile_ahead(config, stages, len(settled.plan.stages), own, settled.plan.case)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from typing import Any
 
 import jax
 from skippipe_sched.problem.plan import Plan
@@ -101,7 +102,11 @@ def check(example: Example) -> None:
         network=NetworkConfig(averaging="ring" if example.ring else "auto"),
     )
     runtime = open_on_meshes(config, plan)
-    outcomes = [runtime.run(i, dict(enumerate(own))) for i, own in enumerate(batches)]
+    outcomes, programs = [], []
+    for iteration, own in enumerate(batches):
+        outcomes.append(runtime.run(iteration, dict(enumerate(own))))
+        programs.append(compiled(runtime))
+    assert programs[0] == programs[-1], "nothing compiles after the first iteration"
     stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
     steps = config.train.steps
     expected, losses = oracle.train(model, optimizer, stage_paths, 3, batches, 0, steps)
@@ -117,6 +122,16 @@ def check(example: Example) -> None:
         now, peak = gauge.tolist()
         assert now == 0
         assert peak <= plan.case.nodes[node].memory
+
+
+def compiled(runtime: Runtime) -> list[int]:
+    """How many programs there are of each stage function."""
+    functions: list[Any] = [
+        getattr(state.functions, name)
+        for state in runtime.states.values()
+        for name in ("gather", "forward", "loss", "backward", "squared_norm", "update")
+    ]
+    return [function._cache_size() for function in functions]
 
 
 def in_one_row(batch: Batch) -> Batch:
