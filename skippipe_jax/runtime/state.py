@@ -208,8 +208,9 @@ def _drawn(functions: StageFunctions, topology: Topology, node: int, draw: Draw)
     with jax.default_device(topology.device(node)):
         created = functions.create(jax.random.key(seed), first_layer)
     here = topology.sharding(node)
-    of_state = here, where_state_waits(functions, here), here
-    return StageState(functions, *jax.device_put(created, of_state), draw)
+    waiting = where_state_waits(functions, here)
+    parameters, optimizer_state, gradients = jax.device_put(created, (here, waiting, here))
+    return StageState(functions, parameters, optimizer_state, gradients, draw)
 
 
 def _placed(
