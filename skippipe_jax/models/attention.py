@@ -27,6 +27,7 @@ from skippipe_jax.config.attention import (
     BLOCK,
     BLOCKWISE,
     CPU_BLOCK,
+    CUDNN,
     PLATFORM_OF,
     SPLASH,
     XLA,
@@ -70,9 +71,13 @@ def attend(
         return blockwise(query, key, value, documents)
     if implementation == SPLASH:
         return splash(query, key, value, documents)
-    mask = None if documents is None else within_documents(documents)
     attended = jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, implementation=implementation
+        query,
+        key,
+        value,
+        mask=None if documents is None else within_documents(documents),
+        is_causal=True,
+        implementation="cudnn" if implementation == CUDNN else "xla",
     )
     return checkpoint_name(flat(attended), ATTENDED)
 
@@ -201,10 +206,10 @@ def _backward(
                 of_values.at[j].add(more_values),
             )
 
-        of_rows, *of_all_keys = jax.lax.fori_loop(
+        of_rows, of_keys, of_values = jax.lax.fori_loop(
             0, i + 1, add_keys, (jnp.zeros(rows.shape, jnp.float32), *of_all_keys)
         )
-        return tuple(of_all_keys), of_rows.astype(rows.dtype)
+        return (of_keys, of_values), of_rows.astype(rows.dtype)
 
     zeros = jnp.zeros(tiles.keys.shape, jnp.float32)
     (of_keys, of_values), of_queries_ = jax.lax.scan(
@@ -298,13 +303,17 @@ def splash(
     )
 
     block = next(size for size in SPLASH_BLOCKS if length % size == 0)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    kernel = splash_attention_kernel.make_splash_mha(
+    kernel: Any = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask(
             [splash_attention_mask.CausalMask((length, length))] * query.shape[2]
         ),
         block_sizes=splash_attention_kernel.BlockSizes(
-            **{f"block_{name}": block for name in names}
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
         ),
         head_shards=1,
         q_seq_shards=1,
@@ -312,12 +321,8 @@ def splash(
         interpret=interpret,
     )
     arrays = [jnp.swapaxes(array, 1, 2) for array in (query / math.sqrt(width), key, value)]
-    if documents is None:
-        attended = jax.vmap(kernel)(*arrays)
-    else:
-        attended = jax.vmap(
-            lambda q, k, v, own: kernel(
-                q, k, v, segment_ids=splash_attention_kernel.SegmentIds(own, own)
-            )
-        )(*arrays, documents)
+    segments = None
+    if documents is not None:
+        segments = splash_attention_kernel.SegmentIds(documents, documents)
+    attended = jax.vmap(kernel)(*arrays, segments)
     return flat(jnp.swapaxes(attended, 1, 2))

@@ -274,8 +274,8 @@ def stage_functions(
         if optimizer.skip_above_norm is not None:
             is_skipped = skips_update(optimizer, totals, microbatch_tokens)
             updated = optax.tree.where(is_skipped, held, updated)
-        parameters, optimizer_state = updated
-        return parameters, stored(optimizer_state), zero_gradients(parameters)
+        of_parameters, of_state = updated
+        return of_parameters, stored(of_state), zero_gradients(parameters)
 
     def held_out(parameters: Parameters, activations: Array, targets: Array):
         return jnp.stack(nnx.merge(structure, parameters).loss(activations, targets))

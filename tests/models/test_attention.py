@@ -97,7 +97,7 @@ def largest_buffer(length: int, function: Any) -> int:
         return jnp.sum(function(query, key, value, documents) ** 2)
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, documents).compile()
-    shapes = re.findall(r"\b(?:f32|s32|pred|bf16|u32|s8)\[([\d,]+)\]", compiled.as_text())
+    shapes = re.findall(r"\b(?:f32|s32|pred|bf16|u32|s8)\[([\d,]+)\]", compiled.as_text() or "")
     return max(int(np.prod([int(size) for size in found.split(",")])) for found in shapes)
 
 

@@ -32,6 +32,7 @@ def forward_and_backward(model: ModelConfig) -> tuple[Any, list[jax.Array]]:
     gauge = jnp.zeros(2, jnp.int32)
     _, saved, gauge = functions.forward(parameters, gauge, inputs, None)
     of_inputs, gradients, _ = functions.backward(parameters, gradients, gauge, saved, cotangent)
+    assert of_inputs is not None
     return saved, [of_inputs, *jax.tree.leaves(gradients)]
 
 
