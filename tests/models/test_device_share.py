@@ -13,7 +13,6 @@ EXAMPLES = [
     ("block", 2, 2, False),
     ("none", 2, 2, False),
     ("block", 4, 1, True),
-    ("block", 1, 4, False),
 ]
 
 
