@@ -52,7 +52,8 @@ from skippipe_jax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from skippipe_jax.config.model import DTYPES, RECOMPUTE
+from skippipe_jax.config.choices import DTYPES
+from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import Stage, create_stage
 from skippipe_jax.optim.adamw import adamw
