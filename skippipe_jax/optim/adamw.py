@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, ScalarLike
+from jaxtyping import Array, ScalarLike
 
 from skippipe_jax.config import OptimizerConfig
 
@@ -73,7 +73,7 @@ def updates_made(optimizer_state: optax.OptState) -> int:
     return int(update_count(optimizer_state))
 
 
-def update_count(optimizer_state: optax.OptState) -> Int[Array, ""]:
+def update_count(optimizer_state: optax.OptState) -> ScalarLike:
     """The same, as it stands in the state."""
     [(_, count), *_] = optax.tree.get_all_with_path(optimizer_state, "count")
     return count

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, BFloat16, Float32, PRNGKeyArray, PyTree, ScalarLike, UInt32
 
 Draw = UInt32[np.ndarray, "2"] | UInt32[Array, "2"]
 """The seed of the run, and the number of a stage's first block."""
@@ -32,7 +32,7 @@ def widened(tree: PyTree) -> PyTree:
     )
 
 
-def rounded_like(tree: PyTree, like: PyTree, draw: Draw, count: Int[Array, ""]) -> PyTree:
+def rounded_like(tree: PyTree, like: PyTree, draw: Draw, count: ScalarLike) -> PyTree:
     """What is held of an update, number `count`: each array in the dtype of that in `like`."""
     seed, first_layer = draw[0], draw[1]
     key = jax.random.fold_in(jax.random.key(seed), count)
