@@ -13,7 +13,8 @@ from pathlib import Path
 from skippipe_sched.errors import loading
 
 from skippipe_jax.arguments import add_old_cut, add_scale, run_module
-from skippipe_jax.config.model import DTYPES, LAYERS_OF_STAGE
+from skippipe_jax.config.choices import DTYPES
+from skippipe_jax.config.model import LAYERS_OF_STAGE
 
 DESCRIPTION = """\
 Convert models between the format of Hugging Face and a run's folder: those of the Llama 2 and 3

@@ -45,11 +45,13 @@ def _memory(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.set)
     with loading():
         from skippipe_jax.models.estimate import table, to_json, what_is_planned
-        from skippipe_jax.models.footprint import memory_of_stages, traffic
+        from skippipe_jax.models.footprint import traffic
         from skippipe_jax.models.in_flight import short_of_memory
+        from skippipe_jax.models.node_memory import least_memory_bytes, memory_of_stages
 
     case, visits = what_is_planned(config, arguments.config.parent)
-    memory, sent = memory_of_stages(config, case), traffic(config, case, visits)
+    memory = memory_of_stages(config, case, memory_bytes=least_memory_bytes(case))
+    sent = traffic(config, case, visits)
     if arguments.json:
         print(json.dumps(to_json(config, case, memory, sent)))
     else:

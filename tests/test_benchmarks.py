@@ -51,6 +51,16 @@ def test_gpu_on_any_machine(processes: Processes):
     assert results["peak_memory_bytes"] > 0
 
 
+def test_attention(processes: Processes):
+    given = "--lengths", "300", "--width", "32", "--turns", "2"
+    one, packed = last_line_of(processes, "attention", *given)["results"]
+    assert [one["packed"], packed["packed"]] == [False, True]
+    for ways in (one["ways"], packed["ways"]):
+        assert ways["xla"]["of_xla"] == 1.0
+        assert ways["blockwise"]["seconds"] > 0
+        assert ways["blockwise"]["largest_array_bytes"] < ways["xla"]["largest_array_bytes"]
+
+
 def test_planner(processes: Processes):
     report = last_line_of(processes, "planner", "--only", "compiled")
     figures = report["compiled"]

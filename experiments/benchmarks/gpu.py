@@ -28,7 +28,9 @@ from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import machine, reporting
 from skippipe_jax.config import PRESETS, ModelConfig, OptimizerConfig
-from skippipe_jax.config.model import ATTENTION, DTYPES, RECOMPUTE
+from skippipe_jax.config.attention import ATTENTION
+from skippipe_jax.config.choices import DTYPES
+from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.flops import flops_per_token
 from skippipe_jax.models.llama import parameter_count
 from skippipe_jax.runtime.stage_functions import TOKENS, TOTALS, stage_functions

@@ -52,7 +52,9 @@ from skippipe_jax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from skippipe_jax.config.model import DTYPES, RECOMPUTE
+from skippipe_jax.config.attention import ATTENTION
+from skippipe_jax.config.choices import DTYPES
+from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import Stage, create_stage
 from skippipe_jax.optim.adamw import adamw
@@ -336,7 +338,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, part: str) -> Any:
     """What a process of its own finds for one part; the parts share their compiled programs."""
     own = ["--recompute", recompute, "--part", part]
-    for name in ("preset", "compute_dtype", *WORKLOAD, *TURNS):
+    for name in ("preset", "compute_dtype", "attention", *WORKLOAD, *TURNS):
         own += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     finished = subprocess.run(
         [sys.executable, "-m", "experiments.benchmarks.overhead", *own],
@@ -355,7 +357,10 @@ def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, p
 def _part(arguments: argparse.Namespace) -> Any:
     [recompute] = arguments.recompute
     model = ModelConfig(
-        **PRESETS[arguments.preset], compute_dtype=arguments.compute_dtype, recompute=recompute
+        **PRESETS[arguments.preset],
+        compute_dtype=arguments.compute_dtype,
+        attention=arguments.attention,
+        recompute=recompute,
     )
     workload = Workload(model, **{name: getattr(arguments, name) for name in WORKLOAD})
     if arguments.part != TIMES:
@@ -382,6 +387,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("overhead", __doc__)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--compute-dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--attention", choices=ATTENTION, default="auto")
     parser.add_argument(
         "--recompute",
         choices=RECOMPUTE,

@@ -30,17 +30,20 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
 
 from skippipe_jax.config import Config, load_config
+from skippipe_jax.config.attention import AUTO, XLA
 from skippipe_jax.config.extras import require
-from skippipe_jax.config.model import ATTENTION, RECOMPUTE
+from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import (
+    OFFLOADS,
     bytes_of_loss,
     memory_of_node,
-    memory_of_stages,
+    offloadable_bytes,
     traffic,
 )
 from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.node_memory import memory_of_stages
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.ring import Ring
@@ -121,13 +124,15 @@ def relative(value: float, reference: float) -> float:
 def counted_memory(config: Config, layers: int, *, is_data_stage: bool) -> dict[str, int]:
     """Bytes on a node of a stage, and those that a microbatch in flight keeps, by part."""
     parameters, optimizer, gradients = shapes(config, layers, is_data_stage)
-    data = config.data
+    data, of_forward = config.data, size(saved(config, layers, is_data_stage))
+    if config.model.recompute == OFFLOADS:
+        of_forward -= layers * offloadable_bytes(config.model, data)
     targets = jax.ShapeDtypeStruct((data.microbatch_size, data.sequence_length), jnp.int32)
     return {
         "parameters": size(parameters),
         "gradients": size(gradients),
         "optimizer": size(optimizer),
-        "kept": size(saved(config, layers, is_data_stage)) + is_data_stage * size(targets),
+        "kept": of_forward + is_data_stage * size(targets),
         "working": counted_working(config, layers, is_data_stage),
     }
 
@@ -135,7 +140,7 @@ def counted_memory(config: Config, layers: int, *, is_data_stage: bool) -> dict[
 def counted_working(config: Config, layers: int, is_data_stage: bool) -> int:
     """What the largest operation makes and gives back, as the configuration's functions make it."""
     parameters, _, gradients = shapes(config, layers, is_data_stage)
-    again = {"none": 0, "block": 1, "stage": layers}[config.model.recompute]
+    again = {"none": 0, "stage": layers}.get(config.model.recompute, 1)
     keeping = with_model(config, recompute="none")
     made = size(saved(keeping, again, False)) if again else 0
     if is_data_stage:
@@ -280,9 +285,8 @@ def compiled_working(config: Config, case: Case) -> dict[str, dict[str, int]]:
 def cuts_of(config: Config, case: Case) -> dict[str, dict[str, Any]]:
     """For each size of memory what fits, by kind of attention.
 
-    cudnn computes in bfloat16 only; what it keeps is by formula alone, as tracing it takes a GPU.
+    What GPUs and TPUs keep, which have kernels of their own, is by formula alone.
     """
-    kinds = ATTENTION if config.model.compute_dtype == "bfloat16" else ("xla",)
     return {
         attention: {
             f"{gb} GB": what_fits(
@@ -290,7 +294,7 @@ def cuts_of(config: Config, case: Case) -> dict[str, dict[str, Any]]:
             )
             for gb in MEMORY_GB
         }
-        for attention in kinds
+        for attention in (AUTO, XLA)
     }
 
 

@@ -6,6 +6,7 @@ from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig, DocumentSource, MixtureConfig
 from skippipe_jax.config.model import PRESETS, ModelConfig, RopeScaling, StageCut
 from skippipe_jax.config.network import NetworkConfig
+from skippipe_jax.config.node import NodeConfig, NodeMesh
 from skippipe_jax.config.optimizer import OptimizerConfig
 from skippipe_jax.config.parsing import load_config, parse_config, to_tree, to_yaml
 from skippipe_jax.config.plan import PlanConfig
@@ -26,6 +27,8 @@ __all__ = [
     "MixtureConfig",
     "ModelConfig",
     "NetworkConfig",
+    "NodeConfig",
+    "NodeMesh",
     "OptimizerConfig",
     "Phase",
     "PlanConfig",

@@ -17,6 +17,9 @@ class Choice(tuple[str, ...]):
     __slots__ = ()
 
 
+DTYPES = Choice(("float32", "bfloat16"))
+
+
 @functools.cache
 def choices_of(kind: Any) -> Mapping[str, Choice]:
     """The choices of each key of a section that has some."""

@@ -8,11 +8,20 @@ from typing import Annotated, Any
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.attention import ATTENTION, AUTO, why_unfit
+from skippipe_jax.config.choices import DTYPES, Choice, require_choices
 
-RECOMPUTE = Choice(("none", "block", "stage"))
-ATTENTION = Choice(("xla", "cudnn"))
-DTYPES = Choice(("float32", "bfloat16"))
+RECOMPUTE = Choice(
+    (
+        "none",
+        "dots_with_no_batch_dims_saveable",
+        "offload_dot_with_no_batch_dims",
+        "save_only_attention",
+        "block",
+        "stage",
+    )
+)
+PRECISIONS = Choice(("default", "high", "highest"))
 
 # How a model that comes without a plan is cut. For inference into at most so many stages, as far as
 # layers allow; as a run, which is converted stage by stage, into one for every so many layers.
@@ -123,12 +132,19 @@ class ModelConfig:
         initial_deviation: of matrices and embedding, which are drawn from a normal distribution. A
             narrow model learns sooner with more: about one over the root of its width.
         stage_layers: blocks of each stage. null: spread over the stages evenly.
-        parameter_dtype: `float32`; or `bfloat16`, which is for evaluating, generating and
-            converting alone: training refuses it, as most of its updates would be rounded away.
+        parameter_dtype: `float32` or `bfloat16`. Most updates are smaller than what bfloat16 tells
+            apart: training rounds them up or down by chance, so that small ones add up.
         compute_dtype: `float32` or `bfloat16`, for activations and their gradients.
+        matmul_precision: of matrix products in training and validation, by JAX's names: what a
+            device is quickest with (`default`: of float32 often fewer bits), `high`, or `highest`.
         recompute: what the backward pass computes again: `none`, each `block` from its input, or
-            the whole `stage` from its input.
-        attention: `xla`, or `cudnn`: the fused kernel of NVIDIA GPUs.
+            the whole `stage` from its input. Between them, from its input and what is kept besides:
+            `save_only_attention`, what attention gives; `dots_with_no_batch_dims_saveable`, the
+            products with matrices; `offload_dot_with_no_batch_dims`, these in the host's memory.
+        attention: `xla` holds all scores of a sequence at once; `blockwise` those of some tokens by
+            as many, one square after another; `cudnn` is the fused kernel of NVIDIA GPUs, and
+            `splash` that of TPUs. `auto` is the kernel of the device if the shapes fit it, else
+            `blockwise`, and `xla` for sequences of up to 256 tokens.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None
@@ -147,8 +163,9 @@ class ModelConfig:
     stage_layers: tuple[int, ...] | None = None
     parameter_dtype: Annotated[str, DTYPES] = "float32"
     compute_dtype: Annotated[str, DTYPES] = "float32"
+    matmul_precision: Annotated[str, PRECISIONS] = "default"
     recompute: Annotated[str, RECOMPUTE] = "none"
-    attention: Annotated[str, ATTENTION] = "xla"
+    attention: Annotated[str, ATTENTION] = AUTO
 
     def __post_init__(self):
         """Refuse shapes and names that fit no model."""
@@ -173,18 +190,20 @@ class ModelConfig:
                 "Choose a divisor of model.heads",
             )
         require_choices(self, "model")
-        if self.attention == "cudnn" and self.compute_dtype == "float32":
-            raise InputError(
-                "model.attention",
-                self.attention,
-                "does not compute in model.compute_dtype = 'float32'",
-                "Set model.compute_dtype: bfloat16, or model.attention: xla",
-            )
 
     @property
     def head_width(self) -> int:
         """The width of one attention head."""
         return self.width // self.heads
+
+    def why_unfit(self, attention: str, length: int) -> str:
+        """Why a kernel of attention does not take sequences of so many tokens; "" if it does."""
+        return why_unfit(
+            attention,
+            length=length,
+            head_width=self.head_width,
+            compute_dtype=self.compute_dtype,
+        )
 
     def layers_of_stages(self, stages: int) -> StageCut:
         """How many blocks each of `stages` stages holds.

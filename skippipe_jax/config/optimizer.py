@@ -8,9 +8,10 @@ from typing import Annotated
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.choices import DTYPES, Choice, require_choices
 
 SCHEDULES = Choice(("cosine", "warmup-stable-decay"))
+MEMORIES = Choice(("device", "host"))
 DECAY_SHAPES = Choice(("linear", "1-sqrt"))
 
 
@@ -34,6 +35,10 @@ class OptimizerConfig:
         weight_decay: of matrices. Scales of norms and biases never decay.
         decay_embeddings: whether the embedding decays, which is also a head that is tied to it.
         decay_head: whether the head decays.
+        moment_dtype: `float32` or `bfloat16`, in which both moments are held. bfloat16 is rounded
+            up or down by chance, so that small changes add up.
+        state_memory: where the moments are between updates: on the `device`, or in the memory of
+            the `host`, from which an update fetches them.
         clip_norm: gradients are scaled so that their norm over all stages is at most this. null:
             they are left as they are.
         skip_above_norm: an update whose gradient norm, before clipping, is greater or no finite
@@ -56,6 +61,8 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     decay_embeddings: bool = True
     decay_head: bool = True
+    moment_dtype: Annotated[str, DTYPES] = "float32"
+    state_memory: Annotated[str, MEMORIES] = "device"
     clip_norm: float | None = 1.0
     skip_above_norm: float | None = None
     z_loss: float = 0.0

@@ -18,6 +18,7 @@ from skippipe_jax.config.huggingface import folder_of
 from skippipe_jax.config.join import JoinConfig
 from skippipe_jax.config.model import ModelConfig
 from skippipe_jax.config.network import NetworkConfig
+from skippipe_jax.config.node import NodeConfig
 from skippipe_jax.config.optimizer import OptimizerConfig
 from skippipe_jax.config.plan import PlanConfig
 from skippipe_jax.config.recipe import RecipeConfig
@@ -119,6 +120,7 @@ class Config:
         train: how long.
         checkpoint: when to save.
         cluster: which host serves which node.
+        node: of which devices of its host a node consists.
         network: how nodes exchange arrays.
         join: which hosts may come to it.
         recovery: how the run goes on when hosts are lost.
@@ -142,6 +144,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    node: NodeConfig = field(default_factory=NodeConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     join: JoinConfig = field(default_factory=JoinConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
@@ -183,13 +186,11 @@ class Config:
                 "Shorten it, or raise model.context",
             )
 
-        if self.data.packing == "documents" and self.model.attention == "cudnn":
-            raise InputError(
-                "model.attention",
-                self.model.attention,
-                "does not keep the documents of data.packing = 'documents' apart",
-                "Write model.attention: xla, or data.packing: windows",
-            )
+        if self.node.mesh is not None:
+            self.node.mesh.require_divides(self.model, self.data)
+        unfit = self.model.why_unfit(self.model.attention, self.data.sequence_length)
+        if unfit:
+            raise InputError("model.attention", self.model.attention, unfit, "Write auto")
 
     def _require_what_outer_leaves(self) -> None:
         """Refuse what averaging behind the iterations contradicts, or leaves without effect."""
@@ -226,6 +227,27 @@ class Config:
                 "has all hosts take part in every step, and with averaging.mode: outer none waits "
                 "for all others",
                 "Write independent, or averaging.mode: exact",
+            ),
+            (
+                "model.parameter_dtype",
+                self.model.parameter_dtype != "float32",
+                "is rounded by chance in every update, and with averaging.mode: outer replicas "
+                "send each other what updates have added up to",
+                "Leave it out, or write averaging.mode: exact",
+            ),
+            (
+                "optimizer.moment_dtype",
+                self.optimizer.moment_dtype != "float32",
+                "is rounded by chance, alike on all replicas, and with averaging.mode: outer each "
+                "has moments of its own",
+                "Leave it out, or write averaging.mode: exact",
+            ),
+            (
+                "optimizer.state_memory",
+                self.optimizer.state_memory != "device",
+                "is for updates that all replicas make together, and with averaging.mode: outer "
+                "each takes steps of its own",
+                "Leave it out, or write averaging.mode: exact",
             ),
             (
                 "train.steps",

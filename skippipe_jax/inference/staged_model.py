@@ -22,6 +22,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, parse_config, to_tree
+from skippipe_jax.config.attention import AUTO, PLATFORM_OF
 from skippipe_jax.config.huggingface import require_no_window
 from skippipe_jax.config.model import MOST_STAGES, StageCut
 from skippipe_jax.config.sampling import Sampling
@@ -191,8 +192,8 @@ class StagedModel:
     def structures(self) -> tuple[Any, ...]:
         """What `nnx.merge` needs beside the parameters to make a stage of them."""
         config = self.config
-        if jax.default_backend() != "gpu":
-            config = replace(config, attention="xla")
+        if PLATFORM_OF.get(config.attention) not in (None, jax.default_backend()):
+            config = replace(config, attention=AUTO)
         layers = self.cut
 
         def structure(stage: int) -> Any:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from skippipe_jax.models.head_chunks import tokens_of_chunk
+from skippipe_jax.models.sharding import EVERY_PART, constrained
 
 NO_TARGET = -1
 """Any negative target does not count; this one is of tokens that fill up the last chunk."""
@@ -50,7 +51,8 @@ class Head:
 
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocabulary"]:
         """Scores of the next token: a product in the dtype of `hidden`, added up in float32."""
-        return _product(f"...w,{self.axes}->...v", hidden, self.cast(hidden.dtype).matrix)
+        logits = _product(f"...w,{self.axes}->...v", hidden, self.cast(hidden.dtype).matrix)
+        return constrained(logits, *[None] * (hidden.ndim - 1), EVERY_PART)
 
 
 def cross_entropy(
@@ -68,7 +70,8 @@ def cross_entropy(
     time: as many as `tokens_of_chunk` says by default.
     """
     chunk = chunk or tokens_of_chunk(len(targets), head.vocabulary_size)
-    minimised, nats, of_z = _cross_entropy(hidden, head.matrix, targets, head.axes, z_loss, chunk)
+    hidden, matrix = constrained(hidden, None, None), _in_parts(head.matrix, head.axes)
+    minimised, nats, of_z = _cross_entropy(hidden, matrix, targets, head.axes, z_loss, chunk)
     return minimised, jax.lax.stop_gradient(nats), jax.lax.stop_gradient(of_z)
 
 
@@ -115,12 +118,12 @@ def _with_gradient(
         of_logits = weight[:, None] * softmax - jax.nn.one_hot(targets, head.vocabulary_size)
         # Like the logits, what is made of their gradient is a product in the compute dtype, added
         # up in float32; one of float32 would take a GPU many times as long.
-        of_logits = of_logits.astype(hidden.dtype)
+        of_logits = constrained(of_logits.astype(hidden.dtype), None, EVERY_PART)
         of_hidden = _product(f"tv,{axes}->tw", of_logits, head.matrix)
         of_head += _product(f"tw,tv->{axes}", hidden, of_logits)
-        return of_head, (nats, log_z, of_hidden)
+        return _in_parts(of_head, axes), (nats, log_z, constrained(of_hidden, None, None))
 
-    zeros = jnp.zeros(matrix.shape, jnp.float32)
+    zeros = _in_parts(jnp.zeros(matrix.shape, jnp.float32), axes)
     of_head, per_token = _over_chunks(of_chunk, zeros, hidden, targets, chunk)
     nats, log_z, of_hidden = per_token
     # Empty arrays say which dtypes gradients are to have.
@@ -147,6 +150,11 @@ _cross_entropy.defvjp(_with_gradient, _times_cotangent)
 
 def _product(subscripts: str, a: Array, b: Array) -> Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _in_parts(matrix: Array, axes: Axes) -> Array:
+    """The head's matrix as logits are made with it: on a mesh, no device has it whole."""
+    return constrained(matrix, *(EVERY_PART if axis == "v" else None for axis in axes))
 
 
 def _softmax(

@@ -53,7 +53,6 @@ def positions_in_documents(begins: Bool[Array, "batch time"]) -> Int[Array, "bat
     return place - jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
 
 
-def within_documents(positions: Int[Array, "batch time"]) -> Bool[Array, "batch 1 time time"]:
+def within_documents(documents: Int[Array, "batch time"]) -> Bool[Array, "batch 1 time time"]:
     """Which tokens are of one document, told by the places where their documents begin."""
-    begin = jnp.arange(positions.shape[1]) - positions
-    return (begin[:, :, None] == begin[:, None, :])[:, None]
+    return (documents[:, :, None] == documents[:, None, :])[:, None]

@@ -86,6 +86,7 @@ def _of_nodes(room: Room) -> dict[str, Any]:
     return {
         "nodes": list(room.nodes),
         "memory_bytes": room.memory_bytes,
+        "mesh": asdict(room.mesh),
         "usable_bytes": room.usable_bytes,
         "in_flight": room.held.in_flight,
         "stage": room.stage,
@@ -132,6 +133,12 @@ def _told_copies(config: Config, case: Case) -> str:
     )
 
 
+def _told_host(memory: Sequence[NodeMemory]) -> str:
+    """What waits in the hosts' own memory, as a line of text."""
+    held = ", ".join(f"{size_text(own.host)} of stage {n}" for n, own in enumerate(memory))
+    return f"besides, each node's host holds in its own memory: {held}"
+
+
 def _hops(sent: Traffic) -> str:
     if sent.gradient_hop == sent.hop:
         return f"{size_text(sent.hop)} a hop"
@@ -146,6 +153,7 @@ HEADINGS = (
     "weights",
     "gradients",
     "optimizer",
+    "gathered",
     "outer",
     "in flight",
     "under way",
@@ -154,13 +162,17 @@ HEADINGS = (
 )
 OF_OUTER = ("outer", "under way")
 """Columns that are there if replicas average changes: what they hold always, and at times."""
+OF_MESHES = ("gathered",)
+"""Of weights that come together once an iteration, if some do."""
 
 
 def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic) -> str:
     """The figures as text: a line for each stage, then nodes, traffic, and sizes for a case."""
     layers = config.model.layers_of_stages(len(case.stages))
     is_outer = config.averaging.is_outer
-    shown = [heading for heading in HEADINGS if is_outer or heading not in OF_OUTER]
+    left_out = () if is_outer else OF_OUTER
+    left_out += () if any(own.gathered for own in memory) else OF_MESHES
+    shown = [heading for heading in HEADINGS if heading not in left_out]
     lines = [tuple(shown)]
     for stage, own in enumerate(memory):
         parameters = stage_parameters(config.model, layers[stage], is_data_stage=stage == 0)
@@ -172,6 +184,7 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
             size_text(own.parameters),
             size_text(own.gradients),
             size_text(own.optimizer),
+            size_text(own.gathered),
             size_text(own.outer),
             f"{own.in_flight} x {size_text(own.kept)}",
             size_text(own.changes),
@@ -185,6 +198,7 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
         [
             aligned(lines),
             *(_told(room) for room in rooms(config, case)),
+            *([_told_host(memory)] if any(own.host for own in memory) else []),
             *([_told_copies(config, case)] if _has_copies(config) else []),
             f"an iteration of {sum(case.microbatches)} microbatches sends "
             f"{size_text(sent.pipeline)} of activations and gradients, {_hops(sent)}, and "

@@ -15,17 +15,20 @@ from skippipe_sched.problem.averaging import SCALE_BYTES as BYTES_OF_A_SCALE
 from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
+from skippipe_jax.config.attention import CPU_BLOCK, holds_all_scores
 from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Of a number in each of the dtypes that a configuration may name."""
 GRADIENT_BYTES = 4
-"""Of each number in gradients and in each of Adam's two moments: float32."""
+"""Of each number in gradients: float32."""
 COUNTER_BYTES = 8
 """Of the two counters in the state of AdamW and its schedule."""
 OUTER_ARRAYS = 3
 """Of as many numbers as there are parameters each, in float32: anchor, momentum and residual; when
 a fragment is applied, its parameters, anchor and momentum."""
+OFFLOADS = "offload_dot_with_no_batch_dims"
+"""The recomputation that keeps products in the host's memory."""
 TOKEN_BYTES = 4
 COPIES_OF_BUDDY = 2
 """Of a stage on the host that keeps one should all others be lost: a whole one, and the next."""
@@ -35,13 +38,15 @@ CHANNELS_OF_A_SCALE, SCALE_BYTES = 128, 2
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """Bytes on a node that serves one stage.
+    """Bytes on each device of a node that serves one stage.
 
     With `averaging.mode: outer`, `outer` are the anchor, the momentum and the residual of a stage
     that has replicas, and `changes` what a node holds of fragments under way. `kept` is what one
     microbatch in flight leaves for its backward pass, and `in_flight` how many of them there may
     be. `waiting` are activations and gradients on their way, which may all have come to one node.
-    `working` is what an operation makes while it runs and gives back.
+    `working` is what an operation makes while it runs and gives back. `gathered` are weights that
+    come together from the devices of a mesh, and stay so for an iteration. `host` is in the memory
+    of the node's host, beside all that: what was told to wait there.
     """
 
     parameters: int
@@ -53,6 +58,8 @@ class NodeMemory:
     waiting: int
     changes: int
     working: int
+    host: int
+    gathered: int = 0
 
     @property
     def state(self) -> int:
@@ -61,9 +68,9 @@ class NodeMemory:
 
     @property
     def total(self) -> int:
-        """At most at any moment."""
+        """On the device, at most at any moment."""
         passing = self.waiting + self.changes + self.working
-        return self.state + self.in_flight * self.kept + passing
+        return self.state + self.gathered + self.in_flight * self.kept + passing
 
 
 @dataclass(frozen=True)
@@ -114,8 +121,8 @@ def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
     channels = model.width + (data.packing == "documents")
     if dtype == "int8":
         groups = -(-model.width // CHANNELS_OF_A_SCALE)
-        return _tokens(data) * (channels + SCALE_BYTES * groups)
-    return _tokens(data) * channels * DTYPE_BYTES[dtype]
+        return tokens_of(data) * (channels + SCALE_BYTES * groups)
+    return tokens_of(data) * channels * DTYPE_BYTES[dtype]
 
 
 def hop_bytes(config: Config) -> HopBytes:
@@ -156,43 +163,22 @@ def averaged_bytes(config: Config, stages: int) -> list[int]:
     ]
 
 
+def state_bytes(config: Config) -> int:
+    """Of each number of a stage: its parameter and both moments."""
+    moment = DTYPE_BYTES[config.optimizer.moment_dtype]
+    return DTYPE_BYTES[config.model.parameter_dtype] + 2 * moment
+
+
 def copied_bytes(config: Config, stages: int) -> list[int]:
     """Of a copy of each stage: its parameters and what the optimizer keeps of them.
 
     Raises:
         InputError: if the layers do not spread over the stages.
     """
-    of_number = DTYPE_BYTES[config.model.parameter_dtype] + 2 * GRADIENT_BYTES
     return [
-        of_number * stage_parameters(config.model, count, is_data_stage=stage == 0) + COUNTER_BYTES
+        state_bytes(config) * stage_parameters(config.model, count, is_data_stage=stage == 0)
+        + COUNTER_BYTES
         for stage, count in enumerate(config.model.layers_of_stages(stages))
-    ]
-
-
-def memory_of_stages(config: Config, case: Case, in_flight: int | None = None) -> list[NodeMemory]:
-    """What a node of each stage holds, on a device of its own.
-
-    `in_flight` microbatches may be in flight on it: if that is not given, as many as on any node of
-    the case. Each data node may have as many under way as any of these.
-
-    Raises:
-        InputError: if the layers do not spread over the stages.
-    """
-    layers = config.model.layers_of_stages(len(case.stages))
-    all_of_them = sum(case.microbatches)
-    most = min(max(node.memory for node in case.nodes), all_of_them)
-    in_flight = most if in_flight is None else in_flight
-    under_way = min(case.stages[0] * max(most, in_flight), all_of_them)
-    return [
-        memory_of_node(
-            config,
-            count,
-            is_data_stage=stage == 0,
-            replicas=case.stages[stage],
-            in_flight=in_flight,
-            under_way=under_way,
-        )
-        for stage, count in enumerate(layers)
     ]
 
 
@@ -205,7 +191,7 @@ def memory_of_node(
     in_flight: int,
     under_way: int,
 ) -> NodeMemory:
-    """What a node holds that serves a stage of so many blocks.
+    """What a node of one device holds that serves a stage of so many blocks.
 
     The stage has so many `replicas` in all. `in_flight` microbatches may be in flight on the node,
     and `under_way` those that data nodes have begun and not ended: each has handed on one
@@ -214,21 +200,24 @@ def memory_of_node(
     model, data = config.model, config.data
     count = stage_parameters(model, layers, is_data_stage=is_data_stage)
     parameters = count * DTYPE_BYTES[model.parameter_dtype]
-    targets = TOKEN_BYTES * _tokens(data) if is_data_stage else 0
+    targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
     # Either a backward or a loss runs, which make a gradient of every parameter before adding it;
     # or, when all microbatches have passed, the replicas' sums go round, or a fragment is applied.
-    recomputed = {"none": 0, "block": 1, "stage": layers}[model.recompute]
-    operation = _unpacked_bytes(config) + max(
+    recomputed = {"none": 0, "stage": layers}.get(model.recompute, 1)
+    operation = unpacked_bytes(config) + max(
         kept_by_blocks(model, data, recomputed),
         bytes_of_loss(model, data) if is_data_stage else 0,
     )
     averages = replicas > 1
     is_outer = config.averaging.is_outer and averages
     hop = hop_bytes(config)
+    optimizer = 2 * DTYPE_BYTES[config.optimizer.moment_dtype] * count + COUNTER_BYTES
+    state_waits = config.optimizer.state_memory == "host"
+    offloaded = layers * offloadable_bytes(model, data) if model.recompute == OFFLOADS else 0
     return NodeMemory(
         parameters=parameters,
         gradients=GRADIENT_BYTES * count,
-        optimizer=2 * GRADIENT_BYTES * count + COUNTER_BYTES,
+        optimizer=0 if state_waits else optimizer,
         outer=is_outer * OUTER_ARRAYS * GRADIENT_BYTES * count,
         kept=kept_bytes(config, layers, is_data_stage=is_data_stage) + targets,
         in_flight=in_flight,
@@ -239,8 +228,10 @@ def memory_of_node(
         working=max(
             parameters + operation,
             averages * GRADIENT_BYTES * count,
+            state_waits * optimizer,
             bytes_of_application(config, layers, is_data_stage=is_data_stage) if is_outer else 0,
         ),
+        host=state_waits * optimizer + in_flight * offloaded,
     )
 
 
@@ -301,7 +292,7 @@ def _arrays_of(config: Config, layers: int, fragment: int, *, is_data_stage: boo
 
 def bytes_of_loss(model: ModelConfig, data: DataConfig) -> int:
     """What a loss makes: the logits of a chunk of tokens, and their gradient to multiply by."""
-    chunk = tokens_of_chunk(_tokens(data), model.vocabulary_size)
+    chunk = tokens_of_chunk(tokens_of(data), model.vocabulary_size)
     return chunk * model.vocabulary_size * (LOGIT_BYTES + DTYPE_BYTES[model.compute_dtype])
 
 
@@ -345,12 +336,12 @@ def bytes_passed(config: Config, layers: int, replicas: int, *, is_data_stage: b
     return 2 * (replicas - 1) * size / replicas
 
 
-def _tokens(data: DataConfig) -> int:
+def tokens_of(data: DataConfig) -> int:
     """Of a microbatch."""
     return data.microbatch_size * data.sequence_length
 
 
-def _unpacked_bytes(config: Config) -> int:
+def unpacked_bytes(config: Config) -> int:
     """What a backward pass makes of what came as something else than it computes with.
 
     That are its inputs, the gradient of its outputs, and that of its inputs before it leaves.
@@ -364,7 +355,7 @@ def _unpacked_bytes(config: Config) -> int:
 def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
     """What a forward pass of a stage of so many blocks leaves for its backward pass."""
     model, data = config.model, config.data
-    tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     is_packed = data.packing == "documents"
     if model.recompute == "stage":
         if is_data_stage:
@@ -374,30 +365,63 @@ def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
     around = TOKEN_BYTES * tokens * is_data_stage + is_packed * compute * tokens * (
         1 + is_data_stage
     )
-    if model.recompute == "block":
+    if model.recompute != "none":
         positions = TOKEN_BYTES * tokens * is_packed
-        return layers * compute * tokens * model.width + positions + around
+        inputs = compute * tokens * model.width
+        return layers * (inputs + _saved_by_block(model, data)) + positions + around
     return kept_by_blocks(model, data, layers) + around
+
+
+def _saved_by_block(model: ModelConfig, data: DataConfig) -> int:
+    """What a block keeps on the device, besides its input, where the rest is computed again."""
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
+    if model.recompute == "save_only_attention":
+        return compute * tokens * model.width + bytes_of_log_sums(model, data)
+    if model.recompute == "dots_with_no_batch_dims_saveable":
+        return offloadable_bytes(model, data)
+    return 0
+
+
+def bytes_of_log_sums(model: ModelConfig, data: DataConfig) -> int:
+    """What attention keeps in the scores' place, for each head and token up to a whole block."""
+    length = data.sequence_length
+    if holds_all_scores(model.attention, length):
+        return 0
+    block = min(CPU_BLOCK, length)
+    return 4 * data.microbatch_size * model.heads * block * -(-length // block)
+
+
+def offloadable_bytes(model: ModelConfig, data: DataConfig) -> int:
+    """What the products of a block with its matrices give, but for the last, which none needs."""
+    kv_width = model.kv_heads * model.head_width
+    numbers = 2 * model.width + 2 * kv_width + 2 * model.ffn_width
+    return DTYPE_BYTES[model.compute_dtype] * tokens_of(data) * numbers
 
 
 def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
     """What so many blocks keep if nothing is computed again; 0 for none of them."""
     if layers == 0:
         return 0
-    tokens, compute = _tokens(data), DTYPE_BYTES[model.compute_dtype]
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     # What is cast last is kept before the cast if casts are made again (see `model.recomputed`).
     last = compute if model.parameter_dtype == model.compute_dtype else 4
-    # cuDNN's attention keeps no scores: it computes them again, piece by piece.
-    scores = tokens * model.heads * data.sequence_length * (model.attention == "xla")
+    keeps_scores = holds_all_scores(model.attention, data.sequence_length)
+    scores = tokens * model.heads * data.sequence_length * keeps_scores
+    # All others compute the scores again, piece by piece, from queries as well, and keep what those
+    # of a query sum to.
+    queries = compute if keeps_scores else last
+    sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
     kv_width = model.kv_heads * model.head_width
     of_block = (
-        tokens * model.width * (4 * 4 + 4 * compute)
+        tokens * model.width * (4 * 4 + 3 * compute + queries)
         + tokens * kv_width * (compute + last)
         + tokens * model.ffn_width * 6 * compute
         + scores * (4 + last)
-        + tokens * (4 * 4 + 2 * 4 * model.heads)
+        + tokens * 4 * 4
+        + sums
         + 2 * 4 * model.width
     )
     positions = tokens if data.packing == "documents" else data.sequence_length
     shared = scores * (1 + 4) + 4 * 4 * positions * model.head_width // 2
+    shared += 4 * tokens * (data.packing == "documents" and not keeps_scores)
     return layers * of_block + shared

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from skippipe_sched.figures.amounts import size_text
 from skippipe_sched.problem.case import AUTO, Case
 
-from skippipe_jax.config import Config
+from skippipe_jax.config import Config, NodeMesh
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.models.footprint import NodeMemory, memory_of_stages
-
-USABLE_SHARE = 0.9
-"""Of a device's bytes. The rest is for the runtime, for the gaps between arrays, and for what an
-operation makes beyond the formulas, which do not know what XLA makes of it."""
+from skippipe_jax.config.node import ITERATION, MICROBATCH, ONE_DEVICE
+from skippipe_jax.models.footprint import NodeMemory
+from skippipe_jax.models.node_memory import USABLE_SHARE, memory_of_stages, mesh_of_node
 
 
 @dataclass(frozen=True)
@@ -28,15 +26,17 @@ class Room:
 
     Attributes:
         nodes: all that are alike.
-        memory_bytes: of the device of each; None where the case does not say.
+        memory_bytes: of each device of theirs; None where the case does not say.
+        mesh: of each.
         stage: of those that they may serve, the one that takes most.
-        held: by a node of that stage.
+        held: by each device of a node of that stage.
         one_more_bytes: what the next microbatch takes, with what it lets others send. None where
             an iteration has no more.
     """
 
     nodes: Sequence[int]
     memory_bytes: float | None
+    mesh: NodeMesh
     stage: int
     held: NodeMemory
     one_more_bytes: int | None
@@ -52,6 +52,10 @@ class Room:
         return self.usable_bytes is not None and self.held.total > self.usable_bytes
 
 
+Kind = tuple[float, NodeMesh]
+"""What makes nodes alike to their memory: the bytes of each device, and the mesh of these."""
+
+
 def most_in_flight(config: Config, case: Case, nodes: Collection[int]) -> dict[int, int]:
     """For each of these nodes the most microbatches that fit; 0 where not even one does.
 
@@ -62,25 +66,34 @@ def most_in_flight(config: Config, case: Case, nodes: Collection[int]) -> dict[i
     Raises:
         InputError: if the layers do not spread over the stages.
     """
-    usable = {node: USABLE_SHARE * (case.nodes[node].memory_bytes or 0.0) for node in nodes}
-    least = _needed(config, _with_memory(case, dict.fromkeys(nodes, 1)), 1)
-    with_room = {own for own in usable.values() if own >= least}
+    kinds: dict[int, Kind] = {
+        node: (case.nodes[node].memory_bytes or 0.0, mesh_of_node(config, case, node))
+        for node in nodes
+    }
+
+    def holds(own: Kind, level: Case, count: int) -> bool:
+        memory_bytes, mesh = own
+        held = memory_of_stages(config, level, count, mesh=mesh, memory_bytes=memory_bytes)
+        return max(stage.total for stage in held) <= USABLE_SHARE * memory_bytes
+
+    with_one = _with_memory(case, dict.fromkeys(nodes, 1))
+    with_room = {own for own in kinds.values() if holds(own, with_one, 1)}
     if not with_room:
         return dict.fromkeys(nodes, 0)
 
     def fits(count: int) -> bool:
         level = _with_memory(case, dict.fromkeys(nodes, count))
-        return _needed(config, level, count) <= max(with_room) and (
-            _needed(config, level, 1) <= min(with_room)
+        return any(holds(own, level, count) for own in with_room) and all(
+            holds(own, level, 1) for own in with_room
         )
 
     level = _greatest(sum(case.microbatches), fits)
     at_level = _with_memory(case, dict.fromkeys(nodes, level))
     found = {
-        own: _greatest(level, lambda count, own=own: _needed(config, at_level, count) <= own)
-        for own in set(usable.values())
+        own: _greatest(level, lambda count, own=own: holds(own, at_level, count))
+        for own in with_room
     }
-    return {node: found[own] if own in with_room else 0 for node, own in usable.items()}
+    return {node: found.get(own, 0) for node, own in kinds.items()}
 
 
 def rooms(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> list[Room]:
@@ -94,10 +107,11 @@ def rooms(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> 
     alike: dict[tuple, list[int]] = {}
     for index, node in enumerate(case.nodes):
         served = None if stage_of is None else stage_of[index]
-        alike.setdefault((node.memory, node.memory_bytes, served), []).append(index)
+        mesh = mesh_of_node(config, case, index)
+        alike.setdefault((node.memory, node.memory_bytes, mesh, served), []).append(index)
     return [
-        _room(config, case, nodes, memory, memory_bytes, served)
-        for (memory, memory_bytes, served), nodes in alike.items()
+        _room(config, case, nodes, memory, memory_bytes, mesh, served)
+        for (memory, memory_bytes, mesh, served), nodes in alike.items()
     ]
 
 
@@ -118,9 +132,12 @@ def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None =
 def holding(room: Room) -> str:
     """What is held, in words, and what it would have to fit in."""
     held = room.held
+    of_each = "" if room.mesh == ONE_DEVICE else f" of each of {room.mesh.devices} devices"
+    gathered = f"{size_text(held.gathered)} gathered, " if held.gathered else ""
     text = (
-        f"stage {room.stage} takes {size_text(held.total)} with {held.in_flight} in flight "
-        f"({size_text(held.state)} always, {size_text(held.in_flight * held.kept)} in flight, "
+        f"stage {room.stage} takes {size_text(held.total)}{of_each} with {held.in_flight} in "
+        f"flight ({size_text(held.state)} always, {gathered}"
+        f"{size_text(held.in_flight * held.kept)} in flight, "
         f"{size_text(held.waiting + held.changes)} waiting, {size_text(held.working)} working)"
     )
     if room.memory_bytes is None or room.usable_bytes is None:
@@ -134,15 +151,19 @@ def holding(room: Room) -> str:
 def ways_out(config: Config, case: Case, room: Room) -> str:
     """What makes nodes hold less, as the end of a remedy."""
 
-    def held_with(recompute: str) -> int:
+    def held_with(recompute: str) -> tuple[int, int]:
         other = replace(config, model=replace(config.model, recompute=recompute))
-        return memory_of_stages(other, case, room.held.in_flight)[room.stage].total
+        given = {"mesh": room.mesh, "memory_bytes": room.memory_bytes}
+        held = memory_of_stages(other, case, room.held.in_flight, **given)[room.stage]
+        return held.total, held.host
 
     ways = ["more stages"]
     # Which of them takes least depends: what is kept less of is made again, and needs room then.
     least = min(RECOMPUTE, key=held_with)
-    if held_with(least) < room.held.total:
+    if held_with(least)[0] < room.held.total:
         ways.insert(0, f"model.recompute: {least}")
+    if room.held.gathered and config.node.gather == ITERATION:
+        ways.insert(0, f"node.gather: {MICROBATCH}")
     if config.data.microbatch_size > 1:
         ways.append("a smaller data.microbatch_size")
     else:
@@ -168,23 +189,20 @@ def _room(
     nodes: Sequence[int],
     memory: int,
     memory_bytes: float | None,
+    mesh: NodeMesh,
     served: int | None,
 ) -> Room:
     all_of_them = sum(case.microbatches)
     in_flight = min(memory, all_of_them)
-    of_stages = memory_of_stages(config, case, in_flight)
+    of_stages = memory_of_stages(config, case, in_flight, mesh=mesh, memory_bytes=memory_bytes)
     may_serve = range(len(of_stages)) if served is None else [served]
     stage = max(may_serve, key=lambda stage: of_stages[stage].total)
     held, one_more_bytes = of_stages[stage], None
     if in_flight < all_of_them:
-        then = memory_of_stages(config, case, in_flight + 1)
+        given = {"mesh": mesh, "memory_bytes": memory_bytes}
+        then = memory_of_stages(config, case, in_flight + 1, **given)
         one_more_bytes = max(then[stage].total for stage in may_serve) - held.total
-    return Room(tuple(nodes), memory_bytes, stage, held, one_more_bytes)
-
-
-def _needed(config: Config, case: Case, in_flight: int) -> int:
-    """Bytes of a node of the stage that takes most."""
-    return max(held.total for held in memory_of_stages(config, case, in_flight))
+    return Room(tuple(nodes), memory_bytes, mesh, stage, held, one_more_bytes)
 
 
 def _with_memory(case: Case, counts: Mapping[int, int]) -> Case:

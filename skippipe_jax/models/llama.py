@@ -7,23 +7,37 @@ starts and ends at a data stage, so tokens and targets never leave their node.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core.primitives import convert_element_type_p, sharding_constraint_p
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Real
 
 from skippipe_jax.config import ModelConfig
+from skippipe_jax.models.attention import ATTENDED, attend, implementation_of
 from skippipe_jax.models.cross_entropy import Head, cross_entropy, scores
 from skippipe_jax.models.document_mask import (
     mark,
     positions_in_documents,
     unmark,
     unmark_tokens,
-    within_documents,
+)
+from skippipe_jax.models.sharding import (
+    ALL_TIME,
+    BATCH,
+    FFN,
+    HEADS,
+    TIME,
+    WIDTH,
+    constrained,
+    in_use,
+    is_together,
+    mesh_here,
+    over_heads,
 )
 
 
@@ -105,36 +119,37 @@ class Block(nnx.Module):
         self, x: Float[Array, "batch time width"], positions: Int[Array, "batch time"] | None = None
     ) -> Float[Array, "batch time width"]:
         """The residual stream after this layer; `positions` are those in packed documents."""
-        x = x + self.attend(self.attention_norm(x), positions)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + _cut(self.attend(_whole(self.attention_norm(x)), positions))
+        return x + _cut(self.feed_forward(_whole(self.ffn_norm(x))))
 
     def feed_forward(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
         """SwiGLU, each position by itself."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = (constrained(own(x), BATCH, ALL_TIME, FFN) for own in (self.gate, self.up))
+        return self.down(jax.nn.silu(gate) * up)
 
     def attend(
         self, x: Float[Array, "batch time width"], positions: Int[Array, "batch time"] | None
     ) -> Float[Array, "batch time width"]:
         """Causal grouped-query attention within each document, where rotary positions start at 0.
 
-        The mask is made here, where masking the scores takes it up: from block to block, and from
-        forward to backward, positions are kept, and nothing that grows with the square of time.
+        From block to block, and from forward to backward, positions are kept, and nothing that
+        grows with the square of time.
         """
-        heads = (*x.shape[:2], -1, self.config.head_width)
+        heads, length = (*x.shape[:2], -1, self.config.head_width), x.shape[1]
         frequencies = rotary_frequencies(self.config)
+        places, documents = jnp.arange(length), None
         if positions is None:
-            positions, mask = jnp.arange(x.shape[1])[None], None
+            positions = places[None]
         else:
-            mask = within_documents(positions)
-        attended = jax.nn.dot_product_attention(
+            documents = places - positions
+        implementation = implementation_of(self.config, length, jax.default_backend())
+        attended = over_heads(functools.partial(attend, implementation=implementation))(
             rotate(self.query(x).reshape(heads), frequencies, positions),
             rotate(self.key(x).reshape(heads), frequencies, positions),
             self.value(x).reshape(heads),
-            mask=mask,
-            is_causal=True,
-            implementation="cudnn" if self.config.attention == "cudnn" else "xla",
+            documents,
         )
-        return self.output(attended.reshape(x.shape))
+        return self.output(constrained(attended, BATCH, ALL_TIME, HEADS))
 
 
 class Stage(nnx.Module):
@@ -161,10 +176,13 @@ class Stage(nnx.Module):
         """The residual stream after all blocks, with the marks that it came with."""
         structure, parameters = nnx.split(self.blocks)
         x, begins = unmark(x, self.config.width)
+        if begins is not None:
+            begins = constrained(begins, BATCH, None)
         positions = None if begins is None else positions_in_documents(begins)
 
         def apply_block(x: Array, block_parameters: Any) -> tuple[Array, None]:
-            return nnx.merge(structure, block_parameters)(x, positions), None
+            own = in_use(block_parameters, self.config.compute_dtype)
+            return _cut(nnx.merge(structure, own)(_cut(x), positions)), None
 
         x, _ = jax.lax.scan(recomputed(apply_block, self.config), x, parameters)
         return mark(x, begins)
@@ -191,8 +209,8 @@ class DataStage(Stage):
     ) -> Float[Array, "batch time channels"]:
         """Embed tokens, as `marked_tokens` gives them, and run the stage's own blocks."""
         tokens, begins = unmark_tokens(tokens)
-        x = self.embedding[...][tokens].astype(self.config.compute_dtype)
-        return super().__call__(mark(x, begins))
+        x = constrained(self.embedding[...][tokens], None, None, WIDTH)
+        return super().__call__(mark(_cut(x.astype(self.config.compute_dtype)), begins))
 
     def logits(
         self, x: Float[Array, "batch time channels"]
@@ -241,13 +259,23 @@ class DataStage(Stage):
     def _hidden(self, x: Float[Array, "batch time channels"]) -> Float[Array, "batch time width"]:
         """What the head gets."""
         x, _ = unmark(x, self.config.width)
-        return self.final_norm(x)
+        return self.final_norm(_cut(x))
 
     @property
     def _head(self) -> Head:
         if self.config.tied_head:
             return Head(self.embedding[...], "vw")
         return Head(self.head.kernel[...], "wv")
+
+
+def _cut(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+    """The residual stream as it is between blocks."""
+    return constrained(x, BATCH, TIME, None)
+
+
+def _whole(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+    """The same as matrices are multiplied with it."""
+    return constrained(_cut(x), BATCH, ALL_TIME, None)
 
 
 def create_stage(
@@ -274,15 +302,31 @@ def stage_shapes(config: ModelConfig, stages: int) -> list[Any]:
 
 def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
     """The scanned block with what `config.recompute` says is kept for the backward pass."""
-    if config.recompute == "block":
-        return jax.checkpoint(apply_block, prevent_cse=False)
-    if config.parameter_dtype != config.compute_dtype:
+    if config.recompute in ("none", "stage"):
+        return _without_casts(apply_block, config)
+    policies = jax.checkpoint_policies
+    policy = {
+        "block": policies.nothing_saveable,
+        "save_only_attention": policies.save_only_these_names(ATTENDED),
+        "dots_with_no_batch_dims_saveable": policies.dots_with_no_batch_dims_saveable,
+        "offload_dot_with_no_batch_dims": policies.offload_dot_with_no_batch_dims(
+            "device", "pinned_host"
+        ),
+    }[config.recompute]
+    return jax.checkpoint(apply_block, prevent_cse=False, policy=policy)
+
+
+def _without_casts(apply_block: Callable, config: ModelConfig) -> Callable:
+    if config.parameter_dtype != config.compute_dtype or mesh_here() is not None:
         # Casting is cheap, and a copy of all cast weights for every microbatch in flight is not.
-        return jax.checkpoint(apply_block, prevent_cse=False, policy=_keep_all_but_casts)
+        # Nor is one of all that has come together from the devices of a node.
+        return jax.checkpoint(apply_block, prevent_cse=False, policy=_keep_all_but_copies)
     return apply_block
 
 
-def _keep_all_but_casts(primitive: Any, *_: Any, **__: Any) -> bool:
+def _keep_all_but_copies(primitive: Any, *_: Any, **how: Any) -> bool:
+    if primitive is sharding_constraint_p:
+        return not is_together(how["sharding"].spec)
     return primitive is not convert_element_type_p
 
 

@@ -50,7 +50,7 @@ def _decay(config: OptimizerConfig, start: int, end: int) -> optax.Schedule:
 def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The update of one stage, without clipping: that needs the norm over all stages.
 
-    Its state is in float32 whatever the parameters are.
+    Its moments are in `moment_dtype`, whatever the parameters are.
     """
     transformation = optax.adamw(
         learning_rate_schedule(config, steps),
@@ -63,15 +63,20 @@ def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
 
     def init(params: Any) -> optax.OptState:
         # Left to Optax, moments begin in the parameters' dtype, and the first update widens them.
-        return transformation.init(optax.tree.cast(params, jnp.float32))
+        return transformation.init(optax.tree.cast(params, config.moment_dtype))
 
     return optax.GradientTransformation(init, transformation.update)
 
 
 def updates_made(optimizer_state: optax.OptState) -> int:
     """How many updates a state has seen: the steps of the run, less those that were skipped."""
+    return int(update_count(optimizer_state))
+
+
+def update_count(optimizer_state: optax.OptState) -> ScalarLike:
+    """The same, as it stands in the state."""
     [(_, count), *_] = optax.tree.get_all_with_path(optimizer_state, "count")
-    return int(count)
+    return count
 
 
 def decays(parameters: Any, *, embeddings: bool = True, head: bool = True) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from skippipe_jax.cluster.agreement import Host, gather, hear, tell
 from skippipe_jax.config import Config
@@ -29,6 +28,8 @@ from skippipe_jax.profiling.stages import (
     measure_stage,
     shapes_of_stages,
 )
+from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.topology import spreads_of_nodes
 from skippipe_jax.runtime.transport import HostLink
 
 # For one shape of stage on one processor, and for all that the hosts of one machine have to time.
@@ -60,24 +61,30 @@ def measure(
         DeadlinePassed: another host has not answered within `network.deadline_s`.
     """
     host_of = check_template(config, host.count)
-    local, own_nodes = jax.local_devices(), host_of.count(host.index)
-    devices = [local[position % len(local)] for position in range(own_nodes)]
+    own = spreads_of_nodes(config.node, host_of.count(host.index), host.index)
+    devices = [here.devices[0] for here in own]
     size, deadline_s = hop_bytes(config).activation, config.network.deadline_s
-    place = _place_of(host.index, devices)
+    place = _place_of(host.index, own)
     told = gather(host, "measure/place", lambda: asdict(place), deadline_s)
     places = [Place(**place) for place in told.values()]
 
     machine = places[host.index].machine
     nodes_here = sum(len(place.processors) for place in places if place.machine == machine)
-    memory_bytes = [free_bytes(device, devices.count(device), nodes_here) for device in devices]
+    places_of = Counter(device for here in own for device in here.devices)
+    # Of each device of a node: a CPU's are all of one machine.
+    on_machine = nodes_here * max(len(here.devices) for here in own)
+    memory_bytes = [
+        min(free_bytes(device, places_of[device], on_machine) for device in here.devices)
+        for here in own
+    ]
     measured_links = measure_links(host.index, links, devices[0], size, deadline_s, say)
-    copy_s = measure_copy(devices, size) if own_nodes > 1 else None
+    copy_s = measure_copy(devices, size) if len(own) > 1 else None
     # Who has measured its links already must not disturb the others.
     tell(host, "measure/links", lambda: "measured")
     _hear(host, "links", range(host.count), deadline_s)
     say("all links are measured; compiling the stages")
 
-    timings = _time_stages(config, devices, places, host)
+    timings = _time_stages(config, own, places, host)
     report = HostReport(
         name=socket.gethostname(),
         links=measured_links,
@@ -99,8 +106,8 @@ def _hear(host: Host, what: str, others: Iterable[int], deadline_s: float) -> li
     return [hear(host, f"measure/{what}", [other], deadline_s)[other] for other in others]
 
 
-def _place_of(host: int, devices: Sequence[jax.Device]) -> Place:
-    """Where this host is. Its nodes have the same processor if they have the same device.
+def _place_of(host: int, nodes: Sequence[Spread]) -> Place:
+    """Where this host is. Its nodes have the same processor if they have the same devices.
 
     On a CPU, hosts with the same cores of one machine have the same processor too. Containers,
     which may not have the same share of it, differ in their names.
@@ -110,14 +117,18 @@ def _place_of(host: int, devices: Sequence[jax.Device]) -> Place:
     every_core = range(os.cpu_count() or 1)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else every_core
     on_cpu = f"cores {','.join(map(str, sorted(cores)))} of {machine}, {name}"
-    return Place(
-        machine,
-        [on_cpu if d.platform == "cpu" else f"{d.id} of host {host}, {machine}" for d in devices],
-    )
+
+    def processor(here: Spread) -> str:
+        if here.devices[0].platform == "cpu":
+            return on_cpu
+        numbers = "+".join(f"{device.id}" for device in here.devices)
+        return f"{numbers} of host {host}, {machine}"
+
+    return Place(machine, [processor(here) for here in nodes])
 
 
 def _time_stages(
-    config: Config, devices: Sequence[jax.Device], places: Sequence[Place], host: Host
+    config: Config, nodes: Sequence[Spread], places: Sequence[Place], host: Host
 ) -> dict[str, list[StageTimings]]:
     """The timings of all stages on each processor that is this host's to time.
 
@@ -127,14 +138,14 @@ def _time_stages(
     own, place = host.index, places[host.index]
     first_host = {p: h for h in reversed(range(len(places))) for p in places[h].processors}
     mine = {
-        processor: device
-        for processor, device in zip(place.processors, devices, strict=True)
+        processor: here
+        for processor, here in zip(place.processors, nodes, strict=True)
         if first_host[processor] == own
     }
     shapes = shapes_of_stages(config, stage_count(config, sum(len(p.processors) for p in places)))
-    for device in mine.values():
+    for here in mine.values():
         for shape in set(shapes):
-            measure_stage(config, shape, device, 0.0)
+            measure_stage(config, shape, here, 0.0)
     tell(host, "measure/stages", lambda: "compiled")
     neighbours = [h for h, other in enumerate(places) if other.machine == place.machine]
     deadline_s = config.network.deadline_s
@@ -143,8 +154,8 @@ def _time_stages(
     to_time = sum(timing in neighbours for timing in first_host.values()) * len(set(shapes))
     budget_s = min(STAGE_S, ALL_STAGES_S / to_time)
     timings = {}
-    for processor, device in mine.items():
-        of_shape = {shape: measure_stage(config, shape, device, budget_s) for shape in set(shapes)}
+    for processor, here in mine.items():
+        of_shape = {shape: measure_stage(config, shape, here, budget_s) for shape in set(shapes)}
         timings[processor] = [of_shape[shape] for shape in shapes]
     return timings
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_jax.config import Config
+from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.stage_functions import (
     TOKENS,
     TOTALS,
@@ -74,17 +75,19 @@ def shapes_of_stages(config: Config, stages: int) -> list[Shape]:
     return [(stage == 0, count) for stage, count in enumerate(layers)]
 
 
-def measure_stage(
-    config: Config, shape: Shape, device: jax.Device, budget_s: float
-) -> dict[str, Timing]:
-    """Time forward, loss (of a data stage), backward and update on one device.
+def measure_stage(config: Config, shape: Shape, here: Spread, budget_s: float) -> dict[str, Timing]:
+    """Time forward, loss (of a data stage), backward and update on one node.
 
     Microbatches follow one another for `budget_s` seconds. The first call for a shape and a device
     compiles, so its figures mean nothing.
     """
-    functions, inputs, targets = _functions(config, shape), *_inputs(config, shape, device)
+    device = here.devices[0]
+    functions, inputs, targets = _functions(config, shape, here), *_inputs(config, shape, device)
+    inputs = jax.device_put(inputs, here.whole if shape[0] else here.of_hop(inputs.shape))
+    targets = jax.device_put(targets, here.whole)
     wire = wire_of_run(config)
     draw = jnp.zeros(4, jnp.uint32) if wire.gradients.is_drawn else None
+    rounded_by = np.zeros(2, np.uint32)
     seconds: dict[str, list[float]] = defaultdict(list)
 
     def timed(operation: str, function: Callable, *arguments: Any, **how: bool) -> Any:
@@ -110,11 +113,12 @@ def measure_stage(
             else:
                 # The gradient of the outputs is the outputs themselves.
                 gradient = wire.gradients.pack(wire.activations.unpack(outputs), draw)
+                gradient = jax.device_put(gradient, here.of_hop(gradient.shape))
             given = parameters, gradients, gauge, saved, gradient, draw
             _, gradients, gauge = timed(BACKWARD, functions.backward, *given, leaves=True)
             summed = functions.squared_norm(gradients).at[TOKENS].set(inputs.shape[0])
             parameters, state, gradients = timed(
-                UPDATE, functions.update, parameters, state, gradients, summed
+                UPDATE, functions.update, parameters, state, gradients, summed, rounded_by
             )
     return {operation: Timing.of(values) for operation, values in seconds.items()}
 
@@ -163,11 +167,10 @@ def _matrix(
     return np.array([[of[operation].median_s for of in of_node] for of_node in timings])
 
 
-def _functions(config: Config, shape: Shape) -> StageFunctions:
+def _functions(config: Config, shape: Shape, here: Spread) -> StageFunctions:
     tokens = config.data.microbatch_size * config.data.sequence_length
-    return stage_functions(
-        config.model, config.optimizer, config.train.steps, *shape, tokens, wire_of_run(config)
-    )
+    steps, wire = config.train.steps, wire_of_run(config)
+    return stage_functions(config.model, config.optimizer, steps, *shape, tokens, wire, here.mesh)
 
 
 def _inputs(

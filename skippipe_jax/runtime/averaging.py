@@ -66,7 +66,8 @@ class LiveAveraging:
         if ring is None or replica in self.begun:
             return
         self.begun.add(replica)
-        part = RingPart(ring, replica, self.replicas.to_sum(replica), self.dtype)
+        here = self.topology.spread(replica)
+        part = RingPart(ring, replica, self.replicas.to_sum(replica), self.dtype, here)
         self.parts[replica] = part
         start_s = time.perf_counter()
         self._offer_next(part.begin())

@@ -157,7 +157,7 @@ class Buddies:
     def _offer_next(self, iteration: int, way: Way, own: Iterator[tuple[Hop, slice]]) -> None:
         """Offer one piece after another, and let what happens meanwhile have its turn between."""
         for hop, piece in itertools.islice(own, 1):
-            here = self._exchange.topology.sharding(way.source)
+            here = self._exchange.topology.spread(way.source).first
             # What is offered may share its memory, which stays as it is until the next copy.
             array = jax.device_put(self._given[way.stage][piece], here)
             self._exchange.give(hop, iteration, array)

@@ -12,36 +12,45 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config
+from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.optim.outer import begin
 from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps
+from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,
     StageFunctions,
     activation,
     functions_of_run,
+    where_state_waits,
     wire_of_run,
 )
 
 
 def compile_ahead(
-    config: Config, stages: Collection[int], of_stages: int, devices: Collection[jax.Device]
+    config: Config,
+    stages: Collection[int],
+    of_stages: int,
+    nodes: Collection[Spread],
+    case: Case | None = None,
 ) -> int:
-    """Run the functions of these stages, of so many, once on some devices; returns how many.
+    """Run the functions of these stages, of so many, once on some nodes; returns how many.
 
-    A device holds the state of a stage and a microbatch in flight meanwhile, and nothing of that
+    `case` is that of the plan, by which weights come together on meshes.
+    A node holds the state of a stage and a microbatch in flight meanwhile, and nothing of that
     afterwards.
     """
     functions = functions_of_run(config, of_stages)
     distinct = {functions[stage]: stage for stage in sorted(stages)}
     count = 0
-    for device in devices:
+    for here in nodes:
         for own, stage in distinct.items():
-            count += _run_once(config, own, SingleDeviceSharding(device), stage == 0)
+            gathers = case is not None and gathers_once(config, case, stage, here.shape)
+            count += _run_once(config, own.on(here.mesh), here, stage == 0, gathers)
             if config.averaging.is_outer:
-                count += _go_apart_once(config, stage, of_stages, device)
+                count += _go_apart_once(config, stage, of_stages, here.devices[0])
     return count
 
 
@@ -54,7 +63,7 @@ def _go_apart_once(config: Config, stage: int, of_stages: int, device: jax.Devic
     functions, own = functions_of_run(config, of_stages)[stage], inner_steps(config, of_stages)
     with jax.default_device(device):
         created = functions.create(jax.random.key(0), 0), jnp.int32(1)
-    given, targets = jax.device_put(created, SingleDeviceSharding(device))
+    given, targets = jax.device_put(created, device)
     stepped, *_ = own[stage](*given, targets)
     outer = begin(stepped)
     for fragment in functions_of_fragments(config, layers[stage]):
@@ -64,40 +73,54 @@ def _go_apart_once(config: Config, stage: int, of_stages: int, device: jax.Devic
 
 
 def _run_once(
-    config: Config, functions: StageFunctions, sharding: SingleDeviceSharding, is_data_stage: bool
+    config: Config, functions: StageFunctions, here: Spread, is_data_stage: bool, gathers: bool
 ) -> int:
-    """What training calls, as it calls it: with arrays that have been put on the device."""
+    """What training calls, as it calls it: with arrays that have been put on the devices."""
 
-    def zeros(shapes: Any) -> Any:
-        return jax.tree.map(lambda own: jnp.zeros(own.shape, own.dtype, device=sharding), shapes)
+    def zeros_at(shapes: Any, there: Any) -> Any:
+        return jax.tree.map(
+            lambda own, lies: jnp.zeros(own.shape, own.dtype, device=lies), shapes, there
+        )
+
+    def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return zeros_at(shape, here.whole)
+
+    def come(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return zeros_at(shape, here.of_hop(shape.shape))
 
     wire, computed = wire_of_run(config), activation(config.model, config.data)
-    parameters, state, gradients = zeros(jax.eval_shape(functions.create, jax.random.key(0), 0))
+    shapes = jax.eval_shape(functions.create, jax.random.key(0), 0)
+    parameters, state, gradients = (zeros_at(tree, here.of_tree(tree)) for tree in shapes)
+    state = jax.device_put(state, where_state_waits(functions, state, here))
     gauge = zeros(jax.ShapeDtypeStruct((2,), jnp.int32))
     totals = zeros(jax.ShapeDtypeStruct((TOTALS,), jnp.float32))
     tokens = zeros(jax.ShapeDtypeStruct(computed.shape[:2], jnp.int32))
     draw = np.zeros(4, np.uint32) if wire.gradients.is_drawn else None
-    inputs = zeros(wire.activations.travelling)
+    inputs = come(wire.activations.travelling)
     if is_data_stage:
         marked = (*tokens.shape, 2) if config.data.packing == "documents" else tokens.shape
         inputs = zeros(jax.ShapeDtypeStruct(marked, jnp.int32))
     scales = config.recipe.skip_scaling == "inverse" and not is_data_stage
     share = np.float32(1.0) if scales else None
-    _, saved, gauge = functions.forward(parameters, gauge, inputs, share, leaves=True)
+    in_use = parameters
+    if gathers:
+        in_use = {**parameters, "blocks": functions.gather(parameters["blocks"])}
+    _, saved, gauge = functions.forward(in_use, gauge, inputs, share, leaves=True)
     if is_data_stage:
-        outputs = zeros(wire.activations.travelling)
+        outputs = come(wire.activations.travelling)
         given = gradients, totals, gauge, outputs, tokens, draw
-        _, gradients, totals, gauge = functions.loss(parameters, *given, leaves=True)
+        _, gradients, totals, gauge = functions.loss(in_use, *given, leaves=True)
     # Nothing leaves a data stage backward, so nothing is rounded.
     given = (
         gradients,
         gauge,
         saved,
-        zeros(wire.gradients.travelling),
+        come(wire.gradients.travelling),
         None if is_data_stage else draw,
     )
-    _, gradients, _ = functions.backward(parameters, *given, leaves=not is_data_stage)
+    _, gradients, _ = functions.backward(in_use, *given, leaves=not is_data_stage)
     functions.squared_norm(gradients)
     functions.no_gradients(parameters)
-    jax.block_until_ready(functions.update(parameters, state, gradients, totals))
-    return 6 if is_data_stage else 5
+    drawn_by = np.zeros(2, np.uint32)
+    jax.block_until_ready(functions.update(parameters, state, gradients, totals, drawn_by))
+    return (6 if is_data_stage else 5) + gathers

@@ -32,6 +32,7 @@ def in_program_order(
             value = operations.first_input(operation, batches[operation.microbatch])
         result, _ = operations.dispatch(operation, value, leaves=leaves is not None)
         if leaves is not None:
-            carried[operation.microbatch] = jax.device_put(result, topology.sharding(leaves.target))
+            there = topology.spread(leaves.target).of_hop(result.shape)
+            carried[operation.microbatch] = jax.device_put(result, there)
         elif result is not None:
             carried[operation.microbatch] = result

@@ -8,6 +8,7 @@ import jax
 
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.events import EventLoop
+from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
@@ -30,9 +31,10 @@ class Exchange:
     def give(self, hop: Hop, iteration: int, array: jax.Array) -> None:
         """Send an array, or pass it on to a node of this host."""
         if not self.topology.is_here(hop.target):
-            self.links[self.topology.host_of[hop.target]].send(hop, iteration, array)
+            sent = array if self._goes_as_it_lies(hop) else whole(array)
+            self.links[self.topology.host_of[hop.target]].send(hop, iteration, sent)
             return
-        array = jax.device_put(array, self.topology.sharding(hop.target))
+        array = jax.device_put(array, self.topology.spread(hop.target).of_hop(array.shape))
         name = iteration, hop
         if name in self.wanted:
             self._hand_over(array, self.wanted.pop(name))
@@ -44,12 +46,23 @@ class Exchange:
         name = iteration, hop
         if not self.topology.is_here(hop.source):
             link = self.links[self.topology.host_of[hop.source]]
-            array = link.receive(hop, iteration, like)
-            self.loop.when_ready(array, lambda at_s: then(at_s, array))
+            there = self.topology.spread(hop.target).of_hop(like.shape)
+            if self._goes_as_it_lies(hop):
+                like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=there)
+                array = link.receive(hop, iteration, like)
+                self.loop.when_ready(array, lambda at_s: then(at_s, array))
+            else:
+                array = link.receive(hop, iteration, like)
+                self.loop.when_ready(array, lambda at_s: then(at_s, jax.device_put(array, there)))
         elif name in self.given:
             self._hand_over(self.given.pop(name), then)
         else:
             self.wanted[name] = then
+
+    def _goes_as_it_lies(self, hop: Hop) -> bool:
+        """Whether both nodes of a hop have equal meshes; else what it carries is sent whole."""
+        meshes = self.topology.meshes
+        return meshes[hop.source] == meshes[hop.target]
 
     def _hand_over(self, array: jax.Array, then: Arrived) -> None:
         self.loop.at(self.loop.last_event_s, lambda at_s: then(at_s, array))

@@ -20,6 +20,7 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.handover import arrived, shapes_of_state
+from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
@@ -82,7 +83,7 @@ class GivenStages:
             if hops[0].source in states:
                 leaves = jax.tree.leaves(states[hops[0].source].to_save())
                 for hop, leaf in zip(hops, leaves, strict=True):
-                    links[0].send(hop, iteration, leaf)
+                    links[0].send(hop, iteration, whole(leaf))
             elif self._team.index == 0:
                 shapes, structure = jax.tree.flatten(dict(self._shapes[stage]))
                 link = links[self.source_of[stage]]

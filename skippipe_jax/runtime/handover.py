@@ -13,6 +13,7 @@ import numpy as np
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.stage_functions import StageFunctions, functions_of_run
 from skippipe_jax.runtime.state import MOMENTUM, Kept, Origin, StageState, State
 from skippipe_jax.runtime.topology import Topology
@@ -89,7 +90,7 @@ class Handovers:
                 given = states[stage].to_give(with_momentum=self.with_momentum)
                 leaves = jax.tree.leaves(given)
                 for hop, leaf in zip(hops, leaves, strict=True):
-                    links[self.topology.host_of[hop.target]].send(hop, 0, leaf)
+                    links[self.topology.host_of[hop.target]].send(hop, 0, whole(leaf))
 
     def origin(self, links: Mapping[int, HostLink], team: Team) -> Origin:
         """The state of each stage that this host takes from others.
@@ -136,7 +137,7 @@ def exchanged(
     of_stages |= {topology.stage_of[node]: state for node, state in own.items()}
     handovers.give(of_stages, links)
     own |= make(taken, handovers.origin(links, team), {})
-    here = {(topology.stage_of[node], topology.device(node)): state for node, state in own.items()}
+    here = {(topology.stage_of[node], topology.spread(node)): state for node, state in own.items()}
     return {**kept, **here}
 
 

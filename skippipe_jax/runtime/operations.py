@@ -13,6 +13,7 @@ from skippipe_sched.problem.plan import Operation
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.runtime.replicas import Replicas
+from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.stage_functions import TOTALS, Totals
 from skippipe_jax.runtime.state import StageState, make_nodes
 from skippipe_jax.runtime.wire_format import Wire, with_targets, without_targets
@@ -62,7 +63,7 @@ class Operations(ABC):
         return self.replicas.states[self.replicas.topology.replica_of[node]]
 
     def _put(self, array: np.ndarray, node: int) -> jax.Array:
-        return jax.device_put(array, self.replicas.topology.sharding(node))
+        return jax.device_put(array, self.replicas.topology.spread(node).whole)
 
 
 class TrainingOperations(Operations):
@@ -86,7 +87,7 @@ class TrainingOperations(Operations):
         self.targets: dict[int, jax.Array] = {}
         self.iteration = 0
         self.nodes = make_nodes(replicas.topology)
-        self.totals: dict[jax.Device, Totals] = {}
+        self.totals: dict[Spread, Totals] = {}
         self.shares: Sequence[np.float32 | None] = ()
 
     def begin(self, iteration: int, shares: Sequence[np.float32 | None]) -> None:
@@ -100,7 +101,7 @@ class TrainingOperations(Operations):
                 for replica in self.replicas.states
             }
         self.totals = {
-            topology.device(replica): self._put(np.zeros(TOTALS, np.float32), replica)
+            topology.spread(replica): self._put(np.zeros(TOTALS, np.float32), replica)
             for replica in self.replicas.states
             if topology.stage_of[replica] == 0
         }
@@ -133,7 +134,7 @@ class TrainingOperations(Operations):
             value, targets = without_targets(value, self.wire.activations.travelling)
         if kind == "F":
             result, own.saved[microbatch], own.gauge = functions.forward(
-                state.parameters,
+                state.in_use,
                 own.gauge,
                 value,
                 self.shares[topology.stage_of[node]],
@@ -144,11 +145,11 @@ class TrainingOperations(Operations):
                 self.targets[replica] = _sum(self.targets[replica], targets)
                 result = with_targets(result, targets) if leaves else result
         elif kind == "L":
-            device = topology.device(node)
-            result, state.gradients, self.totals[device], own.gauge = functions.loss(
-                state.parameters,
+            here = topology.spread(node)
+            result, state.gradients, self.totals[here], own.gauge = functions.loss(
+                state.in_use,
                 state.gradients,
-                self.totals[device],
+                self.totals[here],
                 own.gauge,
                 value,
                 own.targets.pop(microbatch),
@@ -157,7 +158,7 @@ class TrainingOperations(Operations):
             )
         else:
             result, state.gradients, own.gauge = functions.backward(
-                state.parameters,
+                state.in_use,
                 state.gradients,
                 own.gauge,
                 own.saved.pop(microbatch),

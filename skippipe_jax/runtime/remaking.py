@@ -124,7 +124,7 @@ class Remaking:
         """Offer what others make stages from; it must not be donated before they have it."""
         for gift in self.gifts:
             if self.topology.host == gift.source and gift.hops:
-                here = self.topology.sharding(gift.hops[0].source)
+                here = self.topology.spread(gift.hops[0].source).first
                 for hop, array in zip(gift.hops, self._own(gift), strict=True):
                     links[gift.target].send(hop, 0, jax.device_put(array, here))
 

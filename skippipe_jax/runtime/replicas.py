@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from skippipe_jax.runtime.reduction import sum_over_devices
-from skippipe_jax.runtime.stage_functions import Totals
+from skippipe_jax.runtime.reduction import sum_over_nodes
+from skippipe_jax.runtime.spread import Spread, single
+from skippipe_jax.runtime.stage_functions import Totals, sum_of_squares
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
 
@@ -60,17 +61,17 @@ class Replicas:
         if len(self.topology.replicas[stage]) == 1:
             return
         own = [replica for replica in self.topology.replicas[stage] if replica in self.states]
-        given: dict[jax.Device, list[PyTree]] = {}
+        given: dict[Spread, list[PyTree]] = {}
         for replica in own:
-            given.setdefault(self.topology.device(replica), []).append(self.to_sum(replica))
-        local = {device: _sum_of(trees) for device, trees in given.items()}
-        summed = sum_over_devices(self.topology.devices_of_stage(stage), local)
-        taken: set[jax.Device] = set()
+            given.setdefault(self.topology.spread(replica), []).append(self.to_sum(replica))
+        local = {here: _sum_of(trees) for here, trees in given.items()}
+        summed = sum_over_nodes(self.topology.spreads_of_stage(stage), local)
+        taken: set[Spread] = set()
         for replica in own:
-            device = self.topology.device(replica)
+            here = self.topology.spread(replica)
             # Each is written over by the update of its replica.
-            self.take_sum(replica, _copied(summed[device]) if device in taken else summed[device])
-            taken.add(device)
+            self.take_sum(replica, _copied(summed[here]) if here in taken else summed[here])
+            taken.add(here)
 
     def to_sum(self, replica: int) -> PyTree:
         """The gradients of a replica, which gives them up until `take_sum`."""
@@ -110,11 +111,13 @@ class Replicas:
     def update(self, totals: Totals) -> None:
         """Update all replicas held here, by the totals of all hosts."""
         for replica, state in self.states.items():
+            state.gathered = None
             state.parameters, state.optimizer_state, state.gradients = state.functions.update(
                 state.parameters,
                 state.optimizer_state,
                 state.gradients,
-                jax.device_put(totals, self.topology.sharding(replica)),
+                jax.device_put(totals, self.topology.spread(replica).whole),
+                state.draw,
             )
 
 
@@ -126,19 +129,17 @@ def open_collectives(topology: Topology) -> None:
     about the same time.
     """
     stages = range(len(topology.replicas))
-    groups = [topology.devices_of_stage(stage) for stage in stages if stage not in topology.rings]
+    groups = [topology.spreads_of_stage(stage) for stage in stages if stage not in topology.rings]
     if not topology.sums_totals_by_links:
-        groups.append(topology.host_devices)
-    for devices in groups:
-        own = [d for d in devices if d.process_index == jax.process_index()]
+        groups.append(tuple(map(single, topology.host_devices)))
+    for spreads in groups:
+        own = [s for s in spreads if s.devices[0].process_index == jax.process_index()]
         if own:
-            zeros = {device: jax.device_put(np.zeros(1, np.float32), device) for device in own}
-            jax.block_until_ready(list(sum_over_devices(devices, zeros).values()))
+            zeros = {here: jax.device_put(np.zeros(1, np.float32), here.whole) for here in own}
+            jax.block_until_ready(list(sum_over_nodes(spreads, zeros).values()))
 
 
-@jax.jit
-def _squared_norm(gradients: PyTree) -> Float[Array, ""]:
-    return sum((jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients)), jnp.float32(0))
+_squared_norm = jax.jit(sum_of_squares)
 
 
 @jax.jit

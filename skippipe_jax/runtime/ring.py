@@ -3,9 +3,11 @@
 The gradients are cut into one segment for each replica, and each segment into chunks. In the first
 n - 1 steps a replica passes on the sum of its own chunk and of what has come; after them each
 segment is summed up on one replica. In n - 1 more steps the sums go round, so that all replicas
-have the same bits. A chunk travels on as soon as it has come, so sending, receiving and adding
-overlap, and every link of the ring is busy all the time, as `skippipe_sched.timing.averaging`
-predicts. `skippipe_jax.runtime.pace` says how large chunks are, and how many are asked for ahead.
+have the same bits. Of replicas on equal meshes each device's part of the gradients goes round as it
+lies: a chunk then has a row for each device. A chunk travels on as soon as it has come, so sending,
+receiving and adding overlap, and every link of the ring is busy all the time, as
+`skippipe_sched.timing.averaging` predicts. `skippipe_jax.runtime.pace` says how large chunks are,
+and how many are asked for ahead.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from skippipe_sched.problem.case import Case
 
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.pace import LARGEST_CHUNK_BYTES, chunk_bytes, chunks_ahead
+from skippipe_jax.runtime.rows import cut_rows, joined_rows
+from skippipe_jax.runtime.spread import Spread
 
 # Of a segment, so that adding hides behind sending: so few where little is averaged, and of much so
 # many, even where a link is so quick that chunks could be larger.
@@ -30,15 +34,16 @@ FEWEST_CHUNKS, ENOUGH_CHUNKS = 4, 32
 # A segment is so many arrays at most: what cuts it has no more results, however many chunks go.
 MOST_BLOCKS = 32
 
-Block = Float[Array, " chunks_numbers"]
-Chunk = Float[Array, " numbers"]
+Block = Float[Array, "*rows chunks_numbers"]
+Chunk = Float[Array, "*rows numbers"]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Who passes gradients to whom: `nodes` in order, each serving a replica on its own device.
+    """Who passes gradients to whom: `nodes` in order, each serving a replica on its own devices.
 
     A segment has `chunks` chunks of `chunk_length` numbers, which lie in `blocks` of equally many.
+    With more than one of `rows`, each device of a node has so many of all these for itself.
     The replica at each position asks for so many chunks `ahead`. `numbers` are those of the ring's
     hops.
     """
@@ -50,6 +55,7 @@ class Ring:
     chunks: int
     chunk_length: int
     ahead: tuple[int, ...]
+    rows: int = 1
 
     @classmethod
     def of(
@@ -60,15 +66,16 @@ class Ring:
         numbers: HopNumbers,
         length: int,
         *,
+        rows: int = 1,
         width: int = 4,
         hop_bytes: float = math.inf,
     ) -> Ring:
-        """The ring for gradients of `length` numbers, with hops of the next `numbers`.
+        """The ring for gradients of so many `rows` of `length`, with hops of the next `numbers`.
 
         Its links are those of the `case`, and each number takes `width` bytes on them. If they
         carry anything but the ring, those are hops of `hop_bytes`.
         """
-        segment = math.ceil(length / len(nodes))
+        segment, width = math.ceil(length / len(nodes)), width * rows
         largest = math.ceil(segment * width / LARGEST_CHUNK_BYTES)
         fewest = min(max(largest, FEWEST_CHUNKS), ENOUGH_CHUNKS)
         wanted = max(fewest, math.ceil(segment * width / chunk_bytes(case, nodes, hop_bytes)))
@@ -80,7 +87,7 @@ class Ring:
         ahead = chunks_ahead(case, nodes, chunk_length * width)
         in_all = _steps(nodes) * chunks
         ahead = tuple(min(own, in_all) for own in ahead)
-        return cls(stage, tuple(nodes), hops, blocks, chunks, chunk_length, ahead)
+        return cls(stage, tuple(nodes), hops, blocks, chunks, chunk_length, ahead, rows)
 
     @property
     def steps(self) -> int:
@@ -113,12 +120,24 @@ class RingPart:
         left: how much has yet to come.
     """
 
-    def __init__(self, ring: Ring, node: int, gradients: PyTree, dtype: jnp.dtype):
-        """Begin with the gradients of the replica on `node`; sums travel as `dtype`."""
+    def __init__(
+        self,
+        ring: Ring,
+        node: int,
+        gradients: PyTree,
+        dtype: jnp.dtype,
+        here: Spread | None = None,
+    ):
+        """Begin with the gradients of the replica on `node`; sums travel as `dtype`.
+
+        They lie as `here` has it, where that is a mesh.
+        """
         self.ring = ring
+        self._here = None if here is None or here.mesh is None else here
         self.position = ring.nodes.index(node)
         self.ahead = ring.ahead[self.position]
-        self.travelling = jax.ShapeDtypeStruct((ring.chunk_length,), dtype)
+        rows = () if ring.rows == 1 else (ring.rows,)
+        self.travelling = jax.ShapeDtypeStruct((*rows, ring.chunk_length), dtype)
         self.unasked = self._arriving()
         self.left = ring.steps * ring.chunks
         self.like = jax.eval_shape(lambda tree: tree, gradients)
@@ -126,7 +145,18 @@ class RingPart:
         # turn, so that there is never much besides.
         self.of_block = ring.chunks // ring.blocks
         length = self.of_block * ring.chunk_length
-        self.blocks = _cut(gradients, len(ring.nodes) * ring.blocks, length)
+        blocks = len(ring.nodes) * ring.blocks
+        if self._is_cut:
+            assert self._here is not None, "is a mesh"
+            self.blocks = cut_rows(gradients, self._here, blocks, length)
+        else:
+            if self._here is not None:
+                gradients = jax.device_put(gradients, self._here.first)
+            self.blocks = _cut(gradients, blocks, length)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.ring.rows > 1
 
     def _arriving(self) -> Iterator[tuple[int, int, Hop]]:
         before = (self.position - 1) % len(self.ring.nodes)
@@ -155,9 +185,13 @@ class RingPart:
 
     def result(self) -> PyTree:
         """The sum of all replicas' gradients, when nothing is `left` to come."""
+        if self._is_cut:
+            assert self._here is not None, "is a mesh"
+            return joined_rows(self.blocks, self._here, self.like)
         leaves, structure = jax.tree.flatten(self.like)
         summed = _join(self.blocks, tuple(leaf.shape for leaf in leaves))
-        return jax.tree.unflatten(structure, summed)
+        whole = jax.tree.unflatten(structure, summed)
+        return whole if self._here is None else self._here.put(whole)
 
     def _place(self, segment: int, chunk: int) -> tuple[int, int]:
         """In which block a chunk is, and where in it."""
@@ -186,18 +220,18 @@ def _cut(tree: PyTree, blocks: int, length: int) -> list[Block]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _taken(block: Block, start: int, like: jax.ShapeDtypeStruct) -> Chunk:
-    return jax.lax.dynamic_slice(block, (start,), like.shape).astype(like.dtype)
+    return jax.lax.dynamic_slice_in_dim(block, start, like.shape[-1], axis=-1).astype(like.dtype)
 
 
 @jax.jit
 def _added(block: Block, start: int, arrived: Chunk) -> Chunk:
-    own = jax.lax.dynamic_slice(block, (start,), arrived.shape)
+    own = jax.lax.dynamic_slice_in_dim(block, start, arrived.shape[-1], axis=-1)
     return (own + arrived.astype(own.dtype)).astype(arrived.dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _kept(block: Block, start: int, summed: Chunk) -> Block:
-    return jax.lax.dynamic_update_slice(block, summed.astype(block.dtype), (start,))
+    return jax.lax.dynamic_update_slice_in_dim(block, summed.astype(block.dtype), start, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -8,7 +8,6 @@ others in an iteration (`outer_iteration`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.config.recovery import AVERAGE, BUDDY
 from skippipe_jax.data.batches import Batch
+from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares, with_exact_averaging
@@ -114,6 +114,9 @@ class Runtime:
             ),
             notes_norms=team is not None and config.recovery.lost_stage == AVERAGE,
         )
+        for node, state in self.states.items():
+            stage, mesh = topology.stage_of[node], topology.meshes[node]
+            state.gathers = gathers_once(config, topology.plan.case, stage, mesh, node)
         self.exchange = Exchange(EventLoop(config.network.deadline_s), topology, links)
         self.operations = TrainingOperations(
             self.replicas,
@@ -327,13 +330,14 @@ def open_runtime(
         settle(config, cut[stage], state, step)
     timeout_s = patience_s(config, host)
     kinds = gather(host, "devices", lambda: [d.device_kind for d in jax.local_devices()], timeout_s)
-    devices = devices_of_nodes(host_of, list(kinds.values()))
+    meshes = config.node.meshes(plan.case)
+    devices = devices_of_nodes(host_of, list(kinds.values()), meshes)
     numbers = HopNumbers(programs[OWN].first_free_hop)
     topology = Topology.of(
         config, plan, host.index, host_of, devices, numbers, in_one_jax=host.is_distributed
     )
     team = host if isinstance(host, Team) else None
-    shardings = {node: topology.sharding(node) for node in topology.nodes}
+    shardings = {node: topology.spread(node).first for node in topology.nodes}
     first = 0 if team is None else team.generation.step
     apart = config.averaging.iterations_apart + config.averaging.is_outer
     links = transfers.links(shardings, first, apart)
@@ -376,18 +380,6 @@ def open_runtime(
     if topology.in_one_jax:
         open_collectives(topology)
     return runtime
-
-
-def give_collectives_threads(config: Config, host: Membership, nodes: int) -> None:
-    """Let XLA have more threads than cores on a CPU, which it creates when it is first used.
-
-    There a collective holds a thread until all replicas have come to it, and so does a launch for
-    which the device has no room yet: with two threads, both may wait for work that has no thread
-    left. Rings need no such threads, and operations are quicker without.
-    """
-    if host.is_distributed and config.network.averaging != "ring":
-        threads = (os.cpu_count() or 1) + 2 * nodes + 1
-        os.environ.setdefault("PJRT_NPROC", str(threads))
 
 
 def _raise_team_ended(_: float) -> NoReturn:

@@ -22,12 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.models.footprint import travelling_dtypes
 from skippipe_jax.models.llama import DataStage, Stage
-from skippipe_jax.optim.adamw import adamw
+from skippipe_jax.models.sharding import in_use
+from skippipe_jax.optim import rounding
+from skippipe_jax.optim.adamw import adamw, update_count
+from skippipe_jax.optim.rounding import Draw as RoundingDraw
+from skippipe_jax.runtime.on_mesh import Results, jitted, within
+from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.wire_format import Draw, Wire, WireFormat
 
 Parameters = dict[str, Any]
@@ -35,6 +41,9 @@ Gradients = dict[str, Any]
 Gauge = Int[Array, "2"]
 Activations = Float[Array, "batch time width"]
 Share = Float[Array, ""]
+
+HOST_MEMORY = "pinned_host"
+"""What JAX calls memory of the host that devices reach."""
 
 # What an iteration sums over all nodes: token losses in nats, target tokens, the squared norm of
 # the gradients, how many hosts were asked to stop, and what z-loss adds to the token losses.
@@ -72,7 +81,7 @@ class Saved:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageFunctions:
     """The jitted functions that stages of one shape share.
 
@@ -85,6 +94,8 @@ class StageFunctions:
     rounding takes what it is drawn by, `draw`, else None.
     """
 
+    state_memory: str | None
+    """of which kind the memory is in which the optimizer's state waits; None: the device's own"""
     create: Callable[[PRNGKeyArray, int], tuple[Parameters, PyTree, Gradients]]
     """(key, first layer) -> parameters, optimizer state, zero gradients"""
     begin: Callable[[Parameters], PyTree]
@@ -103,11 +114,17 @@ class StageFunctions:
     squared_norm: Callable[[Gradients], Totals]
     """gradients -> totals that hold their squared norm alone"""
     update: Callable[..., tuple[Parameters, PyTree, Gradients]]
-    """(parameters, optimizer state, gradients, totals) -> updated ones and zero gradients"""
+    """(parameters, optimizer state, gradients, totals, draw) -> updated ones and zero gradients;
+    what is held in bfloat16 is rounded by `draw`"""
     predict: Callable[[Parameters, Array], Array]
     """(parameters, inputs) -> outputs, and nothing for a backward"""
     held_out: Callable[[Parameters, Array, Array], Float[Array, 2]]
     """(parameters, activations, targets) -> sum of token losses in nats, target tokens"""
+    gather: Callable[[PyTree], PyTree]
+    """the parameters of blocks -> what they are computed with, come together from the devices over
+    which `fsdp` cuts them: all that takes parameters to compute with may have these instead"""
+    on: Callable[[Mesh | None], StageFunctions]
+    """a mesh, or None for one device -> the functions of the same stage there"""
 
 
 def activation(model: ModelConfig, data: DataConfig) -> jax.ShapeDtypeStruct:
@@ -126,10 +143,12 @@ def stage_functions(
     layers: int,
     microbatch_tokens: int,
     wire: Wire | None = None,
+    mesh: Mesh | None = None,
 ) -> StageFunctions:
     """The functions of a stage of `layers` blocks in a run of `steps` iterations.
 
-    Without a `wire` nothing is rounded on its way.
+    Without a `wire` nothing is rounded on its way. Without a `mesh` they are for one device,
+    whichever has what they are given.
     """
     kind = DataStage if is_data_stage else Stage
     activation_format = wire.activations if wire else None
@@ -155,7 +174,13 @@ def stage_functions(
         return parameters, begin(parameters), zero_gradients(parameters)
 
     def begin(parameters: Parameters) -> PyTree:
-        return transformation.init(parameters)
+        return stored(transformation.init(parameters))
+
+    def stored(optimizer_state: PyTree) -> PyTree:
+        """The optimizer's state where it waits for the next update."""
+        if optimizer.state_memory == "device":
+            return optimizer_state
+        return jax.device_put(optimizer_state, jax.memory.Space.Host)
 
     def forward(
         parameters: Parameters,
@@ -223,30 +248,56 @@ def stage_functions(
         return of_outputs, add(gradients, of_parameters), totals, gauge + 0
 
     def squared_norm(gradients: Gradients) -> Totals:
-        squares = sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients))
-        return jnp.zeros(TOTALS).at[SQUARED_NORM].set(squares)
+        return jnp.zeros(TOTALS).at[SQUARED_NORM].set(sum_of_squares(gradients))
 
     def update(
         parameters: Parameters,
         optimizer_state: PyTree,
         gradients: Gradients,
         totals: Totals,
+        draw: RoundingDraw | None = None,
     ):
         scale = microbatch_tokens / totals[TOKENS]
         if optimizer.clip_norm is not None:
             norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
             scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm)
         mean = jax.tree.map(lambda leaf: leaf * scale, gradients)
-        updates, new_state = transformation.update(mean, optimizer_state, parameters)
-        updated = optax.apply_updates(parameters, updates), new_state
+        if optimizer.state_memory == "host":
+            optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Device)
+        held = parameters, optimizer_state
+        wide, wide_state = rounding.widened(held)
+        updates, new_state = transformation.update(mean, wide_state, wide)
+        updated = optax.apply_updates(wide, updates), new_state
+        if rounding.rounds(held):
+            assert draw is not None, "rounding by chance is drawn by something"
+            updated = rounding.rounded_like(updated, held, draw, update_count(optimizer_state))
         if optimizer.skip_above_norm is not None:
             is_skipped = skips_update(optimizer, totals, microbatch_tokens)
-            as_before = parameters, optimizer_state
-            updated = optax.tree.where(is_skipped, as_before, updated)
-        return *updated, zero_gradients(parameters)
+            updated = optax.tree.where(is_skipped, held, updated)
+        of_parameters, of_state = updated
+        return of_parameters, stored(of_state), zero_gradients(parameters)
 
     def held_out(parameters: Parameters, activations: Array, targets: Array):
         return jnp.stack(nnx.merge(structure, parameters).loss(activations, targets))
+
+    def precise(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def own(*arguments: Any, **how: Any):
+            with jax.default_matmul_precision(model.matmul_precision), within(mesh):
+                return function(*arguments, **how)
+
+        return own
+
+    def gather(blocks: PyTree) -> PyTree:
+        return in_use(blocks, model.compute_dtype)
+
+    state_memory = HOST_MEMORY if optimizer.state_memory == "host" else None
+    if mesh is None:
+        lies = Results()
+    else:
+        assert wire is not None, "says how activations travel"
+        shapes = jax.eval_shape(create, jax.random.key(0), 0)
+        lies = Results.over(mesh, shapes, wire, state_memory)
 
     # A cotangent can be overwritten by the gradient of the inputs, which has the same shape; a
     # data stage's inputs are tokens, which have none. Activations can be by their gradient, if
@@ -254,18 +305,39 @@ def stage_functions(
     overwritten = (1,) if is_data_stage else (1, 4)
     is_alike = wire is None or wire.activations.travelling == wire.gradients.travelling
     return StageFunctions(
-        create=jax.jit(create),
-        begin=jax.jit(begin),
-        no_gradients=jax.jit(zero_gradients),
-        forward=jax.jit(forward, static_argnames="leaves"),
-        loss=jax.jit(
-            loss, donate_argnums=(1, 2, 4) if is_alike else (1, 2), static_argnames="leaves"
+        state_memory=state_memory,
+        create=jitted(create, lies.state and (*lies.state, lies.gradients)),
+        begin=jitted(begin, lies.state and lies.state[1]),
+        no_gradients=jitted(zero_gradients, lies.gradients),
+        forward=jitted(
+            precise(forward),
+            lies.whole and (lies.activations, None, lies.whole),
+            static_argnames="leaves",
         ),
-        backward=jax.jit(backward, donate_argnums=overwritten, static_argnames="leaves"),
-        squared_norm=jax.jit(squared_norm),
-        update=jax.jit(update, donate_argnums=(0, 1, 2)),
-        predict=jax.jit(functools.partial(apply, share=None)),
-        held_out=jax.jit(held_out),
+        loss=jitted(
+            precise(loss),
+            lies.whole and (lies.activations, lies.gradients, lies.whole, lies.whole),
+            donate_argnums=(1, 2, 4) if is_alike else (1, 2),
+            static_argnames="leaves",
+        ),
+        backward=jitted(
+            precise(backward),
+            lies.whole and (lies.activations, lies.gradients, lies.whole),
+            donate_argnums=overwritten,
+            static_argnames="leaves",
+        ),
+        squared_norm=jitted(squared_norm, lies.whole),
+        update=jitted(
+            update,
+            lies.state and (*lies.state, lies.gradients),
+            donate_argnums=(0, 1, 2),
+        ),
+        predict=jitted(precise(functools.partial(apply, share=None)), lies.activations),
+        held_out=jitted(precise(held_out), lies.whole),
+        gather=jitted(precise(gather), lies.gathered),
+        on=functools.partial(
+            stage_functions, model, optimizer, steps, is_data_stage, layers, microbatch_tokens, wire
+        ),
     )
 
 
@@ -329,6 +401,11 @@ def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
     return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)
 
 
+def where_state_waits(functions: StageFunctions, optimizer_state: PyTree, here: Spread) -> PyTree:
+    """How the optimizer's state lies between updates, on a node whose arrays lie as `here`."""
+    return here.of_tree(optimizer_state, functions.state_memory)
+
+
 def wire_of_run(config: Config) -> Wire:
     """How a run's activations and their gradients travel."""
     computed, width = activation(config.model, config.data), config.model.width
@@ -337,6 +414,12 @@ def wire_of_run(config: Config) -> Wire:
         WireFormat(computed, forward, width),
         WireFormat(computed, back, width, config.network.gradient_rounding),
     )
+
+
+def sum_of_squares(gradients: Gradients) -> Float[Array, ""]:
+    """Of all numbers; each device of a mesh adds up its own, where a flat array would be whole."""
+    squares = (jnp.tensordot(leaf, leaf, leaf.ndim) for leaf in jax.tree.leaves(gradients))
+    return sum(squares, jnp.float32(0))
 
 
 def zero_gradients(parameters: Parameters) -> Gradients:

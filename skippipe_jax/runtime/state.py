@@ -13,7 +13,15 @@ from tqdm import tqdm
 
 from skippipe_jax.config import StageCut
 from skippipe_jax.optim.outer import Message, Outer, Part, begin_with
-from skippipe_jax.runtime.stage_functions import Gauge, Gradients, Parameters, StageFunctions
+from skippipe_jax.optim.rounding import Draw
+from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.stage_functions import (
+    Gauge,
+    Gradients,
+    Parameters,
+    StageFunctions,
+    where_state_waits,
+)
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.storage.reader import read_arrays
@@ -56,17 +64,32 @@ class StageState:
     """One replica of a stage. Nodes of a stage that share devices may share it.
 
     Attributes:
+        draw: what updates are rounded by that are rounded by chance.
         outer: what a replica keeps that takes steps of its own beside others of its stage.
         under_way: the fragments that it has sent and not applied, by the steps after which it sent
             them.
+        gathers: whether weights that are cut over a mesh come together once an iteration.
+        gathered: what blocks are computed with in this iteration, if so.
     """
 
     functions: StageFunctions
     parameters: Parameters
     optimizer_state: PyTree
     gradients: Gradients
+    draw: Draw
     outer: Outer | None = None
     under_way: dict[int, UnderWay] = field(default_factory=dict)
+    gathers: bool = False
+    gathered: PyTree | None = None
+
+    @property
+    def in_use(self) -> Parameters:
+        """The parameters as operations compute with them."""
+        if not self.gathers:
+            return self.parameters
+        if self.gathered is None:
+            self.gathered = self.functions.gather(self.parameters["blocks"])
+        return {**self.parameters, "blocks": self.gathered}
 
     @property
     def model(self) -> Parameters:
@@ -111,8 +134,8 @@ OwnOrigin = Callable[[int, int, State], State]
 Fragments under way are by the step after which they were sent, and their number.
 """
 
-Kept = Mapping[tuple[int, jax.Device], StageState]
-"""States that a host has held before, by stage and device."""
+Kept = Mapping[tuple[int, Spread], StageState]
+"""States that a host has held before, by stage and where they lie."""
 
 
 @dataclass
@@ -160,33 +183,34 @@ def make_states(
     left = dict(kept or {})
     for node in replicas:
         # Where replicas are alone on nodes that share a device, one of them goes on with it.
-        state = left.pop((topology.stage_of[node], topology.device(node)), None)
+        state = left.pop((topology.stage_of[node], topology.spread(node)), None)
         if state is not None:
             # What was added up of an iteration that did not count is forgotten.
             with jax.default_device(topology.device(node)):
                 gradients = state.functions.no_gradients(state.parameters)
-            state.gradients = jax.device_put(gradients, topology.sharding(node))
+            state.gradients = topology.spread(node).put(gradients)
+            state.gathered = None
             states[node] = state
     served = sorted({topology.stage_of[node] for node in replicas if node not in states})
     shown = tqdm(served, desc="state", unit="stage", disable=None if origin else True, leave=False)
     for stage in shown:
         own = [node for node in replicas if topology.stage_of[node] == stage and node not in states]
-        first_layer = cut.blocks(stage).start
+        draw = np.array([seed, cut.blocks(stage).start], np.uint32)
         if stage in of_stages:
             given = of_stages[stage].to_give(with_momentum=with_momentum)
             read = jax.device_get(given)
             for node in own:
-                states[node] = _placed(functions[stage], read, topology, node)
+                states[node] = _placed(functions[stage], read, topology, node, draw)
             continue
         if origin is None:
             for node in own:
-                states[node] = _drawn(functions[stage], first_layer, topology, node, seed)
+                states[node] = _drawn(functions[stage], topology, node, draw)
             continue
-        shapes = jax.eval_shape(functions[stage].create, jax.random.key(0), first_layer)
+        shapes = jax.eval_shape(functions[stage].create, jax.random.key(0), 0)
         wanted = {"parameters": shapes[0], "optimizer_state": shapes[1]}
         read = origin(stage, wanted)
         for node in own:
-            states[node] = _placed(functions[stage], read, topology, node)
+            states[node] = _placed(functions[stage], read, topology, node, draw)
             if own_origin is not None and len(topology.replicas[stage]) > 1:
                 place = topology.replicas[stage].index(node)
                 of_replica = own_origin(stage, place, wanted)
@@ -194,29 +218,40 @@ def make_states(
     return {node: states[node] for node in replicas}
 
 
-def _drawn(
-    functions: StageFunctions, first_layer: int, topology: Topology, node: int, seed: int
-) -> StageState:
+def _drawn(functions: StageFunctions, topology: Topology, node: int, draw: Draw) -> StageState:
+    seed, first_layer = draw.tolist()
+    here = topology.spread(node)
+    functions = functions.on(here.mesh)
     with jax.default_device(topology.device(node)):
-        created = functions.create(jax.random.key(seed), first_layer)
-    return StageState(functions, *jax.device_put(created, topology.sharding(node)))
+        parameters, state, gradients = functions.create(jax.random.key(seed), first_layer)
+    waits = jax.device_put(state, where_state_waits(functions, state, here))
+    return StageState(functions, here.put(parameters), waits, here.put(gradients), draw)
 
 
-def _placed(functions: StageFunctions, read: State, topology: Topology, node: int) -> StageState:
+def _placed(
+    functions: StageFunctions, read: State, topology: Topology, node: int, draw: Draw
+) -> StageState:
     """A replica with its own copy of what was read, since updates write over it.
 
     What was not read is all that is allocated besides, so a device never holds more than what the
     replicas there go on with.
     """
-    copy = jax.device_put(dict(read), topology.sharding(node), may_alias=False)
+    here = topology.spread(node)
+    functions = functions.on(here.mesh)
+    shardings = {name: here.of_tree(tree) for name, tree in read.items()}
+    if "optimizer_state" in read:
+        waits = where_state_waits(functions, read["optimizer_state"], here)
+        shardings["optimizer_state"] = waits
+    copy = jax.device_put(dict(read), shardings, may_alias=False)
     parameters = copy["parameters"]
     # Zeros depend on no parameter, so they would not follow them to their device.
     with jax.default_device(topology.device(node)):
         gradients = functions.no_gradients(parameters)
         begun = None if "optimizer_state" in copy else functions.begin(parameters)
-    gradients, begun = jax.device_put((gradients, begun), topology.sharding(node))
+    gradients = here.put(gradients)
+    begun = jax.device_put(begun, where_state_waits(functions, begun, here))
     optimizer_state = copy["optimizer_state"] if begun is None else begun
-    state = StageState(functions, parameters, optimizer_state, gradients)
+    state = StageState(functions, parameters, optimizer_state, gradients, draw)
     if MOMENTUM in copy:
         state.outer = begin_with(parameters, copy[MOMENTUM])
     return state
@@ -224,7 +259,7 @@ def _placed(functions: StageFunctions, read: State, topology: Topology, node: in
 
 def _go_on_alone(state: StageState, own: State, topology: Topology, node: int, step: int) -> None:
     """Have a replica that has the outer parameters go on as one of its stage has been saved."""
-    copy = jax.device_put(dict(own), topology.sharding(node), may_alias=False)
+    copy = topology.spread(node).put(dict(own), may_alias=False)
     state.outer = Outer(state.parameters, copy[MOMENTUM], copy["residual"])
     state.parameters, state.optimizer_state = copy["parameters"], copy["optimizer_state"]
     state.under_way = {
@@ -237,6 +272,6 @@ def _go_on_alone(state: StageState, own: State, topology: Topology, node: int, s
 def make_nodes(topology: Topology) -> dict[int, NodeState]:
     """The nodes served here, with nothing in flight."""
     return {
-        node: NodeState(gauge=jax.device_put(np.zeros(2, np.int32), topology.sharding(node)))
+        node: NodeState(gauge=jax.device_put(np.zeros(2, np.int32), topology.spread(node).whole))
         for node in topology.nodes
     }

@@ -10,21 +10,26 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.averaging import best_ring
 
-from skippipe_jax.config import Config, NetworkConfig
-from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.config import Config, NetworkConfig, NodeConfig, NodeMesh
+from skippipe_jax.config.node import ONE_DEVICE
+from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.optim.outer import longest_message
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.copied import pieces_of_copies
 from skippipe_jax.runtime.gathering import GatheringRing
 from skippipe_jax.runtime.ring import Ring
+from skippipe_jax.runtime.spread import Spread, numbers_of_device
 
 # `network.averaging: auto` takes the collective where no link between replicas is slower.
 FAST_LINK = GIBIBYTE
@@ -46,26 +51,129 @@ class Device:
 
 
 NodeDevices = tuple[Device, ...]
-"""The devices of one host that a node consists of: one."""
+"""The devices of one host that a node consists of, in the order of its mesh."""
 
 
 def sharding_of(devices: Sequence[jax.Device]) -> Sharding:
-    """How an array of a node lies on its devices."""
-    [device] = devices
-    return SingleDeviceSharding(device)
+    """How an array lies that is whole on the first of some devices."""
+    return SingleDeviceSharding(devices[0])
 
 
 def devices_of_nodes(
-    host_of: Sequence[int], kinds: Sequence[Sequence[str]]
+    host_of: Sequence[int],
+    kinds: Sequence[Sequence[str]],
+    meshes: Sequence[NodeMesh | None] | None = None,
 ) -> tuple[NodeDevices, ...]:
-    """The devices of each node: those of a host in turn over its own, whose `kinds` it has told."""
-    served = [0] * len(kinds)
+    """The devices of each node: those of a host in turn over its own, whose `kinds` it has told.
+
+    Nodes have as many as their `meshes` do, by default one each; where a mesh is None, as many as
+    the host has for each of its nodes.
+
+    Raises:
+        InputError: if a host has not enough of them, or a mesh would begin at its last devices and
+            end at its first ones.
+    """
+    taken = [0] * len(kinds)
     devices: list[NodeDevices] = []
-    for host in host_of:
-        number = served[host] % len(kinds[host])
-        devices.append((Device(host, number, kinds[host][number]),))
-        served[host] += 1
+    for node, host in enumerate(host_of):
+        mesh = ONE_DEVICE if meshes is None else meshes[node]
+        own = len(kinds[host])
+        count = max(1, own // host_of.count(host)) if mesh is None else mesh.devices
+        first = taken[host] % own
+        if first + count > own:
+            raise InputError(
+                "node",
+                str(mesh),
+                f"node {node} would have the devices {first} to {first + count - 1} of host {host},"
+                f" which has {own}",
+                f"Write a mesh of which {own} devices are a multiple, or give host {host} fewer "
+                "nodes (cluster.host_of_node)",
+            )
+        places = range(first, first + count)
+        devices.append(tuple(Device(host, number, kinds[host][number]) for number in places))
+        taken[host] += count
     return tuple(devices)
+
+
+def meshes_of_nodes(
+    config: Config, case: Case, devices: Sequence[NodeDevices]
+) -> tuple[NodeMesh, ...]:
+    """The mesh of each node, whose devices are known.
+
+    Raises:
+        InputError: if the model, or a microbatch, cannot be cut evenly over one of them.
+    """
+    return tuple(_mesh_of_node(config, case, node, own) for node, own in enumerate(devices))
+
+
+def _mesh_of_node(config: Config, case: Case, node: int, devices: NodeDevices) -> NodeMesh:
+    mesh = config.node.mesh_of(case, node) or config.node.over(len(devices))
+    _require_mesh(config, case, node, mesh)
+    return mesh
+
+
+def _require_mesh(config: Config, case: Case, node: int, mesh: NodeMesh) -> None:
+    field = "node" if case.nodes[node].mesh is None else f"case.nodes[{node}].mesh"
+    mesh.require_divides(config.model, config.data, field)
+    if mesh != ONE_DEVICE and config.averaging.is_outer:
+        raise InputError(
+            "averaging.mode",
+            "outer",
+            f"is for nodes of one device, and node {node} has {mesh.devices}",
+            f"Write node: {ONE_DEVICE}, or averaging.mode: exact",
+        )
+
+
+def require_meshes(config: Config, case: Case) -> None:
+    """Refuse meshes in a case, or that of the configuration, over which something does not divide.
+
+    Where a mesh depends on the devices of hosts, that is known when these have told them.
+
+    Raises:
+        InputError: naming the mesh.
+    """
+    for node, mesh in enumerate(config.node.meshes(case)):
+        if mesh is not None:
+            _require_mesh(config, case, node, mesh)
+
+
+def spreads_of_host(
+    config: Config, case: Case, host_of: Sequence[int], host: int
+) -> tuple[Spread, ...]:
+    """Where the nodes of this host will lie, each place once, before hosts have told their devices.
+
+    If it serves none yet, where the next one would.
+
+    Raises:
+        InputError: as `devices_of_nodes` and `meshes_of_nodes` do.
+    """
+    nodes = [node for node, at in enumerate(host_of) if at == host]
+    if not nodes:
+        return spreads_of_nodes(config.node, 1, host)
+    meshes = [config.node.mesh_of(case, node) for node in nodes]
+    places = _local_places(config.node, meshes, host)
+    for node, (devices, _) in zip(nodes, places, strict=True):
+        _mesh_of_node(config, case, node, devices)
+    return tuple(dict.fromkeys(_local_spread(*place) for place in places))
+
+
+def spreads_of_nodes(node: NodeConfig, count: int, host: int) -> tuple[Spread, ...]:
+    """Where so many nodes of this host will lie that have no mesh of their own."""
+    places = _local_places(node, [node.mesh] * count, host)
+    return tuple(_local_spread(*place) for place in places)
+
+
+def _local_places(
+    node: NodeConfig, meshes: Sequence[NodeMesh | None], host: int
+) -> list[tuple[NodeDevices, NodeMesh]]:
+    kinds = [[device.device_kind for device in jax.local_devices()]] * (host + 1)
+    devices = devices_of_nodes([host] * len(meshes), kinds, meshes)
+    return [(own, mesh or node.over(len(own))) for own, mesh in zip(devices, meshes, strict=True)]
+
+
+def _local_spread(devices: NodeDevices, mesh: NodeMesh) -> Spread:
+    local = jax.local_devices()
+    return Spread.over([local[device.number] for device in devices], mesh)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +186,7 @@ class Topology:
         host_of: the host of each node.
         in_one_jax: whether one JAX has the devices of all hosts, so that collectives reach them.
         devices: of each node.
+        meshes: what these are to it.
         replica_of: the replica that each node holds, named after the first of its nodes: its own,
             or that of other nodes of the stage on the same devices.
         replicas: those of each stage.
@@ -93,6 +202,7 @@ class Topology:
     host_of: tuple[int, ...]
     in_one_jax: bool
     devices: tuple[NodeDevices, ...]
+    meshes: tuple[NodeMesh, ...]
     replica_of: Mapping[int, int]
     replicas: tuple[tuple[int, ...], ...]
     rings: Mapping[int, Ring]
@@ -115,7 +225,9 @@ class Topology:
     ) -> Topology:
         """Lay out the run of `plan`; `numbers` are those that its plans have left free."""
         # Whose replicas go apart sooner or later has as many from the start.
-        replica_of = _replicas_of_nodes(plan, devices, alone=config.averaging.is_outer)
+        meshes = meshes_of_nodes(config, plan.case, devices)
+        places = [*zip(devices, meshes, strict=True)]
+        replica_of = _replicas_of_nodes(plan, places, alone=config.averaging.is_outer)
         replicas = tuple(
             tuple(dict.fromkeys(replica_of[node] for node in nodes)) for nodes in plan.stages
         )
@@ -124,15 +236,19 @@ class Topology:
         shapes_of_stages = stage_shapes(config.model, len(plan.stages))
         for stage, shapes in enumerate(shapes_of_stages):
             members = best_ring(plan.case, stage, sorted(replicas[stage]))
+            # Shards go round as they are where all have the same, else the whole of all.
+            alike = {meshes[member] for member in members}
             if members and _averages_by_ring(
-                config.network, plan, host_of, members, in_one_jax=in_one_jax
+                config.network, plan, host_of, members, len(alike) == 1, in_one_jax=in_one_jax
             ):
+                cut = alike.pop() if len(alike) == 1 else ONE_DEVICE
                 rings[stage] = Ring.of(
                     plan.case,
                     stage,
                     members,
                     numbers,
-                    parameter_count(shapes),
+                    numbers_of_device(shapes, cut),
+                    rows=cut.devices,
                     width=width,
                     hop_bytes=_hop_bytes(plan, host_of, members),
                 )
@@ -157,6 +273,7 @@ class Topology:
             tuple(host_of),
             in_one_jax,
             tuple(devices),
+            meshes,
             replica_of,
             replicas,
             rings,
@@ -206,32 +323,28 @@ class Topology:
         return self.host_of[node] == self.host
 
     def device(self, node: int) -> jax.Device:
-        """The device of a node of this host, or where one JAX has all devices, of any."""
-        return self._jax_devices[node]
+        """The first device of a node of this host, or where one JAX has all devices, of any."""
+        return self.spread(node).devices[0]
+
+    def spread(self, node: int) -> Spread:
+        """How arrays lie on the devices of such a node."""
+        return self._spreads[node]
 
     @cached_property
-    def _jax_devices(self) -> Mapping[int, jax.Device]:
+    def _spreads(self) -> Mapping[int, Spread]:
         # Only within one JAX is a host's index that of its process.
         own = jax.local_devices()
         others = {host: jax.local_devices(host) for host in self.hosts if self.in_one_jax}
         of_hosts = {**others, self.host: own}
         return {
-            node: of_hosts[device.host][device.number]
-            for node, (device,) in enumerate(self.devices)
-            if device.host in of_hosts
+            node: Spread.over([of_hosts[of.host][of.number] for of in devices], mesh)
+            for node, (devices, mesh) in enumerate(zip(self.devices, self.meshes, strict=True))
+            if devices[0].host in of_hosts
         }
 
-    def sharding(self, node: int) -> Sharding:
-        """How arrays lie on the devices of a node of this host."""
-        return self._shardings[node]
-
-    @cached_property
-    def _shardings(self) -> Mapping[int, Sharding]:
-        return {node: sharding_of([self.device(node)]) for node in self.nodes}
-
-    def devices_of_stage(self, stage: int) -> tuple[jax.Device, ...]:
-        """The devices that hold replicas of a stage that no ring averages, each once."""
-        return tuple(dict.fromkeys(map(self.device, self.replicas[stage])))
+    def spreads_of_stage(self, stage: int) -> tuple[Spread, ...]:
+        """Where replicas of a stage are that no ring averages, each place once."""
+        return tuple(dict.fromkeys(map(self.spread, self.replicas[stage])))
 
     @property
     def sums_totals_by_links(self) -> bool:
@@ -240,14 +353,14 @@ class Topology:
 
 
 def _replicas_of_nodes(
-    plan: Plan, devices: Sequence[NodeDevices], *, alone: bool
+    plan: Plan, places: Sequence[tuple[NodeDevices, NodeMesh]], *, alone: bool
 ) -> dict[int, int]:
     """The replica that each node holds; with `alone` its own, whoever is on its devices too."""
     if alone:
-        return {node: node for node in range(len(devices))}
-    first: dict[tuple[int, NodeDevices], int] = {}
+        return {node: node for node in range(len(places))}
+    first: dict[tuple[int, Any], int] = {}
     return {
-        node: first.setdefault((stage, devices[node]), node)
+        node: first.setdefault((stage, places[node]), node)
         for stage, nodes in enumerate(plan.stages)
         for node in nodes
     }
@@ -273,10 +386,11 @@ def _averages_by_ring(
     plan: Plan,
     host_of: Sequence[int],
     members: Sequence[int],
+    are_alike: bool,
     *,
     in_one_jax: bool,
 ) -> bool:
-    if len({host_of[member] for member in members}) > 1 and not in_one_jax:
+    if len({host_of[member] for member in members}) > 1 and not (in_one_jax and are_alike):
         return True
     if len(members) == 1 or network.averaging == "collective":
         return False

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import transfer
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.agreement import gather
@@ -28,6 +28,7 @@ from skippipe_jax.config import Config
 from skippipe_jax.connections.addresses import join_address, parse_address, require_free
 from skippipe_jax.connections.severing import sever
 from skippipe_jax.program.hops import Hop
+from skippipe_jax.runtime.spread import devices_of, parts_of
 
 # What a server copies at a time, and how many copies it makes ahead of the network: with more of
 # either it holds several times what it sends, and is no quicker.
@@ -71,9 +72,9 @@ class HostLink:
     ):
         """Through our `server` and that at `address`, each for the other host alone.
 
-        What a server sends is named by its key. `shardings[n]` says how arrays lie on the devices
-        of node n of ours. What this host has `reached` all its links know, and that the other may
-        be so many iterations `apart`.
+        What a server sends is named by its key. `shardings[n]` says where arrays come to that are
+        whole, of node n of ours. What this host has `reached` all its links know, and that the
+        other may be so many iterations `apart`.
         """
         self.server: transfer.TransferServer | None = server
         self.key, self.key_there = key, key_there
@@ -96,22 +97,34 @@ class HostLink:
         self._expected.append((numbers, None if once else after))
 
     def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
-        """Offer what the hop carries until it is pulled; it must not be donated before that."""
-        self._open_server.await_pull(_name(self.key, hop.number, iteration), [array])
+        """Offer what the hop carries until it is pulled; it must not be donated before that.
+
+        What is cut over a mesh goes in its parts, to one that is equal.
+        """
+        self._open_server.await_pull(_name(self.key, hop.number, iteration), parts_of(array))
         self._sent[hop.number] = iteration
         if iteration < AFTER_A_STEP:
             # States are handed over in iteration 0, whatever came before.
             self._reached.iteration = max(self._reached.iteration, iteration)
 
     def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Ask for what the hop carries, which may be offered later; it is shaped as `like`."""
+        """Ask for what the hop carries, which may be offered later; it is shaped as `like`.
+
+        It comes whole to a device of the node, or lies as `like` has it.
+        """
         with self._connecting:
             if self.connection is None:
                 self.connection = self._open_server.connect(self.address)
-        here = self.shardings[hop.target]
-        wanted = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
-        [array] = self.connection.pull(_name(self.key_there, hop.number, iteration), [wanted])
-        return array
+        here = like.sharding or self.shardings[hop.target]
+        shape = here.shard_shape(like.shape)
+        wanted = [
+            jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))
+            for device in devices_of(here)
+        ]
+        parts = self.connection.pull(_name(self.key_there, hop.number, iteration), wanted)
+        if len(parts) == 1:
+            return parts[0]
+        return jax.make_array_from_single_device_arrays(like.shape, here, parts)
 
     def close(self) -> None:
         """Let go of all that was offered and asked for; what this host still waits for fails.

@@ -66,7 +66,7 @@ def leaves_by_name(tree: PyTree) -> dict[str, Any]:
 
 
 def begin_writing(folder: Path, tree: PyTree) -> Writing:
-    """Begin to write the jax.Array leaves of a tree, each of which is on one device.
+    """Begin to write the jax.Array leaves of a tree, each of which is on devices of this process.
 
     Returns once they have left the devices or are held there, so that they may be donated.
     """
@@ -147,7 +147,15 @@ def _as_global(array: jax.Array) -> jax.Array:
     """
     if jax.process_count() == 1:
         return array
-    (device,) = array.devices()
-    elsewhere = next(d for d in jax.devices() if d.process_index != device.process_index)
-    copies = NamedSharding(Mesh(np.array([device, elsewhere]), ("copy",)), PartitionSpec())
-    return jax.make_array_from_single_device_arrays(array.shape, copies, [array])
+    sharding = array.sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else Mesh([*array.devices()], "one")
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    grid = np.asarray(mesh.devices)
+    others = [d for d in jax.devices() if d.process_index != grid.flat[0].process_index]
+    if len(others) < grid.size:
+        # All others together have not so many: they have only one, for a copy on one.
+        return _as_global(jax.device_put(array, grid.flat[0]))
+    elsewhere = np.array(others[: grid.size]).reshape(grid.shape)
+    copies = Mesh(np.stack([grid, elsewhere]), ("copy", *mesh.axis_names))
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(copies, spec), parts)

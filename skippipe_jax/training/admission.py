@@ -19,16 +19,15 @@ from skippipe_sched.timing.simulate import simulate_plan
 
 from skippipe_jax.config import Config
 from skippipe_jax.connections.ways import Way
+from skippipe_jax.models import footprint
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.training.places import Placement, with_places, with_stages
-
-STATE_BYTES = 3 * 4
-"""Parameters and Adam's two moments, in float32."""
 
 
 def state_bytes(config: Config, stages: int) -> list[int]:
     """What moves with each of so many stages."""
-    return [STATE_BYTES * parameter_count(shapes) for shapes in stage_shapes(config.model, stages)]
+    of_number = footprint.state_bytes(config)
+    return [of_number * parameter_count(shapes) for shapes in stage_shapes(config.model, stages)]
 
 
 @dataclass(frozen=True)

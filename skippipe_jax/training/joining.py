@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import jax
-
 from skippipe_jax.cluster.joining import joined
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
@@ -20,6 +18,8 @@ from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.program.compiler import hosts_of_nodes
 from skippipe_jax.runtime.compilation import keep_programs
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
+from skippipe_jax.runtime.threads import give_collectives_threads
+from skippipe_jax.runtime.topology import spreads_of_host
 from skippipe_jax.storage.run_folder import saved_plan
 from skippipe_jax.training.admission import admission, state_bytes
 from skippipe_jax.training.measured import Measured, forward_seconds, new_nodes
@@ -91,12 +91,14 @@ def _prepare(seeking: Seeking, place: Place) -> Measured:
     say(f"takes the place of host {place.host}, {whose} the stages {stages}")
     plan = saved_plan(seeking.folder)
     host_of = hosts_of_nodes(len(plan.case.nodes), hosts, config.cluster.host_of_node)
-    devices = jax.local_devices()[: max(1, host_of.count(place.host))]
-    count = compile_ahead(config, place.stages, len(plan.stages), devices)
+    nodes = max(1, host_of.count(place.host))
+    give_collectives_threads(config, nodes, plan.case, is_distributed=False)
+    own = spreads_of_host(config, plan.case, host_of, place.host)
+    count = compile_ahead(config, place.stages, len(plan.stages), own, plan.case)
     say(f"{count} programs are compiled, in {time.monotonic() - since_s:.1f} s")
     if place.host < hosts:
         return Measured()
-    return Measured(seeking.ways(), forward_seconds(config, plan, place.stages[0], devices[0]))
+    return Measured(seeking.ways(), forward_seconds(config, plan, place.stages[0], own[0]))
 
 
 def _why_not(seeking: Seeking, place: Place, measured: Measured) -> str | None:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 from skippipe_sched.problem.links import Link
 from skippipe_sched.problem.more_nodes import NewNode
 from skippipe_sched.problem.plan import Plan
@@ -22,6 +21,7 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.connections.ways import Way
 from skippipe_jax.profiling.stages import BACKWARD, FORWARD, measure_stage, shapes_of_stages
+from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.storage.whole_file import write_whole
 
 MEASURED = "measured.json"
@@ -64,16 +64,16 @@ class Measured:
         return cls.parse(json.loads(path.read_text())) if path.exists() else cls()
 
 
-def forward_seconds(config: Config, plan: Plan, stage: int, device: jax.Device) -> float | None:
-    """The seconds of a forward pass on a device, as the case of a plan counts them for its nodes.
+def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> float | None:
+    """The seconds of a forward pass on a node, as the case of a plan counts them for its nodes.
 
     None where that case was not measured itself: its seconds may be none of real devices.
     """
     if not config.plan.measure:
         return None
     case, shape = plan.case, shapes_of_stages(config, len(plan.stages))[stage]
-    measure_stage(config, shape, device, 0.0)
-    timed = measure_stage(config, shape, device, STAGE_S)
+    measure_stage(config, shape, here, 0.0)
+    timed = measure_stage(config, shape, here, STAGE_S)
     both_s = timed[FORWARD].median_s + timed[BACKWARD].median_s
     return both_s / (1.0 + case.backward_ratio) / case.stage_cost[stage]
 

@@ -94,7 +94,11 @@ class Metrics:
             for step in (1, last)
         }
         topology = runtime.topology
-        self.own_devices = list(dict.fromkeys(map(topology.device, topology.nodes)))
+        self.own_devices = list(
+            dict.fromkeys(
+                device for node in topology.nodes for device in topology.spread(node).devices
+            )
+        )
         data = config.data
         self.flops = {
             name: iteration_flops(config.model, plan, data.microbatch_size, data.sequence_length)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from skippipe_sched.errors import InputError
+from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.cluster.agreement import agree, from_host_0, gather, hear, tell
@@ -21,16 +22,17 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import (
     Config,
     DataConfig,
-    ModelConfig,
     StageCut,
     require_same_run,
     to_tree,
 )
+from skippipe_jax.config.attention import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.batches import TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.interop.huggingface import Weights
+from skippipe_jax.models.attention import fault_of, implementation_of
 from skippipe_jax.models.in_flight import short_of_memory
 from skippipe_jax.models.planned_case import differing_sizes
 from skippipe_jax.profiling.case import Profile, check_template
@@ -38,8 +40,8 @@ from skippipe_jax.profiling.cluster import measure
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting.timelines import draw_recorded
-from skippipe_jax.runtime.runtime import give_collectives_threads
-from skippipe_jax.runtime.topology import sharding_of
+from skippipe_jax.runtime.threads import give_collectives_threads
+from skippipe_jax.runtime.topology import require_meshes, sharding_of
 from skippipe_jax.runtime.transport import Transfers, open_transfers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.joined_folder import is_joined, require_not_joined
@@ -101,7 +103,6 @@ def settle(
     Raises:
         InputError: if the configuration, the plan, the data or the weights cannot be used.
     """
-    _require_fine_parameters(config.model)
     _require_reaching_collectives(config, host)
     # Whose plans? A run that is resumed goes on under its own, unless it is told of others.
     url = config.checkpoint.copy_to
@@ -116,7 +117,8 @@ def settle(
     transfers, profile = None, None
     if config.plan.measure and plans_anew:
         nodes = check_template(config, host.count).count(host.index)
-        transfers = _open_transfers(config, host, nodes)
+        _give_threads(config, host, nodes, None)
+        transfers = open_transfers(config, host)
         links = transfers.links({host.index: sharding_of((jax.local_devices()[0],))})
         profile = measure(config, host, links, on_host_0(host.index, say))
     # By which plans? Host 0 makes them; the others go on when it has written them.
@@ -129,12 +131,15 @@ def settle(
     plan = schedule.plans[OWN]
     require_patience(config, schedule.longest_s(config.averaging))
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
+    require_meshes(config, plan.case)
+    _give_threads(config, host, host_of.count(host.index), plan.case)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     # On what text, and from what weights?
     data = open_data(config, plan, programs[OWN])
     config.model.layers_of_stages(len(plan.stages))
-    _require_attention(config.model)
+    if not host.is_distributed:
+        _require_attention(config)
     weights = None if resume else find_weights(config)
     if host.index == 0:
         require_trackers(config.log)
@@ -146,12 +151,15 @@ def settle(
             say_meanwhile(f"warning: {sentence}")
         _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
         tell(host, "run", lambda: _description(config, schedule))
+    if host.is_distributed:
+        # The first look at devices is one that all hosts take together.
+        _require_attention(config)
     data_hosts = {host_of[node] for node in plan.stages[0]}
     if data is not None:
         _require_same_text(config, host, data_hosts, data)
     _say_what_is_too_long(config, host, min(data_hosts), data)
     if transfers is None:
-        transfers = _open_transfers(config, host, len(programs[OWN].nodes))
+        transfers = open_transfers(config, host)
     return Settled(schedule, host_of, programs, data, weights, transfers, mirror)
 
 
@@ -165,9 +173,10 @@ def settle_alone(config: Config, host: Membership) -> Settled:
     if not is_joined(folder):
         require_same_run(config, run_folder.saved_config(folder, "run_dir"))
     schedule = run_folder.saved_schedule(folder)
-    nodes = len(schedule.plans[OWN].case.nodes)
-    host_of = hosts_of_nodes(nodes, host.count, config.cluster.host_of_node)
-    _require_attention(config.model)
+    case = schedule.plans[OWN].case
+    host_of = hosts_of_nodes(len(case.nodes), host.count, config.cluster.host_of_node)
+    _give_threads(config, host, host_of.count(host.index), case)
+    _require_attention(config)
     if host.index >= host.count:  # Which stage it serves the others say.
         return Settled(schedule, host_of, {}, None, None, None, None)
     compiled = compile_plans(schedule.plans, host_of)
@@ -252,9 +261,8 @@ def _opened_folder(
     return (config.plan, config.recipe) != (saved.plan, saved.recipe)
 
 
-def _open_transfers(config: Config, host: Membership, nodes: int) -> Transfers:
-    give_collectives_threads(config, host, nodes)
-    return open_transfers(config, host)
+def _give_threads(config: Config, host: Membership, nodes: int, case: Case | None) -> None:
+    give_collectives_threads(config, nodes, case, is_distributed=host.is_distributed)
 
 
 def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
@@ -303,18 +311,6 @@ def open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches |
     return TrainingBatches(data)
 
 
-def _require_fine_parameters(model: ModelConfig) -> None:
-    """Refuse to train parameters that are too coarse to take up what a step adds to them."""
-    if model.parameter_dtype != "float32":
-        raise InputError(
-            "model.parameter_dtype",
-            model.parameter_dtype,
-            "cannot be trained: most updates are smaller than what it tells apart, and would be "
-            "rounded away",
-            "Leave it out, and write model.compute_dtype: bfloat16 to compute in that",
-        )
-
-
 def _require_reaching_collectives(config: Config, host: Membership) -> None:
     """Refuse collectives among hosts each of whose JAX knows its own devices only."""
     averaging = config.network.averaging
@@ -328,15 +324,24 @@ def _require_reaching_collectives(config: Config, host: Membership) -> None:
         )
 
 
-def _require_attention(model: ModelConfig) -> None:
-    """Refuse an implementation of attention that this machine does not have."""
-    if model.attention == "cudnn" and jax.default_backend() != "gpu":
+def _require_attention(config: Config) -> None:
+    """Refuse an implementation of attention that this machine does not have, or has wrong."""
+    model, found = config.model, jax.default_backend()
+    needed = PLATFORM_OF.get(model.attention)
+    if needed not in (None, found):
         raise InputError(
             "model.attention",
             model.attention,
-            f"needs a GPU, and JAX found {jax.default_backend()} devices only",
-            "Write xla",
+            f"needs a {needed.upper()}, and JAX found {found} devices only",
+            "Write auto, which takes what each device has",
         )
+    kernel = implementation_of(model, config.data.sequence_length, found)
+    if kernel in PLATFORM_OF:
+        fault = fault_of(kernel, model, is_packed=config.data.packing == "documents")
+        if fault:
+            raise InputError(
+                "model.attention", model.attention, f"{kernel} {fault}", "Write blockwise"
+            )
 
 
 def _write_folder(

@@ -123,7 +123,7 @@ class Stretch:
         """The states that this host holds, those among them that it serves no longer."""
         topology = self.runtime.topology
         return self._given_up | {
-            (topology.stage_of[node], topology.device(node)): state
+            (topology.stage_of[node], topology.spread(node)): state
             for node, state in self.runtime.states.items()
         }
 

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax
-
 from skippipe_jax.cluster.agreement import DeadlinePassed, gather
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
@@ -22,6 +20,7 @@ from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.state import Kept
+from skippipe_jax.runtime.topology import spreads_of_host
 from skippipe_jax.runtime.transport import IN_A_TEAM_S
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.joined_folder import is_joined
@@ -365,8 +364,8 @@ def _get_ready(config: Config, settled: Settled, here: int) -> None:
         return
     nodes = [node for node, host in enumerate(settled.host_of) if host == here]
     stages = {settled.plan.stage_of[node] for node in nodes}
-    devices = jax.local_devices()[: max(1, len(nodes))]
-    compile_ahead(config, stages, len(settled.plan.stages), devices)
+    own = spreads_of_host(config, settled.plan.case, settled.host_of, here)
+    compile_ahead(config, stages, len(settled.plan.stages), own, settled.plan.case)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from skippipe_sched.problem.plan import parse_plan
 
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.models.footprint import memory_of_stages
 from skippipe_jax.models.in_flight import (
     USABLE_SHARE,
     most_in_flight,
@@ -26,6 +25,7 @@ from skippipe_jax.models.in_flight import (
     rooms,
     short_of_memory,
 )
+from skippipe_jax.models.node_memory import memory_of_stages
 from skippipe_jax.models.planned_case import cases_of
 from skippipe_jax.runtime.stage_functions import stage_functions
 from skippipe_jax.training.planning import plan_of
@@ -258,10 +258,10 @@ def test_a_way_out_is_named_that_is_one():
         with pytest.raises(InputError) as caught:
             cases_of(config, Path())
         _, named, rest = caught.value.remedy.partition("model.recompute: ")
-        best = min(
-            (needed(config_of(CASE, model={"recompute": own}), 1), own) for own in RECOMPUTE
-        )[1]
-        assert rest.split(",")[0] == ("" if recompute == best else best), named
+        taken = {own: needed(config_of(CASE, model={"recompute": own}), 1) for own in RECOMPUTE}
+        # Some take as little as another one, and the memory of the host besides.
+        best = min(RECOMPUTE, key=lambda own: (taken[own], own))
+        assert rest.split(",")[0] == ("" if taken[recompute] == taken[best] else best), named
 
 
 # What a number of its own is held against.

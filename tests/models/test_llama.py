@@ -397,7 +397,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits():
         ("model.rope_theta", {"rope_theta": -1.0}),
         ("model.recompute", {"recompute": "all"}),
         ("model.compute_dtype", {"compute_dtype": "int8"}),
-        ("model.attention", {"attention": "cudnn", "compute_dtype": "float32"}),
+        ("model.attention", {"attention": "flash"}),
     ],
 )
 def test_shapes_that_fit_no_model_are_refused(field: str, shape: dict[str, Any]):

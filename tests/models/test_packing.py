@@ -38,6 +38,7 @@ from skippipe_jax.models.document_mask import (
 from skippipe_jax.models.footprint import hop_bytes
 from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage
+from skippipe_jax.runtime.spread import single
 from skippipe_jax.runtime.stage_functions import activation, stage_functions
 from skippipe_jax.training.metrics import bytes_per_link
 from tests import oracle
@@ -200,7 +201,7 @@ def test_evaluation_keeps_documents_apart():
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_positions_and_documents_are_those_counted_by_hand(marks: list[list[bool]]):
     positions = positions_in_documents(jnp.array(marks))
-    together = within_documents(positions)
+    together = within_documents(jnp.arange(ROW) - positions)
     for row, begins in enumerate(marks):
         begin_of = [max([s for s in range(t + 1) if begins[s]], default=0) for t in range(ROW)]
         assert positions[row].tolist() == [t - begin for t, begin in enumerate(begin_of)]
@@ -265,21 +266,10 @@ def test_a_mark_is_one_channel_of_what_is_sent():
 
 def test_stages_are_measured_with_packing():
     config = config_with("documents")
-    timings = measure_stage(config, (True, 1), jax.devices()[0], budget_s=0.0)
+    timings = measure_stage(config, (True, 1), single(jax.devices()[0]), budget_s=0.0)
     assert min(timings[operation].median_s for operation in (LOSS, BACKWARD)) > 0
 
 
 def test_packing_that_is_none_is_refused():
     with pytest.raises(InputError, match=r"data\.packing = 'sentences'"):
         parse_config({"data": {"packing": "sentences"}})
-
-
-def test_attention_that_would_mix_documents_is_refused():
-    tree: dict[str, Any] = {
-        "model": {"attention": "cudnn", "compute_dtype": "bfloat16"},
-        "data": {"packing": "documents"},
-    }
-    with pytest.raises(InputError, match=r"model\.attention = 'cudnn'.*data\.packing"):
-        parse_config(tree)
-    tree["data"]["packing"] = "windows"
-    assert parse_config(tree).model.attention == "cudnn"

@@ -63,6 +63,7 @@ def small_configs(draw: st.DrawFn) -> Config:
         "parameter_dtype": draw(dtypes),
         "compute_dtype": draw(dtypes),
         "recompute": draw(st.sampled_from(RECOMPUTE)),
+        "attention": draw(st.sampled_from(["auto", "blockwise"])),
     }
     data = {
         "sequence_length": length,
@@ -146,7 +147,7 @@ def test_a_launched_configuration_trains(tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_stage_of_a_cut_fits_and_no_coarser_cut_does(measured: dict[str, Any], name: str):
     config = config_of(name)
     case, _ = what_is_planned(config, shapes.CONFIGS)
-    found = measured["cuts"][name]["xla"]
+    found = measured["cuts"][name]["auto"]
     assert list(found) == ["16 GB", "24 GB", "40 GB", "80 GB"]
     sizes = []
     for gb, fits in found.items():

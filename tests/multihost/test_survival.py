@@ -108,8 +108,10 @@ class Run:
         program: tuple[str, ...] = TRAIN,
         more: Sequence[str] = (),
         hosts: int = HOSTS,
+        devices: int = 1,
     ):
         self.processes = processes
+        self.devices = virtual_devices(devices)
         self.run_dir = run_dir
         common = ["--coordinator", f"127.0.0.1:{free_port()}", "--hosts", str(hosts)]
         self.command = [*program, "--config", config, *settings(run_dir=run_dir), *more, *common]
@@ -119,7 +121,7 @@ class Run:
 
     def start(self, host: int, *more: str) -> None:
         self.process_of[host] = len(self.processes.processes)
-        self.processes.start(*self.command, "--host-id", str(host), *more, **virtual_devices(1))
+        self.processes.start(*self.command, "--host-id", str(host), *more, **self.devices)
 
     def signal(self, host: int, blow: signal.Signals) -> None:
         self.processes.processes[self.process_of[host]].send_signal(blow)
@@ -231,6 +233,15 @@ def test_a_host_that_is_started_again_comes_back(paced: Run, undisturbed: Path):
     run.ends_well(0, 1, 2, 3)
     assert "host 0 is back in the run" in run.output(0)
     assert_trained_like(run.run_dir, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_host_comes_back_whose_node_is_a_mesh(config: Path, undisturbed: Path, tmp_path: Path):
+    """And takes its state from others, each of which has it in parts."""
+    more = [*PACED, *settings(node="{fsdp: 2}")]
+    with started_processes(tmp_path / "outputs") as processes:
+        run = Run(processes, config, tmp_path / "run", more=more, devices=2)
+        test_a_host_that_is_started_again_comes_back(run, undisturbed)
 
 
 def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(

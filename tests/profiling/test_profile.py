@@ -31,6 +31,7 @@ from skippipe_jax.profiling.stages import (
     free_bytes,
     measure_stage,
 )
+from skippipe_jax.runtime.spread import single
 from tests.training_runs import write_config
 
 MODEL = {
@@ -116,16 +117,16 @@ def test_costs_are_those_that_seconds_were_made_of():
 
 
 def test_stages_are_timed_with_a_loss_where_there_is_one():
-    config, device = config_of(), jax.devices()[1]
-    compiling = measure_stage(config, (True, 2), device, 0.0)
+    config, here = config_of(), single(jax.devices()[1])
+    compiling = measure_stage(config, (True, 2), here, 0.0)
     assert {timing.repetitions for timing in compiling.values()} == {3}
-    of_data = measure_stage(config, (True, 2), device, 0.5)
+    of_data = measure_stage(config, (True, 2), here, 0.5)
     assert set(of_data) == {FORWARD, LOSS, BACKWARD, UPDATE}
     for operation, timing in of_data.items():
         assert 0 < timing.least_s <= timing.median_s <= timing.most_s
         assert timing.repetitions > 3
         assert timing.median_s < compiling[operation].most_s
-    assert set(measure_stage(config, (False, 2), device, 0.0)) == {FORWARD, BACKWARD, UPDATE}
+    assert set(measure_stage(config, (False, 2), here, 0.0)) == {FORWARD, BACKWARD, UPDATE}
 
 
 def test_memory_of_the_machine_is_shared_out():

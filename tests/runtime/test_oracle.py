@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -239,6 +241,47 @@ def test_with_all_that_an_optimizer_may_do():
     outcomes = assert_training_equals_the_oracle(plan, model, guarded, batches, 3, WAYS[0])
     skipped = [bool(skips_update(guarded, outcome.totals, BATCH * TIME)) for outcome in outcomes]
     assert skipped[:2] == [True, False]
+
+
+SMALL = ModelConfig(
+    vocabulary_size=11, width=8, layers=3, heads=2, kv_heads=1, ffn_width=12, context=TIME
+)
+REPLICATED = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [1, 3, 2], [0, 3]])
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_moments_that_wait_in_the_memory_of_the_host(way: Way):
+    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING, state_memory="host")
+    batches = random_batches(REPLICATED, seed=4)
+
+    def see(runtime: Runtime) -> None:
+        for state in runtime.states.values():
+            leaves = jax.tree.leaves(state.optimizer_state)
+            assert {leaf.sharding.memory_kind for leaf in leaves} == {"pinned_host"}
+
+    runtime, _ = run(REPLICATED, SMALL, optimizer, batches, 3, way, watched_by=see)
+    see(runtime)
+    assert_training_equals_the_oracle(REPLICATED, SMALL, optimizer, batches, 3, way)
+
+
+@pytest.mark.parametrize("way", WAYS[1:3])
+def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way):
+    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING, moment_dtype="bfloat16")
+    model = dataclasses.replace(SMALL, parameter_dtype="bfloat16")
+    batches = random_batches(REPLICATED, seed=5)
+    runtime, outcomes = run(REPLICATED, model, optimizer, batches, 3, way)
+    for nodes in REPLICATED.stages:
+        first, *others = (runtime.states[node] for node in nodes)
+        for other in others:
+            for name in ("parameters", "optimizer_state"):
+                pairs = zip(
+                    *(jax.tree.leaves(getattr(s, name)) for s in (first, other)), strict=True
+                )
+                for one, two in pairs:
+                    np.testing.assert_array_equal(one.astype(jnp.float32), two.astype(jnp.float32))
+    _, exact = run(REPLICATED, SMALL, OPTIMIZER, batches, 3, way)
+    for own, best in zip(outcomes, exact, strict=True):
+        assert float(own.totals[LOSS]) == pytest.approx(float(best.totals[LOSS]), rel=0.02)
 
 
 def test_a_stage_that_is_left_out_takes_no_part():

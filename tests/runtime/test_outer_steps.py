@@ -29,7 +29,8 @@ CONFIG = Config(
 def trained(seed: int) -> StageState:
     """A replica of the last stage that has gone apart from the others, and has a residual."""
     functions = functions_of_run(CONFIG, 2)[1]
-    state = StageState(functions, *functions.create(jax.random.key(0), LAYERS))
+    created = functions.create(jax.random.key(0), LAYERS)
+    state = StageState(functions, *created, draw=np.array([0, LAYERS], np.uint32))
     state.outer = begin(state.parameters)
     random = np.random.default_rng(seed)
     for name in ("parameters", "residual"):

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from skippipe_jax.config import ModelConfig, OptimizerConfig
 from skippipe_jax.config.model import RECOMPUTE
@@ -118,6 +119,11 @@ def test_gauge_counts_microbatches_in_flight_and_their_peak():
     assert seen == [(1, 1), (2, 2), (1, 2), (2, 2), (3, 3), (2, 3), (1, 3), (0, 3)]
 
 
+def here(arrays: Any) -> Any:
+    """Arrays that have been put on a device, as all are in a run."""
+    return jax.device_put(arrays, SingleDeviceSharding(jax.local_devices()[0]))
+
+
 class OneNode:
     """A data stage that serves every microbatch from its tokens to its gradient."""
 
@@ -125,15 +131,13 @@ class OneNode:
         self.functions = functions_of(model, True, optimizer)
         # Of MODEL, whose parameters are those of its variants too: it is compiled already.
         created = functions_of(MODEL, is_data_stage=True).create(jax.random.key(0), 0)
-        self.parameters, self.state, self.gradients = created
-        self.gauge, self.totals = new_gauge(), new_totals()
+        self.parameters, self.state, self.gradients = here(created)
+        self.gauge, self.totals = here((new_gauge(), new_totals()))
 
     def run(self, tokens: np.ndarray, targets: np.ndarray) -> None:
-        x, saved, self.gauge = self.functions.forward(
-            self.parameters, self.gauge, jax.device_put(tokens)
-        )
+        x, saved, self.gauge = self.functions.forward(self.parameters, self.gauge, here(tokens))
         cotangent, self.gradients, self.totals, self.gauge = self.functions.loss(
-            self.parameters, self.gradients, self.totals, self.gauge, x, jax.device_put(targets)
+            self.parameters, self.gradients, self.totals, self.gauge, x, here(targets)
         )
         none, self.gradients, self.gauge = self.functions.backward(
             self.parameters, self.gradients, self.gauge, saved, cotangent
@@ -354,4 +358,5 @@ def test_dtypes_stay_as_they_were_created(parameter_dtype: str):
     parameters, _, gradients = (jax.tree.leaves(part) for part in created)
     assert {leaf.dtype for leaf in parameters} == {np.dtype(parameter_dtype)}
     assert {leaf.dtype for leaf in gradients} == {np.dtype("float32")}
-    assert jax.eval_shape(functions.update, *created, new_totals()) == created
+    drawn_by = np.zeros(2, np.uint32)
+    assert jax.eval_shape(functions.update, *created, new_totals(), drawn_by) == created

@@ -116,8 +116,8 @@ def test_a_run_that_begins_with_weights_has_zeros_where_they_are_used(runtime: R
 def test_a_stage_that_moves_within_a_host_is_copied_there(runtime: Runtime, checkpoint: Checkpoint):
     """As where another device of the host has had it before; nothing is drawn or read anew."""
     states = resumed(runtime, checkpoint)
-    devices = runtime.topology.device
-    kept = {(0, devices(3)): states[0], (1, devices(1)): states[1]}
+    devices, spread = runtime.topology.device, runtime.topology.spread
+    kept = {(0, spread(3)): states[0], (1, spread(1)): states[1]}
     tokens = CONFIG.data.microbatch_size * CONFIG.data.sequence_length
     functions = functions_of_stages(2, MODEL, CONFIG.optimizer, CONFIG.train.steps, tokens)
     own = make_states(runtime.topology, functions, CUT, 0, None, kept)

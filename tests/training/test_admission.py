@@ -11,6 +11,7 @@ from skippipe_sched.problem.more_nodes import NewNode
 
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.connections.ways import Way
+from skippipe_jax.runtime.spread import single
 from skippipe_jax.training import measured as measuring
 from skippipe_jax.training.admission import Admission, admission, state_bytes
 from skippipe_jax.training.measured import Measured, forward_seconds, new_nodes
@@ -87,11 +88,11 @@ def test_what_a_host_has_measured_is_kept_told_and_planned_for(tmp_path: Path):
 def test_seconds_are_measured_where_those_of_the_case_were(monkeypatch: pytest.MonkeyPatch):
     small = {"width": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_width": 32, "context": 16}
     data = {"sequence_length": 16, "microbatch_size": 1}
-    device = jax.local_devices()[0]
+    here = single(jax.local_devices()[0])
     monkeypatch.setattr(measuring, "STAGE_S", 0.0)
     told = parse_config({"model": small, "data": data})
-    assert forward_seconds(told, PLAN, 1, device) is None
+    assert forward_seconds(told, PLAN, 1, here) is None
     config = parse_config({"model": small, "data": data, "plan": "auto"})
-    seconds = forward_seconds(config, PLAN, 1, device)
+    seconds = forward_seconds(config, PLAN, 1, here)
     assert seconds is not None
     assert 0 < seconds < 10

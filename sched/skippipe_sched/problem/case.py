@@ -17,6 +17,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
 from skippipe_sched.problem.averaging import EXACT, AveragingPolicy, parse_averaging
+from skippipe_sched.problem.node_mesh import MESH, mesh_of
 from skippipe_sched.problem.stage_sizes import sizes_and_left_out, so_that_they_add_up
 
 Contention = Literal["none", "link"]
@@ -31,7 +32,7 @@ REQUIRED = (
 )
 # Of the nodes that do not say it themselves.
 OF_NODES = {"location": "locations", "forward_s": "forward_s", "memory": "memory"}
-# A node may say it too, and nobody has to: it is what `memory: auto` follows from.
+# A node may say it too; nobody has to. `memory: auto` follows from it.
 MEMORY_BYTES = "memory_bytes"
 OPTIONAL = (
     *OF_NODES.values(),
@@ -50,7 +51,7 @@ OPTIONAL = (
     "averaging",
     "left_out",
 )
-# What leaves a choice open. Of bytes it leaves open what only a model decides.
+# What leaves a choice open: of bytes, what only a model decides.
 AUTO = "auto"
 # What is greater is a mistake, and would only fill the memory.
 MOST_NODES, MOST_MICROBATCHES = 10_000, 100_000
@@ -61,14 +62,15 @@ DEFAULT_SAME_LOCATION = {"latency_ms": 1.0, "bandwidth_GiB_per_s": 2.0}
 class Node:
     """A place that serves one stage.
 
-    `forward_s` is the time of one forward pass of one microbatch there; `memory` is how many
-    microbatches may be in flight on it. `memory_bytes` are those of its device, if they are given.
+    `forward_s` is the time of one forward pass of one microbatch there; `memory` is how many may be
+    in flight on it. Each of its devices has `memory_bytes`, if given; of `mesh` tells `node_mesh`.
     """
 
     location: str
     forward_s: float
     memory: int
     memory_bytes: float | None = None
+    mesh: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
         )
     described = given["nodes"] if isinstance(given["nodes"], list) else [{}] * count
     for index, node in enumerate(described):
-        fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES))
+        fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES, MESH))
     shared = _of_all_nodes(given, described)
     nodes = []
     for index, node in enumerate(described):
@@ -267,6 +269,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
                 fields.number(own["forward_s"], f"{field}.forward_s", 0.0, above=True),
                 _memory(own, field),
                 _memory_bytes(own, field),
+                mesh_of(own, field),
             )
         )
     return tuple(nodes)
@@ -315,8 +318,7 @@ def _memory(given: Mapping[str, Any], of: str) -> int:
 
 def _memory_bytes(given: Mapping[str, Any], of: str) -> float | None:
     size = given.get(MEMORY_BYTES)
-    field = f"{of}.{MEMORY_BYTES}"
-    return None if size is None else fields.number(size, field, 0.0, above=True)
+    return None if size is None else fields.number(size, f"{of}.{MEMORY_BYTES}", 0.0, above=True)
 
 
 def _of_each_stage(

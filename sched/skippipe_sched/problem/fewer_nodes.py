@@ -8,6 +8,7 @@ from typing import Any
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import MEMORY_BYTES, OF_NODES, Case, Node, parse_case
+from skippipe_sched.problem.node_mesh import described
 
 REPLACED = (MEMORY_BYTES, "microbatches", "microbatches_per_data_node", "left_out")
 
@@ -66,7 +67,7 @@ def with_stages_left(case: Case) -> Case:
 def _described(node: Node) -> dict[str, Any]:
     """What a case says of a node that says all of it itself."""
     said = {key: getattr(node, key) for key in (*OF_NODES, MEMORY_BYTES)}
-    return {key: value for key, value in said.items() if value is not None}
+    return {key: value for key, value in said.items() if value is not None} | described(node.mesh)
 
 
 def sorted_nodes(case: Case, nodes: Collection[int]) -> tuple[int, ...]:

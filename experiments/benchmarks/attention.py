@@ -1,0 +1,133 @@
+"""Every way to compute attention on this machine's device, against all scores at once.
+
+    python -m experiments.benchmarks.attention --json experiments/results/attention_MACHINE.json
+
+Attention and its gradient, of one sequence with random queries, keys and values, for each length.
+Each way takes turns with `xla`, so that both see the same machine, and what is told is the median
+of the ratios: of processor time where the device is a processor, all its threads, else of seconds.
+Beside it the largest array of each compiled program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from skippipe_sched.errors import run_command
+
+from experiments.benchmarks import reporting
+from skippipe_jax.config import ModelConfig
+from skippipe_jax.config.attention import BLOCKWISE, PLATFORM_OF, XLA
+from skippipe_jax.config.choices import DTYPES
+from skippipe_jax.models.attention import attend
+
+DOCUMENT = 300
+BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
+ARRAYS = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]+)\]")
+
+Ways = dict[str, Callable[..., Any]]
+
+
+def inputs(model: ModelConfig, length: int) -> list[Array]:
+    """Queries, keys, values, and the gradient of what comes out."""
+    random = np.random.default_rng(0)
+    shapes = [
+        (1, length, heads, model.head_width) for heads in (model.heads, *[model.kv_heads] * 2)
+    ]
+    return [
+        jnp.asarray(random.normal(size=shape), model.compute_dtype)
+        for shape in (*shapes, (1, length, model.width))
+    ]
+
+
+def compiled(way: str, arrays: list[Array], is_packed: bool) -> Any:
+    """Attention and its gradient, compiled."""
+    length = arrays[0].shape[1]
+    documents = jnp.arange(length)[None] // DOCUMENT * DOCUMENT if is_packed else None
+
+    @jax.jit
+    def both(query: Array, key: Array, value: Array, cotangent: Array) -> Any:
+        own = functools.partial(attend, documents=documents, implementation=way)
+        attended, vjp = jax.vjp(own, query, key, value)
+        return attended, vjp(cotangent)
+
+    return both.lower(*arrays).compile()
+
+
+def largest_bytes(program: Any) -> int:
+    """Of the largest array in a compiled program."""
+    found = ARRAYS.findall(program.as_text())
+    return max(BYTES[dtype] * int(np.prod([*map(int, of.split(","))])) for dtype, of in found)
+
+
+def seconds_of(program: Any, arrays: list[Array]) -> float:
+    """Of processor time on a processor, else by the clock."""
+    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    start = clock()
+    jax.block_until_ready(program(*arrays))
+    return clock() - start
+
+
+def measured(model: ModelConfig, length: int, is_packed: bool, turns: int) -> dict[str, Any]:
+    """For each way the device has: seconds, their ratio to those of all scores, largest array."""
+    arrays = inputs(model, length)
+    kernels = [kernel for kernel, own in PLATFORM_OF.items() if own == jax.default_backend()]
+    ways = [XLA, BLOCKWISE, *(way for way in kernels if not model.why_unfit(way, length))]
+    programs = {way: compiled(way, arrays, is_packed) for way in ways}
+    for program in programs.values():
+        seconds_of(program, arrays)
+    taken = [{way: seconds_of(own, arrays) for way, own in programs.items()} for _ in range(turns)]
+    return {
+        way: {
+            "seconds": round(statistics.median(turn[way] for turn in taken), 5),
+            "of_xla": round(statistics.median(turn[way] / turn[XLA] for turn in taken), 3),
+            "largest_array_bytes": largest_bytes(program),
+        }
+        for way, program in programs.items()
+    }
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    parser = reporting.parser("attention", __doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096])
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--compute-dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--turns", type=int, default=7, help="default: %(default)s")
+    arguments = parser.parse_args()
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    begun = reporting.begun("attention")
+    model = ModelConfig(
+        width=arguments.width,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        compute_dtype=arguments.compute_dtype,
+    )
+    results = []
+    for length in arguments.lengths:
+        for is_packed in (False, True):
+            own = measured(model, length, is_packed, arguments.turns)
+            results.append({"length": length, "packed": is_packed, "ways": own})
+            ratios = ", ".join(f"{way} {of['of_xla']}" for way, of in own.items() if way != XLA)
+            kind = "packed documents" if is_packed else "one document"
+            print(f"{length} tokens, {kind}, of the time of xla: {ratios}", flush=True)
+    return reporting.finish({**begun, "results": results}, None, arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What it costs in loss that parameters and moments are held in bfloat16, rounded by chance.
+
+    python -m experiments.paper.rounded_state              trains what is missing, and prints it
+    python -m experiments.paper.rounded_state --quick      small, in minutes
+
+The campaign's control is trained for 500 iterations, for each seed with parameters and moments in
+float32, with both in bfloat16, and with the moments alone. All else is the same, and the loss of a
+run is on text that nothing was chosen by.
+
+All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.paper import jobs, study_command
+from experiments.paper.campaign import Campaign, Run
+from experiments.paper.intervals import HOW, intervals, paired
+from experiments.paper.jobs import Job
+
+COMMAND = "python -m experiments.paper.rounded_state"
+RESULT = Path(__file__).parent / "results" / "rounded_state.json"
+SUMMARIES = RESULT.with_suffix("")
+ARM, STEPS, SEEDS = "full", 500, 5
+EXACT = "float32"
+HELD: dict[str, dict[str, dict[str, str]]] = {
+    EXACT: {},
+    "bfloat16": {
+        "model": {"parameter_dtype": "bfloat16"},
+        "optimizer": {"moment_dtype": "bfloat16"},
+    },
+    "bfloat16 moments": {"optimizer": {"moment_dtype": "bfloat16"}},
+}
+"""What each kind of run is told besides."""
+
+
+@dataclass(frozen=True)
+class HeldRun:
+    """A run whose parameters and moments are held in some way."""
+
+    held: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """How its files are called."""
+        return f"{self.held.replace(' ', '-')}-{self.seed}"
+
+
+class Study:
+    """The runs, which differ in how state is held and in nothing else."""
+
+    def __init__(self, folder: Path, quick: bool):
+        """`folder` is worked in; summaries of a quick study stay there."""
+        self.campaign = Campaign(folder, quick)
+        self.folder = self.campaign.folder / "rounded_state"
+        self.result = self.folder / RESULT.name if quick else RESULT
+        self.summaries = self.folder / "summaries" if quick else SUMMARIES
+        seeds = range(1 if quick else SEEDS)
+        self.runs = [HeldRun(held, seed) for held in HELD for seed in seeds]
+
+    def config(self, run: HeldRun) -> dict[str, Any]:
+        """The campaign's configuration of its control, as long as it is here."""
+        config = self.campaign.config(Run(ARM, run.seed))
+        if not self.campaign.quick:
+            config["train"] = config["train"] | {"steps": STEPS}
+        for section, keys in HELD[run.held].items():
+            config[section] = config[section] | keys
+        return config
+
+    def job(self, run: HeldRun) -> Job:
+        """A run as it is trained."""
+        config = self.config(run)
+        return Job(
+            name=run.name,
+            digest=jobs.digest_of([config, jobs.plan_of(config).to_json()]),
+            config=config,
+            results=self.summaries,
+            command=COMMAND,
+            quick=self.campaign.quick,
+        )
+
+    def digest(self) -> str:
+        """Of all that the study comes from."""
+        return jobs.digest_of([self.job(run).digest for run in self.runs])
+
+    def train(self) -> dict[str, Any]:
+        """Train what is missing; returns the figures of all."""
+        jobs.train([self.job(run) for run in self.runs], self.folder)
+        losses: dict[str, list[float]] = {held: [] for held in HELD}
+        for run in self.runs:
+            found = self.job(run).summary()
+            assert found is not None, run.name
+            losses[run.held].append(found.loss)
+        return {"digest": self.digest(), "steps": STEPS} | figures_of(losses)
+
+
+def figures_of(losses: Mapping[str, list[float]]) -> dict[str, Any]:
+    """What is written of the losses of each kind, by seed [nats per byte]."""
+    differences = {
+        held: paired(own, losses[EXACT]) for held, own in losses.items() if held != EXACT
+    }
+    return {
+        "interval": HOW,
+        "loss": dict(losses),
+        "difference": {held: own.figures() for held, own in intervals(differences).items()},
+    }
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """The figures for a reader: a line for each way that state is held."""
+    lines = [f"held-out loss [nats per byte], minus that with {EXACT}, by seed:"]
+    for held, found in figures["difference"].items():
+        pairs = zip(figures["loss"][held], figures["loss"][EXACT], strict=True)
+        each = " ".join(f"{own - other:+.4f}" for own, other in pairs)
+        ends = "" if found["low"] is None else f" ({found['low']:+.4f} to {found['high']:+.4f})"
+        lines.append(f"{held:18s} {each}: {found['mean']:+.4f}{ends}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Parse the command line, train and print; returns the exit code."""
+    return study_command.run(COMMAND, __doc__ or "", "small models, one seed", Study, table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The section `node`: of which devices of its host a node consists, and how they share a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.case import Case
+
+from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.data import DataConfig
+from skippipe_jax.config.model import ModelConfig
+
+AUTO, ITERATION, MICROBATCH = GATHER = Choice(("auto", "iteration", "microbatch"))
+
+
+@dataclass(frozen=True)
+class NodeMesh:
+    """The devices of a node: `fsdp` times `tensor` of them."""
+
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many they are."""
+        return self.fsdp * self.tensor
+
+    def __str__(self) -> str:
+        """As a configuration has it."""
+        return f"{{fsdp: {self.fsdp}, tensor: {self.tensor}}}"
+
+    def require_divides(self, model: ModelConfig, data: DataConfig, field: str = "node") -> None:
+        """Refuse a mesh over which some array cannot be cut evenly.
+
+        Raises:
+            InputError: naming the part of `field` that does not divide.
+        """
+        cut = [
+            ("tensor", "model.heads", model.heads),
+            ("tensor", "model.kv_heads", model.kv_heads),
+            ("tensor", "model.ffn_width", model.ffn_width),
+            ("tensor", "model.vocabulary_size", model.vocabulary_size),
+            ("tensor", "data.sequence_length", data.sequence_length),
+            ("fsdp", "model.width", model.width),
+        ]
+        for axis, name, size in cut:
+            over = getattr(self, axis)
+            if size % over:
+                raise InputError(
+                    f"{field}.{axis}",
+                    over,
+                    f"does not divide {name} = {size}",
+                    f"Write a divisor of {size}",
+                )
+        if data.microbatch_size % self.fsdp and data.sequence_length % self.devices:
+            raise InputError(
+                f"{field}.fsdp",
+                self.fsdp,
+                f"divides neither data.microbatch_size = {data.microbatch_size} nor, times "
+                f"{field}.tensor = {self.tensor}, data.sequence_length = {data.sequence_length}",
+                "Write a divisor of one of them",
+            )
+
+
+ONE_DEVICE = NodeMesh()
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """Of which devices of its host a node consists: a mesh of `fsdp` times `tensor` of them.
+
+    `node: auto` is short for `node: {fsdp: null}`. A node in a case may have a `mesh` of its own,
+    `{fsdp: 2, tensor: 1}`. Hosts have devices for their nodes in turn.
+
+    Attributes:
+        fsdp: over so many devices every array of a stage is cut along the width, and so are the
+            gradients and the optimizer's state; of each microbatch each has a part of the sequences
+            or, where they are not as many, of the tokens. null: as many as the host has for
+            each of its nodes.
+        tensor: so many devices share the heads of attention, the feed-forward and the vocabulary,
+            and between blocks the tokens.
+        gather: when weights come together that `fsdp` has cut: once an `iteration`, and each device
+            has them whole until its end, or layer by layer for every `microbatch`. `auto`: once
+            an iteration where the `memory_bytes` of the node's devices in the case allow it, or say
+            nothing.
+    """
+
+    SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"fsdp": None}}
+
+    fsdp: int | None = 1
+    tensor: int = 1
+    gather: Annotated[str, GATHER] = AUTO
+
+    def __post_init__(self):
+        """Refuse what is no mesh."""
+        require_choices(self, "node")
+        if self.fsdp is not None:
+            fields.integer(self.fsdp, "node.fsdp", 1)
+        fields.integer(self.tensor, "node.tensor", 1)
+
+    @property
+    def mesh(self) -> NodeMesh | None:
+        """That of nodes that have none of their own; None where it depends on the host."""
+        return None if self.fsdp is None else NodeMesh(self.fsdp, self.tensor)
+
+    def mesh_of(self, case: Case, node: int) -> NodeMesh | None:
+        """That of a node; None where it depends on the host."""
+        own = case.nodes[node].mesh
+        return self.mesh if own is None else NodeMesh(*own)
+
+    def meshes(self, case: Case) -> Sequence[NodeMesh | None]:
+        """Those of all nodes."""
+        return [self.mesh_of(case, node) for node in range(len(case.nodes))]
+
+    def may_have_meshes(self, case: Case) -> bool:
+        """Whether some node may be more than one device."""
+        return any(mesh != ONE_DEVICE for mesh in self.meshes(case))
+
+    def over(self, devices: int) -> NodeMesh:
+        """The mesh of a node that has so many devices, where it depends on the host."""
+        if devices % self.tensor or devices < self.tensor:
+            raise InputError(
+                "node.tensor",
+                self.tensor,
+                f"does not divide the {devices} devices that a host has for each of its nodes",
+                "Write a divisor, or node.fsdp as a number",
+            )
+        return NodeMesh(devices // self.tensor, self.tensor)

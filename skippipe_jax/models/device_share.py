@@ -1,0 +1,219 @@
+"""What each device of a node's mesh holds, by formula: its part of all that is cut. No JAX.
+
+docs/memory_formulas.md derives the formulas of nodes of one device, and says which divisors these
+have on a mesh. `skippipe_jax.models.sharding` declares how arrays are cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from skippipe_jax.config import Config, DataConfig, ModelConfig, NodeMesh
+from skippipe_jax.config.attention import holds_all_scores
+from skippipe_jax.config.node import ONE_DEVICE
+from skippipe_jax.models.footprint import (
+    COUNTER_BYTES,
+    DTYPE_BYTES,
+    GRADIENT_BYTES,
+    OFFLOADS,
+    TOKEN_BYTES,
+    NodeMemory,
+    block_parameters,
+    bytes_of_log_sums,
+    bytes_of_loss,
+    hop_bytes,
+    kept_by_blocks,
+    kept_bytes,
+    offloadable_bytes,
+    stage_parameters,
+    tokens_of,
+    unpacked_bytes,
+)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Into how many parts what a stage computes with is cut over a mesh.
+
+    Attributes:
+        all: what lies between blocks, and what is cut along its channels within them.
+        products: what matrices are multiplied with, which has all its channels.
+        attention: what attention keeps of its own.
+        positions: of tokens in packed documents.
+    """
+
+    all: int
+    products: int
+    attention: int
+    positions: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> Cuts:
+        """Over this mesh: along the batch if `fsdp` divides it, else along the tokens."""
+        if data.microbatch_size % mesh.fsdp == 0:
+            return cls(mesh.devices, mesh.fsdp, mesh.devices, mesh.fsdp)
+        turns = model.kv_heads % mesh.devices == 0
+        return cls(mesh.devices, mesh.devices, mesh.devices if turns else mesh.tensor, 1)
+
+
+def numbers_of_each(model: ModelConfig, layers: int, mesh: NodeMesh, *, is_data_stage: bool) -> int:
+    """How many of the parameters of a stage each device has: of scales a part over `fsdp`."""
+    scales = (2 * layers + is_data_stage) * model.width
+    whole = stage_parameters(model, layers, is_data_stage=is_data_stage)
+    return (whole - scales) // mesh.devices + scales // mesh.fsdp
+
+
+def gathered_bytes(model: ModelConfig, layers: int, mesh: NodeMesh) -> int:
+    """What each device holds besides if the weights of so many blocks come together."""
+    scales = 2 * layers * model.width
+    matrices = layers * block_parameters(model) - scales
+    computed = matrices // mesh.tensor * DTYPE_BYTES[model.compute_dtype]
+    return computed + scales * DTYPE_BYTES[model.parameter_dtype]
+
+
+def kept_by_each(config: Config, layers: int, mesh: NodeMesh, *, is_data_stage: bool) -> int:
+    """What a forward pass leaves for its backward pass on each device."""
+    model, data = config.model, config.data
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
+    cuts, is_packed = Cuts.of(model, data, mesh), data.packing == "documents"
+    if model.recompute == "stage":
+        kept = kept_bytes(config, layers, is_data_stage=is_data_stage)
+        return kept if is_data_stage else kept // cuts.all
+    looked_up = TOKEN_BYTES * tokens * is_data_stage
+    marks = is_packed * compute * tokens * (1 + is_data_stage)
+    if model.recompute != "none":
+        positions = TOKEN_BYTES * tokens * is_packed // cuts.positions
+        inputs = compute * tokens * model.width // cuts.all
+        return layers * (inputs + _saved_by_each(model, data, cuts)) + positions + looked_up + marks
+    return _kept_by_blocks(model, data, layers, cuts) + looked_up + marks
+
+
+def _saved_by_each(model: ModelConfig, data: DataConfig, cuts: Cuts) -> int:
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
+    if model.recompute == "save_only_attention":
+        return (compute * tokens * model.width + bytes_of_log_sums(model, data)) // cuts.attention
+    if model.recompute == "dots_with_no_batch_dims_saveable":
+        return offloadable_bytes(model, data) // cuts.all
+    return 0
+
+
+def _kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int, cuts: Cuts) -> int:
+    """As `kept_by_blocks`, each term by its own divisor.
+
+    On a mesh casts are always made again, and what attention gives is kept twice where it keeps no
+    scores: as what it gives, and for its gradient.
+    """
+    model = replace(model, parameter_dtype="float32")
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
+    keeps_scores = holds_all_scores(model.attention, data.sequence_length)
+    packed = data.packing == "documents"
+    # What differs from one block to another is what a block more keeps.
+    block = kept_by_blocks(model, data, 2) - kept_by_blocks(model, data, 1)
+    shared = kept_by_blocks(model, data, 1) - block
+    last = 4
+    scores = tokens * model.heads * data.sequence_length * keeps_scores
+    sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
+    kv_width = model.kv_heads * model.head_width
+    queries = compute if keeps_scores else last
+    own = tokens * (model.width * queries + kv_width * (compute + last)) + sums
+    own += scores * (4 + last)
+    products = 2 * tokens * model.width * last
+    scales = 2 * 4 * model.width
+    rest = block - own - products - scales
+    again = compute * tokens * model.width * (not keeps_scores) // cuts.all
+    # What is cast is kept before the cast, and so as it is between blocks.
+    together = cuts.products if compute == last else cuts.all
+    of_block = rest // cuts.all + own // cuts.attention + again + products // together + scales
+    masks = scores * (1 + 4)
+    marks = 4 * tokens * (packed and not keeps_scores)
+    turns = (shared - masks - marks) // (cuts.positions if packed else 1)
+    return layers * of_block + masks // cuts.attention + marks // cuts.positions + turns
+
+
+def of_each_device(
+    config: Config,
+    layers: int,
+    whole: NodeMemory,
+    mesh: NodeMesh,
+    *,
+    is_data_stage: bool,
+    averages: bool,
+    gathers: bool,
+) -> NodeMemory:
+    """What each device of a node holds, from what a node of one device would.
+
+    `gathers` says whether weights come together once an iteration.
+    """
+    if mesh == ONE_DEVICE:
+        return whole
+    model, data = config.model, config.data
+    count = numbers_of_each(model, layers, mesh, is_data_stage=is_data_stage)
+    cuts, hop = Cuts.of(model, data, mesh), hop_bytes(config)
+    parameters = count * DTYPE_BYTES[model.parameter_dtype]
+    optimizer = 2 * DTYPE_BYTES[config.optimizer.moment_dtype] * count + COUNTER_BYTES
+    state_waits = config.optimizer.state_memory == "host"
+    targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
+    offloaded = layers * offloadable_bytes(model, data) if model.recompute == OFFLOADS else 0
+    offloaded //= cuts.all
+    return replace(
+        whole,
+        parameters=parameters,
+        gradients=GRADIENT_BYTES * count,
+        optimizer=0 if state_waits else optimizer,
+        gathered=gathered_bytes(model, layers, mesh) if gathers else 0,
+        kept=kept_by_each(config, layers, mesh, is_data_stage=is_data_stage) + targets,
+        waiting=whole.waiting // max(hop.activation, hop.gradient) * _hop_of_each(config, cuts),
+        working=max(
+            _of_backward(config, layers, mesh, is_data_stage=is_data_stage, gathers=gathers),
+            _of_loss(model, data, mesh) if is_data_stage else 0,
+            averages * GRADIENT_BYTES * count,
+            state_waits * optimizer,
+        ),
+        host=state_waits * optimizer + whole.in_flight * offloaded,
+    )
+
+
+def _hop_of_each(config: Config, cuts: Cuts) -> int:
+    hop = hop_bytes(config)
+    return max(hop.activation, hop.gradient) // cuts.all
+
+
+def _of_backward(
+    config: Config,
+    layers: int,
+    mesh: NodeMesh,
+    *,
+    is_data_stage: bool,
+    gathers: bool,
+) -> int:
+    """The gradients of all blocks, and what the block takes that is differentiated just then.
+
+    That are its weights, if they come together for it, their gradient before and after the devices
+    have added theirs up, and what its matrices are multiplied with, three times. The embedding has
+    its gradient when all that is gone, and the head has none.
+    """
+    model, data = config.model, config.data
+    cuts, compute = Cuts.of(model, data, mesh), DTYPE_BYTES[model.compute_dtype]
+    held = DTYPE_BYTES[model.parameter_dtype]
+    embedding = held * is_data_stage * model.vocabulary_size * model.width // mesh.devices
+    # What was kept of a block is copied for its turn, if it is not computed again.
+    at_once = layers if model.recompute == "stage" else 1
+    kept = _kept_by_blocks(model, data, at_once, cuts)
+    together = (mesh.fsdp > 1) * (2 - gathers) * gathered_bytes(model, 1, mesh)
+    block = together + compute * block_parameters(model) // mesh.devices
+    multiplied = 3 * compute * tokens_of(data) * model.width // mesh.fsdp
+    gradients = held * numbers_of_each(model, layers, mesh, is_data_stage=False)
+    of_block = unpacked_bytes(config) // cuts.all + kept + block + multiplied
+    return gradients + max(of_block, embedding)
+
+
+def _of_loss(model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> int:
+    """The logits of a chunk and their gradient, of each device's part of the vocabulary.
+
+    Besides them it makes the head in these parts, its gradient in them and as the head lies, and of
+    all tokens the activations and their gradient in float32.
+    """
+    computed, held = DTYPE_BYTES[model.compute_dtype], DTYPE_BYTES[model.parameter_dtype]
+    head = model.vocabulary_size * model.width // mesh.devices * (computed + GRADIENT_BYTES + held)
+    tokens = tokens_of(data) * model.width * (computed + GRADIENT_BYTES)
+    return bytes_of_loss(model, data) // mesh.devices + head + tokens

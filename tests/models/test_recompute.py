@@ -1,0 +1,53 @@
+"""What is kept between forward and backward changes memory, and no gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skippipe_jax.config import ModelConfig, OptimizerConfig
+from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.runtime.stage_functions import stage_functions
+
+TIME = 24
+MODEL = ModelConfig(
+    vocabulary_size=19, width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=TIME
+)
+
+
+def forward_and_backward(model: ModelConfig) -> tuple[Any, list[jax.Array]]:
+    """What an inner stage leaves for its backward pass, and all gradients."""
+    functions = stage_functions(model, OptimizerConfig(), 10, False, 3, 2 * TIME)
+    parameters, _, gradients = functions.create(jax.random.key(0), 1)
+    random = np.random.default_rng(0)
+    inputs, cotangent = (
+        jnp.asarray(random.normal(size=(2, TIME, MODEL.width)), model.compute_dtype)
+        for _ in range(2)
+    )
+    gauge = jnp.zeros(2, jnp.int32)
+    _, saved, gauge = functions.forward(parameters, gauge, inputs, None)
+    of_inputs, gradients, _ = functions.backward(parameters, gradients, gauge, saved, cotangent)
+    assert of_inputs is not None
+    return saved, [of_inputs, *jax.tree.leaves(gradients)]
+
+
+@pytest.mark.parametrize("attention", ["xla", "blockwise"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_gradients_are_the_same_whatever_is_kept(recompute: str, attention: str):
+    model = dataclasses.replace(MODEL, attention=attention)
+    _, expected = forward_and_backward(model)
+    _, found = forward_and_backward(dataclasses.replace(model, recompute=recompute))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_products_wait_in_the_memory_of_the_host():
+    model = dataclasses.replace(MODEL, recompute="offload_dot_with_no_batch_dims")
+    saved, _ = forward_and_backward(model)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(saved) if leaf.ndim > 3}
+    assert "pinned_host" in kinds
