@@ -73,10 +73,10 @@ def updates_made(optimizer_state: optax.OptState) -> int:
     return int(update_count(optimizer_state))
 
 
-def update_count(optimizer_state: optax.OptState) -> ScalarLike:
+def update_count(optimizer_state: optax.OptState) -> Array:
     """The same, as it stands in the state."""
     [(_, count), *_] = optax.tree.get_all_with_path(optimizer_state, "count")
-    return count
+    return jnp.asarray(count)
 
 
 def decays(parameters: Any, *, embeddings: bool = True, head: bool = True) -> Any:

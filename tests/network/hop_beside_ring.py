@@ -68,7 +68,7 @@ def main() -> None:
     requests = {1 - host: f"{address}:0"}
     device = jax.local_devices()[0]
     transfers = Transfers(host, device.client, requests, address, partial(said, "servers"))
-    links = transfers.links({node: topology.sharding(node) for node in topology.nodes})
+    links = transfers.links({node: topology.spread(node).first for node in topology.nodes})
     loop = EventLoop(DEADLINE_S)
     exchange = Exchange(loop, topology, links)
 

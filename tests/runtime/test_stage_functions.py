@@ -256,19 +256,22 @@ def test_a_bound_beyond_float32_still_tells_what_is_infinite():
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_nothing_compiles_again_for_another_microbatch_or_iteration(recompute: str):
     node = OneNode(dataclasses.replace(MODEL, recompute=recompute))
-    for _ in range(3):
-        for _ in range(3):
+    functions = node.functions
+
+    def run_iteration(microbatches: int) -> list[int]:
+        """How many programs there are of each function after it, those of other tests as well."""
+        for _ in range(microbatches):
             node.run(random_tokens(), random_tokens())
         node.update()
-    functions = node.functions
-    for jitted in (
-        functions.forward,
-        functions.loss,
-        functions.backward,
-        functions.squared_norm,
-        functions.update,
-    ):
-        assert jitted._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+        used = functions.forward, functions.loss, functions.backward, functions.squared_norm
+        return [
+            jitted._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+            for jitted in (*used, functions.update)
+        ]
+
+    compiled = run_iteration(1)
+    assert all(compiled)
+    assert run_iteration(3) == run_iteration(3) == compiled
 
 
 COMPUTED = jax.ShapeDtypeStruct((BATCH, TIME, MODEL.width), jnp.float32)
