@@ -1,16 +1,34 @@
 """The benchmarks run, and print one JSON object last; their figures are for quiet machines."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest.mock import Mock
+from weakref import WeakSet
 from xml.etree import ElementTree
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks import churn, churn_host, churn_records, lost_stages, regions
+from experiments.benchmarks import churn, churn_host, churn_records, gpu, lost_stages, regions
 from experiments.benchmarks.churn_faults import KINDS, PHASES, draw, links_between
+from experiments.benchmarks.turns import (
+    Iteration,
+    OutOfMemory,
+    Taken,
+    in_turns_or_apart,
+    require_alike,
+    within_memory,
+)
+from skippipe_jax.config import PRESETS, ModelConfig
+from skippipe_jax.config.parsing import load_config
+from skippipe_jax.models.llama import parameter_count, stage_shapes
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import SMALL_CASE, virtual_devices
 
@@ -45,10 +63,105 @@ def test_overhead(processes: Processes):
 
 def test_gpu_on_any_machine(processes: Processes):
     results = last_line_of(processes, "gpu", "--small")["results"]
-    assert results["model_flops_per_second"] > 0
-    ratio = results["model_flops_per_second"] / results["product_flops_per_second"]
-    assert abs(results["utilisation"] - ratio) < 0.01
-    assert results["peak_memory_bytes"] > 0
+    assert list(results) == ["stage", "model", "attention", "cross_entropy", "dispatch"]
+    model = ModelConfig(**PRESETS["tiny"])
+    layer = parameter_count(stage_shapes(model, 4)[1])
+    assert results["stage"]["parameters"] == layer
+    assert results["model"]["parameters"] == 4 * layer + (2 * 259 + 1) * 256
+    assert results["stage"]["peak_memory_bytes"] > 0
+    for own in (results["stage"], results["model"]):
+        pipeline, plain = own["programs"]["pipeline"], own["programs"]["plain step"]
+        assert pipeline["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+        seconds = zip(pipeline["seconds"], plain["seconds"], strict=True)
+        assert own["pipeline_takes_times"] == pytest.approx(median(a / b for a, b in seconds), 0.01)
+        assert own["is_paired"]
+        possible = max(own["product_flops_per_second"].values())
+        for program in (pipeline, plain):
+            assert program["model_flops_per_second"] > 0
+            reached = program["model_flops_per_second"] / possible
+            assert program["utilisation"] == pytest.approx(reached, abs=1e-3)
+    # The inputs of the stage are the same in every iteration, so it learns.
+    losses = results["stage"]["programs"]["plain step"]["losses"]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] / losses[-1] - 1 > 1e-3
+    compared = [
+        ("xla", "blockwise", results["attention"]["one document"]),
+        ("xla", "blockwise", results["attention"]["packed documents"]),
+        ("plain", "ours", results["cross_entropy"]["tiny"]),
+    ]
+    for against, name, own in compared:
+        way = own["ways"][name]
+        assert own["ways"][against][f"of_{against}"] == 1.0
+        assert 0 < way[f"of_{against}"] < math.inf
+        assert way["temporary_bytes"] > 0
+        assert way["difference"] < 1e-4
+    dispatch = results["dispatch"]
+    assert dispatch["operations"] == {"F": 8, "L": 4, "B": 8}
+    assert set(dispatch["microseconds"]) == {"F", "L", "B", "all"}
+    assert all(0 < own < 1e6 for own in dispatch["microseconds"].values())
+
+
+def test_gpu_measures_a_replica_of_the_recipe():
+    given = gpu._parser().parse_args([])
+    recipe = load_config(Path("experiments/paper/configs/1.5b.yaml"))
+    shape = PRESETS[given.preset] | {"layers": given.layers}
+    assert recipe.model == ModelConfig(
+        **(shape | {"layers": 6 * given.layers}),
+        preset=given.preset,
+        compute_dtype=given.compute_dtype,
+        recompute=given.recompute,
+        attention=given.attention,
+    )
+    assert recipe.data.microbatch_size == given.microbatch_size
+    assert recipe.data.sequence_length == given.sequence_length
+    case = recipe.plan.case
+    assert isinstance(case, dict)
+    assert case["memory"] == given.in_flight
+    microbatches = case["microbatches_per_data_node"] * case["stages"][0]
+    visits = microbatches * (case["path_length"] - 1)
+    assert given.microbatches == visits / sum(case["stages"][1:])
+
+
+def test_what_does_not_fit_into_memory_says_so_and_other_errors_are_raised():
+    told = within_memory(lambda: jnp.zeros(2**46, jnp.int8))
+    assert isinstance(told, OutOfMemory)
+    assert "RESOURCE_EXHAUSTED" in told.told
+    for said in (
+        "INTERNAL: out of memory",
+        "RESOURCE_EXHAUSTED: Shared memory size limit exceeded",
+    ):
+        error = jax.errors.JaxRuntimeError(said)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+            within_memory(Mock(side_effect=error))
+
+
+def test_programs_that_do_not_fit_at_once_run_one_after_the_other():
+    on_device: WeakSet[Any] = WeakSet()
+
+    def create(most: int) -> Iteration:
+        def iteration(batch: float) -> float:
+            if len(on_device) > most:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+            return batch
+
+        on_device.add(iteration)
+        return iteration
+
+    batches = [1.0, 2.0, 3.0]
+    one, two, none = (partial(create, most) for most in (1, 2, 0))
+    taken, is_paired = in_turns_or_apart({"a": two, "b": two}, batches, 1)
+    assert is_paired
+    for programs in ({"a": one, "b": one}, {"a": one, "b": one, "c": none}):
+        taken, is_paired = in_turns_or_apart(programs, batches, 1)
+        assert not is_paired
+        for name in ("a", "b"):
+            own = taken[name]
+            assert isinstance(own, Taken)
+            assert (own.losses, len(own.seconds)) == (batches, 2)
+    assert isinstance(taken["c"], OutOfMemory)
+    require_alike({"a": Taken([], [2.0]), "b": Taken([], [2.0001])}, "float32")
+    with pytest.raises(RuntimeError, match="do not train alike"):
+        require_alike({"a": Taken([], [2.0]), "b": Taken([], [2.001])}, "float32")
 
 
 def test_attention(processes: Processes):

@@ -5,7 +5,9 @@
 Attention and its gradient, of one sequence with random queries, keys and values, for each length.
 Each way takes turns with `xla`, so that both see the same machine, and what is told is the median
 of the ratios: of processor time where the device is a processor, all its threads, else of seconds.
-Beside it the largest array of each compiled program.
+Beside it the largest array of each compiled program, the temporary memory that it takes, and how
+far its results are from those of `xla`: the norm of the difference over that of the result, of
+attention or of one of its gradients, whichever is farthest off.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from jaxtyping import Array
 from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import reporting
+from experiments.benchmarks.turns import Taken, ratio
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.attention import BLOCKWISE, PLATFORM_OF, XLA
 from skippipe_jax.config.choices import DTYPES
@@ -79,22 +81,51 @@ def seconds_of(program: Any, arrays: list[Array]) -> float:
 
 
 def measured(model: ModelConfig, length: int, is_packed: bool, turns: int) -> dict[str, Any]:
-    """For each way the device has: seconds, their ratio to those of all scores, largest array."""
+    """What is `compared` of each way that the device has, and its largest array in bytes."""
     arrays = inputs(model, length)
     kernels = [kernel for kernel, own in PLATFORM_OF.items() if own == jax.default_backend()]
     ways = [XLA, BLOCKWISE, *(way for way in kernels if not model.why_unfit(way, length))]
     programs = {way: compiled(way, arrays, is_packed) for way in ways}
-    for program in programs.values():
-        seconds_of(program, arrays)
-    taken = [{way: seconds_of(own, arrays) for way, own in programs.items()} for _ in range(turns)]
+    found = compared(programs, arrays, turns, XLA)
+    for way, program in programs.items():
+        found[way]["largest_array_bytes"] = largest_bytes(program)
+    return found
+
+
+def compared(
+    programs: dict[str, Any], arrays: list[Array], turns: int, against: str
+) -> dict[str, dict[str, Any]]:
+    """Of compiled programs that compute the same and take turns, beside the one called `against`.
+
+    Seconds, their ratio to those of that one, temporary memory in bytes, and how far the
+    results are from its own, as a share of them.
+    """
+    results = jax.block_until_ready(programs[against](*arrays))
+    far = {name: distance(program(*arrays), results) for name, program in programs.items()}
+    del results
+    taken = {name: Taken() for name in programs}
+    for _ in range(turns):
+        for name, program in programs.items():
+            taken[name].seconds.append(seconds_of(program, arrays))
     return {
-        way: {
-            "seconds": round(statistics.median(turn[way] for turn in taken), 5),
-            "of_xla": round(statistics.median(turn[way] / turn[XLA] for turn in taken), 3),
-            "largest_array_bytes": largest_bytes(program),
+        name: {
+            "seconds": round(taken[name].median, 6),
+            f"of_{against}": round(ratio(taken[name].seconds, taken[against].seconds), 3),
+            "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
+            "difference": round(far[name], 6),
         }
-        for way, program in programs.items()
+        for name, program in programs.items()
     }
+
+
+def distance(results: Any, others: Any) -> float:
+    """The norm of the difference over that of the others, of the array where it is greatest."""
+
+    def of_array(result: Array, other: Array) -> float:
+        wide, other_wide = (x.astype(jnp.float32).ravel() for x in (result, other))
+        return float(jnp.linalg.norm(wide - other_wide) / jnp.linalg.norm(other_wide))
+
+    return float(np.max(jax.tree.leaves(jax.tree.map(of_array, results, others))))
 
 
 def main() -> int:

@@ -22,208 +22,26 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 from skippipe_sched.errors import run_command
-from skippipe_sched.methods import make_plan
-from skippipe_sched.problem.case import parse_case
-from skippipe_sched.search.budget import Search
 
 from experiments.benchmarks import machine, reporting
-from skippipe_jax.config import (
-    PRESETS,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from experiments.benchmarks.one_process import SEED, Workload, one_device, pipeline
+from experiments.benchmarks.turns import Iteration, in_turns, ratio, require_alike
+from skippipe_jax.config import PRESETS, ModelConfig
 from skippipe_jax.config.attention import ATTENTION
 from skippipe_jax.config.choices import DTYPES
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.data.batches import Batch
-from skippipe_jax.models.llama import Stage, create_stage
-from skippipe_jax.optim.adamw import adamw
-from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.program.hops import HopNumbers
-from skippipe_jax.program.schedule import OWN, Schedule
-from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
-from skippipe_jax.runtime.topology import Device, Topology
-
-CLIP_NORM = 1.0
-OPTIMIZER = OptimizerConfig(beta2=0.999, weight_decay=0.0, clip_norm=CLIP_NORM)
-STEPS = 1000
-SEED = 0
-
-# Runs one iteration on the microbatches to its end; returns its loss.
-Iteration = Callable[[Sequence[Batch]], float]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What both sides train: a model over stages, and the batches of an iteration."""
-
-    model: ModelConfig
-    stages: int
-    replicas: int
-    microbatches_per_data_node: int
-    microbatch_size: int
-    sequence_length: int
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches of an iteration."""
-        return self.replicas * self.microbatches_per_data_node
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of an iteration."""
-        return self.microbatches * self.microbatch_size * self.sequence_length
-
-    def random_batches(self, random: np.random.Generator) -> list[Batch]:
-        """Random tokens for one iteration."""
-        shape = (self.microbatches, self.microbatch_size, self.sequence_length + 1)
-        ids = random.integers(0, self.model.vocabulary_size, shape, dtype=np.int32)
-        return [{"tokens": own[:, :-1], "targets": own[:, 1:]} for own in ids]
-
-
-def pipeline(workload: Workload) -> Iteration:
-    """Train through the runtime, as a host that serves all nodes on one device."""
-    nodes = workload.stages * workload.replicas
-    case = parse_case(
-        {
-            "nodes": nodes,
-            "locations": ["here"],
-            "links": [],
-            "activation_bytes": 0,
-            "stage_bytes": 0,
-            "forward_s": 1,
-            "stages": [workload.replicas] * workload.stages,
-            "path_length": workload.stages,
-            "microbatches_per_data_node": workload.microbatches_per_data_node,
-            "memory": workload.stages,
-        }
-    )
-    plan = make_plan(case, "full", Search(SEED))
-    host_of = (0,) * nodes
-    [program] = compile_plan(plan, host_of)
-    config = Config(
-        seed=SEED,
-        model=workload.model,
-        optimizer=OPTIMIZER,
-        data=DataConfig(
-            microbatch_size=workload.microbatch_size, sequence_length=workload.sequence_length
-        ),
-        train=TrainConfig(STEPS),
-    )
-    devices = [(Device(0, 0, jax.devices()[0].device_kind),)] * nodes
-    numbers = HopNumbers(program.first_free_hop)
-    topology = Topology.of(config, plan, program.host, host_of, devices, numbers)
-    runtime = Runtime(config, Schedule(config.recipe, {OWN: plan}), {OWN: program}, topology, {})
-    iteration = 0
-
-    def run(batches: Sequence[Batch]) -> float:
-        nonlocal iteration
-        outcome = runtime.run(iteration, dict(enumerate(batches)))
-        iteration += 1
-        jax.block_until_ready([state.to_save() for state in runtime.states.values()])
-        return float(outcome.totals[LOSS] / outcome.totals[TOKENS])
-
-    return run
-
-
-def one_device(workload: Workload, *, scanned: bool, accumulating: bool) -> Iteration:
-    """Train in one jitted step, without nodes, programs or transfers."""
-    model = workload.model
-    layers = (model.layers,) if scanned else model.layers_of_stages(workload.stages)
-    modules = [create_stage(model, s, layers, jax.random.key(SEED)) for s in range(len(layers))]
-    parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules]
-    structures = [nnx.graphdef(module) for module in modules]
-    transformation = optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw(OPTIMIZER, STEPS))
-    state = transformation.init(parameters)
-    scans_stages = scanned and model.recompute == "stage"
-
-    def nats_and_tokens(parameters: list[Any], batch: Batch) -> tuple[Any, Any]:
-        if scans_stages:
-            x = scan_stages(model, workload.stages, parameters[0], jnp.asarray(batch["tokens"]))
-        else:
-            x = jnp.asarray(batch["tokens"])
-            for structure, own in zip(structures, parameters, strict=True):
-                x = _stage(structure, model)(own, x)
-        return nnx.merge(structures[0], parameters[0]).loss(x, batch["targets"])
-
-    def of_whole_batch(parameters: list[Any], batches: Batch):
-        def mean(parameters: list[Any]):
-            merged = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), batches)
-            nats, tokens = nats_and_tokens(parameters, merged)
-            return nats / tokens
-
-        return jax.value_and_grad(mean)(parameters)
-
-    def of_each_microbatch(parameters: list[Any], batches: Batch):
-        def add(total: Any, batch: Batch):
-            (nats, tokens), own = jax.value_and_grad(nats_and_tokens, has_aux=True)(
-                parameters, batch
-            )
-            return jax.tree.map(jnp.add, total, (own, nats, tokens)), None
-
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), parameters)
-        (gradients, nats, tokens), _ = jax.lax.scan(add, (zeros, 0.0, 0.0), batches)
-        return nats / tokens, jax.tree.map(lambda leaf: leaf / tokens, gradients)
-
-    loss_and_gradients = of_each_microbatch if accumulating else of_whole_batch
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(parameters: list[Any], state: Any, batches: Batch):
-        loss, gradients = loss_and_gradients(parameters, batches)
-        updates, state = transformation.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state, loss
-
-    def run(batches: Sequence[Batch]) -> float:
-        nonlocal parameters, state
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-        parameters, state, loss = jax.block_until_ready(step(parameters, state, stacked))
-        return float(loss)
-
-    return run
-
-
-def _stage(structure: Any, model: ModelConfig) -> Callable[[Any, jax.Array], jax.Array]:
-    def apply(parameters: Any, x: jax.Array) -> jax.Array:
-        return nnx.merge(structure, parameters)(x)
-
-    return jax.checkpoint(apply) if model.recompute == "stage" else apply
-
-
-def scan_stages(model: ModelConfig, stages: int, parameters: Any, tokens: jax.Array) -> jax.Array:
-    """All layers of a one-stage model, recomputed stage by stage in a scan over the stages."""
-    [layers] = set(model.layers_of_stages(stages))
-    structure = nnx.graphdef(nnx.eval_shape(lambda: Stage(model, layers, 0, jax.random.key(SEED))))
-    blocks = jax.tree.map(
-        lambda leaf: leaf.reshape(stages, layers, *leaf.shape[1:]), parameters["blocks"]
-    )
-
-    def apply(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
-        return nnx.merge(structure, {"blocks": own})(x), None
-
-    x = parameters["embedding"][tokens].astype(model.compute_dtype)
-    return jax.lax.scan(jax.checkpoint(apply, prevent_cse=False), x, blocks)[0]
-
 
 TIMES, NOTHING = "times", "nothing"
 PIPELINE = "pipeline"
@@ -245,28 +63,16 @@ def time_in_turns(workload: Workload, warmup: int, turns: int) -> dict[str, list
     """
     iterations = {name: create(workload) for name, create in PROGRAMS.items()}
     random = np.random.default_rng(SEED)
-    seconds: dict[str, list[float]] = {name: [] for name in PROGRAMS}
-    losses: dict[str, float] = {}
-    for turn in range(warmup + turns):
-        batches = workload.random_batches(random)
-        for name, iteration in iterations.items():
-            start = time.perf_counter()
-            losses[name] = iteration(batches)
-            if turn >= warmup:
-                seconds[name].append(time.perf_counter() - start)
-    tolerance = 1e-4 if workload.model.compute_dtype == "float32" else 1e-2
-    if not all(math.isclose(loss, losses[PIPELINE], rel_tol=tolerance) for loss in losses.values()):
-        raise RuntimeError(f"the programs do not train alike, their last losses are {losses}")
-    return seconds
+    batches = [workload.random_batches(random) for _ in range(warmup + turns)]
+    taken = in_turns(iterations, batches, warmup)
+    require_alike(taken, workload.model.compute_dtype)
+    return {name: own.seconds for name, own in taken.items()}
 
 
 def summary(workload: Workload, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Medians, and how the pipeline compares with each program and with the quickest plain step."""
     medians = {name: statistics.median(own) for name, own in seconds.items()}
-    times = {
-        name: statistics.median(a / b for a, b in zip(seconds[PIPELINE], own, strict=True))
-        for name, own in seconds.items()
-    }
+    times = {name: ratio(seconds[PIPELINE], own) for name, own in seconds.items()}
     quickest = min(PLAIN, key=lambda name: medians[name])
     return {
         "recompute": workload.model.recompute,

@@ -1,0 +1,133 @@
+"""What the benchmark of accelerators measures beside training: cross-entropy, and dispatch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from skippipe_sched.problem.plan import Operation
+
+from experiments.benchmarks.attention import compared
+from experiments.benchmarks.one_process import SEED, Workload, runtime_of
+from skippipe_jax.config import ModelConfig
+from skippipe_jax.data.batches import Batch
+from skippipe_jax.models.cross_entropy import Head, cross_entropy
+from skippipe_jax.program.compiler import Compute
+from skippipe_jax.program.schedule import OWN
+from skippipe_jax.runtime.dispatch import in_program_order
+from skippipe_jax.runtime.operations import Operations
+from skippipe_jax.runtime.runtime import Runtime
+
+OURS, PLAIN = "ours", "plain"
+ALL = "all"
+WARMUP = 3
+
+
+def of_cross_entropy(model: ModelConfig, tokens: int, turns: int) -> dict[str, Any]:
+    """That of training, a chunk of tokens at a time, beside one of the logits of all tokens.
+
+    Both give the sum over tokens, and its gradient for what the head gets and for the head.
+    """
+    random = np.random.default_rng(SEED)
+    hidden = jnp.asarray(random.normal(size=(tokens, model.width)), model.compute_dtype)
+    # So that logits spread by about one, however wide the model is.
+    matrix = jax.random.normal(jax.random.key(SEED), (model.width, model.vocabulary_size))
+    matrix = (matrix / model.width**0.5).astype(model.parameter_dtype)
+    targets = jnp.asarray(random.integers(0, model.vocabulary_size, tokens), jnp.int32)
+
+    def ours(hidden: Array, matrix: Array, targets: Array) -> Array:
+        return cross_entropy(hidden, Head(matrix, "wv"), targets)[0]
+
+    def plain(hidden: Array, matrix: Array, targets: Array) -> Array:
+        logarithms = jax.nn.log_softmax(Head(matrix, "wv").logits(hidden))
+        return -jnp.sum(jnp.take_along_axis(logarithms, targets[:, None], axis=-1))
+
+    arrays = [hidden, matrix, targets]
+    programs = {
+        name: jax.jit(jax.value_and_grad(own, argnums=(0, 1))).lower(*arrays).compile()
+        for name, own in ((OURS, ours), (PLAIN, plain))
+    }
+    ways = compared(programs, arrays, turns, PLAIN)
+    return {
+        "tokens": tokens,
+        "width": model.width,
+        "vocabulary_size": model.vocabulary_size,
+        "ways": ways,
+    }
+
+
+class Timed(Operations):
+    """Operations that note how long each call takes to return.
+
+    Attributes:
+        seconds: of each call, by the kind of its operation.
+    """
+
+    def __init__(self, inner: Operations):
+        """Those of `inner`."""
+        super().__init__(inner.replicas)
+        self.inner = inner
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
+        """What a hop brings to an operation."""
+        return self.inner.arriving(operation)
+
+    def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
+        """The tokens of a microbatch, on its data node."""
+        return self.inner.first_input(operation, batch)
+
+    def _dispatch(
+        self, operation: Operation, value: jax.Array, leaves: bool
+    ) -> tuple[Any, jax.Array]:
+        start = time.perf_counter()
+        result = self.inner.dispatch(operation, value, leaves=leaves)
+        self.seconds[operation.kind].append(time.perf_counter() - start)
+        return result
+
+
+def of_dispatch(workload: Workload, turns: int) -> dict[str, Any]:
+    """Microseconds that a host takes to dispatch an operation, in the median over iterations.
+
+    For each kind of operation that is the call alone; for "all", the time until the last operation
+    of an iteration is dispatched, with the hops between stages, over the number of operations. The
+    device is not waited for until then, if there are few enough operations for its queue. Where
+    devices are CPUs, calls may compute before they return.
+    """
+    runtime = runtime_of(workload)
+    program, timed = runtime.programs[OWN], Timed(runtime.operations)
+    instructions = (own for own in program.instructions if isinstance(own, Compute))
+    operations = Counter(own.operation.kind for own in instructions)
+    random = np.random.default_rng(SEED)
+    of_all = []
+    for iteration in range(WARMUP + turns):
+        if iteration == WARMUP:
+            timed.seconds.clear()
+            of_all.clear()
+        batches = dict(enumerate(workload.random_batches(random)))
+        runtime.operations.begin(iteration, runtime.shares[OWN])
+        _wait_for(runtime)
+        start = time.perf_counter()
+        # Where stages have one replica each, the sums that are asked for on the way are there.
+        for _ in in_program_order(program, timed, batches):
+            pass
+        of_all.append((time.perf_counter() - start) / operations.total())
+        _wait_for(runtime)
+    medians = {kind: statistics.median(own) for kind, own in timed.seconds.items()}
+    medians[ALL] = statistics.median(of_all)
+    return {
+        "operations": dict(operations),
+        "microseconds": {kind: round(1e6 * own, 2) for kind, own in medians.items()},
+    }
+
+
+def _wait_for(runtime: Runtime) -> None:
+    gauges = [node.gauge for node in runtime.operations.nodes.values()]
+    gradients = [state.gradients for state in runtime.states.values()]
+    jax.block_until_ready((gauges, gradients, runtime.operations.totals))
