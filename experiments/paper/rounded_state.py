@@ -4,8 +4,8 @@
     python -m experiments.paper.rounded_state --quick      small, in minutes
 
 The campaign's control is trained for 500 iterations, for each seed with parameters and moments in
-float32, with both in bfloat16, and with the moments alone. All else is the same, and the loss of a
-run is on text that nothing was chosen by.
+float32, and with both in bfloat16. All else is the same, and the loss of a run is on text that
+nothing was chosen by.
 
 All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
 """
@@ -34,7 +34,6 @@ HELD: dict[str, dict[str, dict[str, str]]] = {
         "model": {"parameter_dtype": "bfloat16"},
         "optimizer": {"moment_dtype": "bfloat16"},
     },
-    "bfloat16 moments": {"optimizer": {"moment_dtype": "bfloat16"}},
 }
 """What each kind of run is told besides."""
 
@@ -49,7 +48,7 @@ class HeldRun:
     @property
     def name(self) -> str:
         """How its files are called."""
-        return f"{self.held.replace(' ', '-')}-{self.seed}"
+        return f"{self.held}-{self.seed}"
 
 
 class Study:

@@ -36,9 +36,11 @@ from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import (
     OFFLOADS,
+    blocks_at_once,
     bytes_of_loss,
     memory_of_node,
     offloadable_bytes,
+    passing_bytes,
     traffic,
 )
 from skippipe_jax.models.in_flight import USABLE_SHARE
@@ -140,9 +142,11 @@ def counted_memory(config: Config, layers: int, *, is_data_stage: bool) -> dict[
 def counted_working(config: Config, layers: int, is_data_stage: bool) -> int:
     """What the largest operation makes and gives back, as the configuration's functions make it."""
     parameters, _, gradients = shapes(config, layers, is_data_stage)
-    again = {"none": 0, "stage": layers}.get(config.model.recompute, 1)
+    again = blocks_at_once(config.model, layers)
     keeping = with_model(config, recompute="none")
     made = size(saved(keeping, again, False)) if again else 0
+    # Nothing but XLA's plan tells what passes within a block; see `compiled_working`.
+    made += passing_bytes(config.model, config.data)
     if is_data_stage:
         made = max(made, made_by_loss(config, layers))
     wire = wire_of_run(config)

@@ -12,6 +12,8 @@ CPU_BLOCK, BLOCK = 128, 512
 """Queries, and keys, that blockwise attention takes at a time on processors, and on others."""
 PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
 """Where a kernel runs that does not run everywhere, by JAX's names."""
+MOST_CONSTANTS = 1 << 19
+"""Numbers in the cosines and sines that a program has as constants, in 2 MB."""
 SPLASH_LANES = 128
 CUDNN_MOST_WIDTH, CUDNN_WIDTH_STEP = 128, 8
 
@@ -19,6 +21,11 @@ CUDNN_MOST_WIDTH, CUDNN_WIDTH_STEP = 128, 8
 def holds_all_scores(attention: str, length: int) -> bool:
     """Whether all scores of a sequence of so many tokens are there at once, wherever it runs."""
     return attention == XLA or (attention == AUTO and length <= SHORT)
+
+
+def turns_by_constants(length: int, head_width: int) -> bool:
+    """Whether the rotations of sequences of so many tokens are constants of a program."""
+    return length * head_width <= MOST_CONSTANTS
 
 
 def why_unfit(implementation: str, *, length: int, head_width: int, compute_dtype: str) -> str:

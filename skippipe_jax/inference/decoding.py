@@ -20,7 +20,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.models.llama import Block, DataStage, Stage, rotary_frequencies, rotate
+from skippipe_jax.models.llama import Block, DataStage, Stage, rotate, rotations
 
 if TYPE_CHECKING:
     from skippipe_jax.inference.staged_model import StagedModel
@@ -187,9 +187,9 @@ def attend(
     """Causal attention from positions `start` on to these and all before them."""
     config: ModelConfig = block.config
     heads = (*x.shape[:2], -1, config.head_width)
-    frequencies = rotary_frequencies(config)
     positions = (start + jnp.arange(x.shape[1]))[None]
-    key = rotate(block.key(x).reshape(heads), frequencies, positions)
+    by = rotations(config, positions)
+    key = rotate(block.key(x).reshape(heads), by)
     cache = Cache(
         jax.lax.dynamic_update_slice_in_dim(cache.keys, key, start, axis=1),
         jax.lax.dynamic_update_slice_in_dim(
@@ -197,7 +197,7 @@ def attend(
         ),
     )
     attended = jax.nn.dot_product_attention(
-        rotate(block.query(x).reshape(heads), frequencies, positions),
+        rotate(block.query(x).reshape(heads), by),
         cache.keys,
         cache.values,
         mask=jnp.arange(cache.keys.shape[1]) <= positions[:, None, :, None],

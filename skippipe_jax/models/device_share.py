@@ -19,12 +19,15 @@ from skippipe_jax.models.footprint import (
     TOKEN_BYTES,
     NodeMemory,
     block_parameters,
+    blocks_at_once,
     bytes_of_log_sums,
     bytes_of_loss,
+    bytes_of_places,
     hop_bytes,
     kept_by_blocks,
     kept_bytes,
     offloadable_bytes,
+    passing_bytes,
     stage_parameters,
     tokens_of,
     unpacked_bytes,
@@ -82,9 +85,9 @@ def kept_by_each(config: Config, layers: int, mesh: NodeMesh, *, is_data_stage: 
     looked_up = TOKEN_BYTES * tokens * is_data_stage
     marks = is_packed * compute * tokens * (1 + is_data_stage)
     if model.recompute != "none":
-        positions = TOKEN_BYTES * tokens * is_packed // cuts.positions
+        places = bytes_of_places(model, data) // (cuts.positions if is_packed else 1)
         inputs = compute * tokens * model.width // cuts.all
-        return layers * (inputs + _saved_by_each(model, data, cuts)) + positions + looked_up + marks
+        return layers * (inputs + _saved_by_each(model, data, cuts)) + places + looked_up + marks
     return _kept_by_blocks(model, data, layers, cuts) + looked_up + marks
 
 
@@ -98,32 +101,21 @@ def _saved_by_each(model: ModelConfig, data: DataConfig, cuts: Cuts) -> int:
 
 
 def _kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int, cuts: Cuts) -> int:
-    """As `kept_by_blocks`, each term by its own divisor.
-
-    On a mesh casts are always made again, and what attention gives is kept twice where it keeps no
-    scores: as what it gives, and for its gradient.
-    """
-    model = replace(model, parameter_dtype="float32")
+    """As `kept_by_blocks`, each term by its own divisor."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     packed = data.packing == "documents"
     # What differs from one block to another is what a block more keeps.
     block = kept_by_blocks(model, data, 2) - kept_by_blocks(model, data, 1)
     shared = kept_by_blocks(model, data, 1) - block
-    last = 4
     scores = tokens * model.heads * data.sequence_length * keeps_scores
     sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
     kv_width = model.kv_heads * model.head_width
-    queries = compute if keeps_scores else last
-    own = tokens * (model.width * queries + kv_width * (compute + last)) + sums
-    own += scores * (4 + last)
-    products = 2 * tokens * model.width * last
+    own = compute * tokens * (model.width + 2 * kv_width) + sums + scores * (4 + 4)
+    products = compute * tokens * 2 * model.width
     scales = 2 * 4 * model.width
     rest = block - own - products - scales
-    again = compute * tokens * model.width * (not keeps_scores) // cuts.all
-    # What is cast is kept before the cast, and so as it is between blocks.
-    together = cuts.products if compute == last else cuts.all
-    of_block = rest // cuts.all + own // cuts.attention + again + products // together + scales
+    of_block = rest // cuts.all + own // cuts.attention + products // cuts.products + scales
     masks = scores * (1 + 4)
     marks = 4 * tokens * (packed and not keeps_scores)
     turns = (shared - masks - marks) // (cuts.positions if packed else 1)
@@ -197,8 +189,8 @@ def _of_backward(
     held = DTYPE_BYTES[model.parameter_dtype]
     embedding = held * is_data_stage * model.vocabulary_size * model.width // mesh.devices
     # What was kept of a block is copied for its turn, if it is not computed again.
-    at_once = layers if model.recompute == "stage" else 1
-    kept = _kept_by_blocks(model, data, at_once, cuts)
+    at_once = max(blocks_at_once(model, layers), 1)
+    kept = _kept_by_blocks(model, data, at_once, cuts) + passing_bytes(model, data) // cuts.all
     together = (mesh.fsdp > 1) * (2 - gathers) * gathered_bytes(model, 1, mesh)
     block = together + compute * block_parameters(model) // mesh.devices
     multiplied = 3 * compute * tokens_of(data) * model.width // mesh.fsdp

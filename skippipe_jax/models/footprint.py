@@ -15,7 +15,7 @@ from skippipe_sched.problem.averaging import SCALE_BYTES as BYTES_OF_A_SCALE
 from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
-from skippipe_jax.config.attention import CPU_BLOCK, holds_all_scores
+from skippipe_jax.config.attention import CPU_BLOCK, holds_all_scores, turns_by_constants
 from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -203,9 +203,8 @@ def memory_of_node(
     targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
     # Either a backward or a loss runs, which make a gradient of every parameter before adding it;
     # or, when all microbatches have passed, the replicas' sums go round, or a fragment is applied.
-    recomputed = {"none": 0, "stage": layers}.get(model.recompute, 1)
     operation = unpacked_bytes(config) + max(
-        kept_by_blocks(model, data, recomputed),
+        kept_by_blocks(model, data, blocks_at_once(model, layers)) + passing_bytes(model, data),
         bytes_of_loss(model, data) if is_data_stage else 0,
     )
     averages = replicas > 1
@@ -366,10 +365,24 @@ def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
         1 + is_data_stage
     )
     if model.recompute != "none":
-        positions = TOKEN_BYTES * tokens * is_packed
         inputs = compute * tokens * model.width
-        return layers * (inputs + _saved_by_block(model, data)) + positions + around
+        own = layers * (inputs + _saved_by_block(model, data))
+        return own + bytes_of_places(model, data) + around
     return kept_by_blocks(model, data, layers) + around
+
+
+def bytes_of_places(model: ModelConfig, data: DataConfig) -> int:
+    """What says, for a block that is computed again, where its tokens are: constants, if any."""
+    if data.packing == "documents":
+        return TOKEN_BYTES * tokens_of(data)
+    are_constants = turns_by_constants(data.sequence_length, model.head_width)
+    return are_constants * bytes_of_rotations(model, data)
+
+
+def bytes_of_rotations(model: ModelConfig, data: DataConfig) -> int:
+    """Of cosines and sines: of each token if documents are packed, else of each place."""
+    places = tokens_of(data) if data.packing == "documents" else data.sequence_length
+    return 2 * 4 * places * model.head_width // 2
 
 
 def _saved_by_block(model: ModelConfig, data: DataConfig) -> int:
@@ -398,30 +411,35 @@ def offloadable_bytes(model: ModelConfig, data: DataConfig) -> int:
     return DTYPE_BYTES[model.compute_dtype] * tokens_of(data) * numbers
 
 
+def blocks_at_once(model: ModelConfig, layers: int) -> int:
+    """Of how many blocks a backward pass computes again at once what they have not kept."""
+    return {"none": 0, "stage": layers}.get(model.recompute, 1)
+
+
+def passing_bytes(model: ModelConfig, data: DataConfig) -> int:
+    """What a backward pass makes of the block that it is at, whatever is kept.
+
+    That are the product that SwiGLU multiplies last, its gradient and those of gate and up; and in
+    float32 what a norm gets, and its gradient.
+    """
+    compute = DTYPE_BYTES[model.compute_dtype]
+    return tokens_of(data) * (4 * model.ffn_width * compute + 2 * model.width * 4)
+
+
 def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
-    """What so many blocks keep if nothing is computed again; 0 for none of them."""
+    """What so many blocks keep if nothing slow is computed again; 0 for none of them."""
     if layers == 0:
         return 0
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
-    # What is cast last is kept before the cast if casts are made again (see `model.recomputed`).
-    last = compute if model.parameter_dtype == model.compute_dtype else 4
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     scores = tokens * model.heads * data.sequence_length * keeps_scores
-    # All others compute the scores again, piece by piece, from queries as well, and keep what those
-    # of a query sum to.
-    queries = compute if keeps_scores else last
+    # All others compute the scores again, piece by piece, and keep what those of a query sum to.
     sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
     kv_width = model.kv_heads * model.head_width
+    numbers = 6 * model.width + 2 * kv_width + 2 * model.ffn_width
     of_block = (
-        tokens * model.width * (4 * 4 + 3 * compute + queries)
-        + tokens * kv_width * (compute + last)
-        + tokens * model.ffn_width * 6 * compute
-        + scores * (4 + last)
-        + tokens * 4 * 4
-        + sums
-        + 2 * 4 * model.width
+        tokens * numbers * compute + scores * (4 + 4) + tokens * 4 * 4 + sums + 2 * 4 * model.width
     )
-    positions = tokens if data.packing == "documents" else data.sequence_length
-    shared = scores * (1 + 4) + 4 * 4 * positions * model.head_width // 2
+    shared = scores * (1 + 4) + bytes_of_rotations(model, data)
     shared += 4 * tokens * (data.packing == "documents" and not keeps_scores)
     return layers * of_block + shared

@@ -13,11 +13,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.extend.core.primitives import convert_element_type_p, sharding_constraint_p
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core.primitives import (
+    convert_element_type_p,
+    logistic_p,
+    mul_p,
+    sharding_constraint_p,
+    sub_p,
+)
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Real
 
 from skippipe_jax.config import ModelConfig
+from skippipe_jax.config.attention import turns_by_constants
 from skippipe_jax.models.attention import ATTENDED, attend, implementation_of
 from skippipe_jax.models.cross_entropy import Head, cross_entropy, scores
 from skippipe_jax.models.document_mask import (
@@ -35,38 +44,60 @@ from skippipe_jax.models.sharding import (
     WIDTH,
     constrained,
     in_use,
-    is_together,
-    mesh_here,
     over_heads,
 )
 
+QUICK = {convert_element_type_p, logistic_p, mul_p, sharding_constraint_p, sub_p}
+"""What works number by number, or says where numbers lie: done again rather than kept."""
 
-def rotary_frequencies(config: ModelConfig) -> Float[Array, " half_head"]:
-    """Radians per position of each rotated pair, with Llama 3's scaling if the config has it."""
-    exponents = jnp.arange(0, config.head_width, 2, dtype=jnp.float32) / config.head_width
-    frequencies = config.rope_theta**-exponents
+
+def rotary_frequencies(
+    config: ModelConfig, library: Any = np
+) -> Float[Array | np.ndarray, " half_head"]:
+    """Radians per position of each rotated pair, with Llama 3's scaling if the config has it.
+
+    By NumPy they are constants of a program, by `jax.numpy` it computes them.
+    """
+    exponents = library.arange(0, config.head_width, 2, dtype=np.float32) / config.head_width
+    frequencies = np.float32(config.rope_theta) ** -exponents
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    turns = scaling.original_context * frequencies / (2 * jnp.pi)
+    turns = scaling.original_context * frequencies / (2 * np.pi)
     smooth = (turns - scaling.low_frequency_factor) / (
         scaling.high_frequency_factor - scaling.low_frequency_factor
     )
-    smooth = jnp.clip(smooth, 0.0, 1.0)
-    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    smooth = library.clip(smooth, 0.0, 1.0)
+    scaled = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    return scaled.astype(np.float32)
+
+
+Rotations = tuple[
+    Float[Array | np.ndarray, "#batch time 1 half_head"],
+    Float[Array | np.ndarray, "#batch time 1 half_head"],
+]
+"""Cosine and sine of the angle by which each pair of a head is turned."""
+
+
+def rotations(config: ModelConfig, positions: Real[Array | np.ndarray, "#batch time"]) -> Rotations:
+    """Of tokens at these positions; constants of a program whose positions are some.
+
+    XLA would compute cosines again for each sequence and head on a processor.
+    """
+    library = np if isinstance(positions, np.ndarray) else jnp
+    frequencies = rotary_frequencies(config, library)
+    angles = positions.astype(np.float32)[:, :, None, None] * frequencies
+    return library.cos(angles), library.sin(angles)
 
 
 def rotate(
-    x: Float[Array, "batch time heads head_width"],
-    frequencies: Float[Array, " half_head"],
-    positions: Real[Array, "#batch time"],
+    x: Float[Array, "batch time heads head_width"], by: Rotations
 ) -> Float[Array, "batch time heads head_width"]:
-    """Turn each pair (first half, second half) of a head by its position times its frequency."""
-    angles = positions.astype(jnp.float32)[..., None] * frequencies
-    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    """Turn each pair (first half, second half) of a head."""
+    cos, sin = by
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    return _kept(turned.astype(x.dtype))
 
 
 class RMSNorm(nnx.Module):
@@ -136,16 +167,17 @@ class Block(nnx.Module):
         grows with the square of time.
         """
         heads, length = (*x.shape[:2], -1, self.config.head_width), x.shape[1]
-        frequencies = rotary_frequencies(self.config)
-        places, documents = jnp.arange(length), None
         if positions is None:
-            positions = places[None]
+            are_constants = turns_by_constants(length, self.config.head_width)
+            by = rotations(self.config, (np if are_constants else jnp).arange(length)[None])
+            documents = None
         else:
-            documents = places - positions
+            by = rotations(self.config, positions)
+            documents = jnp.arange(length) - positions
         implementation = implementation_of(self.config, length, jax.default_backend())
         attended = over_heads(functools.partial(attend, implementation=implementation))(
-            rotate(self.query(x).reshape(heads), frequencies, positions),
-            rotate(self.key(x).reshape(heads), frequencies, positions),
+            rotate(self.query(x).reshape(heads), by),
+            rotate(self.key(x).reshape(heads), by),
             self.value(x).reshape(heads),
             documents,
         )
@@ -274,8 +306,8 @@ def _cut(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"
 
 
 def _whole(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-    """The same as matrices are multiplied with it."""
-    return constrained(_cut(x), BATCH, ALL_TIME, None)
+    """The same as matrices are multiplied with it, and kept as it is between blocks."""
+    return constrained(_cut(_kept(_cut(x))), BATCH, ALL_TIME, None)
 
 
 def create_stage(
@@ -302,10 +334,10 @@ def stage_shapes(config: ModelConfig, stages: int) -> list[Any]:
 
 def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
     """The scanned block with what `config.recompute` says is kept for the backward pass."""
-    if config.recompute in ("none", "stage"):
-        return _without_casts(apply_block, config)
     policies = jax.checkpoint_policies
     policy = {
+        "none": _keep_all_but_quick,
+        "stage": _keep_all_but_quick,
         "block": policies.nothing_saveable,
         "save_only_attention": policies.save_only_these_names(ATTENDED),
         "dots_with_no_batch_dims_saveable": policies.dots_with_no_batch_dims_saveable,
@@ -316,18 +348,19 @@ def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
     return jax.checkpoint(apply_block, prevent_cse=False, policy=policy)
 
 
-def _without_casts(apply_block: Callable, config: ModelConfig) -> Callable:
-    if config.parameter_dtype != config.compute_dtype or mesh_here() is not None:
-        # Casting is cheap, and a copy of all cast weights for every microbatch in flight is not.
-        # Nor is one of all that has come together from the devices of a node.
-        return jax.checkpoint(apply_block, prevent_cse=False, policy=_keep_all_but_copies)
-    return apply_block
+def _keep_all_but_quick(primitive: Any, *_: Any, **how: Any) -> bool:
+    """Whether a result is kept for the backward pass, where nothing slow is computed again.
+
+    Cast weights, and what has come together from the devices of a node, would be copies for every
+    microbatch in flight. What is multiplied number by number, as in SwiGLU and norms, is as quick
+    to compute as it is to write and read.
+    """
+    return primitive not in QUICK
 
 
-def _keep_all_but_copies(primitive: Any, *_: Any, **how: Any) -> bool:
-    if primitive is sharding_constraint_p:
-        return not is_together(how["sharding"].spec)
-    return primitive is not convert_element_type_p
+def _kept(x: Array) -> Array:
+    """What matrices are multiplied with is kept, quick as it may be."""
+    return checkpoint_name(x, "factor")
 
 
 def parameter_count(parameters: Any) -> int:

@@ -90,15 +90,6 @@ def specs(tree: PyTree, of_array: Callable[[str, int], PartitionSpec] = stored) 
     )
 
 
-def is_together(spec: PartitionSpec) -> bool:
-    """Whether what is cut so is whole over some axis of the mesh: it takes more room than it must.
-
-    Such an array is made again rather than kept.
-    """
-    over = {axis for axes in spec for axis in (axes if isinstance(axes, tuple) else (axes,))}
-    return not over.issuperset(AXES)
-
-
 def activation_spec(batch: int, fsdp: int) -> PartitionSpec:
     """How [batch, time, channels] is cut between blocks, and on its way between nodes."""
     if batch % fsdp == 0:

@@ -27,6 +27,7 @@ from skippipe_jax.models.llama import (
     parameter_count,
     rotary_frequencies,
     rotate,
+    rotations,
     stage_shapes,
 )
 from tests.oracle import relative_error
@@ -197,7 +198,7 @@ def test_rotation_turns_halves_of_heads_by_position():
     config = ModelConfig(width=24, heads=3, kv_heads=3)
     x = RANDOM.normal(size=(2, 7, 3, 8)).astype(np.float32)
     positions = jnp.arange(7)[None]
-    result = np.asarray(rotate(jnp.asarray(x), rotary_frequencies(config), positions))
+    result = np.asarray(rotate(jnp.asarray(x), rotations(config, positions)))
     for batch in range(2):
         for head in range(3):
             expected = naive_rotate(x[batch, :, head], naive_frequencies(config))
