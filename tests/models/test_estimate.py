@@ -221,8 +221,11 @@ def test_messages_have_the_bytes_of_the_formula(dtype: str, tied_head: bool):
 
 
 def test_what_outer_averaging_holds_and_sends(command: Any):
+    # So few tokens that what passes within a block is less than a fragment.
+    few = CONFIG | {"data": {"sequence_length": 4, "microbatch_size": 1}}
+
     def stages(**averaging: Any) -> tuple[list[Any], dict[str, Any]]:
-        code, said, _ = command(CONFIG | {"averaging": averaging}, "--json")
+        code, said, _ = command(few | {"averaging": averaging}, "--json")
         assert code == 0
         return json.loads(said)["stages"], json.loads(said)
 
@@ -244,9 +247,9 @@ def test_what_outer_averaging_holds_and_sends(command: Any):
     sent = sum(message_bytes(config, 2, number, is_data_stage=False) for number in (0, 1))
     assert count < sent < 1.1 * count
     assert inner["bytes"]["changes"] == 4 * count + 2 * sent
-    # Parameters, anchor and momentum of a half of it, more than the gradients of all.
-    working = exact[1]["bytes"]["working"]
-    assert (working, inner["bytes"]["working"]) == (4 * count, 12 * count // 2)
+    # Parameters, anchor and momentum of a half of it, more than the gradients of all and a block's.
+    working, passing = exact[1]["bytes"]["working"], 4 * 4 * (4 * 24 + 2 * 16)
+    assert (working, inner["bytes"]["working"]) == (4 * count + passing, 12 * count // 2)
     always = exact[1]["bytes"]["total"] - working + 12 * count
     assert inner["bytes"]["total"] == always + 4 * count + 2 * sent + 6 * count
     # Each of two replicas sends its message once, over four iterations.
