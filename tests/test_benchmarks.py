@@ -16,7 +16,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks import churn, churn_host, churn_records, gpu, lost_stages, regions
+from experiments.benchmarks import (
+    churn,
+    churn_host,
+    churn_records,
+    gpu,
+    lost_stages,
+    overhead_causes,
+    regions,
+)
 from experiments.benchmarks.churn_faults import KINDS, PHASES, draw, links_between
 from experiments.benchmarks.turns import (
     Iteration,
@@ -59,6 +67,28 @@ def test_overhead(processes: Processes):
     tokens = 2 * 16
     assert abs(pipeline["tokens_per_second"] * pipeline["seconds_per_iteration"] / tokens - 1) < 0.1
     assert report["machine"]["jax"]
+
+
+def test_causes_of_overhead_add_up_to_an_iteration(processes: Processes):
+    sizes = ["--replicas", "4", "--sequence-length", "16", "--turns", "1", "--records", "1"]
+    results = last_line_of(processes, "overhead_causes", *sizes)["results"]
+    assert results["ratio"] > 0
+    for by_kind in results["seconds_by_kind"].values():
+        assert list(by_kind) == [*overhead_causes.KINDS, overhead_causes.BETWEEN]
+        assert all(seconds > 0 for seconds in by_kind.values())
+
+
+def test_operations_are_of_the_kinds_that_their_names_say():
+    kinds = {
+        "dot.58": "products",
+        "ynn_fusion.14": "products",
+        "copy_bitcast_fusion.7": "copies",
+        "wrapped_copy": "copies",
+        "multiply_bitcast_fusion": "number by number",
+        "wrapped_broadcast": "number by number",
+        "while.17": None,
+    }
+    assert {name: overhead_causes.kind_of(name) for name in kinds} == kinds
 
 
 def test_gpu_on_any_machine(processes: Processes):
