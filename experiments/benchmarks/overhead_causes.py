@@ -40,7 +40,8 @@ ONE_THREAD = {
     "PJRT_NPROC": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
 }
-KINDS = PRODUCTS, COPIES, NUMBERS = "products", "copies", "number by number"
+PRODUCTS, COPIES, NUMBERS = "products", "copies", "number by number"
+KINDS: Sequence[str] = (PRODUCTS, COPIES, NUMBERS)
 BETWEEN = "between programs"
 MOVING = {"copy", "transpose", "bitcast", "wrapped", "fusion", "slice", "dynamic-slice"}
 """What the name of an operation is made of that moves numbers and computes none."""
