@@ -33,16 +33,9 @@ from skippipe_jax.config import Config, load_config
 from skippipe_jax.config.attention import AUTO, XLA
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.models.block_footprint import blocks_at_once, offloadable_bytes, passing_bytes
 from skippipe_jax.models.estimate import what_is_planned
-from skippipe_jax.models.footprint import (
-    OFFLOADS,
-    blocks_at_once,
-    bytes_of_loss,
-    memory_of_node,
-    offloadable_bytes,
-    passing_bytes,
-    traffic,
-)
+from skippipe_jax.models.footprint import OFFLOADS, bytes_of_loss, memory_of_node, traffic
 from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.models.node_memory import memory_of_stages
@@ -144,11 +137,11 @@ def counted_working(config: Config, layers: int, is_data_stage: bool) -> int:
     parameters, _, gradients = shapes(config, layers, is_data_stage)
     again = blocks_at_once(config.model, layers)
     keeping = with_model(config, recompute="none")
-    made = size(saved(keeping, again, False)) if again else 0
+    made = size(saved(keeping, again, False))
     # Nothing but XLA's plan tells what passes within a block; see `compiled_working`.
     made += passing_bytes(config.model, config.data)
     if is_data_stage:
-        made = max(made, made_by_loss(config, layers))
+        made = max(made - size(parameters.get("head")), made_by_loss(config, layers))
     wire = wire_of_run(config)
     # A backward takes its inputs and a gradient, and gives another one.
     converted = [

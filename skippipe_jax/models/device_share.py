@@ -11,25 +11,27 @@ from dataclasses import dataclass, replace
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NodeMesh
 from skippipe_jax.config.attention import holds_all_scores
 from skippipe_jax.config.node import ONE_DEVICE
-from skippipe_jax.models.footprint import (
-    COUNTER_BYTES,
+from skippipe_jax.models.block_footprint import (
     DTYPE_BYTES,
-    GRADIENT_BYTES,
-    OFFLOADS,
     TOKEN_BYTES,
-    NodeMemory,
     block_parameters,
     blocks_at_once,
     bytes_of_log_sums,
-    bytes_of_loss,
     bytes_of_places,
-    hop_bytes,
     kept_by_blocks,
-    kept_bytes,
     offloadable_bytes,
-    passing_bytes,
-    stage_parameters,
+    quick_bytes,
     tokens_of,
+)
+from skippipe_jax.models.footprint import (
+    COUNTER_BYTES,
+    GRADIENT_BYTES,
+    OFFLOADS,
+    NodeMemory,
+    bytes_of_loss,
+    hop_bytes,
+    kept_bytes,
+    stage_parameters,
     unpacked_bytes,
 )
 
@@ -188,9 +190,8 @@ def _of_backward(
     cuts, compute = Cuts.of(model, data, mesh), DTYPE_BYTES[model.compute_dtype]
     held = DTYPE_BYTES[model.parameter_dtype]
     embedding = held * is_data_stage * model.vocabulary_size * model.width // mesh.devices
-    # What was kept of a block is copied for its turn, if it is not computed again.
-    at_once = max(blocks_at_once(model, layers), 1)
-    kept = _kept_by_blocks(model, data, at_once, cuts) + passing_bytes(model, data) // cuts.all
+    kept = _kept_by_blocks(model, data, blocks_at_once(model, layers), cuts)
+    kept += quick_bytes(model, data) // cuts.all
     together = (mesh.fsdp > 1) * (2 - gathers) * gathered_bytes(model, 1, mesh)
     block = together + compute * block_parameters(model) // mesh.devices
     multiplied = 3 * compute * tokens_of(data) * model.width // mesh.fsdp

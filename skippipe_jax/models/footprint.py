@@ -15,11 +15,21 @@ from skippipe_sched.problem.averaging import SCALE_BYTES as BYTES_OF_A_SCALE
 from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
-from skippipe_jax.config.attention import CPU_BLOCK, holds_all_scores, turns_by_constants
+from skippipe_jax.models.block_footprint import (
+    DTYPE_BYTES,
+    TOKEN_BYTES,
+    arrays_of_block,
+    block_parameters,
+    blocks_at_once,
+    bytes_of_places,
+    kept_by_blocks,
+    offloadable_bytes,
+    passing_bytes,
+    saved_by_block,
+    tokens_of,
+)
 from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of a number in each of the dtypes that a configuration may name."""
 GRADIENT_BYTES = 4
 """Of each number in gradients: float32."""
 COUNTER_BYTES = 8
@@ -29,7 +39,6 @@ OUTER_ARRAYS = 3
 a fragment is applied, its parameters, anchor and momentum."""
 OFFLOADS = "offload_dot_with_no_batch_dims"
 """The recomputation that keeps products in the host's memory."""
-TOKEN_BYTES = 4
 COPIES_OF_BUDDY = 2
 """Of a stage on the host that keeps one should all others be lost: a whole one, and the next."""
 CHANNELS_OF_A_SCALE, SCALE_BYTES = 128, 2
@@ -96,21 +105,16 @@ class Traffic:
     averaging: int
 
 
-def block_parameters(model: ModelConfig) -> int:
-    """Of one block."""
-    return sum(_arrays_of_block(model))
-
-
-def _arrays_of_block(model: ModelConfig) -> list[int]:
-    """Numbers of each: queries and outputs, keys and values, the three of SwiGLU, two norms."""
-    width, kv_width = model.width, model.kv_heads * model.head_width
-    return [width**2] * 2 + [width * kv_width] * 2 + [width * model.ffn_width] * 3 + [width] * 2
-
-
 def stage_parameters(model: ModelConfig, layers: int, *, is_data_stage: bool) -> int:
     """Of a stage of so many blocks; a data stage has embedding, final norm and head besides."""
     matrices = model.vocabulary_size * model.width * (1 if model.tied_head else 2)
     return layers * block_parameters(model) + is_data_stage * (matrices + model.width)
+
+
+def head_bytes(model: ModelConfig) -> int:
+    """Of a head of its own, as the parameters are held."""
+    numbers = model.vocabulary_size * model.width * (not model.tied_head)
+    return DTYPE_BYTES[model.parameter_dtype] * numbers
 
 
 def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
@@ -201,11 +205,13 @@ def memory_of_node(
     count = stage_parameters(model, layers, is_data_stage=is_data_stage)
     parameters = count * DTYPE_BYTES[model.parameter_dtype]
     targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
-    # Either a backward or a loss runs, which make a gradient of every parameter before adding it;
-    # or, when all microbatches have passed, the replicas' sums go round, or a fragment is applied.
+    # Either a backward or a loss runs, which make a gradient of every parameter before adding it,
+    # a backward none of the head; or, when all microbatches have passed, the replicas' sums go
+    # round, or a fragment is applied.
+    blocks = kept_by_blocks(model, data, blocks_at_once(model, layers))
+    blocks += passing_bytes(model, data) - is_data_stage * head_bytes(model)
     operation = unpacked_bytes(config) + max(
-        kept_by_blocks(model, data, blocks_at_once(model, layers)) + passing_bytes(model, data),
-        bytes_of_loss(model, data) if is_data_stage else 0,
+        blocks, bytes_of_loss(model, data) if is_data_stage else 0
     )
     averages = replicas > 1
     is_outer = config.averaging.is_outer and averages
@@ -280,7 +286,7 @@ def _arrays_of(config: Config, layers: int, fragment: int, *, is_data_stage: boo
     """Numbers in each array of a fragment; those of its blocks are stacked."""
     model, averaging = config.model, config.averaging
     blocks = len(averaging.blocks_of(fragment, layers))
-    arrays = [blocks * size for size in _arrays_of_block(model)]
+    arrays = [blocks * size for size in arrays_of_block(model)]
     matrix = model.vocabulary_size * model.width
     if is_data_stage and fragment == 0:
         arrays.append(matrix)
@@ -335,11 +341,6 @@ def bytes_passed(config: Config, layers: int, replicas: int, *, is_data_stage: b
     return 2 * (replicas - 1) * size / replicas
 
 
-def tokens_of(data: DataConfig) -> int:
-    """Of a microbatch."""
-    return data.microbatch_size * data.sequence_length
-
-
 def unpacked_bytes(config: Config) -> int:
     """What a backward pass makes of what came as something else than it computes with.
 
@@ -366,80 +367,6 @@ def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
     )
     if model.recompute != "none":
         inputs = compute * tokens * model.width
-        own = layers * (inputs + _saved_by_block(model, data))
+        own = layers * (inputs + saved_by_block(model, data))
         return own + bytes_of_places(model, data) + around
     return kept_by_blocks(model, data, layers) + around
-
-
-def bytes_of_places(model: ModelConfig, data: DataConfig) -> int:
-    """What says, for a block that is computed again, where its tokens are: constants, if any."""
-    if data.packing == "documents":
-        return TOKEN_BYTES * tokens_of(data)
-    are_constants = turns_by_constants(data.sequence_length, model.head_width)
-    return are_constants * bytes_of_rotations(model, data)
-
-
-def bytes_of_rotations(model: ModelConfig, data: DataConfig) -> int:
-    """Of cosines and sines: of each token if documents are packed, else of each place."""
-    places = tokens_of(data) if data.packing == "documents" else data.sequence_length
-    return 2 * 4 * places * model.head_width // 2
-
-
-def _saved_by_block(model: ModelConfig, data: DataConfig) -> int:
-    """What a block keeps on the device, besides its input, where the rest is computed again."""
-    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
-    if model.recompute == "save_only_attention":
-        return compute * tokens * model.width + bytes_of_log_sums(model, data)
-    if model.recompute == "dots_with_no_batch_dims_saveable":
-        return offloadable_bytes(model, data)
-    return 0
-
-
-def bytes_of_log_sums(model: ModelConfig, data: DataConfig) -> int:
-    """What attention keeps in the scores' place, for each head and token up to a whole block."""
-    length = data.sequence_length
-    if holds_all_scores(model.attention, length):
-        return 0
-    block = min(CPU_BLOCK, length)
-    return 4 * data.microbatch_size * model.heads * block * -(-length // block)
-
-
-def offloadable_bytes(model: ModelConfig, data: DataConfig) -> int:
-    """What the products of a block with its matrices give, but for the last, which none needs."""
-    kv_width = model.kv_heads * model.head_width
-    numbers = 2 * model.width + 2 * kv_width + 2 * model.ffn_width
-    return DTYPE_BYTES[model.compute_dtype] * tokens_of(data) * numbers
-
-
-def blocks_at_once(model: ModelConfig, layers: int) -> int:
-    """Of how many blocks a backward pass computes again at once what they have not kept."""
-    return {"none": 0, "stage": layers}.get(model.recompute, 1)
-
-
-def passing_bytes(model: ModelConfig, data: DataConfig) -> int:
-    """What a backward pass makes of the block that it is at, whatever is kept.
-
-    That are the product that SwiGLU multiplies last, its gradient and those of gate and up; and in
-    float32 what a norm gets, and its gradient.
-    """
-    compute = DTYPE_BYTES[model.compute_dtype]
-    return tokens_of(data) * (4 * model.ffn_width * compute + 2 * model.width * 4)
-
-
-def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
-    """What so many blocks keep if nothing slow is computed again; 0 for none of them."""
-    if layers == 0:
-        return 0
-    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
-    keeps_scores = holds_all_scores(model.attention, data.sequence_length)
-    scores = tokens * model.heads * data.sequence_length * keeps_scores
-    # All others compute the scores again, piece by piece, and keep what those of a query sum to.
-    sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
-    kv_width = model.kv_heads * model.head_width
-    numbers = 6 * model.width + 2 * kv_width + 2 * model.ffn_width
-    of_block = (
-        tokens * numbers * compute + scores * (4 + 4) + tokens * 4 * 4 + sums + 2 * 4 * model.width
-    )
-    shared = scores * (1 + 4) + bytes_of_rotations(model, data)
-    shared += 4 * tokens * (data.packing == "documents" and not keeps_scores)
-    return layers * of_block + shared

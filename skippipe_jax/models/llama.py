@@ -306,7 +306,7 @@ def _cut(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"
 
 
 def _whole(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-    """The same as matrices are multiplied with it, and kept as it is between blocks."""
+    """The same as matrices are multiplied with it: all its tokens together, and kept."""
     return constrained(_cut(_kept(_cut(x))), BATCH, ALL_TIME, None)
 
 
@@ -348,7 +348,7 @@ def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
     return jax.checkpoint(apply_block, prevent_cse=False, policy=policy)
 
 
-def _keep_all_but_quick(primitive: Any, *_: Any, **how: Any) -> bool:
+def _keep_all_but_quick(primitive: Any, *_: Any, **__: Any) -> bool:
     """Whether a result is kept for the backward pass, where nothing slow is computed again.
 
     Cast weights, and what has come together from the devices of a node, would be copies for every

@@ -1,6 +1,11 @@
 """Prints, for stages on meshes, what XLA says that a device holds, and what the formulas say.
 
-As a program, since it needs XLA's optimizations, which tests go without.
+    python -m tests.models.compiled_for_meshes EXAMPLES [PRESET]
+
+As a program, since it needs XLA's optimizations, which tests go without. The examples are lists in
+JSON: recompute, fsdp, tensor, and whether it is a data stage. With a preset, stages of it are
+compiled, of 4 sequences of 4,096 tokens, in minutes; for the devices of a mesh, set
+XLA_FLAGS=--xla_force_host_platform_device_count=4.
 """
 
 from __future__ import annotations
@@ -14,7 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from skippipe_jax.config import Config, DataConfig, ModelConfig, NodeConfig, NodeMesh
+from skippipe_jax.config import (
+    PRESETS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    NodeConfig,
+    NodeMesh,
+)
 from skippipe_jax.models.device_share import kept_by_each, of_each_device
 from skippipe_jax.models.footprint import memory_of_node
 from skippipe_jax.runtime.spread import Spread
@@ -23,23 +35,29 @@ from skippipe_jax.runtime.stage_functions import activation, stage_functions, wi
 LAYERS, BATCH, TIME = 3, 4, 512
 
 
-def sizes(recompute: str, fsdp: int, tensor: int, is_data_stage: bool) -> dict[str, list[int]]:
+SMALL: dict[str, Any] = {
+    "vocabulary_size": 4096,
+    "width": 512,
+    "heads": 8,
+    "kv_heads": 4,
+    "ffn_width": 1792,
+}
+TIME_OF_PRESETS = 4096
+
+
+def sizes(
+    recompute: str, fsdp: int, tensor: int, is_data_stage: bool, preset: str | None = None
+) -> dict[str, list[int]]:
     """Bytes of a device by XLA, and by formula."""
-    model = ModelConfig(
-        vocabulary_size=4096,
-        width=512,
-        layers=2 * LAYERS,
-        heads=8,
-        kv_heads=4,
-        ffn_width=1792,
-        context=TIME,
-        recompute=recompute,
-    )
-    data = DataConfig(microbatch_size=BATCH, sequence_length=TIME)
+    time = TIME_OF_PRESETS if preset else TIME
+    shape = PRESETS[preset] if preset else SMALL
+    more = {"layers": 2 * LAYERS, "context": time, "recompute": recompute}
+    model = ModelConfig(**shape | more)
+    data = DataConfig(microbatch_size=BATCH, sequence_length=time)
     config = Config(model=model, data=data, node=NodeConfig(fsdp, tensor))
     mesh = NodeMesh(fsdp, tensor)
     here = Spread.over(jax.devices()[: mesh.devices], mesh)
-    wire, tokens = wire_of_run(config), BATCH * TIME
+    wire, tokens = wire_of_run(config), BATCH * time
     given = config.optimizer, 10, is_data_stage, LAYERS, tokens, wire
     functions: Any = stage_functions(model, *given, here.mesh)
 
@@ -53,7 +71,7 @@ def sizes(recompute: str, fsdp: int, tensor: int, is_data_stage: bool) -> dict[s
     handed_on = activation(model, data)
     x = cotangent = lying(handed_on, here.of_hop(handed_on.shape))
     if is_data_stage:
-        x = jax.ShapeDtypeStruct((BATCH, TIME), jnp.int32, sharding=here.whole)
+        x = jax.ShapeDtypeStruct((BATCH, time), jnp.int32, sharding=here.whole)
     gauge = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=here.whole)
     run = functools.partial(functions.forward, leaves=True)
     forward = functions.forward.lower(parameters, gauge, x, None, leaves=True).compile()
@@ -91,4 +109,4 @@ def bytes_of(tree: Any) -> int:
 
 if __name__ == "__main__":
     for example in json.loads(sys.argv[1]):
-        print(json.dumps(sizes(*example)), flush=True)
+        print(json.dumps(sizes(*example, *sys.argv[2:])), flush=True)

@@ -19,6 +19,7 @@ from skippipe_sched.search.budget import Search
 from skippipe_jax import memory
 from skippipe_jax.config import parse_config
 from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.models.block_footprint import kept_by_blocks, passing_bytes
 from skippipe_jax.models.footprint import kept_bytes, message_bytes, stage_parameters
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.optim.outer import fragments_of, message_shape
@@ -198,9 +199,14 @@ def test_the_page_shows_what_the_command_prints(command: Any):
     _, said, _ = command(yaml.safe_load(blocks["yaml"]))
     assert said == blocks["text"]
     # With memory: auto, as the command that the page shows has it.
-    [words] = re.findall(r"skippipe_jax\.memory --config 8b\.yaml (--set .*)$", page, re.M)
+    commands = re.findall(r"skippipe_jax\.memory --config 8b\.yaml (--set .*)$", page, re.M)
+    of_room, of_meshes = (
+        command(yaml.safe_load(blocks["yaml"]), *words.split())[1] for words in commands
+    )
     [line] = re.findall(r"^    (nodes 0-19: .*)$", page, re.M)
-    assert line in command(yaml.safe_load(blocks["yaml"]), *words.split())[1].splitlines()
+    assert line in of_room.splitlines()
+    [taken] = re.findall(r"takes (\S+ GB) of each of 4 devices on its data nodes", page)
+    assert f"stage 0 takes {taken} of each of 4 devices with 16 in flight" in of_meshes
     launched = (root / "experiments" / "paper" / "configs" / "8b.yaml").read_text(encoding="utf-8")
     assert command(yaml.safe_load(launched))[1] == said
 
@@ -221,8 +227,12 @@ def test_messages_have_the_bytes_of_the_formula(dtype: str, tied_head: bool):
 
 
 def test_what_outer_averaging_holds_and_sends(command: Any):
-    # So few tokens that what passes within a block is less than a fragment.
-    few = CONFIG | {"data": {"sequence_length": 4, "microbatch_size": 1}}
+    # So few tokens, and so many blocks, that what passes within one is less than a fragment.
+    blocks = 8
+    few = CONFIG | {
+        "model": MODEL | {"layers": 2 * blocks},
+        "data": {"sequence_length": 4, "microbatch_size": 1},
+    }
 
     def stages(**averaging: Any) -> tuple[list[Any], dict[str, Any]]:
         code, said, _ = command(few | {"averaging": averaging}, "--json")
@@ -243,12 +253,13 @@ def test_what_outer_averaging_holds_and_sends(command: Any):
     count = inner["parameters"]
     assert inner["bytes"]["outer"] == 12 * count
     # Sent after 2 and 4 of 4 iterations and applied three later, both fragments are under way.
-    config = parse_config(CONFIG | {"averaging": OUTER})
-    sent = sum(message_bytes(config, 2, number, is_data_stage=False) for number in (0, 1))
+    config = parse_config(few | {"averaging": OUTER})
+    sent = sum(message_bytes(config, blocks, number, is_data_stage=False) for number in (0, 1))
     assert count < sent < 1.1 * count
     assert inner["bytes"]["changes"] == 4 * count + 2 * sent
     # Parameters, anchor and momentum of a half of it, more than the gradients of all and a block's.
-    working, passing = exact[1]["bytes"]["working"], 4 * 4 * (4 * 24 + 2 * 16)
+    working, model = exact[1]["bytes"]["working"], config.model
+    passing = kept_by_blocks(model, config.data, 1) + passing_bytes(model, config.data)
     assert (working, inner["bytes"]["working"]) == (4 * count + passing, 12 * count // 2)
     always = exact[1]["bytes"]["total"] - working + 12 * count
     assert inner["bytes"]["total"] == always + 4 * count + 2 * sent + 6 * count

@@ -55,7 +55,9 @@ def plan_of(meshes: tuple[tuple[int, int], ...]) -> Plan:
     return Plan("by hand", STAGES, PATHS, order, Predicted(0, 0, 0, 0), case)
 
 
-@pytest.mark.parametrize("runtime", ["independent", "distributed"])
+@pytest.mark.parametrize(
+    "runtime", ["independent", pytest.param("distributed", marks=pytest.mark.slow)]
+)
 def test_hosts_of_meshes_equal_the_oracle_and_go_on_under_others(tmp_path: Path, runtime: str):
     plan_of(MESHES).save(tmp_path / "plan.json")
     plan_of(OTHER_MESHES).save(tmp_path / "other.json")
