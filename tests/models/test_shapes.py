@@ -126,7 +126,7 @@ def test_a_launched_configuration_trains(tmp_path: Path, monkeypatch: pytest.Mon
         "plan.case.stages": [1] * 6,
         "plan.case.microbatches_per_data_node": 5,
         "plan.case.memory": "auto",
-        "plan.case.memory_bytes": 1.2e6,
+        "plan.case.memory_bytes": 1.11e6,
         "train.steps": 1,
         "validation.every": "null",
     }
