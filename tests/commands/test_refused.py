@@ -50,11 +50,11 @@ WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
     "too little text": (["data.held_out=1e-6"], ["data.sequence_length = 32", "held-out text"]),
     "no cuDNN": (
         ["model.attention=cudnn", "model.compute_dtype=bfloat16"],
-        ["model.attention = 'cudnn'", "needs a GPU", "Write xla"],
+        ["model.attention = 'cudnn'", "needs a GPU", "Write auto"],
     ),
-    "parameters too coarse to learn": (
-        ["model.parameter_dtype=bfloat16"],
-        ["model.parameter_dtype = 'bfloat16'", "rounded away", "compute_dtype: bfloat16"],
+    "parameters rounded where replicas send changes": (
+        ["model.parameter_dtype=bfloat16", "averaging.mode=outer"],
+        ["model.parameter_dtype = 'bfloat16'", "rounded by chance", "averaging.mode: exact"],
     ),
     "no plan": (["plan.case=null"], ["plan.case = None", "Give plan.case or plan.file"]),
     "two plans": (["plan.file=plan.json"], ["plan.file = 'plan.json'", "plan.case=null"]),

@@ -149,7 +149,7 @@ def test_case_holds_what_hosts_reported():
     [path_2, *_] = candidates(case)
     assert path_2.path_length == 2
     assert [node["forward_s"] for node in case["nodes"]] == [0.2, 0.1, pytest.approx(0.2 / 3)]
-    assert [node["memory"] for node in case["nodes"]] == [1, 2, 3]
+    assert [node["memory"] for node in case["nodes"]] == [1, 3, 4]
     assert [node["memory_bytes"] for node in case["nodes"]] == [800_000, 1_020_000, 1_300_000]
     assert case["memory"] == 1
     assert case["stage_cost"] == [1.5, 0.5]
@@ -180,7 +180,7 @@ def test_nodes_of_one_host_share_its_location_and_copy_there():
     config = config_of(cluster={"host_of_node": [1, 0, 1]}, plan=to_measure(stages=[1, 2]))
     case = case_of(config, (1, 0, 1), [report(0, 2), report(1, 2, nodes=2)])
     assert [node["location"] for node in case["nodes"]] == ["host 1", "host 0", "host 1"]
-    assert [node["memory"] for node in case["nodes"]] == [2, 1, 2]
+    assert [node["memory"] for node in case["nodes"]] == [3, 1, 3]
     assert case["same_location"]["latency_ms"] == 0.01
     copy_s = case["activation_bytes"] / (case["same_location"]["bandwidth_GiB_per_s"] * GIBIBYTE)
     assert copy_s == pytest.approx(2e-5, rel=1e-4)
@@ -214,7 +214,7 @@ def reports_of(hosts: int) -> list[HostReport]:
 @pytest.mark.parametrize(
     ("memory", "numbers", "head"),
     [
-        (None, [1, 2, 3], "holds with model.recompute: none"),
+        (None, [1, 3, 4], "holds with model.recompute: none"),
         (2, [1, 2, 2], "holds with model.recompute: none, but no more than 2 (plan.case.memory)"),
         ("auto", [None] * 3, "auto stands for as many microbatches"),
     ],
@@ -246,7 +246,7 @@ def test_the_written_case_says_why_it_has_so_much_memory(
         [case, *_] = cases_of(named, tmp_path)
         own = [node.memory for node in case.nodes]
         if memory == "auto":
-            assert own == ([1, 2, 3] if recompute == "none" else [6, 6, 6])
+            assert own == ([1, 3, 4] if recompute == "none" else [6, 6, 6])
         else:
             assert own == numbers
 
