@@ -45,12 +45,14 @@ class Cuts:
         products: what matrices are multiplied with, which has all its channels.
         attention: what attention keeps of its own.
         positions: of tokens in packed documents.
+        twice: whether what attention gives is kept twice: by heads, and by tokens as all else is.
     """
 
     all: int
     products: int
     attention: int
     positions: int
+    twice: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> Cuts:
@@ -58,7 +60,8 @@ class Cuts:
         if data.microbatch_size % mesh.fsdp == 0:
             return cls(mesh.devices, mesh.fsdp, mesh.devices, mesh.fsdp)
         turns = model.kv_heads % mesh.devices == 0
-        return cls(mesh.devices, mesh.devices, mesh.devices if turns else mesh.tensor, 1)
+        attention = mesh.devices if turns else mesh.tensor
+        return cls(mesh.devices, mesh.fsdp, attention, 1, twice=True)
 
 
 def numbers_of_each(model: ModelConfig, layers: int, mesh: NodeMesh, *, is_data_stage: bool) -> int:
@@ -118,6 +121,7 @@ def _kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int, cuts: Cut
     scales = 2 * 4 * model.width
     rest = block - own - products - scales
     of_block = rest // cuts.all + own // cuts.attention + products // cuts.products + scales
+    of_block += cuts.twice * compute * tokens * model.width // cuts.attention
     masks = scores * (1 + 4)
     marks = 4 * tokens * (packed and not keeps_scores)
     turns = (shared - masks - marks) // (cuts.positions if packed else 1)
