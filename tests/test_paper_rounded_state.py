@@ -31,7 +31,7 @@ def test_differences_are_paired_by_seed():
     assert found["mean"] == pytest.approx(0.0, abs=1e-5)
     # Three seeds with a deviation of 0.1: 4.303 standard errors to each side.
     assert found["high"] == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)
-    assert "bfloat16           +0.0000 +0.1000 -0.1000: +0.0000" in table(figures)
+    assert "bfloat16 +0.0000 +0.1000 -0.1000: +0.0000" in table(figures)
 
 
 def test_the_committed_study_is_of_these_runs(tmp_path: Path):

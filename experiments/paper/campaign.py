@@ -103,19 +103,17 @@ class Campaign:
 
     def digest(self, run: Run) -> str:
         """What two runs have in common that are the same run, wherever and whenever they train."""
-        config = self.config(run)
-        return jobs.digest_of([config, jobs.plan_of(config).to_json()])
+        return self.job(run).digest
 
     def job(self, run: Run) -> Job:
         """A run as it is trained."""
-        return Job(
-            name=run.name,
-            digest=self.digest(run),
-            config=self.config(run),
-            results=self.results,
-            command=f"python -m experiments.paper.campaign --only {run.arm}",
-            quick=self.quick,
-        )
+        command = f"python -m experiments.paper.campaign --only {run.arm}"
+        return self.job_of(run.name, self.config(run), self.results, command)
+
+    def job_of(self, name: str, config: dict[str, Any], results: Path, command: str) -> Job:
+        """A run that comes from its configuration and its plan alone, of a study too."""
+        digest = jobs.digest_of([config, jobs.plan_of(config).to_json()])
+        return Job(name, digest, config, results, command, self.quick)
 
     def summary(self, run: Run) -> Summary | None:
         """What has been found by a run, if it has been trained as its configuration says now."""

@@ -81,3 +81,14 @@ def intervals(arms: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
 def figures(arms: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
     """The intervals of arms as they are written."""
     return {arm: interval.figures() for arm, interval in intervals(arms).items()}
+
+
+def by_seed(differences: Sequence[float]) -> str:
+    """Differences as a table shows them, seed after seed."""
+    return " ".join(f"{own:+.4f}" for own in differences)
+
+
+def with_ends(found: Mapping[str, Any]) -> str:
+    """A mean as a table shows it, with the ends of its interval if it has one, from `figures`."""
+    ends = "" if found["low"] is None else f" ({found['low']:+.4f} to {found['high']:+.4f})"
+    return f"{found['mean']:+.4f}{ends}"

@@ -30,7 +30,7 @@ from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.paper import jobs, plans, study_command
 from experiments.paper.campaign import Campaign, Run
-from experiments.paper.intervals import HOW, intervals, paired
+from experiments.paper.intervals import HOW, by_seed, intervals, paired, with_ends
 from experiments.paper.jobs import Job
 from experiments.paper.outer_settings import SENT, Setting, Trials
 from experiments.paper.summary import Summary
@@ -133,15 +133,7 @@ class Study:
 
     def job(self, run: OuterRun) -> Job:
         """A run as it is trained."""
-        config = self.config(run)
-        return Job(
-            name=run.name,
-            digest=jobs.digest_of([config, jobs.plan_of(config).to_json()]),
-            config=config,
-            results=self.summaries,
-            command=COMMAND,
-            quick=self.campaign.quick,
-        )
+        return self.campaign.job_of(run.name, self.config(run), self.summaries, COMMAND)
 
     def digest(self) -> str:
         """Of all that the study comes from."""
@@ -256,17 +248,12 @@ def table(figures: Mapping[str, Any]) -> str:
 
 def _line(setting: str, arm: str, own: Mapping[str, Any]) -> str:
     loss = own["loss"]
-    each = " ".join(f"{one:+.4f}" for one in paired(loss["outer"], loss["exact"]))
+    each = by_seed(paired(loss["outer"], loss["exact"]))
     return f"{setting} {arm:8s} {own['steps']} iterations: {each}; " + ", ".join(
-        f"{key.replace('_', ' ')} {_with_ends(own[key])}"
+        f"{key.replace('_', ' ')} {with_ends(own[key])}"
         for key in ("minus_exact", "minus_full_exact")
         if key in own
     )
-
-
-def _with_ends(found: Mapping[str, Any]) -> str:
-    ends = "" if found["low"] is None else f" ({found['low']:+.4f} to {found['high']:+.4f})"
-    return f"{found['mean']:+.4f}{ends}"
 
 
 def main() -> int:

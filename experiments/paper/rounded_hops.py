@@ -19,9 +19,9 @@ from typing import Any
 
 from skippipe_sched.errors import InputError
 
-from experiments.paper import jobs, study_command
+from experiments.paper import intervals, jobs, study_command
 from experiments.paper.campaign import Campaign, Run, runs_of
-from experiments.paper.intervals import HOW, intervals, paired
+from experiments.paper.intervals import HOW, by_seed, paired, with_ends
 from experiments.paper.jobs import Job
 
 COMMAND = "python -m experiments.paper.rounded_hops"
@@ -46,14 +46,7 @@ class Study:
         """A run of the campaign with rounded hops."""
         config = self.campaign.config(run)
         config = config | {"network": config["network"] | ROUNDED}
-        return Job(
-            name=f"{run.name}-int8",
-            digest=jobs.digest_of([config, jobs.plan_of(config).to_json()]),
-            config=config,
-            results=self.folder / "results",
-            command=COMMAND,
-            quick=self.campaign.quick,
-        )
+        return self.campaign.job_of(f"{run.name}-int8", config, self.folder / "results", COMMAND)
 
     def digest(self) -> str:
         """Of all that the study comes from."""
@@ -93,7 +86,7 @@ def figures_of(rounded: Losses, control: Losses) -> dict[str, Any]:
         "rounded": ROUNDED,
         "interval": HOW,
         "loss": {"int8": rounded, "float32": control},
-        "difference": {arm: own.figures() for arm, own in intervals(differences).items()},
+        "difference": intervals.figures(differences),
     }
 
 
@@ -101,10 +94,8 @@ def table(figures: Mapping[str, Any]) -> str:
     """The figures for a reader: a line for each arm."""
     lines = ["held-out loss [nats per byte] with hops of int8, minus that with float32, by seed:"]
     for arm, found in figures["difference"].items():
-        kinds = (figures["loss"][kind][arm] for kind in ("int8", "float32"))
-        each = " ".join(f"{own - other:+.4f}" for own, other in zip(*kinds, strict=True))
-        ends = "" if found["low"] is None else f" ({found['low']:+.4f} to {found['high']:+.4f})"
-        lines.append(f"{arm:8s} {each}: {found['mean']:+.4f}{ends}")
+        each = by_seed(paired(*(figures["loss"][kind][arm] for kind in ("int8", "float32"))))
+        lines.append(f"{arm:8s} {each}: {with_ends(found)}")
     return "\n".join(lines)
 
 

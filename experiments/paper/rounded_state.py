@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.paper import jobs, study_command
+from experiments.paper import intervals, jobs, study_command
 from experiments.paper.campaign import Campaign, Run
-from experiments.paper.intervals import HOW, intervals, paired
+from experiments.paper.intervals import HOW, by_seed, paired, with_ends
 from experiments.paper.jobs import Job
 
 COMMAND = "python -m experiments.paper.rounded_state"
@@ -74,15 +74,7 @@ class Study:
 
     def job(self, run: HeldRun) -> Job:
         """A run as it is trained."""
-        config = self.config(run)
-        return Job(
-            name=run.name,
-            digest=jobs.digest_of([config, jobs.plan_of(config).to_json()]),
-            config=config,
-            results=self.summaries,
-            command=COMMAND,
-            quick=self.campaign.quick,
-        )
+        return self.campaign.job_of(run.name, self.config(run), self.summaries, COMMAND)
 
     def digest(self) -> str:
         """Of all that the study comes from."""
@@ -107,7 +99,7 @@ def figures_of(losses: Mapping[str, list[float]]) -> dict[str, Any]:
     return {
         "interval": HOW,
         "loss": dict(losses),
-        "difference": {held: own.figures() for held, own in intervals(differences).items()},
+        "difference": intervals.figures(differences),
     }
 
 
@@ -115,10 +107,8 @@ def table(figures: Mapping[str, Any]) -> str:
     """The figures for a reader: a line for each way that state is held."""
     lines = [f"held-out loss [nats per byte], minus that with {EXACT}, by seed:"]
     for held, found in figures["difference"].items():
-        pairs = zip(figures["loss"][held], figures["loss"][EXACT], strict=True)
-        each = " ".join(f"{own - other:+.4f}" for own, other in pairs)
-        ends = "" if found["low"] is None else f" ({found['low']:+.4f} to {found['high']:+.4f})"
-        lines.append(f"{held:18s} {each}: {found['mean']:+.4f}{ends}")
+        each = by_seed(paired(figures["loss"][held], figures["loss"][EXACT]))
+        lines.append(f"{held:8s} {each}: {with_ends(found)}")
     return "\n".join(lines)
 
 

@@ -30,9 +30,7 @@ def arrays_of_block(model: ModelConfig) -> list[int]:
 
 
 def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
-    """What so many blocks keep if nothing slow is computed again; 0 for none of them."""
-    if layers == 0:
-        return 0
+    """What so many blocks keep if nothing slow is computed again."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     scores = tokens * model.heads * data.sequence_length * keeps_scores
