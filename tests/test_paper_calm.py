@@ -18,6 +18,7 @@ import pytest
 from experiments.paper import calm, first_weights, jobs
 from experiments.paper.campaign import Campaign, Run
 from experiments.paper.jobs import REPOSITORY
+from skippipe_jax.campaign import running
 from skippipe_jax.config import parse_config
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.training.first_weights import find_weights
@@ -47,8 +48,8 @@ class Started:
 def test_a_job_is_prepared_trained_and_summed_up_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(jobs.subprocess, "Popen", Started)
-    monkeypatch.setattr(jobs, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(running.subprocess, "Popen", Started)
+    monkeypatch.setattr(running, "SECONDS_BETWEEN_LOOKS", 0.0)
     monkeypatch.setattr(Started, "commands", [])
     monkeypatch.setattr(Started, "flags", [])
     first = ("experiments.paper.first_weights", "CONFIG")

@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from skippipe_sched import fields
@@ -27,6 +27,8 @@ from skippipe_jax.config.model import PRESETS, ModelConfig
 from skippipe_jax.config.run import Config
 from skippipe_jax.config.tokenizer import has_tokenizer
 
+T = TypeVar("T")
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a config file and apply overrides of the form ``key.sub=value``.
@@ -37,6 +39,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     tree = fields.load_yaml(path, "--config")
     tree = {} if tree is None else _mapping(tree, "--config", str(path))
     return parse_config(tree, overrides)
+
+
+def load_as(kind: type[T], path: Path, field: str, overrides: Sequence[str] = ()) -> T:
+    """Read a YAML file as a dataclass, as `load_config` does; `field` is what names the file.
+
+    Raises:
+        InputError: as `load_config` does.
+    """
+    tree = fields.load_yaml(path, field)
+    tree = {} if tree is None else dict(_mapping(tree, field, str(path)))
+    for override in overrides:
+        _override(tree, override)
+    return _parse(kind, tree, "")
 
 
 def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
@@ -136,6 +151,14 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
     if origin is tuple:
         entries = fields.sequence(value, name)
         return tuple(_parse(arguments[0], entry, f"{name}[{i}]") for i, entry in enumerate(entries))
+    if origin is dict:
+        given = _mapping(value, name, value)
+        return {
+            fields.text(key, name): _parse(arguments[1], entry, f"{name}.{key}")
+            for key, entry in given.items()
+        }
+    if kind is dict:
+        return dict(_mapping(value, name, value))
     if kind is bool:
         if not isinstance(value, bool):
             raise InputError(name, value, "must be true or false", "Write true or false")
@@ -152,6 +175,7 @@ def _parse_union(kinds: Sequence[Any], value: Any, name: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     choices = [kind for kind in kinds if kind is not type(None)]
-    if dict in choices and isinstance(value, dict):
-        return value
+    mappings = [kind for kind in choices if dict in (kind, typing.get_origin(kind))]
+    if mappings and isinstance(value, dict):
+        return _parse(mappings[0], value, name)
     return _parse(choices[0], value, name)

@@ -1,0 +1,235 @@
+"""Tasks in processes of their own, some at a time, each after those that it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError
+from tqdm import tqdm
+
+# Two runs at once on one thread each are quicker, on two cores, than one after the other on two.
+AT_ONCE = 2
+ONE_THREAD = {
+    "JAX_PLATFORMS": "cpu",
+    "PJRT_NPROC": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+SECONDS_BETWEEN_LOOKS = 0.2
+# So long before a command is started again that found what it needs in use.
+PAUSE_S = 2.0
+
+Command = Sequence[str]
+"""A module and its arguments, as ``python -m`` takes them."""
+
+
+class Task(Protocol):
+    """Something that takes processes some time, and that is done at some point for good.
+
+    Attributes:
+        name: by which others need it, and how its log is called.
+        needs: the tasks that are done before it begins.
+        work: what it costs in proportion to others.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def needs(self) -> Collection[str]: ...  # noqa: D102
+    @property
+    def work(self) -> float: ...  # noqa: D102
+
+    def is_done(self) -> bool:
+        """Whether there is nothing left to do."""
+        ...
+
+    def commands(self) -> Sequence[Callable[[], Command]]:
+        """What is run, one after the other; each is asked for when it starts."""
+        ...
+
+    def environment(self) -> Mapping[str, str]:
+        """What its processes are told besides the environment of this one."""
+        ...
+
+    def found(self) -> str:
+        """What it has found, once it is done, for a line."""
+        ...
+
+
+def digest_of(whole: Any) -> str:
+    """What two tasks have in common that are the same, wherever and whenever they run."""
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:16]
+
+
+def run_all(
+    tasks: Sequence[Task], logs: Path, at_once: int = AT_ONCE, where: Path | None = None
+) -> None:
+    """Run those of the tasks that are not done, `at_once` at a time, each after what it needs.
+
+    Ctrl-C lets every process that runs save what it has and end, and the next call goes on. Logs
+    are written to `logs`; processes start in the folder `where`, or in the current one.
+
+    Raises:
+        InputError: if one fails, after the others; or if tasks need each other, or one that is not
+            there.
+    """
+    in_order = ordered(tasks)
+    missing = [task for task in in_order if not task.is_done()]
+    if missing:
+        print(f"{len(tasks) - len(missing)} of {len(tasks)} runs have been trained", flush=True)
+        _Running(missing, logs, at_once, where).run()
+
+
+def ordered(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks, each after those that it needs, and otherwise in the order that is given.
+
+    Raises:
+        InputError: if tasks need each other, or one that is not there.
+    """
+    by_name = {task.name: task for task in tasks}
+    for task in tasks:
+        strange = [name for name in task.needs if name not in by_name]
+        if strange:
+            raise InputError("needs", strange[0], f"{task.name} needs it", "Add it, or name others")
+    found: dict[str, Task] = {}
+    left = list(tasks)
+    while left:
+        ready = [task for task in left if all(name in found for name in task.needs)]
+        if not ready:
+            circle = ", ".join(task.name for task in left)
+            raise InputError("needs", circle, "none can begin before the others", "Break the cycle")
+        found |= {task.name: task for task in ready}
+        left = [task for task in left if task.name not in found]
+    return list(found.values())
+
+
+class _Process:
+    """A task at work, one of its commands after the other."""
+
+    def __init__(self, task: Task, logs: Path, where: Path | None):
+        self.task, self.where = task, where
+        self.begun_s = time.monotonic()
+        logs.mkdir(parents=True, exist_ok=True)
+        self.log: IO[str] = (logs / f"{task.name}.log").open("a")
+        self.waiting = deque(task.commands())
+        self.starts_s: float | None = None
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.starts_s = None
+        # In a process group of its own: Ctrl-C comes to this process alone, which passes it on.
+        return subprocess.Popen(
+            ["nice", sys.executable, "-m", *self.waiting[0]()],
+            cwd=self.where,
+            env=os.environ | self.task.environment(),
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+
+    def goes_on(self) -> bool:
+        """Whether there is more to wait for; starts the next command when one has ended."""
+        code = self.process.poll()
+        if code is None:
+            return True
+        if code == TRY_AGAIN_EXIT_CODE:
+            # Who was killed may have left a process behind that still trains what this one wants.
+            self.starts_s = self.starts_s or time.monotonic() + PAUSE_S
+            if time.monotonic() > self.starts_s:
+                self.process = self._start()
+            return True
+        if code == 0:
+            self.waiting.popleft()
+        if code != 0 or not self.waiting:
+            self.log.close()
+            return False
+        self.process = self._start()
+        return True
+
+    def stop(self) -> None:
+        """Let it save what it has and end."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait()
+        self.log.close()
+
+
+class _Running:
+    """Runs the missing tasks, and says how long that will take."""
+
+    def __init__(self, missing: Sequence[Task], logs: Path, at_once: int, where: Path | None):
+        self.logs, self.at_once, self.where = logs, at_once, where
+        self.waiting = list(missing)
+        self.live: list[_Process] = []
+        self.left = {task.name: task.work for task in missing}
+        self.failed: list[_Process] = []
+        self.work_done = 0.0
+        self.begun_s = time.monotonic()
+
+    def run(self) -> None:
+        with tqdm(total=len(self.left), unit="run", disable=None) as bar:
+            try:
+                while self.live or self._ready():
+                    self._start_what_can()
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                    for process in [own for own in self.live if not own.goes_on()]:
+                        self.live.remove(process)
+                        bar.update()
+                        if process.process.returncode == 0:
+                            self._tell(process)
+                        else:
+                            self.failed.append(process)
+            finally:
+                for process in self.live:
+                    process.stop()
+        if self.failed:
+            names = ", ".join(process.task.name for process in self.failed)
+            first = self.failed[0].log.name
+            problem = "failed, and what does not need it has been trained"
+            raise InputError("run", names, problem, f"{_last_words(first)}Look at {first}")
+
+    def _ready(self) -> list[Task]:
+        """The tasks whose needs are met."""
+        return [task for task in self.waiting if not any(name in self.left for name in task.needs)]
+
+    def _start_what_can(self) -> None:
+        for task in self._ready()[: self.at_once - len(self.live)]:
+            self.waiting.remove(task)
+            self.live.append(_Process(task, self.logs, self.where))
+
+    def _tell(self, process: _Process) -> None:
+        """Print what a task has found, and how long the others will take at the pace so far."""
+        task = process.task
+        self.work_done += self.left.pop(task.name)
+        hours = sum(self.left.values()) / self.work_done * self._elapsed_s() / 3600
+        tqdm.write(
+            f"{task.name}: {task.found()}; {(time.monotonic() - process.begun_s) / 60:.1f} min; "
+            f"{len(self.left)} runs, about {hours:.1f} h, to go"
+        )
+        sys.stdout.flush()
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self.begun_s
+
+
+def _last_words(log: str) -> str:
+    """The last line of a log, where it is one that says what to do."""
+    lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
+    return f"It says: {lines[-1]} " if lines and lines[-1].startswith("error:") else ""
+
+
+def threads_each(at_once: int) -> Mapping[str, str]:
+    """What lets so many processes at once share the cores of this machine, each its own."""
+    cores = max(1, (os.cpu_count() or 1) // at_once)
+    if cores == 1:
+        return {name: value for name, value in ONE_THREAD.items() if name != "JAX_PLATFORMS"}
+    return {"PJRT_NPROC": str(cores), "OPENBLAS_NUM_THREADS": str(cores)}

@@ -1,0 +1,316 @@
+"""What an ensemble of experts is told: domains, lanes, arms, and how all of its runs train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.config import MixtureConfig
+from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.parsing import load_as
+
+LANES = ("easy", "medium", "hard")
+"""What lanes are called that a probe or chance makes."""
+MEASURED, RANDOM = "measured", "random"
+SEED = "seed"
+DENSE, AVERAGED = "dense", "averaged"
+RUN_KEYS = {
+    "run_dir": "every run has a folder of its own in `folder`",
+    "init_from": "experts begin with seeds, and seeds with what seeds.init_from names",
+    "train": "seeds.steps and the steps of an arm say how long runs train",
+}
+DATA_KEYS = ("source", "path", "text_field", "mixture")
+
+
+@dataclass(frozen=True)
+class SeedsConfig:
+    """The models from which experts branch, one of each size that is asked for.
+
+    Attributes:
+        steps: iterations of each, on all domains but those outside.
+        run: sections that differ from `run`, as in a configuration.
+        init_from: of sizes whose model is there already, what `init_from` of a run takes.
+    """
+
+    steps: int = 300
+    run: dict = field(default_factory=dict)
+    init_from: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        """Refuse seeds that learn nothing."""
+        fields.integer(self.steps, "seeds.steps", 1)
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """How hard a domain is: the loss, on text for priors, of a seed that has trained on it briefly.
+
+    Attributes:
+        size: of the seed.
+        steps: for so many iterations, as experts train.
+    """
+
+    size: str | None = None
+    steps: int = 20
+
+    def __post_init__(self):
+        """Refuse a probe that learns nothing."""
+        fields.integer(self.steps, "probe.steps", 1)
+
+
+@dataclass(frozen=True)
+class ArmConfig:
+    """One way to have experts, or a model to compare with.
+
+    Attributes:
+        size: of all its experts, or by lane.
+        steps: iterations of every expert, or by lane; of a `dense` model, of all its training.
+        by_difficulty: whether the steps of an expert are in proportion to how hard its domain is by
+            the probe; `steps` is then their mean.
+        lanes: other lanes than those of all arms.
+        begins: a domain's expert begins with that of another domain, or with the `seed`, where that
+            is not the expert before it in its lane.
+        kind: `experts`; `dense`, one model on all domains that goes on from the seed; `scratch`,
+            one that begins anew; `averaged`, one model with the mean of the parameters of the
+            experts of the arm `of`.
+        of: the arm that is averaged.
+    """
+
+    size: str | dict[str, str] | None = None
+    steps: int | dict[str, int] = 100
+    by_difficulty: bool = False
+    lanes: str | dict[str, tuple[str, ...]] | None = None
+    begins: dict[str, str] = field(default_factory=dict)
+    kind: Annotated[str, Choice(("experts", DENSE, "scratch", AVERAGED))] = "experts"
+    of: str | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """On how much held-out text, and how experts are mixed.
+
+    Attributes:
+        sequences: of each domain, at most, on which perplexities are computed.
+        prior_sequences: of each domain, at most, from which a cached prior is estimated. They are
+            of other documents than those.
+        decay: of the prior, which forgets older sequences.
+        batch_size: sequences at once.
+    """
+
+    sequences: int = 64
+    prior_sequences: int = 100
+    decay: float = 0.3
+    batch_size: int = 16
+
+    def __post_init__(self):
+        """Refuse what would evaluate nothing."""
+        for name in ("sequences", "prior_sequences", "batch_size"):
+            fields.integer(getattr(self, name), f"evaluation.{name}", 1)
+        if not 0 < self.decay < 1:
+            problem = "must lie between 0 and 1"
+            raise InputError("evaluation.decay", self.decay, problem, "Write 0.3, say")
+
+
+@dataclass(frozen=True)
+class NodesConfig:
+    """Machines that the lanes of an arm share, each lane training on some of its own.
+
+    Attributes:
+        case: the case of all nodes, as a mapping or the path of a YAML file.
+        evaluations: how many divisions of the nodes are looked at.
+        budget_s: seconds of search for each plan.
+    """
+
+    case: str | dict = ""
+    evaluations: int = 200
+    budget_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Experts, the seeds from which they branch, and the arms that are compared.
+
+    Attributes:
+        folder: what everything is written to: runs, scores, results.json and results.svg.
+        seed: draws the first parameters, the order of text, and random lanes.
+        prepare: a module that writes text before anything else; it is given FOLDER/text, once.
+        at_once: so many runs train at the same time, each on its share of the cores.
+        run: what all runs are told, as in a configuration of `train`.
+        domains: where the text of each comes from; each has a `name`.
+        outside: domains that nothing is trained on.
+        sizes: by name, what differs in the section `model`.
+        seeds: the models from which experts branch.
+        experts: sections of a configuration in which experts differ from `run`.
+        lanes: domains by lane, in the order in which their experts follow one another;
+            `measured`, where a probe finds the easy, medium and hard ones; `random`.
+        probe: how hard domains are.
+        arms: what is compared, by name; the first is what others are compared with.
+        evaluation: on how much text, and how experts are mixed.
+        nodes: machines that the lanes of an arm share. null: every run has this one.
+    """
+
+    folder: str = "runs/experts"
+    seed: int = 0
+    prepare: str | None = None
+    at_once: int = 2
+    run: dict = field(default_factory=dict)
+    domains: tuple[MixtureConfig, ...] = ()
+    outside: tuple[str, ...] = ()
+    sizes: dict[str, dict] = field(default_factory=dict)
+    seeds: SeedsConfig = field(default_factory=SeedsConfig)
+    experts: dict = field(default_factory=dict)
+    lanes: str | dict[str, tuple[str, ...]] = MEASURED
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    arms: dict[str, ArmConfig] = field(default_factory=dict)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    nodes: NodesConfig | None = None
+
+    def __post_init__(self):
+        """Refuse what sections say against each other; the text is looked at later."""
+        fields.integer(self.seed, "seed", 0, fields.LARGEST_SEED)
+        fields.integer(self.at_once, "at_once", 1)
+        for name, tree in (
+            ("run", self.run),
+            ("experts", self.experts),
+            ("seeds.run", self.seeds.run),
+        ):
+            _require_own_keys(name, tree)
+        names = self.names
+        if not names:
+            raise InputError("domains", None, "is missing", "Name two domains or more")
+        for number, (name, domain) in enumerate(zip(names, self.domains, strict=True)):
+            if not name:
+                remedy = "Write name: NAME"
+                raise InputError(f"domains[{number}].name", domain.name, "is missing", remedy)
+            if names.count(name) > 1:
+                problem = "is the name of two domains"
+                raise InputError(f"domains[{number}].name", name, problem, "Give each its own")
+        for number, name in enumerate(self.outside):
+            _require_one_of(f"outside[{number}]", name, names, "a domain")
+        if not self.inside:
+            problem = "leaves no domain to train on"
+            raise InputError("outside", list(self.outside), problem, "Leave some inside")
+        if not self.sizes:
+            raise InputError("sizes", None, "is missing", "Write sizes: {M: {}}, say")
+        if not self.arms:
+            raise InputError("arms", None, "is missing", "Write arms: {one: {size: M}}, say")
+        for size in self.seeds.init_from:
+            _require_one_of("seeds.init_from", size, self.sizes, "a size")
+        if self.probe.size is not None:
+            _require_one_of("probe.size", self.probe.size, self.sizes, "a size")
+        self._require_lanes("lanes", self.lanes)
+        for name, arm in self.arms.items():
+            self._require_arm(name, arm)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all domains."""
+        return tuple(domain.name or "" for domain in self.domains)
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """The domains that experts are trained on."""
+        return tuple(name for name in self.names if name not in self.outside)
+
+    def lanes_of(self, arm: ArmConfig) -> str | Mapping[str, Sequence[str]]:
+        """The lanes of an arm, or the word that says how they are found."""
+        return self.lanes if arm.lanes is None else arm.lanes
+
+    @property
+    def probed_size(self) -> str:
+        """The size of the seed that measures how hard domains are."""
+        return self.probe.size or list(self.sizes)[len(self.sizes) // 2]
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether some arm needs to know how hard domains are."""
+        return any(
+            arm.by_difficulty or self.lanes_of(arm) == MEASURED
+            for arm in self.arms.values()
+            if arm.kind == "experts"
+        )
+
+    def _require_lanes(self, where: str, lanes: str | Mapping[str, Sequence[str]]) -> None:
+        if isinstance(lanes, str):
+            fields.text(lanes, where, (MEASURED, RANDOM))
+            return
+        found: dict[str, str] = {}
+        for lane, domains in lanes.items():
+            for name in domains:
+                _require_one_of(f"{where}.{lane}", name, self.inside, "a domain to train on")
+                if name in found:
+                    problem = f"its expert would begin with itself: it is in lane {found[name]} too"
+                    raise InputError(f"{where}.{lane}", name, problem, "Name each domain once")
+                found[name] = lane
+        missing = [name for name in self.inside if name not in found]
+        if missing:
+            problem = f"{missing[0]} is in no lane"
+            remedy = "Put it into one, or list it as outside"
+            raise InputError(where, sorted(found), problem, remedy)
+
+    def _require_arm(self, name: str, arm: ArmConfig) -> None:
+        where = f"arms.{name}"
+        require_choices(arm, where)
+        if arm.kind == AVERAGED:
+            averaged = self.arms.get(arm.of or "")
+            if averaged is None or averaged.kind != "experts":
+                problem = "is no arm of experts"
+                raise InputError(f"{where}.of", arm.of, problem, "Name the arm to average")
+            if isinstance(averaged.size, dict) and len(set(averaged.size.values())) > 1:
+                problem = "its experts differ in size"
+                raise InputError(f"{where}.of", arm.of, problem, "Name an arm of one size")
+            return
+        if arm.of is not None:
+            problem = "is for kind: averaged"
+            raise InputError(f"{where}.of", arm.of, problem, "Remove it")
+        lanes = self.lanes_of(arm)
+        self._require_lanes(f"{where}.lanes", lanes)
+        lane_names = LANES if isinstance(lanes, str) else tuple(lanes)
+        for key, given in (("size", arm.size), ("steps", arm.steps)):
+            if isinstance(given, dict):
+                if arm.kind != "experts":
+                    problem = f"by lane is for experts, and this is {arm.kind}"
+                    raise InputError(f"{where}.{key}", given, problem, "Give one")
+                for lane in (*given, *lane_names):
+                    _require_one_of(f"{where}.{key}", lane, lane_names, "a lane")
+                    _require_one_of(f"{where}.{key}", lane, given, "among those given")
+        for size in arm.size.values() if isinstance(arm.size, dict) else (arm.size,):
+            _require_one_of(f"{where}.size", size, self.sizes, "a size")
+        for steps in arm.steps.values() if isinstance(arm.steps, dict) else (arm.steps,):
+            fields.integer(steps, f"{where}.steps", 1)
+        for child, parent in arm.begins.items():
+            _require_one_of(f"{where}.begins", child, self.inside, "a domain to train on")
+            _require_one_of(f"{where}.begins", parent, (*self.inside, SEED), "a domain, or seed")
+
+
+def load_experts(path: Path, overrides: Sequence[str] = ()) -> ExpertsConfig:
+    """Read the file of an ensemble of experts, and apply overrides of the form ``key.sub=value``.
+
+    Raises:
+        InputError: for unknown keys, wrong types and values out of range.
+    """
+    return load_as(ExpertsConfig, path, "CONFIG", overrides)
+
+
+def _require_one_of(where: str, name: Any, known: Any, what: str) -> None:
+    if name not in known:
+        raise InputError(
+            where, name, f"is not {what}", f"Write one of {', '.join(map(str, known))}"
+        )
+
+
+def _require_own_keys(name: str, tree: Mapping[str, Any]) -> None:
+    """Refuse keys of runs that the ensemble decides."""
+    for key, why in RUN_KEYS.items():
+        if key in tree:
+            raise InputError(f"{name}.{key}", tree[key], why, "Remove it")
+    data = tree.get("data")
+    for key in DATA_KEYS:
+        if isinstance(data, dict) and key in data:
+            problem = "domains say where the text comes from"
+            raise InputError(f"{name}.data.{key}", data[key], problem, "Remove it")

@@ -1,0 +1,192 @@
+"""The perplexities of an ensemble's arms by domain, each way of mixing beside the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from skippipe_sched.figures.tables import aligned
+
+from skippipe_jax.ensemble.mixing import cached_log_prior, mix
+from skippipe_jax.experts.config import ExpertsConfig
+from skippipe_jax.experts.members import Arm, Member
+from skippipe_jax.experts.tasks import PRIORS, SCORES, Place, Scored
+from skippipe_jax.inference.scores import require_comparable
+from skippipe_jax.models.flops import iteration_flops
+from skippipe_jax.storage import run_folder
+
+CACHED = "posterior, cached prior"
+WAYS: dict[str, Mapping[str, str]] = {
+    CACHED: {"prior": "cached", "how": "posterior"},
+    "posterior, uniform prior": {"prior": "uniform", "how": "posterior"},
+    "posterior, decaying prior": {"prior": "decay", "how": "posterior"},
+    "top-1, cached prior": {"prior": "cached", "how": "top-1"},
+    "cached prior alone": {"prior": "cached", "how": "prior"},
+    "simple average": {"prior": "uniform", "how": "prior"},
+}
+"""How experts are mixed; the first is what arms are compared by."""
+OWN = "the domain's own expert"
+"""Of the domains that have one: what an oracle that knows the domain would ask."""
+DIGITS = 4
+
+
+def scored_models(place: Place, arm: Arm) -> dict[str, Scored]:
+    """The models whose scores are mixed to those of an arm: its experts, or the one that it is."""
+    if arm.averages:
+        return {"averaged": averaged_model(place, arm)}
+    return {name: Scored(place, (own,), own.name) for name, own in arm.members.items()}
+
+
+def averaged_model(place: Place, arm: Arm) -> Scored:
+    """The mean of the experts of an arm."""
+    members = tuple(arm.members.values())
+    digest = Scored(place, members, "").digest
+    return Scored(place, members, f"averaged-{digest[:8]}")
+
+
+def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[str, float]:
+    """Loss of a domain [nats per token] by each way of mixing; of a single model, its own."""
+    found = {part: _together(models, domain, part) for part in (PRIORS, SCORES)}
+    log_p, counted, resets = found[SCORES]
+
+    def loss(of_targets: Float[np.ndarray, "sequence position"]) -> float:
+        return -float(of_targets[counted].mean(dtype=np.float64))
+
+    if len(models) == 1:
+        return {CACHED: loss(log_p[0])}
+    cached = cached_log_prior(found[PRIORS][0], found[PRIORS][2], decay)
+    losses = {
+        name: loss(
+            mix(
+                log_p,
+                resets,
+                **way,
+                log_prior=cached if way["prior"] == "cached" else None,
+                decay=decay,
+            )
+        )
+        for name, way in WAYS.items()
+    }
+    if domain in models:
+        losses[OWN] = loss(log_p[list(models).index(domain)])
+    return losses
+
+
+def _together(models: Mapping[str, Scored], domain: str, part: str) -> tuple[np.ndarray, ...]:
+    """Log-probabilities [expert sequence position], which count, and where documents begin."""
+    scores = {name: model.scores(domain, part) for name, model in models.items()}
+    require_comparable(scores)
+    first = next(iter(scores.values()))
+    log_p = np.stack([own.log_probabilities for own in scores.values()])
+    return log_p, first.counted, first.resets
+
+
+def training_flops(place: Place, members: Iterable[Member]) -> float:
+    """Operations of training these runs, each once, without what they begin with."""
+    return float(sum(_own_flops(place, run) for run in _each_once(members)))
+
+
+def _each_once(members: Iterable[Member]) -> list[Member]:
+    return list({own.digest: own for own in members}.values())
+
+
+def _own_flops(place: Place, member: Member) -> float:
+    folder = place.run_dir(member)
+    config = run_folder.saved_config(folder, "folder")
+    plan, data = run_folder.saved_plan(folder), config.data
+    each = iteration_flops(config.model, plan, data.microbatch_size, data.sequence_length)
+    return float(member.steps * each)
+
+
+def results_of(place: Place, arms: Sequence[Arm]) -> dict[str, Any]:
+    """What results.json holds of the arms: perplexities by domain, means, steps and compute."""
+    return {arm.name: _of_arm(place, arm) for arm in arms}
+
+
+def _of_arm(place: Place, arm: Arm) -> dict[str, Any]:
+    config = place.config
+    models = scored_models(place, arm)
+    losses = {name: losses_of(models, name, config.evaluation.decay) for name in config.names}
+    ways = {
+        way: _means(config, {name: own[way] for name, own in losses.items() if way in own})
+        for way in losses[config.inside[0]]
+    }
+    members = list(arm.members.values())
+    before = [run for own in members for run in own.lineage()[:-1]]
+    return ways[CACHED] | {
+        "lanes": {lane: list(domains) for lane, domains in arm.lanes.items()},
+        "members": {
+            name: {"size": own.size, "steps": own.steps, "begins_with": _begins_with(own)}
+            for name, own in arm.members.items()
+        },
+        "training_flops": training_flops(place, members),
+        "training_flops_with_seeds": training_flops(place, [*before, *members]),
+        "models_asked": len(models),
+        "ways": {way: found for way, found in ways.items() if len(ways) > 1},
+    }
+
+
+def _begins_with(member: Member) -> str | None:
+    return member.parent.name if isinstance(member.parent, Member) else member.parent
+
+
+def _means(config: ExpertsConfig, losses: Mapping[str, float]) -> dict[str, Any]:
+    """Perplexities of these domains, and their means: all, inside and outside."""
+    perplexities = {name: math.exp(loss) for name, loss in losses.items()}
+
+    def mean(names: Iterable[str]) -> float | None:
+        own = [perplexities[name] for name in names if name in perplexities]
+        return round(float(np.mean(own)), DIGITS) if own else None
+
+    return {
+        "domains": {name: round(own, DIGITS) for name, own in perplexities.items()},
+        "mean": mean(config.names),
+        "inside": mean(config.inside),
+        "outside": mean(config.outside),
+        "loss": {name: round(loss, DIGITS + 2) for name, loss in losses.items()},
+    }
+
+
+def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
+    """Perplexities for a reader: a line for each domain, a column for each arm, then means."""
+    names = list(arms)
+    rows = [["perplexity", *names]]
+    for domain in (*config.inside, *config.outside):
+        where = " (outside)" if domain in config.outside else ""
+        rows.append([domain + where, *_row(arms, lambda own, d=domain: own["domains"][d])])
+    for mean in ("inside", "outside", "mean"):
+        rows.append([f"mean, {mean}" if mean != "mean" else "mean", *_row(arms, _key(mean))])
+    first = next(iter(arms.values()))
+    for key, told in (
+        ("training_flops", "training compute"),
+        ("training_flops_with_seeds", "with what they begin with"),
+    ):
+        shares = [own[key] / first[key] for own in arms.values()]
+        rows.append([told, *(f"{share:.3f}" for share in shares)])
+    rows.append(["models asked", *(str(own["models_asked"]) for own in arms.values())])
+    lines = [aligned(rows, [0]), "", "means by how experts are mixed, inside / outside:"]
+    ways = [["", *(name for name, own in arms.items() if own["ways"])]]
+    for way in (*WAYS, OWN):
+        mixed = [own["ways"][way] for own in arms.values() if way in own["ways"]]
+        ways.append([way, *(f"{_figure(one['inside'])} / {_figure(one['outside'])}" for one in mixed)])
+    return "\n".join([*lines, aligned(ways, [0])] if len(ways[0]) > 1 else lines[:1])
+
+
+def _row(
+    arms: Mapping[str, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], float | None]
+) -> list[str]:
+    """The figures of all arms, the least one marked."""
+    figures = [read(own) for own in arms.values()]
+    known = [figure for figure in figures if figure is not None]
+    return [_figure(own) + ("*" if known and own == min(known) else " ") for own in figures]
+
+
+def _key(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda own: own[name]
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

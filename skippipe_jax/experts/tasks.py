@@ -1,0 +1,209 @@
+"""The work that an ensemble needs: each run is trained and scores all domains, in processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from skippipe_sched import fields
+
+from skippipe_jax.campaign.running import Command, digest_of, threads_each
+from skippipe_jax.experts.config import ExpertsConfig
+from skippipe_jax.experts.members import Member, mixture_entry
+from skippipe_jax.inference.scores import Scores
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.layout import latest_step
+from skippipe_jax.storage.whole_file import write_whole
+
+PRIORS, SCORES = "priors", "scores"
+SPECIFICATION, DONE = "asked.json", "done.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an ensemble works, and what all of its models are asked."""
+
+    config: ExpertsConfig
+    folder: Path
+
+    def run_dir(self, member: Member) -> Path:
+        """The folder of a run."""
+        return self.folder / "runs" / member.name
+
+    def origin(self, member: Member) -> str | None:
+        """What `init_from` says of a run."""
+        if isinstance(member.parent, Member):
+            return f"run:{self.run_dir(member.parent)}"
+        return member.parent
+
+    @cached_property
+    def asked(self) -> dict[str, Any]:
+        """What every model scores: the text of all domains, as a file holds it."""
+        evaluation = self.config.evaluation
+        return {
+            "domains": [mixture_entry(self.config, name) for name in self.config.names],
+            "batch_size": evaluation.batch_size,
+            PRIORS: evaluation.prior_sequences,
+            SCORES: evaluation.sequences,
+        }
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A model that scores all domains: a run, or the mean of several.
+
+    Attributes:
+        members: the runs.
+        name: how its files are called.
+    """
+
+    place: Place
+    members: tuple[Member, ...]
+    name: str
+
+    @property
+    def folder(self) -> Path:
+        """Where its scores are."""
+        return self.place.folder / "scores" / self.name
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that its scores come from."""
+        return digest_of([[own.digest for own in self.members], self.place.asked])
+
+    def is_scored(self) -> bool:
+        """Whether its scores of all domains are there."""
+        done = self.folder / DONE
+        return done.exists() and fields.load_json(done, str(done))["digest"] == self.digest
+
+    def scores(self, domain: str, part: str) -> Scores:
+        """What it says of a part of a domain."""
+        return Scores.load(self.folder / f"{domain}-{part}.npz")
+
+    def scoring(self) -> Command:
+        """The command that writes its scores."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / SPECIFICATION
+        runs = [str(self.place.run_dir(own)) for own in self.members]
+        asked = {"digest": self.digest, "runs": runs, **self.place.asked}
+        write_whole(path, json.dumps(asked))
+        return ["skippipe_jax.experts.scoring", str(path)]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run that is trained, and then scores all domains; see `campaign.running.Task`."""
+
+    place: Place
+    member: Member
+    scored: bool = True
+    hosts: int = 1
+    plan: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """As the run's."""
+        return self.member.name
+
+    @property
+    def needs(self) -> Collection[str]:
+        """The run that it begins with."""
+        parent = self.member.parent
+        return (parent.name,) if isinstance(parent, Member) else ()
+
+    @property
+    def work(self) -> float:
+        """Its iterations, and what starting costs."""
+        return self.member.steps + 30.0
+
+    @property
+    def model(self) -> Scored:
+        """Its scores."""
+        return Scored(self.place, (self.member,), self.name)
+
+    def is_done(self) -> bool:
+        """Whether it has been trained, and has scored what it is asked."""
+        return self.model.is_scored() if self.scored else self._is_trained()
+
+    def environment(self) -> Mapping[str, str]:
+        """Its share of the cores."""
+        return threads_each(self.place.config.at_once * self.hosts)
+
+    def commands(self) -> Sequence[Callable[[], Command]]:
+        """The training, unless it has ended, and the scoring."""
+        training = [] if self._is_trained() else [self._training]
+        return [*training, self.model.scoring] if self.scored else training
+
+    def found(self) -> str:
+        """Its last loss."""
+        last = run_folder.read_metrics(self.place.run_dir(self.member))[-1]
+        return f"loss {last['loss']:.4f} after {last['step']} iterations"
+
+    def _is_trained(self) -> bool:
+        return latest_step(self.place.run_dir(self.member)) == self.member.steps
+
+    def _training(self) -> Command:
+        run = self.place.run_dir(self.member)
+        path = self.place.folder / "configs" / f"{self.name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tree = {**self.member.tree, "run_dir": str(run)}
+        origin = self.place.origin(self.member)
+        if origin is not None:
+            tree["init_from"] = origin
+        if self.plan is not None:
+            tree["plan"] = {"file": str(self.plan)}
+        path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        resume = ["--resume"] if run_folder.is_run(run) else []
+        given = ["--config", str(path), *resume]
+        if self.hosts > 1:
+            return ["skippipe_jax.launch", *given, "--hosts", str(self.hosts)]
+        return ["skippipe_jax.train", *given]
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """The mean of several runs that scores all domains."""
+
+    model: Scored
+
+    @property
+    def name(self) -> str:
+        """How its files are called."""
+        return self.model.name
+
+    @property
+    def needs(self) -> Collection[str]:
+        """The runs."""
+        return tuple(own.name for own in self.model.members)
+
+    @property
+    def work(self) -> float:
+        """What starting costs."""
+        return 30.0
+
+    def is_done(self) -> bool:
+        """Whether its scores are there."""
+        return self.model.is_scored()
+
+    def environment(self) -> Mapping[str, str]:
+        """Its share of the cores."""
+        return threads_each(self.model.place.config.at_once)
+
+    def commands(self) -> Sequence[Callable[[], Command]]:
+        """The scoring."""
+        return [self.model.scoring]
+
+    def found(self) -> str:
+        """Of how many runs it is."""
+        return f"scored the mean of {len(self.model.members)} runs"
+
+
+def asked_of(path: Path) -> dict[str, Any]:
+    """What a model is asked, as `Scored.scoring` wrote it."""
+    return fields.load_json(path, str(path))
+
