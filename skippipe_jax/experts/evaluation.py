@@ -171,7 +171,9 @@ def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
     ways = [["", *(name for name, own in arms.items() if own["ways"])]]
     for way in (*WAYS, OWN):
         mixed = [own["ways"][way] for own in arms.values() if way in own["ways"]]
-        ways.append([way, *(f"{_figure(one['inside'])} / {_figure(one['outside'])}" for one in mixed)])
+        ways.append(
+            [way, *(f"{_figure(one['inside'])} / {_figure(one['outside'])}" for one in mixed)]
+        )
     return "\n".join([*lines, aligned(ways, [0])] if len(ways[0]) > 1 else lines[:1])
 
 

@@ -206,4 +206,3 @@ class Averaging:
 def asked_of(path: Path) -> dict[str, Any]:
     """What a model is asked, as `Scored.scoring` wrote it."""
     return fields.load_json(path, str(path))
-

@@ -1,0 +1,99 @@
+"""Perplexity by domain and arm, as an SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skippipe_sched.figures.colours import GOLDEN_ANGLE, oklch
+from skippipe_sched.figures.svg import (
+    CHARACTER,
+    MARGIN,
+    WIDTH,
+    add_circle,
+    add_line,
+    add_rect,
+    add_text,
+    add_tip,
+    add_title,
+    round_ticks,
+    start_picture,
+    svg_text,
+)
+
+# Pixels.
+LEGEND_TOP, LEGEND_LINE, LEGEND_COLUMNS = 54, 18, 3
+ROW, AXIS, DOT = 30, 34, 5
+MOST_RATIO_TICKS = 10
+
+STYLE = """
+.experts .first{stroke:#171b22;stroke-width:1.2;stroke-dasharray:4 3}
+.experts .mean{font-weight:600;fill:#171b22}
+"""
+
+
+def picture(
+    inside: Sequence[str], outside: Sequence[str], arms: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """A line for each domain and each mean, on which every arm has a dot.
+
+    A dot stands where the arm's perplexity lies as a share of the first arm's, which is written
+    beside the domain; dots to the left of the dashed line are better than the first arm.
+    """
+    first_name, first = next(iter(arms.items()))
+    rows = [(name, lambda own, d=name: own["domains"].get(d)) for name in inside]
+    rows += [(f"{name} (outside)", lambda own, d=name: own["domains"].get(d)) for name in outside]
+    rows += [("mean, inside", lambda own: own["inside"])]
+    rows += [("mean, outside", lambda own: own["outside"])] if outside else []
+
+    shares = [
+        read(own) / read(first)
+        for _, read in rows
+        for own in arms.values()
+        if read(own) is not None and read(first) is not None
+    ]
+    low, high = min(*shares, 0.98) - 0.01, max(*shares, 1.02) + 0.01
+    left = MARGIN + CHARACTER * max(len(label) for label, _ in rows) + 60
+    right = WIDTH - MARGIN - 12
+
+    def x(share: float) -> float:
+        return left + (right - left) * (share - low) / (high - low)
+
+    top = LEGEND_TOP + LEGEND_LINE * (1 + (len(arms) - 1) // LEGEND_COLUMNS) + 8
+    bottom = top + ROW * len(rows)
+    svg = start_picture("experts", (WIDTH, bottom + AXIS), "Perplexity by domain and arm", STYLE)
+    add_title(svg, "Perplexity by domain", f"as a share of that of {first_name}")
+    for number, name in enumerate(arms):
+        across, down = number % LEGEND_COLUMNS, number // LEGEND_COLUMNS
+        place = MARGIN + across * (WIDTH - 2 * MARGIN) / LEGEND_COLUMNS
+        height = LEGEND_TOP + LEGEND_LINE * down
+        add_circle(svg, "", place + DOT, height - 4, DOT).set("fill", _colour(number))
+        add_text(svg, "", place + 3 * DOT, height, name)
+    for index, (label, read) in enumerate(rows):
+        height = top + ROW * (index + 0.5)
+        if index % 2 == 0:
+            add_rect(svg, "band", (MARGIN, right + 12), (height - ROW / 2, height + ROW / 2))
+        is_mean = label.startswith("mean")
+        add_text(svg, "mean" if is_mean else "stage", MARGIN + 4, height + 4, label)
+        add_text(svg, "end", left - 12, height + 4, f"{read(first):.3f}")
+    for tick in round_ticks(high, low, MOST_RATIO_TICKS):
+        add_line(svg, "grid", (x(tick), top), (x(tick), bottom + 4))
+        add_text(svg, "middle", x(tick), bottom + 18, f"{tick:.10g}")
+    add_line(svg, "first", (x(1.0), top), (x(1.0), bottom))
+    for index, (label, read) in enumerate(rows):
+        for number, (name, own) in enumerate(arms.items()):
+            perplexity = read(own)
+            if perplexity is None:
+                continue
+            # Dots of different arms that would cover each other lie a little apart.
+            height = top + ROW * (index + 0.5) + (number - (len(arms) - 1) / 2) * 2
+            dot = add_circle(svg, "", x(perplexity / read(first)), height, DOT)
+            dot.set("fill", _colour(number))
+            dot.set("fill-opacity", "0.85")
+            add_tip(dot, f"{label}, {name}: {perplexity:.3f}")
+    return svg_text(svg)
+
+
+def _colour(number: int) -> str:
+    """A colour by which an arm is known; neighbours differ in lightness too."""
+    return oklch(0.62 + 0.1 * (number % 3 - 1), 0.13, 250 + GOLDEN_ANGLE * number)

@@ -1,0 +1,175 @@
+"""What ``skippipe experts`` does: text, seeds, probes, experts, scores, and the comparison."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.campaign.running import Task, run_all
+from skippipe_jax.data.batches import load_corpora, tokenizer_of
+from skippipe_jax.data.tokenizer import load_tokenizer
+from skippipe_jax.experts import difficulty, evaluation
+from skippipe_jax.experts.evaluation import averaged_model
+from skippipe_jax.experts.members import Arm, Member, Members
+from skippipe_jax.experts.picture import picture
+from skippipe_jax.experts.tasks import Averaging, Place, Training
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.whole_file import write_whole
+
+RESULTS, PICTURE, DIFFICULTY = "results.json", "results.svg", "difficulty.json"
+PREPARED = "prepared.json"
+
+
+def train(place: Place) -> dict[str, Any]:
+    """Train and score all that is missing, and compare; returns what results.json holds.
+
+    Ctrl-C, or a crash, loses at most what runs have done since their last checkpoint; the next call
+    goes on.
+
+    Raises:
+        InputError: if the configuration, the text or a model cannot be used, before anything
+            trains; or if a run fails.
+    """
+    with run_folder.Hold(place.folder) as hold:
+        hold.take()
+        prepare(place)
+        require_usable(place)
+        hard = probed(place) if place.config.is_probed else None
+        arms = Members(place.config, hard).arms()
+        _run(place, [*trainings(place, arms), *averagings(place, arms)])
+        return compare(place, arms, hard)
+
+
+def probe(place: Place) -> dict[str, float]:
+    """Train the probed seed, and the probes from it; returns how hard each domain is."""
+    with run_folder.Hold(place.folder) as hold:
+        hold.take()
+        prepare(place)
+        require_usable(place)
+        return probed(place)
+
+
+def evaluate(place: Place) -> dict[str, Any]:
+    """Compare what has been trained and scored already.
+
+    Raises:
+        InputError: if something is missing.
+    """
+    hard = None
+    if place.config.is_probed:
+        _require_done(trainings_of(place, Members(place.config).probes().values()))
+        hard = difficulty.measured(place)
+    arms = Members(place.config, hard).arms()
+    _require_done([*trainings(place, arms), *averagings(place, arms)])
+    return compare(place, arms, hard)
+
+
+def prepare(place: Place) -> None:
+    """Have the text written, once.
+
+    Raises:
+        InputError: if the program fails that writes it.
+    """
+    module, text = place.config.prepare, place.folder / "text"
+    if module is None or (text / PREPARED).exists():
+        return
+    print(f"writing text: python -m {module} {text}", flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(text)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        remedy = f"It says: {said}. Run python -m {module} {text} to see more"
+        raise InputError("prepare", module, f"ended with code {done.returncode}", remedy)
+    write_whole(text / PREPARED, json.dumps({"by": module}))
+
+
+def require_usable(place: Place) -> None:
+    """Refuse what any of the runs, or the comparison, could not use; nothing has been trained.
+
+    Raises:
+        InputError: naming what cannot be used.
+    """
+    config = place.config
+    # Which lanes there will be makes no difference to what is wrong with a run.
+    assumed = {name: 1.0 for name in config.inside}
+    arms = Members(config, assumed).arms()
+    members = [run for arm in arms for own in arm.members.values() for run in own.lineage()]
+    if config.is_probed:
+        members += Members(config).probes().values()
+    tokenizers: dict[str, str] = {}
+    for member in {own.digest: own for own in members}.values():
+        told = member.config()
+        tokenizer = tokenizer_of(told.data)
+        tokenizers.setdefault(load_tokenizer(tokenizer).digest, f"{member.size} ({tokenizer})")
+    if len(tokenizers) > 1:
+        problem = "their tokenizers differ, so what they say cannot be mixed"
+        remedy = "Give all sizes one data.tokenizer"
+        raise InputError("sizes", ", ".join(tokenizers.values()), problem, remedy)
+    _require_text(place, members[0])
+
+
+def _require_text(place: Place, member: Member) -> None:
+    """Refuse a domain without text, in training or held out, for priors or for scores."""
+    from skippipe_jax.experts.scoring import data_of
+    from skippipe_jax.inference.scores import require_parts
+
+    data = data_of(member.config().data, place.asked)
+    load_corpora(data)
+    require_parts(data)
+
+
+def probed(place: Place) -> dict[str, float]:
+    """How hard each domain is, measured where it has not been."""
+    _run(place, trainings_of(place, Members(place.config).probes().values()))
+    found = difficulty.measured(place)
+    write_whole(place.folder / DIFFICULTY, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def trainings(place: Place, arms: Iterable[Arm]) -> list[Training]:
+    """The training of all runs of the arms, and of those that they begin with."""
+    return trainings_of(place, [own for arm in arms for own in arm.members.values()])
+
+
+def trainings_of(place: Place, members: Iterable[Member]) -> list[Training]:
+    """The training of these runs, and of those that they begin with, each once."""
+    asked = list(members)
+    needed = {run.name: run for own in asked for run in own.lineage()}
+    names = {own.name for own in asked}
+    return [Training(place, run, scored=name in names) for name, run in needed.items()]
+
+
+def averagings(place: Place, arms: Iterable[Arm]) -> list[Averaging]:
+    """The models that are means of others."""
+    return [Averaging(averaged_model(place, arm)) for arm in arms if arm.averages]
+
+
+def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None) -> dict[str, Any]:
+    """Write the table's figures and the picture; returns the figures."""
+    found = {
+        "seed": place.config.seed,
+        "difficulty": hard,
+        "evaluation": place.asked,
+        "arms": evaluation.results_of(place, arms),
+    }
+    write_whole(place.folder / RESULTS, json.dumps(found, indent=1) + "\n")
+    drawn = picture(place.config.inside, place.config.outside, found["arms"])
+    write_whole(place.folder / PICTURE, drawn)
+    return found
+
+
+def _run(place: Place, tasks: Sequence[Task]) -> None:
+    run_all(tasks, place.folder / "logs", place.config.at_once)
+
+
+def _require_done(tasks: Sequence[Task]) -> None:
+    missing = [task.name for task in tasks if not task.is_done()]
+    if missing:
+        problem = f"has not been trained and scored ({len(missing)} of {len(tasks)} runs)"
+        raise InputError("folder", missing[0], problem, "Run skippipe experts CONFIG")
