@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
@@ -111,6 +111,19 @@ class StagedModel:
         x = self.run(self._order(order), batch)
         nats, tokens = self.sum_of_losses(x, jnp.asarray(batch["targets"])).tolist()
         return nats / tokens
+
+    def log_probabilities(
+        self, batch: Batch, order: Sequence[int] | None = None
+    ) -> Float32[np.ndarray, "sequence position"]:
+        """The log-probability of each target of a batch in nats; 0 where it is not counted.
+
+        That is one number for each token: nothing of the vocabulary's size leaves the data stage,
+        which holds logits of a chunk of tokens at a time. Documents of one sequence do not see each
+        other where the batch says where they begin. `order` is as in `loss`.
+        """
+        x = self.run(self._order(order), batch)
+        nats = _nats(self.structures[0], self.parameters[0], x, jnp.asarray(batch["targets"]))
+        return 0.0 - np.asarray(nats)  # And not -0.0, where there is no target.
 
     def logits(
         self, given: str | Tokens, order: Sequence[int] | None = None
@@ -232,6 +245,11 @@ def _apply(structure: Any, parameters: Any, inputs: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _loss(structure: Any, parameters: Any, x: Array, targets: Array) -> Array:
     return jnp.stack(nnx.merge(structure, parameters).loss(x, targets))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _nats(structure: Any, parameters: Any, x: Array, targets: Array) -> Array:
+    return nnx.merge(structure, parameters).scores(x, targets)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
