@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import glob
+import itertools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import PurePosixPath
 from typing import Annotated
 
 from skippipe_sched import fields
@@ -18,6 +21,8 @@ PACKING = Choice(("windows", "documents"))
 SOURCES = Choice(("python", "text", "jsonl", "parquet", "tokens", "chat"))
 # What becomes of documents that are longer than a sequence.
 TOO_LONG = Choice(("drop", "truncate", "split"))
+# All held-out documents, those that priors are estimated on, or those that scores are taken of.
+HELD_OUT_PARTS = Choice(("all", "priors", "scores"))
 
 
 # A greater cycle would take memory for proportions that nobody could tell from simpler ones.
@@ -70,12 +75,15 @@ class MixtureConfig:
         path: as `data.path`.
         text_field: as `data.text_field`.
         weight: its share of all sequences, relative to the others.
+        name: the domain that it is, by which evaluation reports it. null: the last part of its
+            path that is no pattern, or else its kind, with a number where another has that name.
     """
 
     source: Annotated[str, SOURCES] = "text"
     path: str | None = None
     text_field: str = "text"
     weight: float = 1.0
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,7 @@ class DataConfig:
             raise InputError("data.path", self.path, problem, "Remove it")
         for part in self.sources():
             self._check_source(part)
+        self._check_names()
         if self.too_long is not None and self.packing != "documents":
             problem = f"has no effect on packing {self.packing}, which cut all documents alike"
             remedy = "Write packing: documents too, or remove it"
@@ -183,6 +192,16 @@ class DataConfig:
         if source.path is not None:
             fields.text(source.path, f"{source.field}.path")
 
+    def _check_names(self) -> None:
+        given: set[str] = set()
+        for number, one in enumerate(self.mixture or ()):
+            if one.name is None:
+                continue
+            field = f"data.mixture[{number}].name"
+            if fields.text(one.name, field) in given:
+                raise InputError(field, one.name, "names two domains", "Give each its own name")
+            given.add(one.name)
+
     def sources(self) -> tuple[DocumentSource, ...]:
         """Where documents come from, one source or those of the mixture."""
         if self.mixture is None:
@@ -193,6 +212,18 @@ class DataConfig:
             )
             for number, one in enumerate(self.mixture)
         )
+
+    def domains(self) -> tuple[str, ...]:
+        """What each of the sources is called, no two alike."""
+        given = [one.name for one in self.mixture or ()] or [None]
+        names: list[str] = []
+        for name, source in zip(given, self.sources(), strict=True):
+            if name is None:
+                name = _derived_name(source)
+                numbered = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+                name = next(one for one in numbered if one not in (*given, *names))
+            names.append(name)
+        return tuple(names)
 
     def shares(self) -> tuple[int, ...]:
         """How many sequences of each source come in one cycle of the mixture."""
@@ -215,3 +246,13 @@ class DataConfig:
                 "Write weights with fewer digits",
             )
         return tuple(share // common for share in shares)
+
+
+def _derived_name(source: DocumentSource) -> str:
+    """The last part of a source's path that is no pattern, or else its kind."""
+    parts = PurePosixPath(source.path or "").parts
+    return next((part for part in reversed(parts) if _is_name(part)), source.kind)
+
+
+def _is_name(part: str) -> bool:
+    return not glob.has_magic(part) and part not in ("/", "..", "~")

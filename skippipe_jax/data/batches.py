@@ -22,9 +22,11 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, DocumentSource
+from skippipe_jax.config.data import HELD_OUT_PARTS
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.corpus import Corpus, read_corpus
 from skippipe_jax.data.documents import local_path, require_apart
+from skippipe_jax.data.held_out_parts import part_of
 from skippipe_jax.data.rows import (
     NOT_COUNTED,
     Interleaving,
@@ -85,18 +87,22 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
     corpora = _read_corpora(sources, tokenizer_of(config), config.held_out, config.shuffle_seed)
     for source, corpus in zip(config.sources(), corpora, strict=True):
         for part, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
-            # A window has a target after it; a document has two tokens at least, its marks.
-            needed = config.sequence_length + 1 if config.packing == "windows" else 2
-            size = documents.tokens.size
-            if size < needed:
-                raise InputError(
-                    "data.sequence_length",
-                    config.sequence_length,
-                    f"the {part} text of {source.origin[1]} has {size} tokens, and one sequence "
-                    f"with its last target needs {needed}",
-                    "Shorten the sequence, give more text, or change data.held_out",
-                )
+            _require_a_sequence(config, f"the {part} text of {source.origin[1]}", documents)
     return corpora
+
+
+def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocuments) -> None:
+    """Raise `InputError`, telling which `text` these documents are, unless they fill a sequence."""
+    # A window has a target after it; a document has two tokens at least, its marks.
+    needed = config.sequence_length + 1 if config.packing == "windows" else 2
+    size = documents.tokens.size
+    if size < needed:
+        raise InputError(
+            "data.sequence_length",
+            config.sequence_length,
+            f"{text} has {size} tokens, and one sequence with its last target needs {needed}",
+            "Shorten the sequence, give more text, or change data.held_out",
+        )
 
 
 class TrainingBatches:
@@ -189,17 +195,29 @@ class TrainingBatches:
 
 
 def held_out_batches(
-    config: DataConfig, batch_size: int, limit: int | None = None
+    config: DataConfig,
+    batch_size: int,
+    limit: int | None = None,
+    *,
+    part: str = "all",
+    domain: str | None = None,
 ) -> Iterator[Batch]:
     """The held-out rows of all sources once, in a fixed shuffled order; at most `limit` batches.
 
-    The last batch is padded to `batch_size` sequences whose targets are all `NOT_COUNTED`.
-    Raises `InputError` as `load_corpora` does, or if all documents of a source are too long.
+    The last batch is padded to `batch_size` sequences whose targets are all `NOT_COUNTED`. `part`
+    is one of `HELD_OUT_PARTS`, and `domain`, if given, the only source that is read. Raises
+    `InputError` as `load_corpora` does, or if all documents of a source are too long, a part of a
+    domain is shorter than one row, or there is no such part or domain.
     """
     padding = load_tokenizer(tokenizer_of(config)).padding
+    fields.text(part, "part", HELD_OUT_PARTS)
+    if domain is not None:
+        fields.text(domain, "domain", config.domains())
+    each = zip(config.domains(), config.sources(), load_corpora(config), strict=True)
     rows = [
-        _rows(config, source, "held-out", corpus.held_out)
-        for source, corpus in zip(config.sources(), load_corpora(config), strict=True)
+        _held_out_rows(config, source, corpus.held_out, part, name)
+        for name, source, corpus in each
+        if domain in (None, name)
     ]
     bounds = np.cumsum([0, *map(len, rows)])
 
@@ -212,6 +230,17 @@ def held_out_batches(
     order = grain.MapDataset.range(int(bounds[-1])).shuffle(config.shuffle_seed)
     batches = order.batch(batch_size, batch_fn=batch)
     return iter(batches[:limit].to_iter_dataset(_READ_IN_CALLER))
+
+
+def document_starts(batch: Batch, begin: int) -> Bool[np.ndarray, "sequence position"]:
+    """Where what is known of a document does not go on: at each first token that a row shows of it.
+
+    That are the first position of every row, and those that `begins` marks; in windows, where
+    documents are not told apart, those of the tokenizer's begin mark, `begin`.
+    """
+    starts = batch["begins"].copy() if "begins" in batch else batch["tokens"] == begin
+    starts[:, 0] = True
+    return starts
 
 
 @functools.lru_cache(maxsize=2)
@@ -242,6 +271,17 @@ def what_is_too_long(config: DataConfig) -> list[str]:
     return [line for line in told if line is not None]
 
 
+def _held_out_rows(
+    config: DataConfig, source: DocumentSource, held_out: TokenizedDocuments, part: str, domain: str
+) -> Rows:
+    if part == "all":
+        return _rows(config, source, "held-out", held_out)
+    documents = part_of(held_out, part)
+    text = f"the held-out text for {part} of the domain {domain}"
+    _require_a_sequence(config, text, documents)
+    return _rows(config, source, f"held-out, for {part} of the domain {domain}", documents)
+
+
 def _rows(
     config: DataConfig, source: DocumentSource, part: str, documents: TokenizedDocuments
 ) -> Rows:
@@ -252,6 +292,11 @@ def _rows(
             raise InputError("data.packing", "windows", problem, "Write packing: documents")
         return Windows(documents, config.sequence_length)
     pieces = _pieces(config, documents)
+    if not len(pieces.starts) and not pieces.too_long:
+        # A document that is alone has been cut in two.
+        origin = source.origin[1]
+        problem = f"in the documents of {origin} ({part}) there is nothing to learn"
+        raise InputError(*source.origin, problem, "Give more of them")
     if not len(pieces.starts):
         treatment = _treatment(config, documents)
         left = "none" if treatment == "drop" else "nothing of them to learn"

@@ -1,0 +1,275 @@
+"""Held-out documents in two parts, the domains of a mixture, and where documents start."""
+
+import copy
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.config import DataConfig, MixtureConfig
+from skippipe_jax.data.batches import document_starts, held_out_batches, load_corpora
+from skippipe_jax.data.held_out_parts import part_of
+from skippipe_jax.data.learnt import Learnt
+from skippipe_jax.data.rows import NOT_COUNTED, TokenizedDocuments
+from skippipe_jax.data.tokenizer import ByteTokenizer
+from skippipe_jax.data.tokenizing import write_tokens
+from skippipe_jax.storage.new_folder import new_folder
+
+LENGTH = 15
+
+# Of each token, what it is and whether it is learnt.
+DOCUMENTS = st.lists(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=2, max_size=6).map(tuple),
+    min_size=1,
+    max_size=12,
+)
+
+
+def together(documents, *, chat: bool) -> TokenizedDocuments:
+    tokens, learnt = np.array([*itertools.chain(*documents)]).T
+    ends = np.cumsum([len(one) for one in documents])
+    marks = Learnt.where(learnt.astype(bool)) if chat else None
+    return TokenizedDocuments(tokens.astype(np.uint16), ends, marks)
+
+
+def apart(documents: TokenizedDocuments) -> list[tuple]:
+    """Each document as pairs of a token and whether it is learnt."""
+    learnt = documents.learnt
+    marks = np.ones(documents.tokens.size, bool)
+    if learnt is not None:
+        marks = learnt.of(0, documents.tokens.size)
+    starts = [0, *documents.ends[:-1]]
+    both = list(zip(documents.tokens[:].tolist(), marks.tolist(), strict=True))
+    return [tuple(both[start:end]) for start, end in zip(starts, documents.ends, strict=True)]
+
+
+def tokens_of(document) -> tuple[int, ...]:
+    return tuple(token for token, _ in document)
+
+
+@settings(max_examples=300, deadline=None)
+@given(DOCUMENTS, st.booleans())
+def test_parts_never_meet_and_are_all_there_is(documents, chat):
+    whole = together(documents, chat=chat)
+    priors, scores = (apart(part_of(whole, part)) for part in ("priors", "scores"))
+    assert priors
+    assert scores
+    if len({tokens_of(one) for one in documents}) > 1:
+        assert Counter(priors + scores) == Counter(apart(whole))
+        assert not {*map(tokens_of, priors)} & {*map(tokens_of, scores)}
+        # In the order of the text.
+        for part in (priors, scores):
+            rest = iter(apart(whole))
+            assert all(one in rest for one in part)
+    else:
+        joined = [begin + end for begin, end in zip(priors, scores, strict=True)]
+        assert joined == apart(whole)
+        assert len({*map(tokens_of, priors)}) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(DOCUMENTS, st.randoms())
+def test_neither_order_nor_dtype_nor_what_is_learnt_moves_a_document(documents, random):
+    whole = together(documents, chat=False)
+    other = together(random.sample(documents, len(documents)), chat=True)
+    other = replace(other, tokens=np.asarray(other.tokens).astype(np.int32))
+    for part in ("priors", "scores"):
+        first, second = (
+            Counter(map(tokens_of, apart(part_of(own, part)))) for own in (whole, other)
+        )
+        assert first == second
+
+
+def test_about_a_quarter_is_for_priors_and_no_other_document_moves_one():
+    documents = [tuple((n // 10**k % 10, True) for k in range(4)) for n in range(2000)]
+    count = len(apart(part_of(together(documents, chat=False), "priors")))
+    assert 420 < count < 580
+    few = {*apart(part_of(together(documents[:900], chat=False), "priors"))}
+    every = {*apart(part_of(together(documents, chat=False), "priors"))}
+    assert few == every & {*documents[:900]}
+
+
+def mixture(folder: Path, **changes) -> DataConfig:
+    """Two domains of files, and one that is a single file."""
+    for name, letter in (("small", "s"), ("large", "l")):
+        (folder / name).mkdir()
+        for number in range(24):
+            (folder / name / f"{number}").write_text(f"{letter}{number:02}" * (number % 7 + 2))
+    (folder / "alone").write_text("".join(f"a{number:03}" for number in range(100)))
+    sources = (
+        MixtureConfig("text", str(folder / "small")),
+        MixtureConfig("text", str(folder / "large"), name="LARGE"),
+        MixtureConfig("text", str(folder / "alone")),
+    )
+    config = DataConfig(source="mixture", mixture=sources, sequence_length=LENGTH, held_out=0.5)
+    return replace(config, **changes)
+
+
+def same(first, second) -> bool:
+    first, second = list(first), list(second)
+    return len(first) == len(second) and all(
+        one.keys() == other.keys() and all((one[key] == other[key]).all() for key in one)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+def pairs(batches) -> Counter:
+    """Every target that counts, with its token."""
+    found = Counter()
+    for batch in batches:
+        counted = batch["targets"] != NOT_COUNTED
+        found.update(zip(batch["tokens"][counted], batch["targets"][counted], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_a_domain_and_its_parts_are_read_alone(tmp_path, packing):
+    config = mixture(tmp_path, packing=packing)
+    assert config.domains() == ("small", "LARGE", "alone")
+    every = list(held_out_batches(config, 3))
+    assert same(every, held_out_batches(config, 3, part="all", domain=None))
+    domains = [list(held_out_batches(config, 3, domain=name)) for name in config.domains()]
+    assert sum(map(pairs, domains), Counter()) == pairs(every)
+    one = replace(config, source="text", path=str(tmp_path / "small"), mixture=None)
+    assert same(domains[0], held_out_batches(one, 3))
+    assert one.domains() == ("small",)
+    for name, own in zip(config.domains()[:2], domains, strict=False):
+        parts = [
+            pairs(held_out_batches(config, 3, part=p, domain=name)) for p in ("priors", "scores")
+        ]
+        assert parts[0].total() < parts[1].total()
+        if packing == "documents":
+            # Every number is of one document, so the parts share only letters and marks.
+            assert parts[0] + parts[1] == pairs(own)
+    for part in ("priors", "scores"):
+        of_part = list(held_out_batches(config, 1, part=part))
+        each = [held_out_batches(config, 1, part=part, domain=name) for name in config.domains()]
+        assert sum(map(pairs, each), Counter()) == pairs(of_part)
+
+
+def test_a_document_alone_is_cut_in_two(tmp_path):
+    config = mixture(tmp_path, packing="documents", sequence_length=500)
+    [priors], [scores] = (
+        list(held_out_batches(config, 1, part=part, domain="alone"))
+        for part in ("priors", "scores")
+    )
+    whole = load_corpora(config)[2].held_out.tokens[:]
+    used = [batch["tokens"][batch["targets"] != NOT_COUNTED] for batch in (priors, scores)]
+    last = [batch["targets"][batch["targets"] != NOT_COUNTED][-1] for batch in (priors, scores)]
+    assert [*used[0], last[0], *used[1], last[1]] == whole.tolist()
+    assert len(used[0]) + 1 == round(len(whole) / 4)
+
+
+def test_tokens_on_disk_are_divided_as_their_text_is(tmp_path):
+    config = mixture(tmp_path, packing="documents")
+    text = replace(config, source="text", path=str(tmp_path / "large"), mixture=None)
+    with new_folder(tmp_path / "tokens", "--output") as folder:
+        write_tokens(folder, text.sources(), "bytes", 0.5, text.shuffle_seed, processes=1)
+    tokens = replace(text, source="tokens", path=str(tmp_path / "tokens"), held_out=0.05)
+    for part in ("priors", "scores"):
+        assert same(held_out_batches(text, 2, part=part), held_out_batches(tokens, 2, part=part))
+
+
+def test_conversations_keep_what_is_learnt(tmp_path):
+    def said(number: int) -> str:
+        messages = [
+            {"role": "user", "content": f"what {number}?"},
+            {"role": "assistant", "content": f"{number:05}"},
+        ]
+        return json.dumps({"messages": messages})
+
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(said, range(40))))
+    config = DataConfig(
+        source="chat",
+        path=str(tmp_path / "chat.jsonl"),
+        packing="documents",
+        sequence_length=80,
+        held_out=0.5,
+    )
+    answers = [
+        [
+            ByteTokenizer().decode(row[row != NOT_COUNTED])
+            for batch in held_out_batches(config, 1, part=part)
+            for row in batch["targets"]
+        ]
+        for part in ("all", "priors", "scores")
+    ]
+    numbers = [
+        Counter("".join(each)[n : n + 5] for n in range(0, len("".join(each)), 5))
+        for each in answers
+    ]
+    assert numbers[0] == numbers[1] + numbers[2]
+    assert numbers[1]
+    assert numbers[2]
+    assert {*numbers[0]} <= {f"{number:05}" for number in range(40)}
+
+
+def test_a_part_shorter_than_a_sequence_is_named(tmp_path):
+    config = mixture(tmp_path, sequence_length=150)
+    assert list(held_out_batches(config, 1, domain="alone"))
+    with pytest.raises(InputError, match="for priors of the domain alone has 50 tokens") as caught:
+        held_out_batches(config, 1, part="priors", domain="alone")
+    assert caught.value.field == "data.sequence_length"
+    with pytest.raises(InputError, match="part = 'prior': unknown name"):
+        held_out_batches(config, 1, part="prior")
+    with pytest.raises(InputError, match="domain = 'medium': unknown name"):
+        held_out_batches(config, 1, domain="medium")
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        ([("text", "a/books")], ["books"]),
+        (
+            [("text", "a/books/"), ("text", "b/books"), ("python", None)],
+            ["books", "books-2", "python"],
+        ),
+        ([("jsonl", "code/*.jsonl"), ("jsonl", "gs://bucket/wiki/**/*.gz")], ["code", "wiki"]),
+        ([("text", "."), ("text", "~"), ("jsonl", "../*")], ["text", "text-2", "jsonl"]),
+    ],
+)
+def test_a_domain_without_a_name_is_called_after_its_path(sources, names):
+    config = DataConfig(source="mixture", mixture=tuple(MixtureConfig(*one) for one in sources))
+    assert list(config.domains()) == names
+
+
+@pytest.mark.parametrize(("name", "problem"), [("books", "two domains"), ("", "must be text")])
+def test_a_wrong_name_is_refused(name, problem):
+    sources = tuple(MixtureConfig("python", name=one) for one in ("books", name))
+    with pytest.raises(InputError, match=problem) as caught:
+        DataConfig(source="mixture", mixture=sources)
+    assert caught.value.field == "data.mixture[1].name"
+
+
+def test_a_name_that_is_given_is_nobody_elses():
+    sources = (MixtureConfig("text", "books"), MixtureConfig("python", name="books"))
+    config = DataConfig(source="mixture", mixture=sources)
+    assert config.domains() == ("books-2", "books")
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_document_starts(tmp_path, packing):
+    config = mixture(tmp_path, packing=packing)
+    inside = 0
+    for batch in held_out_batches(config, 4, domain="small"):
+        kept = copy.deepcopy(batch)
+        starts = document_starts(batch, ByteTokenizer.begin)
+        assert same([batch], [kept])
+        expected = batch["tokens"] == ByteTokenizer.begin
+        if "begins" in batch:
+            assert (starts[:, 1:] == batch["begins"][:, 1:]).all()
+            # Pieces of documents that are too long start anew, too.
+            assert not (expected & ~starts).any()
+        expected[:, 0] = True
+        assert starts[:, 0].all()
+        if "begins" not in batch:
+            assert (starts == expected).all()
+        inside += starts[:, 1:].sum()
+    assert inside
