@@ -13,7 +13,17 @@ from beartype import beartype
 from jaxtyping import AbstractArray, install_import_hook
 
 # Those of skippipe_jax with shapes in signatures, below the commands.
-ROOMS = ("data", "inference", "models", "optim", "profiling", "program", "runtime", "training")
+ROOMS = (
+    "data",
+    "ensemble",
+    "inference",
+    "models",
+    "optim",
+    "profiling",
+    "program",
+    "runtime",
+    "training",
+)
 
 
 def enforce_shapes() -> None:
