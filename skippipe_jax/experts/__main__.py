@@ -65,7 +65,7 @@ def _experts(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.experts.tasks import Place
 
-    place = Place(config, Path(config.folder).absolute(), arguments.config.parent)
+    place = Place(config, Path(config.folder).absolute())
     return _ACTIONS[arguments.action](place)
 
 

@@ -14,7 +14,7 @@ from skippipe_jax.ensemble.mixing import cached_log_prior, mix
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import Arm, Member
 from skippipe_jax.experts.tasks import PRIORS, SCORES, Place, Scored
-from skippipe_jax.inference.scores import require_comparable
+from skippipe_jax.inference.scores import require_same_text
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.storage import run_folder
 
@@ -78,7 +78,7 @@ def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[s
 def _together(models: Mapping[str, Scored], domain: str, part: str) -> tuple[np.ndarray, ...]:
     """Log-probabilities [expert sequence position], which count, and where documents begin."""
     scores = {name: model.scores(domain, part) for name, model in models.items()}
-    require_comparable(scores)
+    require_same_text(scores)
     first = next(iter(scores.values()))
     log_p = np.stack([own.log_probabilities for own in scores.values()])
     return log_p, first.counted, first.resets

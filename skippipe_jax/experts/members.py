@@ -228,8 +228,9 @@ def merged(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(tree)
     for section, value in own.items():
         before = result.get(section)
-        both = isinstance(value, dict) and isinstance(before, dict)
-        result[section] = {**before, **value} if both else value
+        if isinstance(value, dict) and isinstance(before, dict):
+            value = {**before, **value}
+        result[section] = value
     return result
 
 

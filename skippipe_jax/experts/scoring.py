@@ -29,10 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _score(arguments: argparse.Namespace) -> int:
     with loading():
-        from dataclasses import replace
-
-        from skippipe_jax.config.data import MixtureConfig
-        from skippipe_jax.experts.tasks import DONE, PRIORS, SCORES, asked_of
+        from skippipe_jax.experts.tasks import DONE, PRIORS, SCORES, asked_of, data_of
         from skippipe_jax.inference.ensemble import averaged
         from skippipe_jax.inference.scores import score
         from skippipe_jax.inference.staged_model import read_run
@@ -44,8 +41,7 @@ def _score(arguments: argparse.Namespace) -> int:
     models, configs = [model for model, _, _ in read], [config for _, config, _ in read]
     keep_programs(configs[0].compilation_cache)
     model = models[0] if len(models) == 1 else averaged(models)
-    domains = tuple(MixtureConfig(**domain) for domain in asked["domains"])
-    data = replace(configs[0].data, mixture=domains, microbatch_size=asked["batch_size"])
+    data = data_of(configs[0].data, asked)
     for domain in data.domains():
         for part in (PRIORS, SCORES):
             found = score(model, data, domain, part, asked[part])

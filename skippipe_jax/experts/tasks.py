@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import yaml
 from skippipe_sched import fields
 
 from skippipe_jax.campaign.running import Command, digest_of, threads_each
+from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import Member, mixture_entry
 from skippipe_jax.inference.scores import Scores
@@ -206,3 +207,9 @@ class Averaging:
 def asked_of(path: Path) -> dict[str, Any]:
     """What a model is asked, as `Scored.scoring` wrote it."""
     return fields.load_json(path, str(path))
+
+
+def data_of(data: DataConfig, asked: Mapping[str, Any]) -> DataConfig:
+    """The data of a run with all domains instead of its own, in batches to be scored."""
+    domains = tuple(MixtureConfig(**domain) for domain in asked["domains"])
+    return replace(data, mixture=domains, microbatch_size=asked["batch_size"])

@@ -6,18 +6,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.campaign.running import Task, run_all
-from skippipe_jax.data.batches import load_corpora, tokenizer_of
+from skippipe_jax.data.batches import held_out_batches, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.experts import difficulty, evaluation
 from skippipe_jax.experts.evaluation import averaged_model
 from skippipe_jax.experts.members import Arm, Member, Members
 from skippipe_jax.experts.picture import picture
-from skippipe_jax.experts.tasks import Averaging, Place, Training
+from skippipe_jax.experts.tasks import PRIORS, SCORES, Averaging, Place, Training, data_of
+from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.whole_file import write_whole
 
@@ -60,10 +62,7 @@ def evaluate(place: Place) -> dict[str, Any]:
     Raises:
         InputError: if something is missing.
     """
-    hard = None
-    if place.config.is_probed:
-        _require_done(trainings_of(place, Members(place.config).probes().values()))
-        hard = difficulty.measured(place)
+    hard = _known_difficulty(place)
     arms = Members(place.config, hard).arms()
     _require_done([*trainings(place, arms), *averagings(place, arms)])
     return compare(place, arms, hard)
@@ -116,12 +115,10 @@ def require_usable(place: Place) -> None:
 
 def _require_text(place: Place, member: Member) -> None:
     """Refuse a domain without text, in training or held out, for priors or for scores."""
-    from skippipe_jax.experts.scoring import data_of
-    from skippipe_jax.inference.scores import require_parts
-
     data = data_of(member.config().data, place.asked)
-    load_corpora(data)
-    require_parts(data)
+    for domain in data.domains():
+        for part in (PRIORS, SCORES):
+            next(held_out_batches(data, 1, 1, part=part, domain=domain))
 
 
 def probed(place: Place) -> dict[str, float]:
@@ -162,6 +159,39 @@ def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None)
     drawn = picture(place.config.inside, place.config.outside, found["arms"])
     write_whole(place.folder / PICTURE, drawn)
     return found
+
+
+def export(place: Place) -> list[Path]:
+    """Write every expert, and every other model of the arms, as a Hugging Face model.
+
+    Models that are there already stay as they are.
+
+    Raises:
+        InputError: if one has not been trained.
+    """
+    hard = _known_difficulty(place)
+    members = [own for arm in Members(place.config, hard).arms() for own in arm.members.values()]
+    each = {own.name: own for own in members}
+    _require_done(trainings_of(place, each.values()))
+    folders = []
+    for name, own in each.items():
+        folders.append(place.folder / "huggingface" / name)
+        if not folders[-1].exists():
+            folders[-1].parent.mkdir(exist_ok=True)
+            to_huggingface(place.run_dir(own), folders[-1])
+    return folders
+
+
+def _known_difficulty(place: Place) -> dict[str, float] | None:
+    """How hard domains are, where that is needed and the probes are done.
+
+    Raises:
+        InputError: if they are not.
+    """
+    if not place.config.is_probed:
+        return None
+    _require_done(trainings_of(place, Members(place.config).probes().values()))
+    return difficulty.measured(place)
 
 
 def _run(place: Place, tasks: Sequence[Task]) -> None:
