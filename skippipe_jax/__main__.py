@@ -24,6 +24,7 @@ ABOUT = {
     "evaluate": "held-out loss of a model, in full and with stages left out or swapped",
     "generate": "text sampled from a model, of which any stages run",
     "harness": "tasks of lm-evaluation-harness on a model, or on some of its stages",
+    "experts": "train experts on domains, apart from each other, and compare ensembles of them",
     "report": "one HTML page of a run",
     "tokenize": "tokenize text once, or train a tokenizer for it",
     "convert": "Hugging Face models become runs, and runs become Hugging Face models",
@@ -61,7 +62,7 @@ def _adder(name: str) -> Callable[[argparse.ArgumentParser], None]:
     """What tells a parser of a command."""
     if name == "completion":
         return _add_completion
-    inside = ".__main__" if name == "config" else ""
+    inside = ".__main__" if name in ("config", "experts") else ""
     return import_module(f"skippipe_jax.{name}{inside}").add_arguments
 
 
