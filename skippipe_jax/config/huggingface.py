@@ -15,22 +15,6 @@ from skippipe_jax.config.model import ModelConfig, RopeScaling
 
 CONFIG = "config.json"
 
-# The keys of our model section that config.json decides.
-SHAPES = (
-    "vocabulary_size",
-    "width",
-    "layers",
-    "heads",
-    "kv_heads",
-    "ffn_width",
-    "context",
-    "rope_theta",
-    "rope_scaling",
-    "tied_head",
-    "norm_epsilon",
-)
-
-
 # By model_type: what is one and the same network under two names, and what config.json may leave
 # out because transformers knows it by the name.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -66,23 +50,6 @@ LLAMA3_ROPE = {
 
 # What a model is called on the Hub: an owner, if there is one, and a name.
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-def folder_of(init_from: str) -> Path:
-    """The folder that `init_from: hf:DIR` names.
-
-    Raises:
-        InputError: if it has another form.
-    """
-    kind, _, path = init_from.partition(":")
-    if kind != "hf" or not path:
-        raise InputError(
-            "init_from",
-            init_from,
-            "names no weights",
-            "Write hf:DIR, where DIR holds config.json and safetensors files",
-        )
-    return Path(path).expanduser()
 
 
 def how_to_fetch(name: str, *patterns: str) -> str:
@@ -152,20 +119,6 @@ def read_model(folder: Path, field: str = CONFIG) -> ModelConfig:
         tied_head=tied_head,
         norm_epsilon=fields.number(given.get("rms_norm_eps", 1e-6), f"{path}: rms_norm_eps"),
     )
-
-
-def require_shapes(folder: Path, of_weights: ModelConfig, given: Mapping[str, Any]) -> None:
-    """Refuse keys of `model` that differ from those of the weights; the context may be shorter."""
-    for key in SHAPES:
-        theirs = getattr(of_weights, key)
-        own = given.get(key, theirs)
-        if own != theirs and not (key == "context" and own < theirs):
-            raise InputError(
-                f"model.{key}",
-                own,
-                f"{folder / CONFIG} says {theirs!r}",
-                "Leave it out: with init_from, shapes come from there",
-            )
 
 
 def require_no_window(folder: Path, context: int) -> None:

@@ -1,10 +1,11 @@
-"""From YAML and overrides to a `Config`, and back."""
+"""From YAML and overrides to a `Config`, and back; and the one that a run has saved."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import functools
+import os
 import types
 import typing
 from collections.abc import Sequence
@@ -15,19 +16,16 @@ import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config import huggingface
 from skippipe_jax.config.former_keys import without_former_keys
-from skippipe_jax.config.huggingface import (
-    SHAPES,
-    folder_of,
-    read_model,
-    require_no_window,
-    require_shapes,
-)
+from skippipe_jax.config.init_from import RUN, SHAPES, origin_of, require_shapes
 from skippipe_jax.config.model import PRESETS, ModelConfig
 from skippipe_jax.config.run import Config
 from skippipe_jax.config.tokenizer import has_tokenizer
 
 T = TypeVar("T")
+CONFIG = "config.yaml"
+"""Where a run keeps its configuration in full."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -83,22 +81,90 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
     """
     if all(key in model for key in SHAPES):
         return model
-    folder, hints = folder_of(init_from), typing.get_type_hints(ModelConfig)
-    of_weights = read_model(folder, "init_from")
+    origin, hints = origin_of(init_from), typing.get_type_hints(ModelConfig)
+    folder = origin.folder
+    if origin.kind == RUN:
+        file, of_weights = folder / CONFIG, _model_of_run(folder)
+    else:
+        file = folder / huggingface.CONFIG
+        of_weights = huggingface.read_model(folder, "init_from")
     given = {key: _parse(hints[key], model[key], f"model.{key}") for key in SHAPES if key in model}
-    require_shapes(folder, of_weights, given)
-    require_no_window(folder, given.get("context", of_weights.context))
+    require_shapes(file, of_weights, given)
+    if origin.kind != RUN:
+        huggingface.require_no_window(folder, given.get("context", of_weights.context))
     shapes = to_tree(of_weights)
     return {key: shapes[key] for key in SHAPES} | model
 
 
 def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:
     """The data section, by default with the tokenizer that came with the weights."""
-    folder = folder_of(init_from)
+    folder = origin_of(init_from).tokenizer
     is_given = data.get("tokenizer") is not None or data.get("source") == "tokens"
     if is_given or not has_tokenizer(folder):
         return data
     return data | {"tokenizer": str(folder)}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run: the config, which is written last, marks it."""
+    # A name too long for a file is no error here, as it would be for Path.exists.
+    return os.path.exists(folder / CONFIG)
+
+
+def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run, overridden; `field` names where the folder was given.
+
+    Raises:
+        InputError: if the folder holds no run.
+    """
+    tree = _saved_tree(folder, field)
+    _parse_saved(folder, tree)
+    return parse_config(tree, overrides)
+
+
+def _model_of_run(folder: Path) -> ModelConfig:
+    """The shapes of a run that another begins with."""
+    # It has them all, so they are not looked for where it began itself, which may be gone.
+    return _parse_saved(folder, _saved_tree(folder, "init_from"), ["init_from=null"]).model
+
+
+def _saved_tree(folder: Path, field: str) -> Any:
+    if not is_run(folder):
+        raise InputError(
+            field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
+        )
+    path = folder / CONFIG
+    return _as_it_was(fields.load_yaml(path, str(path)))
+
+
+def _parse_saved(folder: Path, tree: Any, overrides: Sequence[str] = ()) -> Config:
+    try:
+        return parse_config(tree, overrides)
+    except InputError as error:
+        raise InputError(
+            f"{folder / CONFIG}: {error.field}",
+            error.value,
+            error.problem,
+            "The run's own file is damaged: bring it back, or start another run",
+        ) from error
+
+
+def _as_it_was(tree: Any) -> Any:
+    """What a run was told, without keys that are none any more, and with what is younger than it.
+
+    Conversations longer than a sequence were split before `data.too_long` had a default for them.
+    """
+    if isinstance(tree, dict):
+        # The model that it has trained is as good as any.
+        tree = {own: without_former_keys(tree[own], own, whatever=True) for own in tree}
+    data = tree.get("data") if isinstance(tree, dict) else None
+    if not isinstance(data, dict) or "too_long" in data:
+        return tree
+    mixture = data.get("mixture")
+    sources = [data, *(mixture if isinstance(mixture, list) else [])]
+    if any(isinstance(one, dict) and one.get("source") == "chat" for one in sources):
+        return tree | {"data": data | {"too_long": "split"}}
+    return tree
 
 
 def to_tree(config: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -14,7 +15,7 @@ from skippipe_jax.config.checkpoint import CheckpointConfig
 from skippipe_jax.config.choices import Choice, require_choices
 from skippipe_jax.config.cluster import DISTRIBUTED, ClusterConfig
 from skippipe_jax.config.data import DataConfig
-from skippipe_jax.config.huggingface import folder_of
+from skippipe_jax.config.init_from import RUN, origin_of
 from skippipe_jax.config.join import JoinConfig
 from skippipe_jax.config.model import ModelConfig
 from skippipe_jax.config.network import NetworkConfig
@@ -101,8 +102,9 @@ class Config:
         run_dir: the folder that the run writes.
         seed: draws the first parameters.
         init_from: where the first parameters come from instead: `hf:DIR`, the folder of a Hugging
-            Face model, which gives the shapes in `model` too, before a preset does. Of
-            these only the context may be chosen: a shorter one.
+            Face model; `run:DIR@STEP`, a checkpoint of another run, or with `run:DIR` its newest.
+            They give the shapes in `model` too, before a preset does, and the tokenizer. Of the
+            shapes only the context may be chosen: a shorter one.
         execution: with `strict` every node keeps to the plan's order, and a run gives the same bits
             each time. With `ready-first` a node takes, among the operations whose inputs have
             arrived, the earliest in the plan's order, so that it does not stand still when a
@@ -156,7 +158,15 @@ class Config:
         """Refuse what the sections say against each other, and values out of range."""
         fields.integer(self.seed, "seed", 0, fields.LARGEST_SEED)
         if self.init_from is not None:
-            folder_of(self.init_from)
+            origin = origin_of(self.init_from)
+            same = os.path.realpath(origin.folder) == os.path.realpath(self.run_dir)
+            if origin.kind == RUN and same:
+                raise InputError(
+                    "init_from",
+                    self.init_from,
+                    "is the run itself, whose folder is run_dir",
+                    "Name another run, or give this one another folder: --set run_dir=...",
+                )
         if "://" in self.run_dir:
             raise InputError(
                 "run_dir",

@@ -26,16 +26,17 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.links import GIBIBYTE
 from tqdm import tqdm
 
-from skippipe_jax.config import ModelConfig
+from skippipe_jax.config import DataConfig, ModelConfig
 from skippipe_jax.config.huggingface import (
     EXPRESSIBLE,
     FAMILIES,
     LLAMA3_ROPE,
     read_model,
     require_no_window,
-    require_shapes,
 )
+from skippipe_jax.config.init_from import require_shapes
 from skippipe_jax.config.tokenizer import BYTES
+from skippipe_jax.data.batches import tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
@@ -190,7 +191,7 @@ class Weights:
 
     def require_shapes_of(self, model: ModelConfig) -> None:
         """Refuse a model of other shapes, or of sequences in which a window would show."""
-        require_shapes(self.folder, self.model, vars(model))
+        require_shapes(self.folder / CONFIG, self.model, vars(model))
         require_no_window(self.folder, model.context)
 
     def read_stage(self, parameters: Any, first_layer: int) -> Parameters:
@@ -207,6 +208,10 @@ class Weights:
             if tensor.leaf == "embedding" and self.model.tied_head and HEAD in self.files:
                 self._require_tied(array)
         return jax.tree.unflatten(jax.tree.structure(parameters), leaves.values())
+
+    def has_tokenizer_of(self, data: DataConfig) -> bool:
+        """Whether its tokenizer is that of the data, or may stand beside bytes."""
+        return tokenizer_of(data) in (BYTES, str(self.folder))
 
     def copy_companions(self, target: Path) -> None:
         """Copy config.json and what belongs to the tokenizer into the folder `target`."""

@@ -51,7 +51,7 @@ class Spare(Protocol):
 
 def every_part(checkpoint: Checkpoint) -> list[str]:
     """All stages and the state of the data."""
-    return [*_every_stage(checkpoint), DATA]
+    return [*every_stage(checkpoint), DATA]
 
 
 def newest_whole(run_dir: Path, step: int | None = None) -> Checkpoint:
@@ -73,7 +73,7 @@ def _newest_whole(run_dir: Path) -> Checkpoint:
     damages: list[DamagedCheckpoint] = []
     while steps:
         try:
-            found = _verified(open_checkpoint(run_dir, steps.pop()), _every_stage)
+            found = verified(open_checkpoint(run_dir, steps.pop()), every_stage)
         except DamagedCheckpoint as error:
             damages.append(error)
         else:
@@ -185,7 +185,7 @@ class _Search:
 
         def look() -> list[str] | None:
             try:
-                opened.append(_verified(open_checkpoint(self.run_dir, step), self.parts))
+                opened.append(verified(open_checkpoint(self.run_dir, step), self.parts))
             except DamagedCheckpoint as error:
                 return error.parts()
             return None
@@ -225,13 +225,18 @@ def _clear(run_dir: Path, last: Checkpoint | None, damaged: Collection[int]) -> 
             remove(folder)
 
 
-def _verified(checkpoint: Checkpoint, parts: Parts) -> Checkpoint:
-    """The checkpoint, some of whose parts have been found as they were committed."""
+def verified(checkpoint: Checkpoint, parts: Parts) -> Checkpoint:
+    """The checkpoint, some of whose parts have been found as they were committed.
+
+    Raises:
+        DamagedCheckpoint: if they are not.
+    """
     names = frozenset(parts(checkpoint))
     for part in sorted(names):
         require_intact(checkpoint, part)
     return replace(checkpoint, intact=names)
 
 
-def _every_stage(checkpoint: Checkpoint) -> list[str]:
+def every_stage(checkpoint: Checkpoint) -> list[str]:
+    """All stages."""
     return [stage_name(stage) for stage in range(len(checkpoint.stage_layers))]

@@ -21,8 +21,8 @@ from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.timing.simulate import simulate_plan
 
-from skippipe_jax.config import NO_RECIPE, Config, parse_config, to_yaml
-from skippipe_jax.config.former_keys import without_former_keys
+from skippipe_jax.config import NO_RECIPE, Config, to_yaml
+from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.consensus.wire import generation_to_json, parse_generation
 from skippipe_jax.program.schedule import OWN, Schedule
@@ -31,7 +31,7 @@ from skippipe_jax.storage.whole_file import PARTIAL, write_whole
 
 T = TypeVar("T")
 
-CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"
+PLAN, METRICS = "plan.json", "metrics.jsonl"
 PLANS = "plans"
 """The folder of the plans that a recipe asks for, each by its name, and of their pictures."""
 CASE = "case.yaml"
@@ -40,17 +40,13 @@ BEST = "best.json"
 """Which checkpoint has the lowest held-out loss, in a run that computes it."""
 MEMBERSHIP = "membership.jsonl"
 """Which hosts have trained together, a line for each generation."""
+PARENT = "parent.json"
+"""Of which run's checkpoint the weights were that a run began with, if it began so."""
 RECOVERIES = "recoveries.jsonl"
 """How the run has come over the loss of a stage, a line for each time."""
 GENERATIONS = "generations"
 """The folder of the plans by which generations went on, in which two hosts that have lost each
 other also find out which goes on."""
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run: the config, which is written last, marks it."""
-    # A name too long for a file is no error here, as it would be for Path.exists.
-    return os.path.exists(folder / CONFIG)
 
 
 def require_new(folder: Path) -> None:
@@ -159,48 +155,6 @@ def continue_run(folder: Path, config: Config, step: int) -> None:
     write_whole(folder / CONFIG, to_yaml(config))
     kept = [line for line in read_metrics(folder) if line["step"] <= step]
     write_whole(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
-
-
-def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a run, overridden; `field` names where the folder was given.
-
-    Raises:
-        InputError: if the folder holds no run.
-    """
-    if not is_run(folder):
-        raise InputError(
-            field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
-        )
-    path = folder / CONFIG
-    tree = _as_it_was(fields.load_yaml(path, str(path)))
-    try:
-        parse_config(tree)
-    except InputError as error:
-        raise InputError(
-            f"{path}: {error.field}",
-            error.value,
-            error.problem,
-            "The run's own file is damaged: bring it back, or start another run",
-        ) from error
-    return parse_config(tree, overrides)
-
-
-def _as_it_was(tree: Any) -> Any:
-    """What a run was told, without keys that are none any more, and with what is younger than it.
-
-    Conversations longer than a sequence were split before `data.too_long` had a default for them.
-    """
-    if isinstance(tree, dict):
-        # The model that it has trained is as good as any.
-        tree = {own: without_former_keys(tree[own], own, whatever=True) for own in tree}
-    data = tree.get("data") if isinstance(tree, dict) else None
-    if not isinstance(data, dict) or "too_long" in data:
-        return tree
-    mixture = data.get("mixture")
-    sources = [data, *(mixture if isinstance(mixture, list) else [])]
-    if any(isinstance(one, dict) and one.get("source") == "chat" for one in sources):
-        return tree | {"data": data | {"too_long": "split"}}
-    return tree
 
 
 def saved_plan(folder: Path) -> Plan:
@@ -369,6 +323,35 @@ class MetricsWriter:
     def close(self) -> None:
         """Add no more."""
         self._file.close()
+
+
+def write_parent(folder: Path, told: Mapping[str, Any] | None) -> None:
+    """Note what a run that is about to begin has the weights of; of a start before it none stays.
+
+    Raises:
+        InputError: if the folder cannot be written.
+    """
+    with _accessible(folder):
+        if told is None:
+            (folder / PARENT).unlink(missing_ok=True)
+        else:
+            write_whole(folder / PARENT, json.dumps(told, indent=1) + "\n")
+
+
+def read_parent(folder: Path) -> Mapping[str, Any] | None:
+    """What a run has noted of the one whose weights it began with; None if there is no such note.
+
+    Raises:
+        InputError: if it is damaged.
+    """
+    path = folder / PARENT
+    if not path.exists():
+        return None
+    told = fields.load_json(path, str(path))
+    names = ("init_from", "folder", "step", "checkpoint", "config", "parent")
+    told = fields.mapping(told, str(path), names, names)
+    fields.integer(told["step"], f"{path}: step", 0)
+    return told
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -12,24 +13,63 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.cluster.agreement import agree
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
-from skippipe_jax.config import Config, StageCut
-from skippipe_jax.config.huggingface import folder_of
-from skippipe_jax.interop.huggingface import Weights, open_weights
+from skippipe_jax.config import Config, DataConfig, ModelConfig, StageCut
+from skippipe_jax.config.init_from import RUN, origin_of
+from skippipe_jax.interop.huggingface import open_weights
+from skippipe_jax.runtime.stage_functions import Parameters
 from skippipe_jax.runtime.state import State
 from skippipe_jax.runtime.topology import Topology
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.parent import Parent, open_parent
 
 
-def find_weights(config: Config) -> Weights | None:
+class Weights(Protocol):
+    """Weights that have been found whole, of a Hugging Face model or of a run."""
+
+    def require_shapes_of(self, model: ModelConfig) -> None:
+        """Refuse a model that they do not fit."""
+        ...
+
+    def read_stage(self, parameters: Any, first_layer: int) -> Parameters:
+        """A stage's parameters in NumPy arrays, of the shapes and dtypes that `parameters` have."""
+        ...
+
+    def has_tokenizer_of(self, data: DataConfig) -> bool:
+        """Whether what came along with them belongs to a run on this data."""
+        ...
+
+    def copy_companions(self, target: Path) -> None:
+        """Copy what came along with them into the folder `target`."""
+        ...
+
+
+def find_weights(config: Config, *, anew: bool = False) -> Weights | None:
     """The weights that `init_from` names, if it does, found whole and of the model's shapes.
+
+    Those of a run are of the checkpoint that is noted in the folder of this one. Where it begins
+    `anew`, that is still to be chosen.
 
     Raises:
         InputError: if they are not.
     """
     if config.init_from is None:
         return None
-    weights = open_weights(folder_of(config.init_from), "init_from")
+    origin = origin_of(config.init_from)
+    weights: Weights
+    if origin.kind == RUN:
+        noted = None if anew else run_folder.read_parent(Path(config.run_dir))
+        weights = open_parent(config.init_from, noted)
+    else:
+        weights = open_weights(origin.folder, "init_from")
     weights.require_shapes_of(config.model)
     return weights
+
+
+def about_tokenizer(weights: Weights | None, config: Config) -> list[str]:
+    """A sentence, if a run goes on with what another has learnt of other tokens."""
+    if not isinstance(weights, Parent) or weights.has_tokenizer_of(config.data):
+        return []
+    return [f"{config.init_from} was trained on another tokenizer's tokens than those of data"]
 
 
 class FirstWeights:

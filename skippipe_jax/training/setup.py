@@ -31,7 +31,6 @@ from skippipe_jax.config.resume import digest, settings
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.batches import TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
-from skippipe_jax.interop.huggingface import Weights
 from skippipe_jax.models.attention import fault_of, implementation_of
 from skippipe_jax.models.in_flight import short_of_memory
 from skippipe_jax.models.planned_case import differing_sizes
@@ -48,9 +47,10 @@ from skippipe_jax.storage.joined_folder import is_joined, require_not_joined
 from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
 from skippipe_jax.storage.layout import latest_step
 from skippipe_jax.storage.mirror import Mirror
+from skippipe_jax.storage.parent import Parent
 from skippipe_jax.storage.recording import remove_recordings
 from skippipe_jax.storage.writer import CheckpointWriter
-from skippipe_jax.training.first_weights import find_weights
+from skippipe_jax.training.first_weights import Weights, about_tokenizer, find_weights
 from skippipe_jax.training.messages import on_host_0, say, say_meanwhile
 from skippipe_jax.training.planning import make_plans, require_patience
 from skippipe_jax.training.trackers import require_trackers
@@ -140,13 +140,13 @@ def settle(
     config.model.layers_of_stages(len(plan.stages))
     if not host.is_distributed:
         _require_attention(config)
-    weights = None if resume else find_weights(config)
+    weights = None if resume else find_weights(config, anew=host.index == 0)
     if host.index == 0:
         require_trackers(config.log)
         if not resume:
             hold.take()
             run_folder.require_new(Path(config.run_dir))  # Another may have been quicker.
-        warnings = differing_sizes(config, plan.case)
+        warnings = about_tokenizer(weights, config) + differing_sizes(config, plan.case)
         for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
             say_meanwhile(f"warning: {sentence}")
         _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
@@ -355,11 +355,13 @@ def _write_folder(
 ) -> None:
     """Begin the folder of a new run, or leave in that of a run the plans it goes on under."""
     folder = Path(config.run_dir)
-    if resume and plans_anew:
+    if not resume:
+        run_folder.write_parent(folder, weights.told() if isinstance(weights, Parent) else None)
+    elif plans_anew:
         _leave_plan(folder, schedule.plans[OWN])
     if plans_anew:
         run_folder.start_run(folder, config, schedule)
-    if weights is not None and tokenizer_of(config.data) in (BYTES, str(weights.folder)):
+    if weights is not None and weights.has_tokenizer_of(config.data):
         weights.copy_companions(folder / TOKENIZER_FOLDER)
     if profile is not None:
         profile.save(folder / run_folder.CASE)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
 from skippipe_jax import launch, train
+from skippipe_jax.storage.layout import step_folder
 from tests.commands.examples import CASE, Command, expect_one_error
 
 
@@ -123,6 +125,91 @@ def test_configurations_that_cannot_be_read_are_refused(
     hosts = ["--hosts", "2"] if module is launch else []
     expect_one_error(command(module, "--config", "config.yaml", *hosts), *words)
     assert not (folder / "run").exists()
+
+
+def damage(*steps: int) -> Callable[[Path], None]:
+    """Writes over the largest file of a stage in checkpoints of a run."""
+
+    def act(run: Path) -> None:
+        for step in steps:
+            files = [path for path in (step_folder(run, step) / "stage_1").rglob("*")]
+            largest = max(filter(Path.is_file, files), key=lambda path: path.stat().st_size)
+            largest.write_bytes(b"other")
+
+    return act
+
+
+def no_change(_: Path) -> None: ...
+
+
+# Each: what happens to a run before, arguments of --set, and words of the error.
+WRONG_PARENTS: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
+    "no folder": (
+        no_change,
+        ["init_from=run:nowhere"],
+        ["init_from = 'nowhere'", "holds no run", "Name the folder of a run"],
+    ),
+    "configuration only": (
+        no_change,
+        ["init_from=run:."],
+        ["init_from = 'run:.'", "no such checkpoint", "Name a run that has saved one"],
+    ),
+    "no such step": (
+        no_change,
+        ["init_from=run:run@7"],
+        ["init_from = 'run:run@7'", "no such checkpoint", "Choose one of the steps [2, 3]"],
+    ),
+    "damaged step": (
+        damage(3),
+        ["init_from=run:run@3"],
+        ["init_from = 'run:run@3'", "was committed as", "step 2"],
+    ),
+    "itself": (
+        no_change,
+        ["run_dir=run/../run"],
+        ["init_from = 'run:run'", "is the run itself", "--set run_dir="],
+    ),
+    "another width": (
+        no_change,
+        ["model.width=32"],
+        ["model.width = 32", "run/config.yaml says 16", "with init_from, shapes come from there"],
+    ),
+    "longer context": (
+        no_change,
+        ["model.context=64"],
+        ["model.context = 64", "run/config.yaml says 32"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARENTS)
+def test_wrong_parents_are_refused_before_anything_is_written(
+    name: str, run: Path, folder: Path, command: Command
+):
+    change, overrides, words = WRONG_PARENTS[name]
+    change(run)
+    before = sorted(folder.rglob("*"))
+    settings = ["run_dir=child", "init_from=run:run", *overrides]
+    result = command(
+        train, "--config", "config.yaml", *(word for text in settings for word in ("--set", text))
+    )
+    expect_one_error(result, *words)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_parent_without_a_whole_checkpoint_is_refused(run: Path, folder: Path, command: Command):
+    damage(2, 3)(run)
+    settings = ["--set", "run_dir=child", "--set", "init_from=run:run"]
+    result = command(train, "--config", "config.yaml", *settings)
+    expect_one_error(result, "init_from = 'run:run'", "was committed as", "start a new run")
+    assert not (folder / "child").exists()
+
+
+def test_a_configuration_that_names_its_own_folder_is_refused(folder: Path, command: Command):
+    path = folder / "config.yaml"
+    tree = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(tree | {"model": {}, "init_from": f"run:{folder}"}))
+    expect_one_error(command(train, "--config", "config.yaml"), "init_from", "no such checkpoint")
 
 
 def damaged_plan(damage: Callable[[dict[str, Any]], Any]) -> str:

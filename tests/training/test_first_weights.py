@@ -173,13 +173,14 @@ def test_hosts_read_the_same_weights_of_their_own_stages(llama: Path, run_config
     description = (llama / "config.json").read_bytes()
     (folder / "elsewhere" / "model" / "config.json").write_bytes(description)
 
-    def outputs(run: str, *places: Path) -> list[str]:
+    def outputs(run: str, *places: Path, init_from: str = "hf:model") -> list[str]:
         coordinator = f"127.0.0.1:{free_port()}"
         with started_processes(folder / f"output of {run}") as processes:
             for host, place in enumerate(places):
                 processes.start(
                     *("-m", "skippipe_jax.train", "--config", str(run_config)),
                     *("--set", f"run_dir={folder / run}", "--coordinator", coordinator),
+                    *("--set", f"init_from={init_from}"),
                     *("--set", "cluster.host_of_node=[0, 0, 1, 1]"),
                     *("--hosts", str(len(places)), "--host-id", str(host)),
                     folder=place,
@@ -192,6 +193,10 @@ def test_hosts_read_the_same_weights_of_their_own_stages(llama: Path, run_config
     with contextlib.chdir(folder):
         to_huggingface(Path("run"), Path("after"))
         assert_same_weights(merged(Path("after"), Path("merged")), llama)
+        alike = outputs("child", folder, folder, init_from="run:run")
+        assert all(output.startswith("exit code 0\n") for output in alike), alike
+        to_huggingface(Path("child"), Path("later"))
+        assert_same_weights(merged(Path("later"), Path("merged later")), llama)
     different = outputs("differing", folder, folder / "elsewhere")[1]
     assert different.startswith("exit code 2\n"), different
     assert "reads other weights for stage 1 than host 0" in different
