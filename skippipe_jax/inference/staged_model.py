@@ -7,7 +7,7 @@ are padded to lengths that many share.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
@@ -34,7 +34,7 @@ from skippipe_jax.data.batches import (
     tokenizer_of,
 )
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
-from skippipe_jax.inference.decoding import generate_tokens, padded_length
+from skippipe_jax.inference.decoding import continued, generate_tokens, padded_length
 from skippipe_jax.inference.partial import Order, full, kept, order_of
 from skippipe_jax.interop import huggingface
 from skippipe_jax.models.branch_scales import BranchScales
@@ -57,11 +57,13 @@ class StagedModel:
         config: its shapes.
         parameters: those of each stage; stage 0 is the data stage.
         tokenizer_name: what makes its tokens, as `load_tokenizer` takes it.
+        order: the stages that run where none are named, the data stage first; None is all of them.
     """
 
     config: ModelConfig
     parameters: Sequence[Any]
     tokenizer_name: str = BYTES
+    order: Order | None = None
 
     @property
     def stages(self) -> int:
@@ -72,6 +74,11 @@ class StagedModel:
     def cut(self) -> StageCut:
         """How many blocks each stage holds."""
         return self.config.layers_of_stages(self.stages)
+
+    @property
+    def context(self) -> int:
+        """How many tokens it takes at once."""
+        return self.config.context
 
     def scaled(self, scales: BranchScales) -> StagedModel:
         """The model with what its residual branches add multiplied by these, in its weights."""
@@ -102,7 +109,7 @@ class StagedModel:
         """Mean cross-entropy in nats per token: of a text, of tokens, or of a batch's targets.
 
         In a text or tokens, each token is predicted from those before it. `order` names the stages
-        that run, the data stage first: all of them by default.
+        that run, the data stage first: those of the model by default.
 
         Raises:
             InputError: if a sequence is longer than the model's context, or the order is none.
@@ -154,14 +161,26 @@ class StagedModel:
         Raises:
             InputError: if prompt and tokens are longer than the model's context.
         """
-        given = [int(token) for token in self._tokens(prompt)]
-        end = self.tokenizer.end
-        new = [*generate_tokens(self, self._order(order), given, tokens, how, end)]
-        if not isinstance(prompt, str):
-            return new
-        # Some tokenizers write a token otherwise at the beginning of a text.
-        decode = self.tokenizer.decode
-        return decode([*given, *new])[len(decode(given)) :]
+        chosen, end = self._order(order), self.tokenizer.end
+        return continued(
+            self.tokenizer,
+            prompt,
+            lambda given: generate_tokens(self, chosen, given, tokens, how, end),
+        )
+
+    def tokens_after(
+        self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
+    ) -> Iterator[int]:
+        """What `LanguageModel.tokens_after` says, by `generate_tokens`."""
+        return generate_tokens(self, self._order(None), prompt, count, how, end)
+
+    def likelihoods(
+        self, batch: Batch
+    ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
+        """What `LanguageModel.likelihoods` says."""
+        x = self.run(self._order(None), batch)
+        nats, greedy = self.scores(x, jnp.asarray(batch["targets"]))
+        return -np.asarray(nats).sum(axis=1), np.asarray(greedy).all(axis=1)
 
     def _tokens(self, given: str | Tokens) -> Int[np.ndarray, "*sequence position"]:
         if isinstance(given, str):
@@ -169,7 +188,9 @@ class StagedModel:
         return np.asarray(given, np.int32)
 
     def _order(self, order: Sequence[int] | None) -> Order:
-        return full(self.stages) if order is None else order_of(order, self.stages, "order", order)
+        if order is None:
+            return self.order or full(self.stages)
+        return order_of(order, self.stages, "order", order)
 
     def _batch(self, tokens: Int[np.ndarray, "*sequence position"], predicted: int = 1) -> Batch:
         """Sequences to run, padded; in each, the last so many tokens are only predicted."""
@@ -223,6 +244,12 @@ class StagedModel:
         """Sum of the losses in nats, and how many targets there are."""
         return _loss(self.structures[0], self.parameters[0], x, targets)
 
+    def scores(
+        self, x: Float[Array, "batch time channels"], targets: Int[Array, "batch time"]
+    ) -> tuple[Float[Array, "batch time"], Bool[Array, "batch time"]]:
+        """The cross-entropy of each target in nats, and whether it is the likeliest token."""
+        return _scores(self.structures[0], self.parameters[0], x, targets)
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def _apply(structure: Any, parameters: Any, inputs: Array) -> Array:
@@ -232,6 +259,11 @@ def _apply(structure: Any, parameters: Any, inputs: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _loss(structure: Any, parameters: Any, x: Array, targets: Array) -> Array:
     return jnp.stack(nnx.merge(structure, parameters).loss(x, targets))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scores(structure: Any, parameters: Any, x: Array, targets: Array) -> tuple[Array, Array]:
+    return nnx.merge(structure, parameters).scores(x, targets)
 
 
 @functools.partial(jax.jit, static_argnums=0)
