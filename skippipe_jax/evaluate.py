@@ -22,6 +22,7 @@ from skippipe_jax.arguments import (
     named_model,
     run_module,
 )
+from skippipe_jax.config.data import HELD_OUT_PARTS
 
 if TYPE_CHECKING:
     from skippipe_jax.inference.partial import Question
@@ -48,7 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequences",
         type=int,
         default=DEFAULT_SEQUENCES,
-        help="at most so many (default: %(default)s)",
+        help="at most so many; of a mixture, and of each of its domains, at most so many (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--part",
+        choices=HELD_OUT_PARTS,
+        default="all",
+        help="of the held-out documents: all of them, or those on which priors of an ensemble are "
+        "estimated, or those that it is scored on (default: %(default)s)",
     )
     partial = parser.add_argument_group("partial models")
     partial.add_argument(
@@ -78,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _evaluate(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.data.batches import what_is_too_long
+        from skippipe_jax.inference.by_domain import evaluate_domains
         from skippipe_jax.inference.evaluation import evaluate, subsets, table
         from skippipe_jax.reporting.evaluation_plot import picture
 
@@ -86,13 +96,19 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     model, config, step, scaling = named_model(arguments)
     _ = model.tokenizer  # Which is refused before anything is evaluated.
     questions = _questions(arguments, shares, model.stages)
-    found = evaluate(model, step, config.data, sequences, questions, scaling)
+    part = arguments.part
+    found = evaluate(model, step, config.data, sequences, questions, scaling, part)
+    is_mixture = config.data.mixture is not None
+    by_domain = evaluate_domains(model, config.data, part, sequences) if is_mixture else None
     if arguments.plot is not None:
         scaled = None if found.scaled is None else subsets(found.scaled)
         _write(arguments.plot, picture(subsets(found), model.stages, found.perplexity, scaled))
     for line in what_is_too_long(config.data):
         print(line, file=sys.stderr)
-    print(json.dumps(found.to_json()) if arguments.json else table(found, model.cut))
+    if arguments.json:
+        print(json.dumps(found.to_json() | (by_domain.to_json() if by_domain else {})))
+    else:
+        print(table(found, model.cut) + (f"\n{by_domain.table()}" if by_domain else ""))
     return 0
 
 

@@ -23,15 +23,13 @@ from skippipe_jax.inference.decoding import continued
 from skippipe_jax.inference.mixed_tokens import generate_mixed, mixed_scores
 from skippipe_jax.inference.staged_model import StagedModel
 
-Uniform = None
-
 
 @dataclass(frozen=True, eq=False)
 class Ensemble:
     """Models with one tokenizer, which may differ in size, as one model.
 
     Attributes:
-        experts: the models; each runs all its stages.
+        experts: the models.
         given_prior: logarithms of how likely each is where a document begins, which need not be
             normalised; None for all alike.
         mix: by what they are weighed, one of `posterior.WEIGHTS`.
@@ -101,7 +99,7 @@ class Ensemble:
         """The same where each expert's log-probabilities are known, and by what it is weighed."""
         if self.average == ARITHMETIC:
             return mixing.weighed(log_p, log_w)
-        streams = [expert.run(full_order(expert), batch) for expert in self.experts]
+        streams = [expert.run(expert.along, batch) for expert in self.experts]
         return self._mixed(streams, batch["targets"], log_w)[0]
 
     def likelihoods(
@@ -115,14 +113,14 @@ class Ensemble:
         after_last = np.full_like(tokens[:, :1], NOT_COUNTED)
         following = np.concatenate([tokens[:, 1:], after_last], axis=1)
         following = np.where(targets == NOT_COUNTED, following, targets)
-        streams = [expert.run(full_order(expert), batch) for expert in self.experts]
+        streams = [expert.run(expert.along, batch) for expert in self.experts]
         nats = [
             expert.scores(x, jnp.asarray(following))[0]
             for expert, x in zip(self.experts, streams, strict=True)
         ]
         log_w = self._log_weights(-np.stack(jax.device_get(nats)), batch)
         said, greedy = self._mixed(streams, targets, log_w)
-        return said.sum(axis=1), greedy.all(axis=1)
+        return said.sum(axis=1), np.logical_and.reduce(greedy, axis=1)
 
     def tokens_after(
         self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
@@ -152,3 +150,70 @@ class Ensemble:
         return continued(
             self.tokenizer, prompt, lambda given: self.tokens_after(given, tokens, how, end)
         )
+
+    def _log_weights(
+        self, log_p: Float[np.ndarray, "expert sequence position"], batch: Batch
+    ) -> Float[np.ndarray, "expert sequence position"]:
+        resets = document_starts(batch, self.tokenizer.begin)
+        return mixing.weights(
+            log_p, resets, prior=priors.CACHED, how=self.mix, log_prior=self.log_prior
+        )
+
+    def _mixed(
+        self, streams: Sequence[jax.Array], targets: np.ndarray, log_w: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What `mixed_scores` says of what experts have behind their last stages."""
+        return jax.device_get(
+            mixed_scores(
+                tuple(expert.structures[0] for expert in self.experts),
+                self.average,
+                [expert.parameters[0] for expert in self.experts],
+                streams,
+                jnp.asarray(targets),
+                jnp.asarray(log_w, jnp.float32),
+            )
+        )
+
+
+SAME = (
+    "vocabulary_size",
+    "width",
+    "layers",
+    "heads",
+    "kv_heads",
+    "ffn_width",
+    "rope_theta",
+    "rope_scaling",
+    "tied_head",
+    "norm_epsilon",
+)
+"""What models must agree in so that parameters mean the same in all of them."""
+
+
+def averaged(models: Sequence[StagedModel]) -> StagedModel:
+    """One model whose parameters are the means of those of several, added up in float32.
+
+    Raises:
+        InputError: if they are not of one shape, or not cut alike.
+    """
+    first, *others = models
+    for other in others:
+        for key in SAME:
+            own, of_first = getattr(other.config, key), getattr(first.config, key)
+            if own != of_first:
+                problem = f"another model that it is to be averaged with has {of_first}"
+                raise InputError(f"model.{key}", own, problem, "Average models of one shape")
+        if other.cut != first.cut:
+            problem = f"another model that it is to be averaged with has {first.cut}"
+            raise InputError(
+                "model.stage_layers", other.cut, problem, "Average models that are cut alike"
+            )
+
+    def mean(*arrays: jax.Array) -> jax.Array:
+        total = functools.reduce(jnp.add, (array.astype(jnp.float32) for array in arrays))
+        return (total / len(arrays)).astype(arrays[0].dtype)
+
+    parameters = [
+        jax.tree.map(mean, *own) for own in zip(*(m.parameters for m in models), strict=True)
+    ]
+    return replace(first, parameters=parameters)

@@ -141,17 +141,19 @@ def evaluate(
     sequences: int,
     questions: Collection[Question],
     scaling: Scaling | None = None,
+    part: str = "all",
 ) -> Evaluation:
     """Evaluate the full model, and all ways of the questions, on the same held-out sequences.
 
-    With a scaling, all of it is evaluated once more with the scales for so many stages as run.
+    These are of the `part` that `held_out_batches` takes. With a scaling, all of it is evaluated
+    once more with the scales for so many stages as run.
 
     Raises:
         InputError: if there is no text, or a loss is not finite.
     """
     everything = full(model.stages)
     orders = {everything, *(way.stages for question in questions for way in question.ways)}
-    losses, tokens = losses_along(model, orders, data, sequences)
+    losses, tokens = losses_along(model, orders, data, sequences, part)
     for order, loss in losses.items():
         if not loss < MOST_NATS:
             raise InputError(
@@ -166,7 +168,7 @@ def evaluate(
     counts = sorted({len(order) for order in orders})
     for kept in counts:
         alike = [order for order in orders if len(order) == kept]
-        losses |= losses_along(scaling.scaled(kept), alike, data, sequences)[0]
+        losses |= losses_along(scaling.scaled(kept), alike, data, sequences, part)[0]
     for order, loss in losses.items():
         if not loss < MOST_NATS:
             problem = f"the loss along stages {list(order)} is then {loss}"
@@ -201,14 +203,18 @@ def held_out_loss(config: Config, parameters: Sequence[Any], sequences: int) -> 
 
 
 def losses_along(
-    model: StagedModel, orders: Collection[Order], data: DataConfig, sequences: int
+    model: StagedModel,
+    orders: Collection[Order],
+    data: DataConfig,
+    sequences: int,
+    part: str = "all",
 ) -> tuple[dict[Order, float], int]:
     """Mean loss in nats along each order of stages, and over how many target tokens it is taken."""
     batch_size = min(data.microbatch_size, sequences)
     ordered = sorted(orders)
     totals = np.zeros((len(ordered), 2))
     with tqdm(unit="pass", disable=None, leave=False) as bar:
-        for batch in held_out_batches(data, batch_size, sequences // batch_size):
+        for batch in held_out_batches(data, batch_size, sequences // batch_size, part=part):
             embedded, targets = model.embed(batch), jnp.asarray(batch["targets"])
             losses = _losses_along(model, ordered, 1, embedded, targets)
             totals += np.stack(jax.device_get(list(losses)))

@@ -29,7 +29,6 @@ from skippipe_jax.inference.decoding import (
     run_stages,
     sample,
 )
-from skippipe_jax.inference.partial import full
 from skippipe_jax.models.head_chunks import tokens_of_chunk
 
 if TYPE_CHECKING:
@@ -47,9 +46,9 @@ def generate_mixed(
     """
     models = ensemble.experts
     length = length_for(prompt, count, ensemble.context)
-    structures = tuple(model.structures for model in models)
-    parameters = [model.parameters for model in models]
-    caches = [empty_caches(model, full(model.stages), 1, length) for model in models]
+    structures = tuple(tuple(model.structures[s] for s in model.along) for model in models)
+    parameters = [[model.parameters[s] for s in model.along] for model in models]
+    caches = [empty_caches(model, model.along, 1, length) for model in models]
     log_prior = normalised(jnp.asarray(ensemble.log_prior, jnp.float32))[:, None]
     log_w = log_prior
     key = jax.random.key(sampling.seed)
@@ -129,7 +128,9 @@ def mixed_scores(
 
     def of_token(own: tuple[Sequence[Array], Array, Array]) -> tuple[Array, Array]:
         streams, target, log_w = own
-        logits = [stage.logits(x[None, None])[0, 0] for stage, x in zip(stages, streams, strict=True)]
+        logits = [
+            stage.logits(x[None, None])[0, 0] for stage, x in zip(stages, streams, strict=True)
+        ]
         mixed = AVERAGES[average](_distributions(logits), log_w)
         said = jnp.where(target >= 0, mixed[jnp.maximum(target, 0)], 0.0)
         return said, (jnp.argmax(mixed) == target) | (target < 0)

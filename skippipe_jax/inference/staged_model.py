@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
@@ -76,6 +76,11 @@ class StagedModel:
         return self.config.layers_of_stages(self.stages)
 
     @property
+    def along(self) -> Order:
+        """The stages that run where none are named."""
+        return self.order or full(self.stages)
+
+    @property
     def context(self) -> int:
         """How many tokens it takes at once."""
         return self.config.context
@@ -87,13 +92,17 @@ class StagedModel:
         ]
         return replace(self, parameters=parameters)
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model's tokens come from.
 
         Raises:
             InputError: if the model has too few tokens for it.
         """
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
         tokenizer = load_tokenizer(self.tokenizer_name)
         check_vocabulary(self.config.vocabulary_size, tokenizer)
         return tokenizer
@@ -118,6 +127,19 @@ class StagedModel:
         x = self.run(self._order(order), batch)
         nats, tokens = self.sum_of_losses(x, jnp.asarray(batch["targets"])).tolist()
         return nats / tokens
+
+    def log_probabilities(
+        self, batch: Batch, order: Sequence[int] | None = None
+    ) -> Float32[np.ndarray, "sequence position"]:
+        """The log-probability of each target of a batch in nats; 0 where it is not counted.
+
+        That is one number for each token: nothing of the vocabulary's size leaves the data stage,
+        which holds logits of a chunk of tokens at a time. Documents of one sequence do not see each
+        other where the batch says where they begin. `order` is as in `loss`.
+        """
+        x = self.run(self._order(order), batch)
+        nats, _ = self.scores(x, jnp.asarray(batch["targets"]))
+        return 0.0 - np.asarray(nats)  # And not -0.0, where there is no target.
 
     def logits(
         self, given: str | Tokens, order: Sequence[int] | None = None
@@ -172,15 +194,15 @@ class StagedModel:
         self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
     ) -> Iterator[int]:
         """What `LanguageModel.tokens_after` says, by `generate_tokens`."""
-        return generate_tokens(self, self._order(None), prompt, count, how, end)
+        return generate_tokens(self, self.along, prompt, count, how, end)
 
     def likelihoods(
         self, batch: Batch
     ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
         """What `LanguageModel.likelihoods` says."""
-        x = self.run(self._order(None), batch)
+        x = self.run(self.along, batch)
         nats, greedy = self.scores(x, jnp.asarray(batch["targets"]))
-        return -np.asarray(nats).sum(axis=1), np.asarray(greedy).all(axis=1)
+        return -np.asarray(nats).sum(axis=1), np.logical_and.reduce(greedy, axis=1)
 
     def _tokens(self, given: str | Tokens) -> Int[np.ndarray, "*sequence position"]:
         if isinstance(given, str):
@@ -189,7 +211,7 @@ class StagedModel:
 
     def _order(self, order: Sequence[int] | None) -> Order:
         if order is None:
-            return self.order or full(self.stages)
+            return self.along
         return order_of(order, self.stages, "order", order)
 
     def _batch(self, tokens: Int[np.ndarray, "*sequence position"], predicted: int = 1) -> Batch:
@@ -329,7 +351,7 @@ def read_run(
             overrides hold out text that the run has trained on.
     """
     config = run_folder.saved_config(folder, "--run", overrides)
-    _require_same_held_out(config.data, run_folder.saved_config(folder, "--run").data)
+    require_same_held_out(config.data, run_folder.saved_config(folder, "--run").data)
     checkpoint = newest_whole(folder, step)
     # The run may have cut its model otherwise since.
     cut = checkpoint.stage_layers
@@ -346,7 +368,7 @@ def read_run(
     return model, config, checkpoint.step
 
 
-def _require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
+def require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
     """Refuse to divide the text of a run otherwise than it did."""
     if data.sources() != of_run.sources():
         return

@@ -1,0 +1,143 @@
+"""The scores of a model: the log-probability of every target of a held-out text, in a file.
+
+That is all that experts need to be mixed, so each may stay where it has been trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float32
+from skippipe_sched.errors import InputError
+from tqdm import tqdm
+
+from skippipe_jax.config import DataConfig
+from skippipe_jax.data.batches import (
+    NOT_COUNTED,
+    document_starts,
+    held_out_batches,
+    tokenizer_of,
+)
+from skippipe_jax.data.tokenizer import load_tokenizer
+from skippipe_jax.inference.language_model import LanguageModel
+from skippipe_jax.storage.whole_file import write_whole
+
+_ARRAYS = ("log_probabilities", "counted", "resets")
+_WORDS = ("text", "tokenizer", "domain", "part")
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What a model says of the held-out text of a domain.
+
+    Attributes:
+        log_probabilities: of each target, in nats; 0 where there is none that counts.
+        counted: which positions have a target that counts.
+        resets: where a document starts, so that nothing is known of those before.
+        text: digest of tokens, targets and starts of documents.
+        tokenizer: digest of the tokenizer.
+        domain: which source of a mixture it is.
+        part: which of `HELD_OUT_PARTS`.
+    """
+
+    log_probabilities: Float32[np.ndarray, "row position"]
+    counted: Bool[np.ndarray, "row position"]
+    resets: Bool[np.ndarray, "row position"]
+    text: str
+    tokenizer: str
+    domain: str
+    part: str
+
+    @property
+    def tokens(self) -> int:
+        """How many targets count."""
+        return int(self.counted.sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy in nats per token."""
+        return -float(self.log_probabilities.sum(dtype=np.float64)) / self.tokens
+
+    def save(self, path: Path) -> None:
+        """Write a file that is there whole or not at all."""
+        content = io.BytesIO()
+        np.savez(content, **{name: getattr(self, name) for name in (*_ARRAYS, *_WORDS)})
+        write_whole(path, content.getvalue())
+
+    @classmethod
+    def load(cls, path: Path) -> Scores:
+        """Read what `save` has written.
+
+        Raises:
+            InputError: if the file cannot be read, or holds no scores.
+        """
+        try:
+            with path.open("rb") as opened, np.lib.npyio.NpzFile(opened) as file:
+                log_probabilities, counted, resets = (file[name] for name in _ARRAYS)
+                text, tokenizer, domain, part = (str(file[name]) for name in _WORDS)
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            problem = f"cannot be read as scores: {error}"
+            raise InputError("scores", str(path), problem, "Score the model again") from error
+        return cls(log_probabilities, counted, resets, text, tokenizer, domain, part)
+
+
+def score(model: LanguageModel, data: DataConfig, domain: str, part: str, sequences: int) -> Scores:
+    """What a model says of at most so many held-out sequences of a part of a domain.
+
+    Which sequences these are does not depend on the model, nor on the size of microbatches.
+
+    Raises:
+        InputError: as `held_out_batches` does, or if the model takes other tokens than the data's,
+            or shorter sequences.
+    """
+    tokenizer = load_tokenizer(tokenizer_of(data))
+    if model.tokenizer.digest != tokenizer.digest:
+        problem = "is not the model's tokenizer"
+        raise InputError("data.tokenizer", data.tokenizer, problem, "Name the model's")
+    if data.sequence_length > model.context:
+        problem = f"is longer than the model's context of {model.context} tokens"
+        raise InputError("data.sequence_length", data.sequence_length, problem, "Shorten it")
+    size = min(data.microbatch_size, sequences)
+    batches = held_out_batches(data, size, -(-sequences // size), part=part, domain=domain)
+    text = hashlib.blake2b(b"%d" % data.sequence_length, digest_size=16)
+    parts: list[tuple[np.ndarray, ...]] = []
+    rows = 0
+    for batch in tqdm(batches, unit="batch", disable=None, leave=False, desc=domain):
+        counted = batch["targets"] != NOT_COUNTED
+        # Rows without a target only fill up the last batch.
+        own = np.flatnonzero(counted.any(axis=1))[: sequences - rows]
+        rows += len(own)
+        resets = document_starts(batch, tokenizer.begin)
+        for row in own:
+            for array in (batch["tokens"], batch["targets"], resets):
+                text.update(array[row].data)
+        parts.append((model.log_probabilities(batch)[own], counted[own], resets[own]))
+    log_probabilities, counted, resets = map(np.concatenate, zip(*parts, strict=True))
+    return Scores(
+        log_probabilities, counted, resets, text.hexdigest(), tokenizer.digest, domain, part
+    )
+
+
+def require_same_text(scores: Mapping[str, Scores]) -> None:
+    """Refuse scores of several models, by their names, that are not of the same tokens.
+
+    Raises:
+        InputError: naming the first model whose scores are of another tokenizer or another text
+            than those of the first.
+    """
+    (first, of_first), *others = scores.items()
+    for name, own in others:
+        if own.tokenizer != of_first.tokenizer:
+            problem = f"its tokenizer is not that of {first}"
+            remedy = "Mix experts that have one tokenizer"
+            raise InputError("scores", name, problem, remedy)
+        if own.text != of_first.text:
+            problem = f"they are of another text ({own.domain}, {own.part}) than those of {first} "
+            problem += f"({of_first.domain}, {of_first.part})"
+            raise InputError("scores", name, problem, "Score both on the same sequences")
