@@ -38,6 +38,11 @@ def mix(
         InputError: for another prior or way to mix, or a cached prior that is not given.
     """
     log_w = weights(log_p, resets, prior=prior, how=how, log_prior=log_prior, decay=decay)
+    return weighed(log_p, log_w)
+
+
+def weighed(log_p: LogP, log_w: LogP) -> Float64[np.ndarray, "sequence position"]:
+    """Log-probability of each target where log weights are known."""
     return _in_float64(arithmetic, log_p, log_w)
 
 

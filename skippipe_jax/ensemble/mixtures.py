@@ -33,9 +33,12 @@ def geometric(
 
         p  ~  product over experts of p(expert)^w
 
-    What it is divided by needs whole distributions: the mean alone is no distribution.
+    What it is divided by needs whole distributions: the mean alone is no distribution. What is
+    impossible to an expert is so to the mixture, unless the expert has no weight at all.
     """
-    return jax.nn.log_softmax(jnp.sum(jnp.exp(log_w)[..., None] * log_distributions, axis=0))
+    w = jnp.exp(log_w)[..., None]
+    logs = jnp.where(w > 0, w * log_distributions, 0.0)
+    return jax.nn.log_softmax(jnp.sum(logs, axis=0))
 
 
 def top_1(

@@ -13,8 +13,8 @@ from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.inference.evaluation import MOST_NATS
-from skippipe_jax.inference.scores import score
-from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.inference.language_model import LanguageModel
+from skippipe_jax.inference.scores import Scores, score
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DomainLosses:
 
 
 def evaluate_domains(
-    model: StagedModel, data: DataConfig, part: str, sequences: int
+    model: LanguageModel, data: DataConfig, part: str, sequences: int
 ) -> DomainLosses:
     """The loss of each domain, on at most so many held-out sequences of a part of it.
 
@@ -76,18 +76,20 @@ def evaluate_domains(
     """
     return DomainLosses(
         part,
-        {name: _loss(model, data, name, part, sequences) for name in data.domains()},
+        {name: domain_loss(score(model, data, name, part, sequences)) for name in data.domains()},
     )
 
 
-def _loss(
-    model: StagedModel, data: DataConfig, domain: str, part: str, sequences: int
-) -> DomainLoss:
-    found = score(model, data, domain, part, sequences)
+def domain_loss(found: Scores) -> DomainLoss:
+    """The mean loss of scores.
+
+    Raises:
+        InputError: if it is not finite.
+    """
     if not found.loss < MOST_NATS:
         raise InputError(
             "domain",
-            domain,
+            found.domain,
             f"the loss is {found.loss}: training had diverged",
             "Name an earlier step, or train again with a lower optimizer.learning_rate",
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.sampling import Sampling
+from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.models.llama import Block, DataStage, Stage, rotate, rotations
 
@@ -51,24 +52,14 @@ def generate_tokens(
     Raises:
         InputError: if prompt and tokens are longer than the model's context.
     """
-    context = model.config.context
-    if len(prompt) + count > context:
-        room = context - len(prompt)
-        raise InputError(
-            "--tokens",
-            count,
-            f"the model's context is {context} tokens, and the prompt has {len(prompt)}",
-            f"Ask for {room} or fewer" if room > 0 else "Shorten the prompt",
-        )
     structures = tuple(model.structures[stage] for stage in order)
     parameters = [model.parameters[stage] for stage in order]
-    length = padded_length(len(prompt) + count, context)
+    length = length_for(prompt, count, model.context)
     caches = empty_caches(model, order, 1, length)
     key = jax.random.key(sampling.seed)
-    tokens = np.zeros((1, padded_length(len(prompt), length)), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    start, last = 0, len(prompt) - 1
-    for _ in range(count):
+
+    def next_of(tokens: Array, start: int, last: int) -> Array:
+        nonlocal caches
         tokens, caches = next_token(
             structures,
             parameters,
@@ -80,11 +71,74 @@ def generate_tokens(
             float(sampling.temperature),
             sampling.top_p,
         )
+        return tokens
+
+    yield from one_by_one(next_of, prompt, count, length, end)
+
+
+def length_for(prompt: Sequence[int], count: int, context: int) -> int:
+    """Positions of the caches for a prompt and so many tokens.
+
+    Raises:
+        InputError: if they are more than the context.
+    """
+    if len(prompt) + count > context:
+        room = context - len(prompt)
+        raise InputError(
+            "--tokens",
+            count,
+            f"the model's context is {context} tokens, and the prompt has {len(prompt)}",
+            f"Ask for {room} or fewer" if room > 0 else "Shorten the prompt",
+        )
+    return padded_length(len(prompt) + count, context)
+
+
+def one_by_one(
+    next_of: Callable[[Any, int, int], Int[Array, "1 1"]],
+    prompt: Sequence[int],
+    count: int,
+    length: int,
+    end: int | None,
+) -> Iterator[int]:
+    """Up to `count` tokens after a prompt, until `end`.
+
+    `next_of` tokens [1, time], of which those behind `last` are padding, at the positions from
+    `start` on, gives the one that comes next.
+    """
+    tokens: Any = np.zeros((1, padded_length(len(prompt), length)), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    start, last = 0, len(prompt) - 1
+    for _ in range(count):
+        tokens = next_of(tokens, start, last)
         token = int(tokens[0, 0])
         if token == end:
             return
         yield token
         start, last = start + last + 1, 0
+
+
+@overload
+def continued(
+    tokenizer: Tokenizer, prompt: str, draw: Callable[[list[int]], Iterator[int]]
+) -> str: ...
+
+
+@overload
+def continued(
+    tokenizer: Tokenizer, prompt: Sequence[int], draw: Callable[[list[int]], Iterator[int]]
+) -> list[int]: ...
+
+
+def continued(
+    tokenizer: Tokenizer, prompt: str | Sequence[int], draw: Callable[[list[int]], Iterator[int]]
+) -> str | list[int]:
+    """A text that goes on from a prompt, or tokens from tokens, as `draw` takes and gives them."""
+    if not isinstance(prompt, str):
+        return [*draw([int(token) for token in prompt])]
+    given = [tokenizer.begin, *map(int, tokenizer.encode(prompt))]
+    # Some tokenizers write a token otherwise at the beginning of a text.
+    decode = tokenizer.decode
+    return decode([*given, *draw(given)])[len(decode(given)) :]
 
 
 def text_pieces(
@@ -155,6 +209,18 @@ def advance(
     Returns the logits behind `tokens[:, last]`, and the caches with what the tokens leave there.
     Tokens behind `last` are padding: what they leave is overwritten before anything looks at it.
     """
+    data_stage, x, filled = run_stages(structures, parameters, caches, tokens, start)
+    return logits_behind(data_stage, x, last), filled
+
+
+def run_stages(
+    structures: tuple[Any, ...],
+    parameters: Sequence[Any],
+    caches: Sequence[Cache],
+    tokens: Int[Array, "batch time"],
+    start: Int[Array, ""],
+) -> tuple[DataStage, Float[Array, "batch time width"], list[Cache]]:
+    """The data stage, the residual stream after all stages, and the caches, as in `advance`."""
     stages = [nnx.merge(*pair) for pair in zip(structures, parameters, strict=True)]
     data_stage: DataStage = stages[0]
     x = data_stage.embedding[...][tokens].astype(data_stage.config.compute_dtype)
@@ -162,8 +228,14 @@ def advance(
     for stage, cache in zip(stages, caches, strict=True):
         x, cache = run_stage(stage, x, cache, start)
         filled.append(cache)
-    behind_last = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
-    return data_stage.logits(behind_last)[:, 0], filled
+    return data_stage, x, filled
+
+
+def logits_behind(
+    data_stage: DataStage, x: Float[Array, "batch time width"], last: Int[Array, ""]
+) -> Float[Array, "batch vocabulary"]:
+    """The logits of the token behind position `last`."""
+    return data_stage.logits(jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1))[:, 0]
 
 
 def run_stage(

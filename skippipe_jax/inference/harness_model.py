@@ -5,16 +5,12 @@ Importing this module registers it there under the name ``skippipe``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -25,11 +21,12 @@ from tqdm import tqdm
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED
-from skippipe_jax.inference.decoding import generate_tokens, padded_length, text_pieces
+from skippipe_jax.inference.decoding import padded_length, text_pieces
+from skippipe_jax.inference.language_model import LanguageModel
 from skippipe_jax.inference.partial import chosen_order
 from skippipe_jax.inference.scaling import Scale, parse_scale, scaling_of
 from skippipe_jax.inference.staged_model import read_model
-from skippipe_jax.models.llama import DataStage
+from skippipe_jax.models.branch_scales import BranchScales
 
 # What the harness itself takes where a task does not say how much is generated.
 DEFAULT_NEW_TOKENS = 256
@@ -45,6 +42,9 @@ class HarnessModel(LM):
     not fit into the context is left out at the beginning.
     """
 
+    model: LanguageModel
+    scales: BranchScales | None = None
+
     def __init__(
         self,
         run: str | Path | None = None,
@@ -58,8 +58,9 @@ class HarnessModel(LM):
         scale: Scale | None = None,
         seed: int = 0,
         batch_size: int | str = 8,
+        model: LanguageModel | None = None,
     ):
-        """Read the model of a run, or of a folder from Hugging Face.
+        """Read the model of a run, or of a folder from Hugging Face, or take one that has been.
 
         `stages` names the stages that run ("0 2 1"; all by default), or `keep` is their share,
         drawn by the seed. `scale` is what `parse_scale` takes; the scales are then in `scales`.
@@ -69,20 +70,23 @@ class HarnessModel(LM):
             InputError: if there is no such model, it has no such stages, or cannot be scaled so.
         """
         super().__init__()
+        self.batch_size = fields.integer(int(batch_size), "--batch-size", 1)
+        if model is not None:
+            self.model, self.tokenizer = model, model.tokenizer
+            return
         scale = None if scale is None else parse_scale(scale)
         run, hf = (None if folder is None else Path(folder) for folder in (run, hf))
-        model, config, step = read_model(run, hf, step, cut, overrides)
+        staged, config, step = read_model(run, hf, step, cut, overrides)
         # The harness's own arguments are separated by commas.
         named = None if stages is None else str(stages).replace(" ", ",")
-        self.order = chosen_order(named, keep, model.stages, seed)
-        self.scales = None
+        self.order = chosen_order(named, keep, staged.stages, seed)
         if scale is not None:
-            scaling = scaling_of(scale, model, config.data, run, step)
+            scaling = scaling_of(scale, staged, config.data, run, step)
             self.scales = scaling.scales(len(self.order))
-            model = model.scaled(self.scales)
-        self.model = model
+            staged = staged.scaled(self.scales)
+        self.cut = staged.cut
+        self.model = replace(staged, order=self.order)
         self.tokenizer = self.model.tokenizer
-        self.batch_size = fields.integer(int(batch_size), "--batch-size", 1)
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood in nats of each continuation, and whether it is the likeliest one."""
@@ -96,7 +100,7 @@ class HarnessModel(LM):
                 for window in get_rolling_token_windows(
                     token_list=self._encode(request.args[0]),
                     prefix_token=self.tokenizer.begin,
-                    max_seq_len=self.model.config.context,
+                    max_seq_len=self.model.context,
                     context_len=1,
                 )
             ]
@@ -133,10 +137,7 @@ class HarnessModel(LM):
         for start in tqdm(starts, unit="batch", disable=None, leave=False):
             chosen = longest_first[start : start + self.batch_size]
             tokens, targets = self._rows([pairs[i] for i in chosen])
-            x = self.model.run(self.order, {"tokens": tokens, "targets": targets})
-            nats, greedy = _score(
-                self.model.structures[0], self.model.parameters[0], x, jnp.asarray(targets)
-            )
+            nats, greedy = self.model.likelihoods({"tokens": tokens, "targets": targets})
             for i, of_row, is_greedy in zip(chosen, nats.tolist(), greedy.tolist(), strict=False):
                 scores[i] = (of_row, is_greedy)
         return scores
@@ -147,7 +148,7 @@ class HarnessModel(LM):
         Raises:
             InputError: if a continuation is longer than the context.
         """
-        context = self.model.config.context
+        context = self.model.context
         length = padded_length(max(sum(map(len, pair)) for pair in pairs) - 1, context)
         tokens = np.full((self.batch_size, length), self.tokenizer.padding, np.int32)
         targets = np.full_like(tokens, NOT_COUNTED)
@@ -167,7 +168,7 @@ class HarnessModel(LM):
     def _generate(self, context: str, settings: dict[str, Any], *, seed: int) -> str:
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
-        limit = self.model.config.context - 1
+        limit = self.model.context - 1
         count = min(int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS)), limit)
         greedy = not settings.get("do_sample", settings.get("temperature", 0) > 0)
         sampling = Sampling(
@@ -176,9 +177,7 @@ class HarnessModel(LM):
             seed=seed,
         )
         prompt = [self.tokenizer.begin, *self._encode(context)][count - limit - 1 :]
-        tokens = generate_tokens(
-            self.model, self.order, prompt, count, sampling, self.tokenizer.end
-        )
+        tokens = self.model.tokens_after(prompt, count, sampling, self.tokenizer.end)
         text = ""
         for piece in text_pieces(self.tokenizer.decode, prompt, tokens):
             text += piece
@@ -190,16 +189,3 @@ class HarnessModel(LM):
 
 # Not as a decorator, which would hide the class from type checkers.
 register_model("skippipe")(HarnessModel)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _score(
-    structure: Any,
-    parameters: Any,
-    x: Float[Array, "batch time width"],
-    targets: Int[Array, "batch time"],
-) -> tuple[Float[Array, " batch"], Array]:
-    """Log-likelihood in nats of each row's targets, and whether each is the likeliest token."""
-    data_stage: DataStage = nnx.merge(structure, parameters)
-    nats, likeliest = data_stage.scores(x, targets)
-    return -jnp.sum(nats, axis=-1), jnp.all(likeliest, axis=-1)

@@ -25,7 +25,7 @@ from skippipe_jax.data.batches import (
     tokenizer_of,
 )
 from skippipe_jax.data.tokenizer import load_tokenizer
-from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.inference.language_model import LanguageModel
 from skippipe_jax.storage.whole_file import write_whole
 
 _ARRAYS = ("log_probabilities", "counted", "resets")
@@ -87,7 +87,7 @@ class Scores:
         return cls(log_probabilities, counted, resets, text, tokenizer, domain, part)
 
 
-def score(model: StagedModel, data: DataConfig, domain: str, part: str, sequences: int) -> Scores:
+def score(model: LanguageModel, data: DataConfig, domain: str, part: str, sequences: int) -> Scores:
     """What a model says of at most so many held-out sequences of a part of a domain.
 
     Which sequences these are does not depend on the model, nor on the size of microbatches.
@@ -100,8 +100,8 @@ def score(model: StagedModel, data: DataConfig, domain: str, part: str, sequence
     if model.tokenizer.digest != tokenizer.digest:
         problem = "is not the model's tokenizer"
         raise InputError("data.tokenizer", data.tokenizer, problem, "Name the model's")
-    if data.sequence_length > model.config.context:
-        problem = f"is longer than the model's context of {model.config.context} tokens"
+    if data.sequence_length > model.context:
+        problem = f"is longer than the model's context of {model.context} tokens"
         raise InputError("data.sequence_length", data.sequence_length, problem, "Shorten it")
     size = min(data.microbatch_size, sequences)
     batches = held_out_batches(data, size, -(-sequences // size), part=part, domain=domain)

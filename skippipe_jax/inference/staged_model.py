@@ -7,7 +7,7 @@ are padded to lengths that many share.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
@@ -35,7 +35,7 @@ from skippipe_jax.data.batches import (
 )
 from skippipe_jax.data.documents import local_path
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
-from skippipe_jax.inference.decoding import generate_tokens, padded_length
+from skippipe_jax.inference.decoding import continued, generate_tokens, padded_length
 from skippipe_jax.inference.partial import Order, full, kept, order_of
 from skippipe_jax.interop import huggingface
 from skippipe_jax.models.branch_scales import BranchScales
@@ -58,11 +58,13 @@ class StagedModel:
         config: its shapes.
         parameters: those of each stage; stage 0 is the data stage.
         tokenizer_name: what makes its tokens, as `load_tokenizer` takes it.
+        order: the stages that run where none are named, the data stage first; None is all of them.
     """
 
     config: ModelConfig
     parameters: Sequence[Any]
     tokenizer_name: str = BYTES
+    order: Order | None = None
 
     @property
     def stages(self) -> int:
@@ -74,6 +76,16 @@ class StagedModel:
         """How many blocks each stage holds."""
         return self.config.layers_of_stages(self.stages)
 
+    @property
+    def along(self) -> Order:
+        """The stages that run where none are named."""
+        return self.order or full(self.stages)
+
+    @property
+    def context(self) -> int:
+        """How many tokens it takes at once."""
+        return self.config.context
+
     def scaled(self, scales: BranchScales) -> StagedModel:
         """The model with what its residual branches add multiplied by these, in its weights."""
         parameters = [
@@ -81,13 +93,17 @@ class StagedModel:
         ]
         return replace(self, parameters=parameters)
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model's tokens come from.
 
         Raises:
             InputError: if the model has too few tokens for it.
         """
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
         tokenizer = load_tokenizer(self.tokenizer_name)
         check_vocabulary(self.config.vocabulary_size, tokenizer)
         return tokenizer
@@ -103,7 +119,7 @@ class StagedModel:
         """Mean cross-entropy in nats per token: of a text, of tokens, or of a batch's targets.
 
         In a text or tokens, each token is predicted from those before it. `order` names the stages
-        that run, the data stage first: all of them by default.
+        that run, the data stage first: those of the model by default.
 
         Raises:
             InputError: if a sequence is longer than the model's context, or the order is none.
@@ -123,7 +139,7 @@ class StagedModel:
         other where the batch says where they begin. `order` is as in `loss`.
         """
         x = self.run(self._order(order), batch)
-        nats = _nats(self.structures[0], self.parameters[0], x, jnp.asarray(batch["targets"]))
+        nats, _ = self.scores(x, jnp.asarray(batch["targets"]))
         return 0.0 - np.asarray(nats)  # And not -0.0, where there is no target.
 
     def logits(
@@ -168,14 +184,26 @@ class StagedModel:
         Raises:
             InputError: if prompt and tokens are longer than the model's context.
         """
-        given = [int(token) for token in self._tokens(prompt)]
-        end = self.tokenizer.end
-        new = [*generate_tokens(self, self._order(order), given, tokens, how, end)]
-        if not isinstance(prompt, str):
-            return new
-        # Some tokenizers write a token otherwise at the beginning of a text.
-        decode = self.tokenizer.decode
-        return decode([*given, *new])[len(decode(given)) :]
+        chosen, end = self._order(order), self.tokenizer.end
+        return continued(
+            self.tokenizer,
+            prompt,
+            lambda given: generate_tokens(self, chosen, given, tokens, how, end),
+        )
+
+    def tokens_after(
+        self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
+    ) -> Iterator[int]:
+        """What `LanguageModel.tokens_after` says, by `generate_tokens`."""
+        return generate_tokens(self, self.along, prompt, count, how, end)
+
+    def likelihoods(
+        self, batch: Batch
+    ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
+        """What `LanguageModel.likelihoods` says."""
+        x = self.run(self.along, batch)
+        nats, greedy = self.scores(x, jnp.asarray(batch["targets"]))
+        return -np.asarray(nats).sum(axis=1), np.logical_and.reduce(greedy, axis=1)
 
     def _tokens(self, given: str | Tokens) -> Int[np.ndarray, "*sequence position"]:
         if isinstance(given, str):
@@ -183,7 +211,9 @@ class StagedModel:
         return np.asarray(given, np.int32)
 
     def _order(self, order: Sequence[int] | None) -> Order:
-        return full(self.stages) if order is None else order_of(order, self.stages, "order", order)
+        if order is None:
+            return self.along
+        return order_of(order, self.stages, "order", order)
 
     def _batch(self, tokens: Int[np.ndarray, "*sequence position"], predicted: int = 1) -> Batch:
         """Sequences to run, padded; in each, the last so many tokens are only predicted."""
@@ -237,6 +267,12 @@ class StagedModel:
         """Sum of the losses in nats, and how many targets there are."""
         return _loss(self.structures[0], self.parameters[0], x, targets)
 
+    def scores(
+        self, x: Float[Array, "batch time channels"], targets: Int[Array, "batch time"]
+    ) -> tuple[Float[Array, "batch time"], Bool[Array, "batch time"]]:
+        """The cross-entropy of each target in nats, and whether it is the likeliest token."""
+        return _scores(self.structures[0], self.parameters[0], x, targets)
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def _apply(structure: Any, parameters: Any, inputs: Array) -> Array:
@@ -249,8 +285,8 @@ def _loss(structure: Any, parameters: Any, x: Array, targets: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _nats(structure: Any, parameters: Any, x: Array, targets: Array) -> Array:
-    return nnx.merge(structure, parameters).scores(x, targets)[0]
+def _scores(structure: Any, parameters: Any, x: Array, targets: Array) -> tuple[Array, Array]:
+    return nnx.merge(structure, parameters).scores(x, targets)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -316,7 +352,7 @@ def read_run(
             overrides hold out text that the run has trained on.
     """
     config = run_folder.saved_config(folder, "--run", overrides)
-    _require_same_held_out(config.data, run_folder.saved_config(folder, "--run").data)
+    require_same_held_out(config.data, run_folder.saved_config(folder, "--run").data)
     checkpoint = newest_whole(folder, step)
     # The run may have cut its model otherwise since.
     cut = checkpoint.stage_layers
@@ -333,7 +369,7 @@ def read_run(
     return model, config, checkpoint.step
 
 
-def _require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
+def require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
     """Refuse to divide the text of a run otherwise than it did."""
     if not _divided_by_seed(data) & _divided_by_seed(of_run):
         return

@@ -22,7 +22,7 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
 from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.inference.staged_model import StagedModel, read_run
 from tests.partial_models import logits_of, save_run
 
 SECTIONS: dict[str, Any] = {
@@ -119,20 +119,19 @@ def test_likelihoods_equal_those_computed_one_by_one(stages: str | None, run: Pa
     # A space at the end of the context belongs to the continuation.
     pairs[2] = ("space", " word")
     for (context, continuation), (nats, greedy) in zip(pairs, found, strict=True):
-        expected = score_by_hand(
-            model.model, order, [256, *encoded(context)], encoded(continuation)
-        )
+        given = [256, *encoded(context)]
+        expected = score_by_hand(read_run(run)[0], order, given, encoded(continuation))
         assert abs(nats - expected[0]) < 1e-3
         assert greedy == expected[1]
     assert len({round(nats, 3) for nats, _ in found}) == len(pairs)
 
 
 def test_the_likeliest_continuation_is_greedy(run: Path):
-    model = HarnessModel(run)
+    model, staged = HarnessModel(run), read_run(run)[0]
     likeliest = {}
     for letter in range(97, 123):
         tokens = np.array([[256, letter]], np.int32)
-        likeliest[chr(letter)] = logits_of(model.model, model.order, tokens)[0, -1].argmax()
+        likeliest[chr(letter)] = logits_of(staged, model.order, tokens)[0, -1].argmax()
     letter, best = next((letter, best) for letter, best in likeliest.items() if 64 < best < 128)
     continuations = [chr(best), chr(best - 1)]
     found = model.loglikelihood([request("loglikelihood", letter, c) for c in continuations])
@@ -145,8 +144,9 @@ def test_long_texts_are_read_in_windows(run: Path):
     text = "".join(map(chr, range(40, 117)))
     tokens = encoded(text)
     parts = [([256], tokens[:32]), (tokens[31:32], tokens[32:64]), (tokens[44:64], tokens[64:])]
-    expected = [score_by_hand(model.model, model.order, *part)[0] for part in parts]
-    short = score_by_hand(model.model, model.order, [256], encoded("short"))[0]
+    staged = read_run(run)[0]
+    expected = [score_by_hand(staged, model.order, *part)[0] for part in parts]
+    short = score_by_hand(staged, model.order, [256], encoded("short"))[0]
     requests = [request("loglikelihood_rolling", text), request("loglikelihood_rolling", "short")]
     assert model.loglikelihood_rolling(requests) == pytest.approx([sum(expected), short], abs=1e-3)
 
@@ -157,7 +157,7 @@ def test_texts_are_generated_up_to_a_stop(run: Path):
     [whole] = model.generate_until([request("generate_until", "begin" * 20, settings)])
     prompt = [256, *encoded("begin" * 20)][-20:]
     tokens = generate_tokens(
-        model.model, model.order, prompt, 12, Sampling(temperature=0.0), end=257
+        read_run(run)[0], model.order, prompt, 12, Sampling(temperature=0.0), end=257
     )
     assert whole == ByteTokenizer().decode(list(tokens))
     stop = whole[3:5]

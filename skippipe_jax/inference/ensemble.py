@@ -1,0 +1,219 @@
+"""Several models that answer together, each weighed by how well it foretold the text so far."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.config.sampling import Sampling
+from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts
+from skippipe_jax.data.tokenizer import Tokenizer
+from skippipe_jax.ensemble import mixing, posterior, priors
+from skippipe_jax.ensemble.mixtures import ARITHMETIC, AVERAGES
+from skippipe_jax.inference.decoding import continued
+from skippipe_jax.inference.mixed_tokens import generate_mixed, mixed_scores
+from skippipe_jax.inference.staged_model import StagedModel
+
+
+@dataclass(frozen=True, eq=False)
+class Ensemble:
+    """Models with one tokenizer, which may differ in size, as one model.
+
+    Attributes:
+        experts: the models.
+        given_prior: logarithms of how likely each is where a document begins, which need not be
+            normalised; None for all alike.
+        mix: by what they are weighed, one of `posterior.WEIGHTS`.
+        average: how what they say is mixed, one of `mixtures.AVERAGES`.
+        names: what each is called in messages.
+
+    Raises `InputError` if there is none, their tokenizers differ, or the prior is not of so many.
+    A model whose vocabulary is larger than another's has more tokens that the tokenizer never
+    makes: these are impossible to those that lack them.
+    """
+
+    experts: Sequence[StagedModel]
+    given_prior: Float[np.ndarray, " expert"] | None = None
+    mix: str = posterior.POSTERIOR
+    average: str = ARITHMETIC
+    names: Sequence[str] = ()
+
+    def __post_init__(self):
+        """Check that they can be mixed."""
+        fields.sequence(self.experts, "experts")
+        fields.text(self.mix, "--mix", posterior.WEIGHTS)
+        fields.text(self.average, "--average", AVERAGES)
+        names = self.names or [f"expert {number}" for number in range(len(self.experts))]
+        for name, expert in zip(names, self.experts, strict=True):
+            own, first = expert.tokenizer, self.tokenizer
+            if own.digest != first.digest:
+                raise InputError(
+                    "--run",
+                    name,
+                    f"its tokenizer ({own.digest}) is not that of {names[0]} ({first.digest})",
+                    "Name runs whose text was made into tokens alike",
+                )
+        if len(self.log_prior) != len(self.experts):
+            problem = f"is of {len(self.log_prior)} experts, and here are {len(self.experts)}"
+            raise InputError("--prior", self.log_prior.tolist(), problem, "Give one for each")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all of them."""
+        return self.experts[0].tokenizer
+
+    @property
+    def context(self) -> int:
+        """How many tokens all of them take at once."""
+        return min(expert.context for expert in self.experts)
+
+    @property
+    def log_prior(self) -> Float[np.ndarray, " expert"]:
+        """The prior, as logarithms."""
+        return np.zeros(len(self.experts)) if self.given_prior is None else self.given_prior
+
+    def log_probabilities(self, batch: Batch) -> Float[np.ndarray, "sequence position"]:
+        """What `LanguageModel.log_probabilities` says.
+
+        The posterior of a token knows of the targets before it that count, since its document
+        began in the sequence.
+        """
+        log_p = np.stack([expert.log_probabilities(batch) for expert in self.experts])
+        return self.weighed(batch, log_p, self._log_weights(log_p, batch))
+
+    def weighed(
+        self,
+        batch: Batch,
+        log_p: Float[np.ndarray, "expert sequence position"],
+        log_w: Float[np.ndarray, "expert sequence position"],
+    ) -> Float[np.ndarray, "sequence position"]:
+        """The same where each expert's log-probabilities are known, and by what it is weighed."""
+        if self.average == ARITHMETIC:
+            return mixing.weighed(log_p, log_w)
+        streams = [expert.run(expert.along, batch) for expert in self.experts]
+        return self._mixed(streams, batch["targets"], log_w)[0]
+
+    def likelihoods(
+        self, batch: Batch
+    ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
+        """What `LanguageModel.likelihoods` says; the posterior knows of all tokens that are given.
+
+        They are those of the mixture, whose likeliest token need not be that of any expert.
+        """
+        tokens, targets = batch["tokens"], batch["targets"]
+        after_last = np.full_like(tokens[:, :1], NOT_COUNTED)
+        following = np.concatenate([tokens[:, 1:], after_last], axis=1)
+        following = np.where(targets == NOT_COUNTED, following, targets)
+        streams = [expert.run(expert.along, batch) for expert in self.experts]
+        nats = [
+            expert.scores(x, jnp.asarray(following))[0]
+            for expert, x in zip(self.experts, streams, strict=True)
+        ]
+        log_w = self._log_weights(-np.stack(jax.device_get(nats)), batch)
+        said, greedy = self._mixed(streams, targets, log_w)
+        return said.sum(axis=1), np.logical_and.reduce(greedy, axis=1)
+
+    def tokens_after(
+        self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
+    ) -> Iterator[int]:
+        """What `LanguageModel.tokens_after` says, by `generate_mixed`.
+
+        Temperature and `top_p` are applied to the mixture.
+        """
+        return generate_mixed(self, prompt, count, how, end)
+
+    @overload
+    def generate(self, prompt: str, tokens: int = ..., how: Sampling = ...) -> str: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[int], tokens: int = ..., how: Sampling = ...
+    ) -> list[int]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        tokens: int = 100,
+        how: Sampling = Sampling(),  # noqa: B008 (it is frozen)
+    ) -> str | list[int]:
+        """A text that goes on from a prompt, or tokens from tokens, as `StagedModel.generate`."""
+        end = self.tokenizer.end
+        return continued(
+            self.tokenizer, prompt, lambda given: self.tokens_after(given, tokens, how, end)
+        )
+
+    def _log_weights(
+        self, log_p: Float[np.ndarray, "expert sequence position"], batch: Batch
+    ) -> Float[np.ndarray, "expert sequence position"]:
+        resets = document_starts(batch, self.tokenizer.begin)
+        return mixing.weights(
+            log_p, resets, prior=priors.CACHED, how=self.mix, log_prior=self.log_prior
+        )
+
+    def _mixed(
+        self, streams: Sequence[jax.Array], targets: np.ndarray, log_w: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What `mixed_scores` says of what experts have behind their last stages."""
+        return jax.device_get(
+            mixed_scores(
+                tuple(expert.structures[0] for expert in self.experts),
+                self.average,
+                [expert.parameters[0] for expert in self.experts],
+                streams,
+                jnp.asarray(targets),
+                jnp.asarray(log_w, jnp.float32),
+            )
+        )
+
+
+SAME = (
+    "vocabulary_size",
+    "width",
+    "layers",
+    "heads",
+    "kv_heads",
+    "ffn_width",
+    "rope_theta",
+    "rope_scaling",
+    "tied_head",
+    "norm_epsilon",
+)
+"""What models must agree in so that parameters mean the same in all of them."""
+
+
+def averaged(models: Sequence[StagedModel]) -> StagedModel:
+    """One model whose parameters are the means of those of several, added up in float32.
+
+    Raises:
+        InputError: if they are not of one shape, or not cut alike.
+    """
+    first, *others = models
+    for other in others:
+        for key in SAME:
+            own, of_first = getattr(other.config, key), getattr(first.config, key)
+            if own != of_first:
+                problem = f"another model that it is to be averaged with has {of_first}"
+                raise InputError(f"model.{key}", own, problem, "Average models of one shape")
+        if other.cut != first.cut:
+            problem = f"another model that it is to be averaged with has {first.cut}"
+            raise InputError(
+                "model.stage_layers", other.cut, problem, "Average models that are cut alike"
+            )
+
+    def mean(*arrays: jax.Array) -> jax.Array:
+        total = functools.reduce(jnp.add, (array.astype(jnp.float32) for array in arrays))
+        return (total / len(arrays)).astype(arrays[0].dtype)
+
+    parameters = [
+        jax.tree.map(mean, *own) for own in zip(*(m.parameters for m in models), strict=True)
+    ]
+    return replace(first, parameters=parameters)

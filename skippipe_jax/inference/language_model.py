@@ -1,0 +1,46 @@
+"""What evaluation, generation and the harness ask of a model, be it one or several together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from skippipe_jax.config.sampling import Sampling
+from skippipe_jax.data.batches import Batch
+from skippipe_jax.data.tokenizer import Tokenizer
+
+
+class LanguageModel(Protocol):
+    """A model that says how likely each next token is."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What makes its tokens."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """How many tokens it takes at once."""
+        ...
+
+    def log_probabilities(self, batch: Batch) -> Float[np.ndarray, "sequence position"]:
+        """The log-probability of each target of a batch in nats; 0 where it is not counted."""
+        ...
+
+    def likelihoods(
+        self, batch: Batch
+    ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
+        """Log-likelihood in nats of each sequence's targets, and whether each is the likeliest."""
+        ...
+
+    def tokens_after(
+        self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
+    ) -> Iterator[int]:
+        """Up to `count` tokens that go on from a prompt of at least one, until `end`, as they come.
+
+        They are drawn as `how` says. Raises `InputError` if all are more than the context.
+        """
+        ...
