@@ -22,6 +22,8 @@ from skippipe_jax.experts.config import (
     ExpertsConfig,
 )
 
+PROBE = "probe"
+
 Lanes = Mapping[str, Sequence[str]]
 """Domains by lane, in the order in which their experts follow one another."""
 
@@ -114,7 +116,7 @@ class Members:
         size = self.config.probed_size
         steps, parent = self.config.probe.steps, self.seed(size)
         return {
-            domain: self._member("probe", (domain,), size, steps, parent)
+            domain: self._member(PROBE, (domain,), size, steps, parent)
             for domain in self.config.inside
         }
 

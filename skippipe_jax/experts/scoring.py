@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _score(arguments: argparse.Namespace) -> int:
     with loading():
-        from skippipe_jax.experts.tasks import DONE, PRIORS, SCORES, asked_of, data_of
+        from skippipe_jax.experts.tasks import DONE, asked_of, data_of
         from skippipe_jax.inference.ensemble import averaged
         from skippipe_jax.inference.scores import score
         from skippipe_jax.inference.staged_model import read_run
@@ -42,11 +42,10 @@ def _score(arguments: argparse.Namespace) -> int:
     keep_programs(configs[0].compilation_cache)
     model = models[0] if len(models) == 1 else averaged(models)
     data = data_of(configs[0].data, asked)
-    for domain in data.domains():
-        for part in (PRIORS, SCORES):
-            found = score(model, data, domain, part, asked[part])
-            found.save(folder / f"{domain}-{part}.npz")
-            print(f"{domain}, {part}: {found.loss:.4f} nats per token", flush=True)
+    for domain, part, sequences in asked["parts"]:
+        found = score(model, data, domain, part, sequences)
+        found.save(folder / f"{domain}-{part}.npz")
+        print(f"{domain}, {part}: {found.loss:.4f} nats per token", flush=True)
     write_whole(folder / DONE, json.dumps({"digest": asked["digest"]}))
     return 0
 

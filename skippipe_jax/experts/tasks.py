@@ -15,7 +15,7 @@ from skippipe_sched import fields
 from skippipe_jax.campaign.running import Command, digest_of, threads_each
 from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.experts.config import ExpertsConfig
-from skippipe_jax.experts.members import Member, mixture_entry
+from skippipe_jax.experts.members import PROBE, Member, mixture_entry
 from skippipe_jax.inference.scores import Scores
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import latest_step
@@ -42,15 +42,19 @@ class Place:
             return f"run:{self.run_dir(member.parent)}"
         return member.parent
 
-    @cached_property
-    def asked(self) -> dict[str, Any]:
-        """What every model scores: the text of all domains, as a file holds it."""
+    def asked(self, probed: str | None = None) -> dict[str, Any]:
+        """What a model scores, as a file holds it: all domains, or of one the text for priors."""
         evaluation = self.config.evaluation
+        sequences = {PRIORS: evaluation.prior_sequences, SCORES: evaluation.sequences}
         return {
             "domains": [mixture_entry(self.config, name) for name in self.config.names],
             "batch_size": evaluation.batch_size,
-            PRIORS: evaluation.prior_sequences,
-            SCORES: evaluation.sequences,
+            "parts": [
+                [domain, part, count]
+                for domain in (self.config.names if probed is None else [probed])
+                for part, count in sequences.items()
+                if probed is None or part == PRIORS
+            ],
         }
 
 
@@ -73,9 +77,15 @@ class Scored:
         return self.place.folder / "scores" / self.name
 
     @cached_property
+    def asked(self) -> dict[str, Any]:
+        """What it scores; a probe its own domain alone."""
+        first = self.members[0]
+        return self.place.asked(first.domains[0] if first.kind == PROBE else None)
+
+    @cached_property
     def digest(self) -> str:
         """Of all that its scores come from."""
-        return digest_of([[own.digest for own in self.members], self.place.asked])
+        return digest_of([[own.digest for own in self.members], self.asked])
 
     def is_scored(self) -> bool:
         """Whether its scores of all domains are there."""
@@ -91,7 +101,7 @@ class Scored:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / SPECIFICATION
         runs = [str(self.place.run_dir(own)) for own in self.members]
-        asked = {"digest": self.digest, "runs": runs, **self.place.asked}
+        asked = {"digest": self.digest, "runs": runs, **self.asked}
         write_whole(path, json.dumps(asked))
         return ["skippipe_jax.experts.scoring", str(path)]
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from skippipe_jax.experts import difficulty, evaluation
 from skippipe_jax.experts.evaluation import averaged_model
 from skippipe_jax.experts.members import Arm, Member, Members
 from skippipe_jax.experts.picture import picture
-from skippipe_jax.experts.tasks import PRIORS, SCORES, Averaging, Place, Training, data_of
+from skippipe_jax.experts.tasks import Averaging, Place, Training, data_of
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.whole_file import write_whole
@@ -115,10 +116,10 @@ def require_usable(place: Place) -> None:
 
 def _require_text(place: Place, member: Member) -> None:
     """Refuse a domain without text, in training or held out, for priors or for scores."""
-    data = data_of(member.config().data, place.asked)
-    for domain in data.domains():
-        for part in (PRIORS, SCORES):
-            next(held_out_batches(data, 1, 1, part=part, domain=domain))
+    asked = place.asked()
+    data = data_of(member.config().data, asked)
+    for domain, part, _ in asked["parts"]:
+        next(held_out_batches(data, 1, 1, part=part, domain=domain))
 
 
 def probed(place: Place) -> dict[str, float]:
@@ -152,7 +153,7 @@ def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None)
     found = {
         "seed": place.config.seed,
         "difficulty": hard,
-        "evaluation": place.asked,
+        "evaluation": asdict(place.config.evaluation),
         "arms": evaluation.results_of(place, arms),
     }
     write_whole(place.folder / RESULTS, json.dumps(found, indent=1) + "\n")
