@@ -118,17 +118,22 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class NodesConfig:
-    """Machines that the lanes of an arm share, each lane training on some of its own.
+    """Machines that the lanes of an arm share: each lane trains on some of its own, side by side.
 
     Attributes:
-        case: the case of all nodes, as a mapping or the path of a YAML file.
-        evaluations: how many divisions of the nodes are looked at.
-        budget_s: seconds of search for each plan.
+        case: the case of all nodes, as a mapping or the path of a YAML file; its times are those
+            of the size that probes have.
+        budget_s: seconds of search for the division of an arm.
     """
 
     case: str | dict = ""
-    evaluations: int = 200
-    budget_s: float = 5.0
+    budget_s: float = 60.0
+
+    def __post_init__(self):
+        """Refuse a search that has no time."""
+        fields.number(self.budget_s, "nodes.budget_s", 0.0, above=True)
+        if not self.case:
+            raise InputError("nodes.case", self.case, "is missing", "Name the file of a case")
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,8 @@ class ExpertsConfig:
         probe: how hard domains are.
         arms: what is compared, by name; the first is what others are compared with.
         evaluation: on how much text, and how experts are mixed.
-        nodes: machines that the lanes of an arm share. null: every run has this one.
+        nodes: machines that the lanes of an arm share, each a host. null: experts train by the plan
+            in `run`, as seeds do, in one process.
     """
 
     folder: str = "runs/experts"

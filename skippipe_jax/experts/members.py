@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,7 @@ class Member:
         tree: its configuration as a file holds it, but for its folder and what it begins with.
         parent: the run that it begins with; text, where it is none of the ensemble; None where it
             begins anew.
+        hosts: the processes that train it.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Member:
     size: str
     tree: Mapping[str, Any]
     parent: Member | str | None
+    hosts: int = 1
 
     @cached_property
     def digest(self) -> str:
@@ -63,6 +65,10 @@ class Member:
         """How its files are called."""
         of = self.domains[0] if len(self.domains) == 1 else "all"
         return f"{self.kind}-{of}-{self.size}-{self.steps}-{self.digest[:8]}"
+
+    def of_size(self, config: ExpertsConfig, size: str) -> Member:
+        """The same run with a model of another size."""
+        return replace(self, size=size, tree=merged(self.tree, {"model": model_of(config, size)}))
 
     def lineage(self) -> list[Member]:
         """The runs of the ensemble that come before it, the first one first, and itself."""
@@ -148,7 +154,9 @@ class Members:
     def _arm(self, name: str, arm: ArmConfig) -> Arm:
         if arm.kind == AVERAGED:
             assert arm.of is not None
-            return Arm(name, self._experts(arm.of, self.config.arms[arm.of]), {}, averages=True)
+            averaged = self.config.arms[arm.of]
+            experts = self._experts(arm.of, averaged)
+            return Arm(name, experts, self.lanes(averaged), averages=True)
         if arm.kind == "experts":
             return Arm(name, self._experts(name, arm), self.lanes(arm))
         assert isinstance(arm.size, str)
@@ -209,13 +217,18 @@ class Members:
         parent: Member | str | None,
     ) -> Member:
         own = self.config.seeds.run if parent is None else self.config.experts
-        tree = merged(merged(self.config.run, own), {"model": self.config.sizes[size]})
+        tree = merged(merged(self.config.run, own), {"model": model_of(self.config, size)})
         tree["data"] = tree.get("data", {}) | {
             "source": "mixture",
             "mixture": [mixture_entry(self.config, name) for name in domains],
         }
         tree |= {"seed": self.config.seed, "train": {"steps": steps}}
         return Member(kind, domains, size, tree, parent)
+
+
+def model_of(config: ExpertsConfig, size: str) -> dict[str, Any]:
+    """The section `model` of runs of a size, as a file holds it."""
+    return merged(config.run, {"model": config.sizes[size]}).get("model", {})
 
 
 def mixture_entry(config: ExpertsConfig, name: str) -> dict[str, Any]:

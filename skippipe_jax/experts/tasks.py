@@ -113,8 +113,6 @@ class Training:
     place: Place
     member: Member
     scored: bool = True
-    hosts: int = 1
-    plan: Path | None = None
 
     @property
     def name(self) -> str:
@@ -143,7 +141,7 @@ class Training:
 
     def environment(self) -> Mapping[str, str]:
         """Its share of the cores."""
-        return threads_each(self.place.config.at_once * self.hosts)
+        return threads_each(self.place.config.at_once * self.member.hosts)
 
     def commands(self) -> Sequence[Callable[[], Command]]:
         """The training, unless it has ended, and the scoring."""
@@ -166,13 +164,11 @@ class Training:
         origin = self.place.origin(self.member)
         if origin is not None:
             tree["init_from"] = origin
-        if self.plan is not None:
-            tree["plan"] = {"file": str(self.plan)}
         path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         resume = ["--resume"] if run_folder.is_run(run) else []
         given = ["--config", str(path), *resume]
-        if self.hosts > 1:
-            return ["skippipe_jax.launch", *given, "--hosts", str(self.hosts)]
+        if self.member.hosts > 1:
+            return ["skippipe_jax.launch", *given, "--hosts", str(self.member.hosts)]
         return ["skippipe_jax.train", *given]
 
 

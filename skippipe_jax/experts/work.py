@@ -18,6 +18,7 @@ from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.experts import difficulty, evaluation
 from skippipe_jax.experts.evaluation import averaged_model
 from skippipe_jax.experts.members import Arm, Member, Members
+from skippipe_jax.experts.nodes import on_nodes
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Averaging, Place, Training, data_of
 from skippipe_jax.interop.conversion import to_huggingface
@@ -43,8 +44,11 @@ def train(place: Place) -> dict[str, Any]:
         prepare(place)
         require_usable(place)
         hard = probed(place) if place.config.is_probed else None
-        arms = Members(place.config, hard).arms()
-        _run(place, [*trainings(place, arms), *averagings(place, arms)])
+        arms = arms_of(place, hard)
+        # On nodes of their own the lanes of an arm have them for themselves.
+        for together in [[arm] for arm in arms] if place.config.nodes else [arms]:
+            _run(place, trainings(place, together), at_once_of(place, together))
+        _run(place, averagings(place, arms))
         return compare(place, arms, hard)
 
 
@@ -64,7 +68,7 @@ def evaluate(place: Place) -> dict[str, Any]:
         InputError: if something is missing.
     """
     hard = _known_difficulty(place)
-    arms = Members(place.config, hard).arms()
+    arms = arms_of(place, hard)
     _require_done([*trainings(place, arms), *averagings(place, arms)])
     return compare(place, arms, hard)
 
@@ -130,6 +134,21 @@ def probed(place: Place) -> dict[str, float]:
     return found
 
 
+def arms_of(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
+    """All arms, whose experts train by the plans of a division where nodes are shared."""
+    arms = Members(place.config, hard).arms()
+    if place.config.nodes is None:
+        return arms
+    return [on_nodes(place, arm) if arm.lanes else arm for arm in arms]
+
+
+def at_once_of(place: Place, arms: Sequence[Arm]) -> int:
+    """How many runs train at the same time: one for each lane, where each lane has nodes."""
+    if place.config.nodes is None:
+        return place.config.at_once
+    return max(1, *(len(arm.lanes) for arm in arms))
+
+
 def trainings(place: Place, arms: Iterable[Arm]) -> list[Training]:
     """The training of all runs of the arms, and of those that they begin with."""
     return trainings_of(place, [own for arm in arms for own in arm.members.values()])
@@ -171,7 +190,7 @@ def export(place: Place) -> list[Path]:
         InputError: if one has not been trained.
     """
     hard = _known_difficulty(place)
-    members = [own for arm in Members(place.config, hard).arms() for own in arm.members.values()]
+    members = [own for arm in arms_of(place, hard) for own in arm.members.values()]
     each = {own.name: own for own in members}
     _require_done(trainings_of(place, each.values()))
     folders = []
@@ -195,8 +214,8 @@ def _known_difficulty(place: Place) -> dict[str, float] | None:
     return difficulty.measured(place)
 
 
-def _run(place: Place, tasks: Sequence[Task]) -> None:
-    run_all(tasks, place.folder / "logs", place.config.at_once)
+def _run(place: Place, tasks: Sequence[Task], at_once: int | None = None) -> None:
+    run_all(tasks, place.folder / "logs", at_once or place.config.at_once)
 
 
 def _require_done(tasks: Sequence[Task]) -> None:

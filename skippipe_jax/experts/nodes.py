@@ -1,0 +1,116 @@
+"""The machines of an arm: its lanes train side by side, each on nodes of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched import fields
+from skippipe_sched.division.dividing import divide
+from skippipe_sched.division.lanes import Lane, Training
+from skippipe_sched.division.result import Division
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.plan import load_plan
+from skippipe_sched.search.budget import Search
+
+from skippipe_jax.campaign.running import digest_of
+from skippipe_jax.experts.config import ExpertsConfig
+from skippipe_jax.experts.members import Arm, Member
+from skippipe_jax.experts.tasks import Place
+from skippipe_jax.models.flops import flops_per_token
+from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.storage.whole_file import write_whole
+
+
+def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
+    """What the lanes of an arm train: steps, and sizes against that of the case.
+
+    The case is of the size that probes have: another takes as many times as long as it has more
+    operations, and averages as many times as many bytes as it has more parameters.
+    """
+    members = list(arm.members.values())
+    of_case = _cost(members[0].of_size(config, config.probed_size))
+
+    def training(domain: str) -> Training:
+        compute, size = _cost(arm.members[domain])
+        steps = arm.members[domain].steps
+        return Training(domain, steps, compute / of_case[0], size / of_case[1])
+
+    return [
+        Lane(lane, tuple(training(domain) for domain in domains))
+        for lane, domains in arm.lanes.items()
+        if domains
+    ]
+
+
+def _cost(member: Member) -> tuple[float, float]:
+    """Operations of a token, and parameters, of the whole model of a run."""
+    config = member.config()
+    model = replace(config.model, stage_layers=None)
+    [shapes] = stage_shapes(model, 1)
+    length = config.data.sequence_length
+    each = flops_per_token(shapes, layers=model.layers, width=model.width, sequence_length=length)
+    return float(each), float(parameter_count([shapes]))
+
+
+def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
+    """The nodes of the case among the lanes of an arm.
+
+    Raises:
+        InputError: if there is no case, it cannot be read, or it has too few nodes.
+    """
+    nodes = place.config.nodes
+    if nodes is None:
+        raise InputError("nodes", None, "is missing", "Write nodes: {case: FILE}")
+    search = Search(seed=place.config.seed, budget_s=nodes.budget_s)
+    lanes = lanes_of(place.config, arm)
+    return divide(_case(nodes.case), Path(), lanes, search, equal=equal)
+
+
+def _case(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    return fields.load_yaml(Path(given), "nodes.case") if isinstance(given, str) else given
+
+
+def on_nodes(place: Place, arm: Arm) -> Arm:
+    """The arm whose experts train by the plans of a division, which is made once and kept."""
+    plans = _kept_plans(place, arm)
+    name_of = {id(own): domain for domain, own in arm.members.items()}
+    found: dict[str, Member] = {}
+
+    def planned(domain: str) -> Member:
+        if domain not in found:
+            own, plan = arm.members[domain], plans[domain]
+            parent = name_of.get(id(own.parent))
+            found[domain] = replace(
+                own,
+                tree={**own.tree, "plan": {"file": plan}},
+                parent=own.parent if parent is None else planned(parent),
+                hosts=len(load_plan(Path(plan)).case.nodes),
+            )
+        return found[domain]
+
+    return replace(arm, members={domain: planned(domain) for domain in arm.members})
+
+
+def _kept_plans(place: Place, arm: Arm) -> dict[str, str]:
+    """The files of the plans of an arm's experts, by domain; made where they are not there."""
+    lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
+    assert place.config.nodes is not None
+    asked = digest_of([lanes, asdict(place.config.nodes), place.config.seed])
+    kept = place.folder / "division" / f"{asked}.json"
+    if not kept.exists():
+        print(f"dividing nodes among the lanes of {arm.name}", flush=True)
+        kept.parent.mkdir(exist_ok=True)
+        division = divided(place, arm)
+        names = {}
+        for part in division.parts:
+            for training, plan in zip(part.lane.trainings, part.plans, strict=True):
+                written = plan.to_json()
+                name = f"{digest_of(written)}.json"
+                write_whole(kept.parent / name, json.dumps(written))
+                names[training.name] = str(Path(place.config.folder, kept.parent.name, name))
+        write_whole(kept, json.dumps({"plans": names, **division.to_json()}, indent=1))
+    return fields.load_json(kept, str(kept))["plans"]
