@@ -140,7 +140,8 @@ def dispatch_priority(microbatches: int, length: int) -> Float[np.ndarray, "micr
 def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
     """Room for simulations of paths of `length` nodes."""
     slots, stages = len(problem.stage_of_slot), len(problem.ring_bytes)
-    links = (slots, slots) if problem.one_after_another else (1, 1)
+    # Of all nodes: slots may be fewer, where other nodes take part in another pipeline.
+    links = problem.latency_s.shape if problem.one_after_another else (1, 1)
     return Scratch(
         position=np.zeros(microbatches, np.int64),
         running=np.zeros(microbatches, np.bool_),

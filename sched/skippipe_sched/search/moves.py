@@ -51,7 +51,7 @@ def undo_for(candidate: Candidate) -> Undo:
 
 
 @compiled
-def _share_out(problem, candidate, stage, state):
+def share_out(problem, candidate, stage, state):
     """Move microbatches between the replicas of a stage until each has its share (TC1)."""
     begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
     microbatches, length = candidate.paths.shape
@@ -109,9 +109,9 @@ def _swap_nodes(problem, candidate, undo, state):
         set_averaging(problem, candidate.node_of_slot, b, candidate.averaging_s)
     if problem.unequal:
         if a > 0:
-            _share_out(problem, candidate, a, state)
+            share_out(problem, candidate, a, state)
         if b > 0 and b != a:
-            _share_out(problem, candidate, b, state)
+            share_out(problem, candidate, b, state)
     return True
 
 

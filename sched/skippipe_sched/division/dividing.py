@@ -1,0 +1,387 @@
+"""Dividing the nodes of a case among lanes of experts that train side by side.
+
+Many layouts are tried: which lane has how many nodes, and how its model is cut over them. Each is
+annealed with all that its lanes do at once: nodes trade places within a lane and between lanes, and
+paths change, judged by the simulation of a whole iteration. The best ones have children that differ
+a little. In the end `joint` plans every expert of the few best, from what annealing found, and the
+division is taken whose last expert is done soonest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skippipe_sched.division.lanes import Lane, Training, checked
+from skippipe_sched.division.layout import Layout, Layouts, Place
+from skippipe_sched.division.parts import Cut, Whole
+from skippipe_sched.division.result import Division, Part, soonest
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods import make_plan, with_prediction
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.joint import THREADS
+from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
+from skippipe_sched.problem.plan import Plan
+from skippipe_sched.search.annealer import (
+    MEAN_WEIGHT,
+    OPERATIONS_OF_MOVE,
+    OPERATIONS_PER_S,
+    WEIGHTS,
+)
+from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, cost_of
+from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, problem_of
+from skippipe_sched.search.budget import Search
+from skippipe_sched.search.trading import trade
+
+# Of the budget; the rest is for the plans of the finalists.
+DIVIDING_SHARE = 0.6
+FINALISTS = 3
+# What it takes to judge a layout, in steps for each lane, and how many have children.
+STEPS_OF_LANE = 2_000
+PARENTS = 8
+CHILDREN = 8
+# Of the parents, at most so many have the same cuts.
+ALIKE = 2
+# Of the layouts that are tried, those that are no children.
+FIRST_SHARE = 0.2
+# A piece is for two lanes; then come two others.
+PIECE = 200
+# Temperatures as shares of the mean of the ends.
+HOTTEST, OF_CHILD, COLDEST = 0.05, 0.01, 0.0005
+
+
+def divide(
+    source: Mapping[str, Any],
+    folder: Path,
+    lanes: Sequence[Lane],
+    search: Search,
+    *,
+    equal: bool = False,
+    begin: Division | None = None,
+) -> Division:
+    """The nodes of a case, given as YAML gives it, divided among lanes that train side by side.
+
+    A part of the case has the links between its nodes and all its microbatches; how many replicas a
+    stage has is chosen, and so is whether neighbouring stages become one (`Whole`). Nodes that only
+    make a lane slower stay idle. With `equal`, no lane has more nodes than another but for one that
+    is left over: the control, with the same search. A division known already is where the search
+    begins too, with `begin`, and it ends with none that is worse.
+
+    Like a plan's, the outcome follows from the seed and the budget on a machine that is quick
+    enough.
+
+    Raises:
+        InputError: if the case, a lane or an expert is not in order, or there are too few nodes.
+    """
+    return _Search(Whole(source, folder), checked(lanes), search, equal).run(begin)
+
+
+@dataclass(eq=False)
+class _Member:
+    """A layout at work: a chain for each lane, and when each ends, in the unit of `weights`."""
+
+    layout: Layout
+    chains: list[ChainState]
+    ends: np.ndarray
+    random: np.random.Generator
+    last: float = float("inf")
+
+    @property
+    def found(self) -> Layout:
+        """The layout as annealing has left it."""
+        places = tuple(
+            replace(place, nodes=tuple(chain.candidate.node_of_slot.tolist()))
+            for place, chain in zip(self.layout.places, self.chains, strict=True)
+        )
+        return Layout(places, self.layout.idle)
+
+
+class _Search:
+    """One search for a division."""
+
+    def __init__(self, whole: Whole, lanes: tuple[Lane, ...], search: Search, equal: bool):
+        self.whole, self.lanes, self.search = whole, lanes, search
+        nodes, needed = len(whole.case.nodes), whole.fewest_nodes * len(lanes)
+        if nodes < needed:
+            raise InputError(
+                "case.nodes",
+                nodes,
+                f"{len(lanes)} lanes side by side need {whole.fewest_nodes} nodes each at least",
+                f"Add {needed - nodes} nodes, or train fewer lanes side by side",
+            )
+        self.layouts = Layouts(whole, [lane.work for lane in lanes], equal=equal)
+        self.weights = np.array([lane.steps for lane in lanes], dtype=float)
+        self.weights /= self.weights.max()
+        self.moves = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
+        self.problems: dict[tuple[int, Cut], Problem] = {}
+        self.whole_problems: dict[tuple[int, int], Problem] = {}
+        self.refusal: InputError | None = None
+        microbatches = sum(whole.case.microbatches)
+        operations = microbatches * (2 * whole.case.path_length + 1) + OPERATIONS_OF_MOVE
+        self.steps_per_s = THREADS * OPERATIONS_PER_S / operations
+
+    def run(self, begin: Division | None) -> Division:
+        """Divide, and plan."""
+        members = self.evolved(begin)
+        finalists: dict[tuple[frozenset[int], ...], _Member] = {}
+        for member in members:
+            finalists.setdefault(member.found.groups, member)
+        chosen = list(finalists.values())[:FINALISTS]
+        plans = sum(len(_kinds(lane)) for lane in self.lanes) * len(chosen)
+        share = (1.0 - DIVIDING_SHARE) / plans
+        divisions = [self.planned(member, share) for member in chosen]
+        return soonest([begin, *divisions] if begin else divisions)
+
+    def evolved(self, begin: Division | None) -> list[_Member]:
+        """The best layouts, best first."""
+        random = np.random.default_rng(self.search.seed)
+        seeds = iter(range(self.search.seed * 1_000_003, 2**62))
+        each = STEPS_OF_LANE * len(self.lanes)
+        total = self.search.steps(DIVIDING_SHARE * self.steps_per_s) // each
+        first = max(2, int(FIRST_SHARE * total))
+        layouts = [self.layouts.first(random) for _ in range(first)]
+        begun = [] if begin is None else [self.known(begin)]
+        members = [self.started(layout, next(seeds)) for layout in [*begun, *layouts]]
+        members = [member for member in members if member is not None]
+        if not members:
+            assert self.refusal is not None
+            raise self.refusal
+        self.anneal(members[0], 0, HOTTEST)  # Compiling is no searching.
+        self.search.start_clock()
+        best: list[_Member] = []
+        with ThreadPoolExecutor(THREADS) as threads:
+
+            def judged(new: list[_Member], hottest: float) -> list[_Member]:
+                if not self.search.stopped() or not best:
+                    list(threads.map(lambda member: self.anneal(member, each, hottest), new))
+                return _unlike(sorted([*best, *new], key=lambda member: member.last))[:PARENTS]
+
+            for start in range(0, len(members), CHILDREN):
+                best = judged(members[start : start + CHILDREN], HOTTEST)
+            for _ in range(max(0, total - first) // CHILDREN):
+                if self.search.stopped():
+                    break
+                parents = [best[place % len(best)] for place in range(CHILDREN)]
+                children = [self.child(parent, next(seeds)) for parent in parents]
+                best = judged([child for child in children if child], OF_CHILD)
+        return best
+
+    def known(self, division: Division) -> Layout:
+        """The layout of a division."""
+        stages = len(self.whole.case.stages)
+        places = []
+        for part in division.parts:
+            plan = part.plans[0]
+            cut = Cut(stages // len(plan.stages), plan.case.stages, plan.case.path_length)
+            on_stages = [part.nodes[node] for replicas in plan.stages for node in replicas]
+            places.append(Place(cut, tuple(on_stages)))
+        return Layout(tuple(places), division.idle)
+
+    def started(self, layout: Layout, seed: int) -> _Member | None:
+        """A member with random paths; None if the rules leave it none."""
+        random = np.random.default_rng(seed)
+        try:
+            chains = [
+                self.chain(lane, place, random, seed + lane)
+                for lane, place in enumerate(layout.places)
+            ]
+        except InputError as refusal:
+            self.refusal = self.refusal or refusal
+            return None
+        return _Member(layout, chains, np.zeros(len(chains)), random)
+
+    def child(self, parent: _Member, seed: int) -> _Member | None:
+        """A member that differs a little; lanes without a change go on from where they are."""
+        random = np.random.default_rng(seed)
+        before = parent.found
+        layout = self.layouts.changed(before, parent.ends.tolist(), random)
+        if layout is None:
+            return None
+        # A lane goes on from the one before that has most of its nodes.
+        origins = [
+            max(
+                range(len(before.places)),
+                key=lambda origin: len({*place.nodes} & {*before.places[origin].nodes}),
+            )
+            for place in layout.places
+        ]
+        try:
+            chains = [
+                self.carried(
+                    before.places[origin], parent.chains[origin], lane, place, random, seed + lane
+                )
+                for lane, (origin, place) in enumerate(zip(origins, layout.places, strict=True))
+            ]
+        except InputError:
+            return None
+        return _Member(layout, chains, np.zeros(len(chains)), random)
+
+    def carried(
+        self,
+        before: Place,
+        chain: ChainState,
+        lane: int,
+        place: Place,
+        random: np.random.Generator,
+        seed: int,
+    ) -> ChainState:
+        """A chain on other nodes whose microbatches visit the same stages, as far as that goes."""
+        problem = self.problem(lane, place.cut)
+        if place == before:
+            return chain_from(problem, copy_of(chain.candidate), seed)
+        of_model = before.cut.merged, before.cut.path_length
+        if of_model != (place.cut.merged, place.cut.path_length):
+            fresh = self.chain(lane, place, random, seed)
+            return self.annealed_alone(problem, fresh)
+        own = np.sort(np.array(place.nodes))
+        case = self.whole.part(own.tolist(), place.cut, self.lanes[lane].mean)
+        local = {node: number for number, node in enumerate(own.tolist())}
+        stages = [[local[n] for n in place.nodes[place.stage(s)]] for s in range(len(case.stages))]
+        old = chain.candidate
+        stage_of = self.problem(lane, before.cut).stage_of_slot
+        on_stages = stage_of[old.paths]
+        paths = np.array([local.get(node, -1) for node in old.node_of_slot.tolist()])[old.paths]
+        paths[:, 0] = data_node_of_microbatches(case, stages)
+        for stage, replicas in enumerate(stages[1:], start=1):
+            visits = np.argwhere(on_stages == stage)
+            left = visits_of_replicas(case, replicas, len(visits))
+            moved = []
+            for m, i in random.permutation(visits).tolist():
+                if left.get(paths[m, i], 0) > 0:
+                    left[paths[m, i]] -= 1
+                else:
+                    moved.append((m, i))
+            free = [node for node, count in left.items() for _ in range(count)]
+            for (m, i), node in zip(moved, free, strict=True):
+                paths[m, i] = node
+        slot_of = np.argsort([local[node] for node in place.nodes])
+        candidate = candidate_of(problem, np.array(place.nodes), slot_of[paths])
+        candidate.priority[:] = old.priority
+        return chain_from(problem, candidate, seed)
+
+    def annealed_alone(self, problem: Problem, chain: ChainState) -> ChainState:
+        """A chain whose paths are no longer random."""
+        chain.costs[:] = cost_of(problem, chain.candidate, chain.scratch, np.inf, MEAN_WEIGHT)
+        hottest = HOTTEST * chain.costs[0]
+        cooling = (COLDEST / HOTTEST) ** (1 / STEPS_OF_LANE)
+        anneal(problem, chain, Piece(STEPS_OF_LANE, hottest, cooling, self.moves, MEAN_WEIGHT))
+        copy(chain.best, chain.candidate)
+        return chain
+
+    def chain(self, lane: int, place: Place, random: np.random.Generator, seed: int) -> ChainState:
+        """Random balanced paths over a lane's nodes."""
+        nodes = np.array(place.nodes)
+        own = np.sort(nodes)
+        case = self.whole.part(own.tolist(), place.cut, self.lanes[lane].mean)
+        on_stages = np.searchsorted(own, nodes)
+        stages = [on_stages[place.stage(stage)].tolist() for stage in range(len(case.stages))]
+        paths = random_paths(case, tuple(map(tuple, stages)), random)
+        problem = self.problem(lane, place.cut)
+        slots = np.argsort(on_stages)[np.array(paths)]
+        return chain_from(problem, candidate_of(problem, nodes, slots), seed)
+
+    def problem(self, lane: int, cut: Cut) -> Problem:
+        """A lane by a cut, on any of the nodes of the whole case."""
+        if (lane, cut) in self.problems:
+            return self.problems[lane, cut]
+        training, nodes = self.lanes[lane].mean, range(len(self.whole.case.nodes))
+        if (lane, cut.merged) not in self.whole_problems:
+            any_cut = self.whole.cuts(len(nodes), cut.merged)[0]
+            self.whole_problems[lane, cut.merged] = problem_of(
+                self.whole.part(nodes, any_cut, training)
+            )
+        whole = self.whole_problems[lane, cut.merged]
+        some = problem_of(self.whole.part(nodes[: cut.nodes], cut, training))
+        self.problems[lane, cut] = whole._replace(
+            stage_of_slot=some.stage_of_slot,
+            first_slot=some.first_slot,
+            ring_bytes=some.ring_bytes,
+        )
+        return self.problems[lane, cut]
+
+    def anneal(self, member: _Member, steps: int, hottest: float) -> None:
+        """Anneal all lanes of a member at once."""
+        problems = [
+            self.problem(lane, place.cut) for lane, place in enumerate(member.layout.places)
+        ]
+        idle = np.array(member.layout.idle, dtype=np.int64)
+        lanes = len(problems)
+
+        def ends(mean_weight: float) -> np.ndarray:
+            costs = [
+                cost_of(problem, chain.candidate, chain.scratch, np.inf, mean_weight)
+                for problem, chain in zip(problems, member.chains, strict=True)
+            ]
+            return self.weights * costs
+
+        now = ends(MEAN_WEIGHT)
+        scale = float(now.max())
+        pieces = max(1, steps // PIECE)
+        cooling = (COLDEST / hottest) ** (1 / (pieces * PIECE))
+        for done in range(pieces):
+            first, second = member.random.permutation(lanes)[:2] if lanes > 1 else (0, 0)
+            trade(
+                problems[first], member.chains[first], problems[second], member.chains[second],
+                idle, now, np.array([first, second]), self.weights,
+                Piece(
+                    min(PIECE, steps), scale * hottest * cooling ** (done * PIECE), cooling,
+                    self.moves, MEAN_WEIGHT,
+                ),
+            )  # fmt: skip
+        member.layout = replace(member.layout, idle=tuple(idle.tolist()))
+        member.ends = ends(0.0)
+        member.last = float(member.ends.max())
+
+    def planned(self, member: _Member, share: float) -> Division:
+        """The division of a member, with the plans of all its experts."""
+        layout = member.found
+        parts = []
+        for lane, place, chain in zip(self.lanes, layout.places, member.chains, strict=True):
+            own = np.sort(np.array(place.nodes))
+            plans = {
+                kind: self.plan(own, place, chain, training, share)
+                for kind, training in _kinds(lane).items()
+            }
+            of_trainings = tuple(plans[_kind(training)] for training in lane.trainings)
+            parts.append(Part(lane, tuple(own.tolist()), of_trainings))
+        return Division(tuple(parts), tuple(sorted(layout.idle)))
+
+    def plan(
+        self, own: np.ndarray, place: Place, chain: ChainState, training: Training, share: float
+    ) -> Plan:
+        """An expert's plan by `joint`, from what annealing has found."""
+        case = self.whole.part(own.tolist(), place.cut, training)
+        local = np.searchsorted(own, chain.candidate.node_of_slot)
+        stages = [local[place.stage(stage)].tolist() for stage in range(len(case.stages))]
+        paths = tuple(tuple(path) for path in local[chain.candidate.paths].tolist())
+        begin = with_prediction(case, "joint", Routes(tuple(map(tuple, stages)), paths))
+        found = make_plan(case, "joint", replace(self.search.part(share), begin=begin))
+        return min(begin, found, key=lambda plan: plan.predicted.iteration_s)
+
+
+def _unlike(members: Sequence[_Member]) -> list[_Member]:
+    """The members without those that are like others before them in all cuts."""
+    seen: Counter[tuple[Cut, ...]] = Counter()
+    kept = []
+    for member in members:
+        cuts = tuple(place.cut for place in member.layout.places)
+        seen[cuts] += 1
+        if seen[cuts] <= ALIKE:
+            kept.append(member)
+    return kept
+
+
+def _kind(training: Training) -> tuple[float, float]:
+    """What makes two trainings take the same plan."""
+    return training.compute, training.bytes
+
+
+def _kinds(lane: Lane) -> dict[tuple[float, float], Training]:
+    """A training of each kind."""
+    return {_kind(training): training for training in lane.trainings}

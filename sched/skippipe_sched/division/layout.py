@@ -1,0 +1,179 @@
+"""Where the nodes of a case are while they are divided: on which stage of which lane, or idle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import numpy as np
+
+from skippipe_sched.division.parts import Cut, Whole
+
+# So often a change is drawn until one is possible.
+TRIES = 20
+# Of the first layouts, those in which all lanes have about as many nodes whatever their work.
+ALIKE_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class Place:
+    """The nodes of a lane on their stages, and its cut."""
+
+    cut: Cut
+    nodes: tuple[int, ...]
+
+    def stage(self, number: int) -> slice:
+        """Where the nodes of a stage are in `nodes`."""
+        start = sum(self.cut.sizes[:number])
+        return slice(start, start + self.cut.sizes[number])
+
+    def without(self, stage: int, node: int) -> Place:
+        """The same with a replica less."""
+        sizes = _changed(self.cut.sizes, stage, -1)
+        return Place(
+            replace(self.cut, sizes=sizes), tuple(own for own in self.nodes if own != node)
+        )
+
+    def with_node(self, stage: int, node: int) -> Place:
+        """The same with a replica more."""
+        at = self.stage(stage).stop
+        sizes = _changed(self.cut.sizes, stage, 1)
+        return Place(replace(self.cut, sizes=sizes), (*self.nodes[:at], node, *self.nodes[at:]))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of all lanes, and who has none."""
+
+    places: tuple[Place, ...]
+    idle: tuple[int, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Nodes of each lane."""
+        return tuple(len(place.nodes) for place in self.places)
+
+    @property
+    def groups(self) -> tuple[frozenset[int], ...]:
+        """Who is in which lane."""
+        return tuple(frozenset(place.nodes) for place in self.places)
+
+
+def _changed(sizes: tuple[int, ...], stage: int, by: int) -> tuple[int, ...]:
+    return (*sizes[:stage], sizes[stage] + by, *sizes[stage + 1 :])
+
+
+class Layouts:
+    """First layouts, and others that differ a little.
+
+    With `equal`, the numbers of nodes of any two lanes differ by one at most.
+    """
+
+    def __init__(self, whole: Whole, work: Sequence[float], *, equal: bool):
+        """`work` is that of each lane, in any unit."""
+        self.whole = whole
+        self.work = np.array(work)
+        self.equal = equal
+        self.near_s = whole.case.round_trip_s + whole.case.round_trip_s.T
+
+    def first(self, random: np.random.Generator) -> Layout:
+        """Nodes in proportion to the work, more or less, in the order of a tour or in any order."""
+        counts = self.counts(random)
+        nodes = self.tour(random) if random.random() < 0.5 else self.any_order(random)
+        places = [Place(Cut(1, (), 1), ())] * len(counts)
+        for lane in random.permutation(len(counts)):
+            own, nodes = nodes[: counts[lane]], nodes[counts[lane] :]
+            cut = self.cut(len(own), random)
+            places[lane] = Place(cut, tuple(own))
+        return Layout(tuple(places), tuple(nodes))
+
+    def counts(self, random: np.random.Generator) -> np.ndarray:
+        """How many nodes each lane has, all together all of them."""
+        lanes, fewest = len(self.work), self.whole.fewest_nodes
+        total = len(self.whole.case.nodes)
+        alike = self.equal or random.random() < ALIKE_SHARE
+        share = self.work ** (0.0 if alike else random.uniform(0.0, 2.0))
+        counts = np.full(lanes, fewest)
+        first = random.permutation(lanes)
+        for _ in range(total - counts.sum()):
+            counts[first[np.argmax((share / counts)[first])]] += 1
+        return counts
+
+    def any_order(self, random: np.random.Generator) -> list[int]:
+        """All nodes."""
+        return random.permutation(len(self.whole.case.nodes)).tolist()
+
+    def tour(self, random: np.random.Generator) -> list[int]:
+        """All nodes, each followed by the nearest that is left."""
+        left = self.any_order(random)
+        nodes = [left.pop()]
+        while left:
+            nodes.append(left.pop(int(np.argmin(self.near_s[nodes[-1], left]))))
+        return nodes
+
+    def cut(self, nodes: int, random: np.random.Generator) -> Cut:
+        """One of those that so many nodes may have, mostly a promising one."""
+        stages = len(self.whole.case.stages)
+        possible = [merged for merged in self.whole.merges if stages // merged <= nodes]
+        cuts = self.whole.cuts(nodes, possible[random.integers(len(possible))])
+        return cuts[int(len(cuts) * random.random() ** 2)]
+
+    def changed(
+        self, layout: Layout, ends: Sequence[float], random: np.random.Generator
+    ) -> Layout | None:
+        """The same with a change or more; None where none is found."""
+        for _ in range(TRIES):
+            changes = 1 + random.integers(2)
+            other = reduce(
+                lambda now, _: self.with_change(now, ends, random) if now else None,
+                range(changes),
+                layout,
+            )
+            counts = other.counts if other else ()
+            if other and other != layout and not (self.equal and max(counts) - min(counts) > 1):
+                return other
+        return None
+
+    def with_change(
+        self, layout: Layout, ends: Sequence[float], random: np.random.Generator
+    ) -> Layout | None:
+        """One node goes elsewhere, or a lane gets another cut; None if that cannot be."""
+        places = list(layout.places)
+        idle = list(layout.idle)
+        lanes = len(places)
+        kind = random.random()
+        if kind < 0.1 and lanes > 1:
+            one, other = random.permutation(lanes)[:2]
+            places[one], places[other] = places[other], places[one]
+            return Layout(tuple(places), tuple(idle))
+        if kind < 0.2:
+            lane = int(random.integers(lanes))
+            places[lane] = Place(self.cut(len(places[lane].nodes), random), places[lane].nodes)
+            return Layout(tuple(places), tuple(idle))
+        # -1 is none of the lanes; the one that is done last takes more often than others.
+        giver = int(random.integers(-1, lanes))
+        taker = int(np.argmax(ends)) if random.random() < 0.4 else int(random.integers(-1, lanes))
+        if kind < 0.5:
+            giver = taker
+        if giver >= 0:
+            stages = [stage for stage, size in enumerate(places[giver].cut.sizes) if size > 1]
+            if not stages:
+                return None
+            stage = stages[random.integers(len(stages))]
+            replicas = places[giver].nodes[places[giver].stage(stage)]
+            node = replicas[random.integers(len(replicas))]
+            places[giver] = places[giver].without(stage, node)
+        else:
+            if not idle:
+                return None
+            node = idle.pop(int(random.integers(len(idle))))
+        if taker >= 0:
+            sizes = places[taker].cut.sizes
+            stage = int(random.integers(len(sizes))) if random.random() < 0.7 else 0
+            if stage == 0 and sizes[0] == sum(self.whole.case.microbatches):
+                return None
+            places[taker] = places[taker].with_node(stage, node)
+        else:
+            idle.append(node)
+        return Layout(tuple(places), tuple(idle))

@@ -1,0 +1,127 @@
+"""Annealing of several pipelines beside each other that trade nodes, compiled.
+
+Each pipeline is a candidate of its own on slots of its own, and the problems of all of them know
+all nodes of the whole. So a node goes from one to another as two nodes of one pipeline change
+places: by two numbers. Nodes that serve in none are `idle`.
+
+What is made small is the end of the last pipeline. The others count a little, by a high power mean:
+otherwise nearly all trades would be as good as none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skippipe_sched.search.annealing import cost_of
+from skippipe_sched.search.averaging import set_averaging
+from skippipe_sched.search.chance import below, uniform
+from skippipe_sched.search.compiled import compiled
+from skippipe_sched.search.moves import draw_move, propose, revert, share_out
+
+# Of the mean of the pipelines' ends: with more, little but the last one counts.
+POWER = 8.0
+# Of the steps; the others are moves within a pipeline.
+TRADES_SHARE = 0.3
+
+
+@compiled
+def _left_s(room, power_of_others, weight):
+    """What an iteration may take [s] that leaves the mean of the ends within its limit."""
+    left = room - power_of_others
+    return left ** (1.0 / POWER) / weight if left > 0.0 else 0.0
+
+
+@compiled
+def _put(problem, chain, slot, node):
+    """Another node takes a slot; what is lost by it is kept in ``chain.undo``."""
+    candidate, undo = chain.candidate, chain.undo
+    stage = problem.stage_of_slot[slot]
+    undo.averaging_s[0] = candidate.averaging_s[stage]
+    candidate.node_of_slot[slot] = node
+    set_averaging(problem, candidate.node_of_slot, stage, candidate.averaging_s)
+    if problem.unequal:
+        undo.all_paths[:] = candidate.paths
+        undo.visits[:] = candidate.visits
+        if stage > 0:
+            share_out(problem, candidate, stage, chain.state)
+
+
+@compiled
+def _put_back(problem, chain, slot, node):
+    candidate, undo = chain.candidate, chain.undo
+    candidate.node_of_slot[slot] = node
+    candidate.averaging_s[problem.stage_of_slot[slot]] = undo.averaging_s[0]
+    if problem.unequal:
+        candidate.paths[:] = undo.all_paths
+        candidate.visits[:] = undo.visits
+
+
+@compiled
+def trade(first, a, second, b, idle, ends, places, weights, piece):
+    """Make the moves of a piece in two pipelines, and trades between them and with `idle` nodes.
+
+    `first` and `second` are the problems of the chains `a` and `b`; `ends` has the end of every
+    pipeline, those of these two at `places`, each its iteration's cost [s] times its weight in
+    `weights`. The temperature is in the unit of `ends`. A pipeline that is alone is both of them,
+    and trades with idle nodes only.
+    """
+    temperature = piece.temperature
+    alone = places[0] == places[1]
+    others = 0.0
+    for lane in range(ends.shape[0]):
+        if lane != places[0] and lane != places[1]:
+            others += ends[lane] ** POWER
+    for _ in range(piece.steps):
+        temperature *= piece.cooling
+        power_a = ends[places[0]] ** POWER
+        power_b = 0.0 if alone else ends[places[1]] ** POWER
+        mean = (others + power_a + power_b) ** (1.0 / POWER)
+        room = (mean - temperature * np.log(1.0 - uniform(a.state))) ** POWER - others
+        if uniform(a.state) >= TRADES_SHARE:
+            within_a = alone or uniform(a.state) < 0.5
+            problem, chain = (first, a) if within_a else (second, b)
+            place, beside = (places[0], power_b) if within_a else (places[1], power_a)
+            move = draw_move(piece.weights, chain.state)
+            made = propose(problem, chain.candidate, chain.undo, move, chain.state)
+            if made:
+                limit_s = _left_s(room, beside, weights[place])
+                cost_s = cost_of(
+                    problem, chain.candidate, chain.scratch, limit_s, piece.mean_weight
+                )
+                if cost_s < limit_s:
+                    ends[place] = cost_s * weights[place]
+                    continue
+            revert(problem, chain.candidate, chain.undo, move, made)
+            continue
+        x = below(a.state, a.candidate.node_of_slot.shape[0])
+        given = a.candidate.node_of_slot[x]
+        with_idle = idle.shape[0] > 0 and (alone or uniform(a.state) < 0.5)
+        if alone and not with_idle:
+            continue
+        if with_idle:
+            y = below(a.state, idle.shape[0])
+            taken = idle[y]
+        else:
+            y = below(a.state, b.candidate.node_of_slot.shape[0])
+            taken = b.candidate.node_of_slot[y]
+        _put(first, a, x, taken)
+        beside = power_b if with_idle else 0.0
+        limit_s = _left_s(room, beside, weights[places[0]])
+        cost_s = cost_of(first, a.candidate, a.scratch, limit_s, piece.mean_weight)
+        kept = cost_s < limit_s
+        if kept and with_idle:
+            idle[y] = given
+        elif kept:
+            _put(second, b, y, given)
+            power_now = (cost_s * weights[places[0]]) ** POWER
+            limit_b_s = _left_s(room, power_now, weights[places[1]])
+            cost_b_s = cost_of(second, b.candidate, b.scratch, limit_b_s, piece.mean_weight)
+            kept = cost_b_s < limit_b_s
+            if kept:
+                ends[places[1]] = cost_b_s * weights[places[1]]
+            else:
+                _put_back(second, b, y, taken)
+        if kept:
+            ends[places[0]] = cost_s * weights[places[0]]
+        else:
+            _put_back(first, a, x, given)

@@ -1,0 +1,195 @@
+"""Nodes divided among lanes of experts: who is where, what a part is, and when the last is done."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.division.dividing import divide
+from skippipe_sched.division.lanes import Lane, Training
+from skippipe_sched.division.parts import Cut, Whole
+from skippipe_sched.division.picture import picture, table
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.rules import require
+from skippipe_sched.search.budget import Search
+from skippipe_sched.timing.simulate import simulate_plan
+
+HERE = Path()
+CASE: dict[str, Any] = {
+    "nodes": 10,
+    "locations": ["Iowa", "Belgium", "Taiwan", "Oregon"],
+    "links": "gcp12",
+    "activation_bytes": 2**22,
+    "stage_bytes": [2**24, 2**23, 2**23, 2**23],
+    "stage_cost": [1.5, 1, 1, 1],
+    "hop_overhead_s": 0.1,
+    "forward_s": 0.4,
+    "stages": [3, 3, 2, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+    "memory": 4,
+    "rules": {"max_swaps": 2, "max_swap_distance": 1, "max_jump": 2},
+}
+# With as few steps as this, the clock ends no search.
+BUDGET_S = 0.4
+
+
+def lane(name: str, steps: int, size: float = 1.0) -> Lane:
+    return Lane(name, (Training(f"{name}-1", steps, size, size), Training(f"{name}-2", steps)))
+
+
+LANES = (lane("easy", 30, 0.8), lane("hard", 60, 1.2))
+
+
+def searched(lanes=LANES, case=CASE, seed=0, **options):
+    search = Search(seed, BUDGET_S)
+    search.stopped = lambda: False  # pyright: ignore[reportAttributeAccessIssue]
+    return divide(case, HERE, lanes, search, **options)
+
+
+def counts_of(division) -> list[int]:
+    return [len(part.nodes) for part in division.parts]
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    steps=st.lists(st.integers(1, 50), min_size=1, max_size=3),
+    speeds=st.lists(st.sampled_from([0.3, 0.4, 0.8]), min_size=10, max_size=10),
+    contention=st.sampled_from(["none", "link"]),
+    equal=st.booleans(),
+)
+def test_every_node_is_in_one_place_and_every_plan_keeps_its_rules(
+    steps, speeds, contention, equal
+):
+    nodes = [{"forward_s": speed} for speed in speeds]
+    lanes = [lane(f"lane {number}", count) for number, count in enumerate(steps)]
+    found = searched(lanes, CASE | {"nodes": nodes, "contention": contention}, equal=equal)
+    everyone = [node for part in found.parts for node in part.nodes] + list(found.idle)
+    assert sorted(everyone) == list(range(10))
+    if equal:
+        assert max(counts_of(found)) - min(counts_of(found)) <= 1
+    for own, part in zip(lanes, found.parts, strict=True):
+        assert part.lane == own
+        for plan, seconds in zip(part.plans, part.iteration_s, strict=True):
+            require(plan)
+            assert seconds == simulate_plan(plan).iteration_s == plan.predicted.iteration_s
+            assert sum(plan.case.microbatches) == 6
+        ends = [one.steps * s for one, s in zip(own.trainings, part.iteration_s, strict=True)]
+        assert part.seconds == pytest.approx(sum(ends))
+    assert found.seconds == max(part.seconds for part in found.parts)
+
+
+def test_a_known_division_is_never_made_worse():
+    control = searched(equal=True)
+    assert max(counts_of(control)) - min(counts_of(control)) <= 1
+    for seed in range(3):
+        assert searched(seed=seed, begin=control).seconds <= control.seconds
+
+
+def test_the_same_seed_and_budget_give_the_same():
+    first, again = searched(), searched()
+    assert first.to_json() == again.to_json()
+    assert [plan.to_json() for part in first.parts for plan in part.plans] == [
+        plan.to_json() for part in again.parts for plan in part.plans
+    ]
+
+
+def test_in_one_place_nodes_go_where_the_work_is():
+    """Where all links are alike and quick, a lane of four times the work gets more nodes."""
+    near = CASE | {"locations": ["Iowa"], "hop_overhead_s": 0, "stage_bytes": 0, "memory": 8}
+    near |= {"stage_cost": 1, "microbatches_per_data_node": 4}
+    lanes = (lane("little", 10), lane("much", 40))
+    for order in (lanes, lanes[::-1]):
+        control, found = searched(order, near, equal=True), searched(order, near)
+        nodes = {part.lane.name: len(part.nodes) for part in found.parts}
+        assert nodes["much"] > nodes["little"]
+        assert found.seconds < 0.9 * control.seconds
+
+
+def test_a_part_has_the_links_between_its_nodes():
+    whole = Whole(CASE, HERE)
+    nodes = [1, 2, 4, 7, 9]
+    part = whole.part(nodes, Cut(1, (2, 1, 1, 1), 2), Training("any", 1))
+    for mine, theirs in zip(part.link_matrices, whole.case.link_matrices, strict=True):
+        assert (mine == theirs[nodes][:, nodes]).all()
+    assert (part.forward_hop_s == whole.case.forward_hop_s[nodes][:, nodes]).all()
+    assert part.rules == whole.case.rules
+    assert part.microbatches == (3, 3)
+
+
+@pytest.mark.parametrize("merged", [1, 2])
+def test_fewer_stages_hold_the_whole_model(merged):
+    whole = Whole(CASE, HERE)
+    assert whole.merges == (1, 2)
+    sizes = (2,) + (1,) * (4 // merged - 1)
+    cut = Cut(merged, sizes, 2 // merged)
+    part = whole.part(range(cut.nodes), cut, Training("large", 1, 1.25, 1.5))
+
+    def seconds(case):
+        return sum(case.duration("F", 0, stage) for stage in range(len(case.stages)))
+
+    assert seconds(part) == pytest.approx(1.25 * seconds(whole.case))
+    assert sum(part.stage_bytes) == pytest.approx(1.5 * sum(whole.case.stage_bytes))
+    skipped = 1 - whole.case.path_length / len(whole.case.stages)
+    assert 1 - part.path_length / len(part.stages) == skipped
+    assert {node.memory for node in part.nodes} == {4 // merged}
+    # A swap of merged stages would be one of two, over more of the model than the rules allow.
+    assert part.rules.max_swaps == (2 if merged == 1 else 0)
+    assert part.rules.max_jump == 2 // merged
+
+
+def test_stages_are_not_merged_beyond_what_a_node_holds():
+    assert Whole(CASE | {"memory": 1}, HERE).merges == (1,)
+    assert Whole(CASE | {"path_length": 3}, HERE).merges == (1,)
+    assert Whole(CASE | {"path_length": 4}, HERE).merges == (1, 2, 4)
+    state_bytes = 4 * 3 * 2**23
+    assert Whole(CASE | {"memory_bytes": state_bytes}, HERE).merges == (1, 2)
+    assert Whole(CASE | {"memory_bytes": state_bytes - 1}, HERE).merges == (1,)
+
+
+def test_a_case_that_leaves_its_sizes_open_is_divided_too():
+    given_case = {key: value for key, value in CASE.items() if key != "microbatches_per_data_node"}
+    given_case |= {"stages": "auto", "stage_count": 4, "microbatches": 6}
+    given_case |= {"path_length": "auto", "skip_ratio": [0.5, 0.5]}
+    found = searched(case=given_case)
+    for part in found.parts:
+        assert len(part.plans[0].stages) == 2 * part.plans[0].case.path_length
+
+
+REFUSED = {
+    "no lanes": ({}, (), "lanes = []: must have at least 1 entries"),
+    "no experts": ({}, (Lane("one", ()),), "lanes[0].trainings"),
+    "no steps": ({}, (lane("one", 0),), "lanes[0].trainings[0].steps = 0"),
+    "no size": ({}, (lane("one", 1, 0.0),), "lanes[0].trainings[0].compute = 0.0"),
+    "one name twice": ({}, (lane("one", 1), lane("one", 2)), "lanes[1].name"),
+    "too few nodes": (
+        {"memory": 1},
+        (*LANES, lane("another", 1)),
+        "case.nodes = 10: 3 lanes side by side need 4 nodes each at least. Add 2 nodes",
+    ),
+    "an unknown key": ({"nods": 3}, LANES, "case.nods"),
+    "stages left out": ({"left_out": [1]}, LANES, "case.left_out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_divided_is_refused_in_a_line(name):
+    changes, lanes, message = REFUSED[name]
+    with pytest.raises(InputError) as refusal:
+        divide(CASE | changes, HERE, lanes, Search(0, BUDGET_S))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_table_and_picture_tell_of_every_lane():
+    found = searched()
+    both = {"divided": found, "equal": replace(found, idle=())}
+    lines = table(both).splitlines()
+    assert len(lines) == 1 + 2 * len(LANES)
+    assert lines[1].startswith("divided  easy")
+    drawn = ElementTree.fromstring(picture(both, "case"))
+    classes = [element.get("class", "") for element in drawn.iter()]
+    assert sum(name.startswith("expert-") for name in classes) == 2 * 2 * len(LANES)
