@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_sched.errors import InputError, loading
+from skippipe_sched.errors import loading
 
 from skippipe_jax.arguments import add_overrides, run_module
 
@@ -113,7 +113,19 @@ def _export(place: Place) -> int:
 
 
 def _plan(place: Place) -> int:
-    raise InputError("nodes", None, "not built", "")
+    with loading():
+        from skippipe_sched.division.picture import picture, table
+
+        from skippipe_jax.experts.nodes import compared
+        from skippipe_jax.experts.work import divisible_arms
+        from skippipe_jax.storage.whole_file import write_whole
+
+    for arm in divisible_arms(place):
+        divisions = compared(place, arm)
+        drawn = place.folder / "division" / f"{arm.name}.svg"
+        write_whole(drawn, picture(divisions, arm.name))
+        print(arm.name, table(divisions), drawn, sep="\n")
+    return 0
 
 
 _ACTIONS = {TRAIN: _train, EVALUATE: _evaluate, PROBE: _probe, PLAN: _plan, EXPORT: _export}

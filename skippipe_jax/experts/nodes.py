@@ -70,6 +70,12 @@ def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
     return divide(_case(nodes.case), Path(), lanes, search, equal=equal)
 
 
+def compared(place: Place, arm: Arm) -> dict[str, Division]:
+    """The division of an arm, and the one into equal numbers of nodes by the same search."""
+    (place.folder / "division").mkdir(parents=True, exist_ok=True)
+    return {"divided": divided(place, arm), "equal": divided(place, arm, equal=True)}
+
+
 def _case(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return fields.load_yaml(Path(given), "nodes.case") if isinstance(given, str) else given
 

@@ -142,6 +142,16 @@ def arms_of(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
     return [on_nodes(place, arm) if arm.lanes else arm for arm in arms]
 
 
+def divisible_arms(place: Place) -> list[Arm]:
+    """The arms of experts, for whose lanes nodes can be divided.
+
+    Raises:
+        InputError: if lanes are by measured difficulty, and it has not been measured.
+    """
+    arms = Members(place.config, _known_difficulty(place)).arms()
+    return [arm for arm in arms if arm.lanes and not arm.averages]
+
+
 def at_once_of(place: Place, arms: Sequence[Arm]) -> int:
     """How many runs train at the same time: one for each lane, where each lane has nodes."""
     if place.config.nodes is None:
