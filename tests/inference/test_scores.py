@@ -19,7 +19,7 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.by_domain import evaluate_domains
 from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.inference.scores import Scores, require_same_text, score
-from skippipe_jax.inference.staged_model import StagedModel, _nats
+from skippipe_jax.inference.staged_model import StagedModel, _scores
 from tests.partial_models import logits_of, random_model, save_run
 
 LENGTH = 24
@@ -180,7 +180,7 @@ def test_no_array_has_the_vocabulary_for_all_tokens(config, model, monkeypatch):
     # A batch of a size that no other test has, so that the program is a new one.
     batch = next(held_out_batches(config.data, 6))
     x = model.run((0, 1, 2), batch)
-    lowered = _nats.lower(model.structures[0], model.parameters[0], x, batch["targets"])
+    lowered = _scores.lower(model.structures[0], model.parameters[0], x, batch["targets"])
     text = lowered.compile().as_text()
     assert text is not None
     vocabulary = config.model.vocabulary_size
