@@ -33,6 +33,7 @@ from skippipe_jax.data.batches import (
     check_vocabulary,
     tokenizer_of,
 )
+from skippipe_jax.data.documents import local_path
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 from skippipe_jax.inference.decoding import continued, generate_tokens, padded_length
 from skippipe_jax.inference.partial import Order, full, kept, order_of
@@ -370,7 +371,7 @@ def read_run(
 
 def require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
     """Refuse to divide the text of a run otherwise than it did."""
-    if data.sources() != of_run.sources():
+    if not _divided_by_seed(data) & _divided_by_seed(of_run):
         return
     for key in ("held_out", "shuffle_seed"):
         if getattr(data, key) != getattr(of_run, key):
@@ -380,3 +381,12 @@ def require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
                 "text would be held out here that the run has trained on",
                 f"Leave it at {getattr(of_run, key)}, or name other text",
             )
+
+
+def _divided_by_seed(data: DataConfig) -> set[tuple[str, str | None, str]]:
+    """The sources of which the configuration decides what is held out, alone or in a mixture."""
+    return {
+        (one.kind, one.path and local_path(one.path), one.text_field)
+        for one in data.sources()
+        if one.kind != "tokens"
+    }

@@ -19,7 +19,7 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.by_domain import evaluate_domains
 from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.inference.scores import Scores, require_same_text, score
-from skippipe_jax.inference.staged_model import StagedModel, _scores
+from skippipe_jax.inference.staged_model import StagedModel, _scores, read_run
 from tests.partial_models import logits_of, random_model, save_run
 
 LENGTH = 24
@@ -168,7 +168,7 @@ def test_a_model_is_not_scored_on_what_it_does_not_take(config, model):
         score(model, replace(config.data, sequence_length=33), "prose", "all", 4)
     assert caught.value.field == "data.sequence_length"
     other = replace(model, tokenizer_name="bytes")
-    other.__dict__["tokenizer"] = type("Other", (ByteTokenizer,), {"digest": "other"})()
+    other.__dict__["_tokenizer"] = type("Other", (ByteTokenizer,), {"digest": "other"})()
     with pytest.raises(InputError, match="is not the model's tokenizer") as caught:
         score(other, config.data, "prose", "all", 4)
     assert caught.value.field == "data.tokenizer"
@@ -255,3 +255,14 @@ def test_a_part_of_one_source_is_evaluated_without_domains(run, monkeypatch, cap
     ]
     assert parts[0]["loss"] != parts[1]["loss"]
     assert not {"domains", "part"} & {*parts[0]}
+
+
+@pytest.mark.parametrize("key", ["held_out=0.3", "shuffle_seed=5"])
+def test_a_domain_that_the_run_has_read_is_divided_as_the_run_did(run, key):
+    prose, code = (str(run.parent / name) for name in ("prose", "code"))
+    alone = ["data.source=text", "data.mixture=null", f"data.{key}"]
+    for path in (prose, code):
+        with pytest.raises(InputError, match="that the run has trained on") as caught:
+            read_run(run, None, [*alone, f"data.path={path}"])
+        assert caught.value.field == f"data.{key.split('=')[0]}"
+    read_run(run, None, [*alone, f"data.path={run.parent / 'elsewhere'}"])
