@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_sched.errors import loading, run_command
+from skippipe_sched.errors import InputError, loading, run_command
 
 if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
-    from skippipe_jax.config import Config
+    from skippipe_jax.config import Config, DataConfig
+    from skippipe_jax.inference.ensemble import Ensemble
     from skippipe_jax.inference.scaling import Scaling
     from skippipe_jax.inference.staged_model import StagedModel
 
 INTERRUPTED = "interrupted; nothing is kept"
+OF_ONE = ("step", "stages", "keep", "paths", "swaps", "importance", "scale", "plot", "part")
+OF_SEVERAL = ("mix", "average", "prior")
+"""Arguments that tell something of a single model, and of models that are mixed."""
 
 
 def run_module(module: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> int:
@@ -97,8 +101,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     from skippipe_jax.config.model import MOST_STAGES
 
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--run", type=Path, metavar="DIR", help="the folder of a run")
-    where.add_argument("--hf", type=Path, metavar="DIR", help="a folder from Hugging Face")
+    where.add_argument(
+        "--run",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="the folder of a run; several are mixed",
+    )
+    where.add_argument(
+        "--hf",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder from Hugging Face; several are mixed",
+    )
     parser.add_argument("--step", type=int, help="which checkpoint of --run (default: the latest)")
     parser.add_argument(
         "--cut",
@@ -108,6 +124,25 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "as its layers spread over evenly)",
     )
     add_overrides(parser, "override the configuration, as for training; may be given often")
+    several = parser.add_argument_group("several models")
+    several.add_argument(
+        "--mix",
+        metavar="BY",
+        help="weigh models by their posterior, which each token updates, or always by their prior; "
+        "or the likeliest alone answers, top-1 (default: posterior)",
+    )
+    several.add_argument(
+        "--average",
+        metavar="MEAN",
+        help="of what they say: arithmetic or geometric (default: arithmetic)",
+    )
+    several.add_argument(
+        "--prior",
+        metavar="PRIOR",
+        help="how likely each is where a document begins: uniform, or a FILE.json that evaluate "
+        "--json has written; evaluate itself takes decay too, updated by what it has read, and "
+        "cached, estimated on text of its own (default: uniform, of evaluate cached)",
+    )
 
 
 def add_scale(
@@ -141,6 +176,27 @@ def add_old_cut(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", dest="cut", type=number, help=argparse.SUPPRESS)
 
 
+def names_several(arguments: argparse.Namespace) -> bool:
+    """Whether the arguments name several models, which are to be mixed.
+
+    Raises:
+        InputError: if they tell of one what only several have, or of several what only one has.
+    """
+    is_several = len(arguments.run or arguments.hf) > 1
+    if is_several:
+        told, problem = OF_ONE, "is of one model, and several are named"
+        remedy = "Name one, or leave it out"
+    else:
+        told, problem = OF_SEVERAL, "is of several models, and one is named"
+        remedy = "Name another, or leave it out"
+    for name in told:
+        value = getattr(arguments, name, None)
+        if value is not None and value is not False:
+            shown = str(value) if isinstance(value, Path) else value
+            raise InputError(f"--{name}", shown, problem, remedy)
+    return is_several
+
+
 def named_model(
     arguments: argparse.Namespace,
 ) -> tuple[StagedModel, Config, int | None, Scaling | None]:
@@ -149,14 +205,41 @@ def named_model(
         from skippipe_jax.inference.scaling import parse_scale, scaling_of
         from skippipe_jax.inference.staged_model import read_model
 
-    run, scale = arguments.run, arguments.scale
+    run, hf = named_folders(arguments)
+    scale = arguments.scale
     if scale is not None:
         scale = parse_scale(scale)  # A mistake shows before much is read.
-    model, config, step = read_model(
-        run, arguments.hf, arguments.step, arguments.cut, arguments.set
-    )
+    model, config, step = read_model(run, hf, arguments.step, arguments.cut, arguments.set)
     scaling = None if scale is None else scaling_of(scale, model, config.data, run, step)
     return model, config, step, scaling
+
+
+def named_folders(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """The folder of the one model that is named: of a run, or from Hugging Face."""
+    run, hf = (None if own is None else own[0] for own in (arguments.run, arguments.hf))
+    return run, hf
+
+
+def named_ensemble(
+    arguments: argparse.Namespace, prior: str, allowed: Collection[str]
+) -> tuple[Ensemble, DataConfig, list[int | None], str]:
+    """The models that the arguments name, together, as `read_ensemble` reads them.
+
+    `prior` is the default, and those `allowed` are estimated here.
+    """
+    with loading():
+        from skippipe_jax.inference.reading_experts import read_ensemble
+
+    return read_ensemble(
+        arguments.run or (),
+        arguments.hf or (),
+        arguments.cut,
+        arguments.set,
+        arguments.mix,
+        arguments.average,
+        arguments.prior or prior,
+        allowed,
+    )
 
 
 def add_stages_arguments(parser: argparse.ArgumentParser) -> None:

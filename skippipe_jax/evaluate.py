@@ -19,7 +19,10 @@ from skippipe_jax.arguments import (
     add_model_arguments,
     add_old_cut,
     add_scale,
+    named_ensemble,
+    named_folders,
     named_model,
+    names_several,
     run_module,
 )
 from skippipe_jax.config.data import HELD_OUT_PARTS
@@ -41,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Held-out loss and perplexity of the full model, every stage in order, and of partial "
         "ones. All that is asked for is evaluated in one go on the same text: the held-out part of "
-        "what data.source and data.path say, which --set can change."
+        "what data.source and data.path say, which --set can change. Of several models, the loss "
+        "of each alone and of all together, by domain, on a part of the first one's held-out text."
     )
     add_model_arguments(parser)
     add_old_cut(parser)
@@ -55,9 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         choices=HELD_OUT_PARTS,
-        default="all",
         help="of the held-out documents: all of them, or those on which priors of an ensemble are "
-        "estimated, or those that it is scored on (default: %(default)s)",
+        "estimated, or those that it is scored on (default: all)",
     )
     partial = parser.add_argument_group("partial models")
     partial.add_argument(
@@ -92,11 +95,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         from skippipe_jax.reporting.evaluation_plot import picture
 
     sequences = fields.integer(arguments.sequences, "--sequences", 1)
+    if names_several(arguments):
+        return _evaluate_several(arguments, sequences)
     shares = _shares(arguments)
     model, config, step, scaling = named_model(arguments)
     _ = model.tokenizer  # Which is refused before anything is evaluated.
     questions = _questions(arguments, shares, model.stages)
-    part = arguments.part
+    part = arguments.part or "all"
     found = evaluate(model, step, config.data, sequences, questions, scaling, part)
     is_mixture = config.data.mixture is not None
     by_domain = evaluate_domains(model, config.data, part, sequences) if is_mixture else None
@@ -109,6 +114,20 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         print(json.dumps(found.to_json() | (by_domain.to_json() if by_domain else {})))
     else:
         print(table(found, model.cut) + (f"\n{by_domain.table()}" if by_domain else ""))
+    return 0
+
+
+def _evaluate_several(arguments: argparse.Namespace, sequences: int) -> int:
+    with loading():
+        from skippipe_jax.data.batches import what_is_too_long
+        from skippipe_jax.ensemble.priors import CACHED, PRIORS
+        from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
+
+    ensemble, data, steps, prior = named_ensemble(arguments, CACHED, PRIORS)
+    found = evaluate_ensemble(ensemble, steps, data, sequences, prior)
+    for line in what_is_too_long(data):
+        print(line, file=sys.stderr)
+    print(json.dumps(found.to_json()) if arguments.json else found.table())
     return 0
 
 
@@ -141,9 +160,10 @@ def _questions(
     limit = fields.integer(arguments.subsets, "--subsets", 1)
     questions = [kept(stages, share, limit, arguments.seed) for share in shares]
     if arguments.paths:
-        if arguments.run is None:
+        run, _ = named_folders(arguments)
+        if run is None:
             raise InputError("--paths", True, "only a run has a plan", "Leave it out")
-        questions.append(along_paths(saved_plan(arguments.run), stages))
+        questions.append(along_paths(saved_plan(run), stages))
     if arguments.swaps:
         questions.append(swapped(stages))
     if arguments.importance:

@@ -1,4 +1,4 @@
-"""Text sampled from a model, of which any stages run, in any order.
+"""Text sampled from a model, of which any stages run, in any order, or from several together.
 
 python -m skippipe_jax.generate --run DIR --prompt "def " --keep 0.75
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
@@ -15,10 +17,15 @@ from skippipe_jax.arguments import (
     add_model_arguments,
     add_scale,
     add_stages_arguments,
+    named_ensemble,
     named_model,
+    names_several,
     run_module,
 )
 from skippipe_jax.config.sampling import Sampling
+
+if TYPE_CHECKING:
+    from skippipe_jax.inference.language_model import LanguageModel
 
 
 def main() -> int:
@@ -28,7 +35,9 @@ def main() -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Tell a parser of this command."""
-    parser.description = "Print a prompt and text that a model goes on with, as it comes."
+    parser.description = (
+        "Print a prompt and text that a model goes on with, or several do, as it comes."
+    )
     add_model_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="- reads standard input")
     parser.add_argument(
@@ -56,24 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     with loading():
-        from skippipe_jax.inference.decoding import generate_tokens, text_pieces
-        from skippipe_jax.inference.partial import chosen_order
+        from skippipe_jax.inference.decoding import text_pieces
 
     count = fields.integer(arguments.tokens, "--tokens", 1)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    model, _, _, scaling = named_model(arguments)
-    order = chosen_order(arguments.stages, arguments.keep, model.stages, arguments.seed)
-    if scaling is not None:
-        scales = scaling.scales(len(order))
-        print(f"scales {scales.told(model.cut)}", file=sys.stderr)
-        model = model.scaled(scales)
+    model = _several(arguments) if names_several(arguments) else _one(arguments)
     tokenizer = model.tokenizer
     text = _prompt(arguments.prompt)
     prompt = [tokenizer.begin, *map(int, tokenizer.encode(text))]
-    tokens = generate_tokens(model, order, prompt, count, sampling, tokenizer.end)
-    if len(order) < model.stages or arguments.stages is not None:
-        names = " ".join(map(str, order))
-        print(f"stages {names} of {model.stages}", file=sys.stderr)
+    tokens = model.tokens_after(prompt, count, sampling, tokenizer.end)
     # With the first piece: until there is one, an error can still come instead.
     shown = text
     for piece in text_pieces(tokenizer.decode, prompt, tokens):
@@ -81,6 +81,28 @@ def _generate(arguments: argparse.Namespace) -> int:
         shown = ""
     print(shown)
     return 0
+
+
+def _several(arguments: argparse.Namespace) -> LanguageModel:
+    """The models that are named, together."""
+    return named_ensemble(arguments, "uniform", ("uniform",))[0]
+
+
+def _one(arguments: argparse.Namespace) -> LanguageModel:
+    """The model that is named, with the stages that are; what it is, is told."""
+    with loading():
+        from skippipe_jax.inference.partial import chosen_order
+
+    model, _, _, scaling = named_model(arguments)
+    order = chosen_order(arguments.stages, arguments.keep, model.stages, arguments.seed)
+    if scaling is not None:
+        scales = scaling.scales(len(order))
+        print(f"scales {scales.told(model.cut)}", file=sys.stderr)
+        model = model.scaled(scales)
+    if len(order) < model.stages or arguments.stages is not None:
+        names = " ".join(map(str, order))
+        print(f"stages {names} of {model.stages}", file=sys.stderr)
+    return replace(model, order=order)
 
 
 def _prompt(argument: str) -> str:

@@ -13,7 +13,15 @@ from pathlib import Path
 
 from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.arguments import add_model_arguments, add_scale, add_stages_arguments, run_module
+from skippipe_jax.arguments import (
+    add_model_arguments,
+    add_scale,
+    add_stages_arguments,
+    named_ensemble,
+    named_folders,
+    names_several,
+    run_module,
+)
 
 
 def main() -> int:
@@ -23,7 +31,10 @@ def main() -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Tell a parser of this command."""
-    parser.description = "Run tasks of lm-evaluation-harness on a model, or on some of its stages."
+    parser.description = (
+        "Run tasks of lm-evaluation-harness on a model, on some of its stages, or on several "
+        "models together."
+    )
     add_model_arguments(parser)
     add_stages_arguments(parser)
     add_scale(parser)
@@ -50,6 +61,7 @@ def _harness(arguments: argparse.Namespace) -> int:
     folder = arguments.tasks_from
     if folder is not None and not folder.is_dir():
         raise InputError("--tasks-from", str(folder), "is no folder", "Name one with tasks")
+    is_several = names_several(arguments)
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(
             "--tasks",
@@ -71,20 +83,25 @@ def _harness(arguments: argparse.Namespace) -> int:
             raise InputError(
                 "--tasks", name, "there is no such task", "lm-eval ls tasks lists the harness's own"
             )
-    model = HarnessModel(
-        arguments.run,
-        arguments.hf,
-        step=arguments.step,
-        cut=arguments.cut,
-        overrides=arguments.set,
-        stages=arguments.stages,
-        keep=arguments.keep,
-        scale=arguments.scale,
-        seed=arguments.seed,
-        batch_size=arguments.batch_size,
-    )
+    if is_several:
+        ensemble = named_ensemble(arguments, "uniform", ("uniform",))[0]
+        model = HarnessModel(model=ensemble, batch_size=arguments.batch_size)
+    else:
+        run, hf = named_folders(arguments)
+        model = HarnessModel(
+            run,
+            hf,
+            step=arguments.step,
+            cut=arguments.cut,
+            overrides=arguments.set,
+            stages=arguments.stages,
+            keep=arguments.keep,
+            scale=arguments.scale,
+            seed=arguments.seed,
+            batch_size=arguments.batch_size,
+        )
     if model.scales is not None:
-        print(f"scales {model.scales.told(model.model.cut)}", file=sys.stderr)
+        print(f"scales {model.scales.told(model.cut)}", file=sys.stderr)
     results = simple_evaluate(
         model=model,
         tasks=[*tasks.match_tasks(names)],

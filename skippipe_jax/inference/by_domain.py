@@ -13,7 +13,7 @@ from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.inference.evaluation import MOST_NATS
-from skippipe_jax.inference.language_model import LanguageModel
+from skippipe_jax.inference.language_model import Scorer
 from skippipe_jax.inference.scores import Scores, score
 
 
@@ -66,9 +66,7 @@ class DomainLosses:
         return aligned([[f"domain{part}", "loss", "perplexity", "tokens"], *rows])
 
 
-def evaluate_domains(
-    model: LanguageModel, data: DataConfig, part: str, sequences: int
-) -> DomainLosses:
+def evaluate_domains(model: Scorer, data: DataConfig, part: str, sequences: int) -> DomainLosses:
     """The loss of each domain, on at most so many held-out sequences of a part of it.
 
     Raises:

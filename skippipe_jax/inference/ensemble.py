@@ -88,17 +88,15 @@ class Ensemble:
         began in the sequence.
         """
         log_p = np.stack([expert.log_probabilities(batch) for expert in self.experts])
-        return self.weighed(batch, log_p, self._log_weights(log_p, batch))
-
-    def weighed(
-        self,
-        batch: Batch,
-        log_p: Float[np.ndarray, "expert sequence position"],
-        log_w: Float[np.ndarray, "expert sequence position"],
-    ) -> Float[np.ndarray, "sequence position"]:
-        """The same where each expert's log-probabilities are known, and by what it is weighed."""
+        log_w = self._log_weights(log_p, batch)
         if self.average == ARITHMETIC:
             return mixing.weighed(log_p, log_w)
+        return self.weighed(batch, log_w)
+
+    def weighed(
+        self, batch: Batch, log_w: Float[np.ndarray, "expert sequence position"]
+    ) -> Float[np.ndarray, "sequence position"]:
+        """The same where log weights are known, from whole distributions."""
         streams = [expert.run(expert.along, batch) for expert in self.experts]
         return self._mixed(streams, batch["targets"], log_w)[0]
 

@@ -13,8 +13,8 @@ from skippipe_jax.data.batches import Batch
 from skippipe_jax.data.tokenizer import Tokenizer
 
 
-class LanguageModel(Protocol):
-    """A model that says how likely each next token is."""
+class Scorer(Protocol):
+    """A model that says how likely each next token of a text is."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -29,6 +29,10 @@ class LanguageModel(Protocol):
     def log_probabilities(self, batch: Batch) -> Float[np.ndarray, "sequence position"]:
         """The log-probability of each target of a batch in nats; 0 where it is not counted."""
         ...
+
+
+class LanguageModel(Scorer, Protocol):
+    """A model that also goes on with a text, and knows what is the likeliest."""
 
     def likelihoods(
         self, batch: Batch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float
 from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
@@ -25,7 +25,7 @@ from skippipe_jax.data.batches import (
     tokenizer_of,
 )
 from skippipe_jax.data.tokenizer import load_tokenizer
-from skippipe_jax.inference.language_model import LanguageModel
+from skippipe_jax.inference.language_model import Scorer
 from skippipe_jax.storage.whole_file import write_whole
 
 _ARRAYS = ("log_probabilities", "counted", "resets")
@@ -46,7 +46,7 @@ class Scores:
         part: which of `HELD_OUT_PARTS`.
     """
 
-    log_probabilities: Float32[np.ndarray, "row position"]
+    log_probabilities: Float[np.ndarray, "row position"]
     counted: Bool[np.ndarray, "row position"]
     resets: Bool[np.ndarray, "row position"]
     text: str
@@ -87,7 +87,7 @@ class Scores:
         return cls(log_probabilities, counted, resets, text, tokenizer, domain, part)
 
 
-def score(model: LanguageModel, data: DataConfig, domain: str, part: str, sequences: int) -> Scores:
+def score(model: Scorer, data: DataConfig, domain: str, part: str, sequences: int) -> Scores:
     """What a model says of at most so many held-out sequences of a part of a domain.
 
     Which sequences these are does not depend on the model, nor on the size of microbatches.

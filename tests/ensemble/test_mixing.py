@@ -53,7 +53,7 @@ def test_losses_are_those_of_the_formulas(shape: tuple, how: str):
     }
     for prior, expected in of_sequences.items():
         # It need not be normalised.
-        given = {"log_prior": np.log(cached) + 3} if prior == "cached" else {}
+        given: dict[str, Any] = {"log_prior": np.log(cached) + 3} if prior == "cached" else {}
         found = mix(log_p, resets, prior=prior, how=how, **given)
         assert found.dtype == np.float64
         # A millionth of a nat is what is asked for.

@@ -20,6 +20,7 @@ from skippipe_jax import harness
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
+from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel, read_run
@@ -209,6 +210,33 @@ def test_the_command_runs_tasks_of_ones_own(
     monkeypatch.setattr(sys, "argv", ["harness", *arguments, "--tasks", "choose"])
     assert harness.main() == 0
     assert "choose" in capsys.readouterr().out
+
+
+def test_the_command_takes_several_models(
+    run: Path,
+    tasks: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    other = save_run(tmp_path / "other", SECTIONS | {"model": SECTIONS["model"] | {"width": 24}}, 1)
+    arguments = ["--run", str(run), "--run", str(tmp_path / "other"), "--tasks-from", str(tasks)]
+    asked = ["--tasks", "read", "--limit", "1", "--json"]
+
+    def bits(*more: str) -> float:
+        monkeypatch.setattr(sys, "argv", ["harness", *arguments, *asked, *more])
+        assert harness.main() == 0
+        return json.loads(capsys.readouterr().out)["results"]["read"]["bits_per_byte,none"]
+
+    text = QUESTIONS[0]["question"]
+    ensemble = Ensemble([read_run(run)[0], other], mix="top-1")
+    [nats] = HarnessModel(model=ensemble).loglikelihood_rolling(
+        [request("loglikelihood_rolling", text)]
+    )
+    assert bits("--mix", "top-1") == pytest.approx(-nats / np.log(2) / len(text), abs=1e-3)
+    monkeypatch.setattr(sys, "argv", ["harness", *arguments, *asked, "--prior", "decay"])
+    assert harness.main() == 2
+    assert "--prior = 'decay': is estimated on text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.by_domain import evaluate_domains
 from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.inference.scores import Scores, require_same_text, score
-from skippipe_jax.inference.staged_model import StagedModel, _nats, read_run
+from skippipe_jax.inference.staged_model import StagedModel, _scores, read_run
 from tests.partial_models import logits_of, random_model, save_run
 
 LENGTH = 24
@@ -168,7 +168,7 @@ def test_a_model_is_not_scored_on_what_it_does_not_take(config, model):
         score(model, replace(config.data, sequence_length=33), "prose", "all", 4)
     assert caught.value.field == "data.sequence_length"
     other = replace(model, tokenizer_name="bytes")
-    other.__dict__["tokenizer"] = type("Other", (ByteTokenizer,), {"digest": "other"})()
+    other.__dict__["_tokenizer"] = type("Other", (ByteTokenizer,), {"digest": "other"})()
     with pytest.raises(InputError, match="is not the model's tokenizer") as caught:
         score(other, config.data, "prose", "all", 4)
     assert caught.value.field == "data.tokenizer"
@@ -180,7 +180,7 @@ def test_no_array_has_the_vocabulary_for_all_tokens(config, model, monkeypatch):
     # A batch of a size that no other test has, so that the program is a new one.
     batch = next(held_out_batches(config.data, 6))
     x = model.run((0, 1, 2), batch)
-    lowered = _nats.lower(model.structures[0], model.parameters[0], x, batch["targets"])
+    lowered = _scores.lower(model.structures[0], model.parameters[0], x, batch["targets"])
     text = lowered.compile().as_text()
     assert text is not None
     vocabulary = config.model.vocabulary_size

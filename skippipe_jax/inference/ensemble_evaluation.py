@@ -1,0 +1,179 @@
+"""The held-out loss of several models by domain, each alone and all together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from skippipe_sched.figures.tables import aligned
+
+from skippipe_jax.config import DataConfig
+from skippipe_jax.data.batches import NOT_COUNTED, Batch
+from skippipe_jax.ensemble import mixing, priors
+from skippipe_jax.ensemble.mixtures import ARITHMETIC
+from skippipe_jax.inference.by_domain import DomainLoss, DomainLosses, domain_loss
+from skippipe_jax.inference.ensemble import Ensemble
+from skippipe_jax.inference.scores import Scores, require_same_text, score
+
+FOR_PRIORS, FOR_SCORES = "priors", "scores"
+PRIOR_SEQUENCES = 100
+"""Of a domain's part for priors, the cached prior is estimated on so many, as by its authors."""
+
+
+@dataclass(frozen=True)
+class EnsembleEvaluation:
+    """Losses of the experts, by their names, and of their ensemble, by domain.
+
+    Attributes:
+        steps: of each expert's checkpoint, None where it has none.
+        prior: which prior was taken.
+        weights: by domain, the prior as probabilities; none where it changed from sequence to
+            sequence.
+    """
+
+    experts: Mapping[str, DomainLosses]
+    steps: Sequence[int | None]
+    ensemble: DomainLosses
+    mix: str
+    average: str
+    prior: str
+    weights: Mapping[str, Float[np.ndarray, " expert"]]
+
+    def to_json(self) -> dict[str, Any]:
+        """The losses of each expert and of the ensemble; `prior` is the mean over domains.
+
+        It is what a file that is given as --prior holds, in the order of the experts.
+        """
+        own = zip(self.experts.items(), self.steps, strict=True)
+        result: dict[str, Any] = {
+            "mix": self.mix,
+            "average": self.average,
+            "kind_of_prior": self.prior,
+            "experts": [{"run": name, "step": step} | of.to_json() for (name, of), step in own],
+            "ensemble": self.ensemble.to_json(),
+        }
+        if self.weights:
+            result["prior"] = np.mean([*self.weights.values()], axis=0).tolist()
+            result["priors"] = {name: own.tolist() for name, own in self.weights.items()}
+        return result
+
+    def table(self) -> str:
+        """A line for each expert's name, and then for each domain and each mean."""
+        losses = [*self.experts.values(), self.ensemble]
+        lines = [
+            f"{number}: {name}" + ("" if step is None else f", step {step}")
+            for number, (name, step) in enumerate(zip(self.experts, self.steps, strict=True), 1)
+        ]
+        lines.append(
+            f"held-out loss in nats per token of each alone, and mixed by {self.mix} "
+            f"({self.average} mean, {self.prior} prior)"
+        )
+        numbers = map(str, range(1, len(losses)))
+        shown = "prior" if self.weights else ""
+        rows = [["domain", *numbers, "mixed", "perplexity", "tokens", shown]]
+        for name, mixed in self.ensemble.domains.items():
+            each = [f"{of.domains[name].loss:.4f}" for of in losses]
+            weights = " ".join(f"{weight:.3f}" for weight in self.weights.get(name, ()))
+            rows.append([name, *each, f"{mixed.perplexity:.3f}", f"{mixed.tokens:,}", weights])
+        if len(self.ensemble.domains) > 1:
+            macro, micro = ([getattr(of, mean) for of in losses] for mean in ("macro", "micro"))
+            tokens = sum(of.tokens for of in self.ensemble.domains.values())
+            for name, means, over in (("macro", macro, ""), ("micro", micro, f"{tokens:,}")):
+                each = [f"{mean:.4f}" for mean in means]
+                rows.append([f"{name} mean", *each, f"{math.exp(means[-1]):.3f}", over, ""])
+        return "\n".join([*lines, aligned(rows)])
+
+
+def evaluate_ensemble(
+    ensemble: Ensemble,
+    steps: Sequence[int | None],
+    data: DataConfig,
+    sequences: int,
+    prior: str,
+) -> EnsembleEvaluation:
+    """Evaluate models alone and together, on at most so many sequences of the part for scores.
+
+    `prior` is uniform; updated from sequence to sequence of a domain; cached, estimated for each
+    domain on its part for priors; or else that of the ensemble.
+
+    Raises:
+        InputError: as `score` does, or if a loss is not finite.
+    """
+    alone: dict[str, dict[str, DomainLoss]] = {name: {} for name in ensemble.names}
+    together, weights = {}, {}
+    for domain in data.domains():
+        log_prior = _log_prior(ensemble, data, domain, prior)
+        if log_prior is not None:
+            weights[domain] = np.exp(log_prior - np.logaddexp.reduce(log_prior))
+        each = _scores(ensemble, data, domain, FOR_SCORES, sequences)
+        for name, own in each.items():
+            alone[name][domain] = domain_loss(own)
+        mixed = _mixed(ensemble, [*each.values()], log_prior, data)
+        together[domain] = domain_loss(mixed)
+    return EnsembleEvaluation(
+        {name: DomainLosses(FOR_SCORES, own) for name, own in alone.items()},
+        steps,
+        DomainLosses(FOR_SCORES, together),
+        ensemble.mix,
+        ensemble.average,
+        prior,
+        weights,
+    )
+
+
+def _scores(
+    ensemble: Ensemble, data: DataConfig, domain: str, part: str, sequences: int
+) -> dict[str, Scores]:
+    """Those of each expert."""
+    both = zip(ensemble.names, ensemble.experts, strict=True)
+    found = {name: score(expert, data, domain, part, sequences) for name, expert in both}
+    require_same_text(found)
+    return found
+
+
+def _log_prior(
+    ensemble: Ensemble, data: DataConfig, domain: str, prior: str
+) -> Float[np.ndarray, " expert"] | None:
+    """The prior of a domain; None where each sequence has another."""
+    if prior == priors.DECAY:
+        return None
+    if prior != priors.CACHED:
+        return ensemble.log_prior
+    found = [*_scores(ensemble, data, domain, FOR_PRIORS, PRIOR_SEQUENCES).values()]
+    log_p = np.stack([own.log_probabilities for own in found])
+    return mixing.cached_log_prior(log_p, found[0].resets)
+
+
+def _mixed(
+    ensemble: Ensemble, each: Sequence[Scores], log_prior: np.ndarray | None, data: DataConfig
+) -> Scores:
+    """The scores of the ensemble, from those of its experts."""
+    first, log_p = each[0], np.stack([own.log_probabilities for own in each])
+    prior = priors.DECAY if log_prior is None else priors.CACHED
+    log_w = mixing.weights(log_p, first.resets, prior=prior, how=ensemble.mix, log_prior=log_prior)
+    if ensemble.average == ARITHMETIC:
+        return replace(first, log_probabilities=mixing.weighed(log_p, log_w))
+    again = _Weighed(ensemble, log_w)
+    return score(again, data, first.domain, first.part, first.resets.shape[0])
+
+
+class _Weighed:
+    """An ensemble whose weights are known of every row that `score` will come to, in order.
+
+    A mean that is normalised over the vocabulary needs whole distributions, so models run again.
+    """
+
+    def __init__(self, ensemble: Ensemble, log_w: Float[np.ndarray, "expert row position"]):
+        self._ensemble, self._log_w = ensemble, log_w
+        self.tokenizer, self.context = ensemble.tokenizer, ensemble.context
+
+    def log_probabilities(self, batch: Batch) -> Float[np.ndarray, "row position"]:
+        experts, left, _ = self._log_w.shape
+        rows = np.flatnonzero((batch["targets"] != NOT_COUNTED).any(axis=1))[:left]
+        log_w = np.full((experts, *batch["targets"].shape), -math.log(experts))
+        log_w[:, rows], self._log_w = np.split(self._log_w, [len(rows)], axis=1)
+        return self._ensemble.weighed(batch, log_w)

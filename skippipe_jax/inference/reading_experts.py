@@ -1,0 +1,91 @@
+"""Several models as a command names them: read, and put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.config import DataConfig
+from skippipe_jax.ensemble import posterior, priors
+from skippipe_jax.ensemble.mixtures import ARITHMETIC
+from skippipe_jax.inference.ensemble import Ensemble
+from skippipe_jax.inference.staged_model import read_model, require_same_held_out
+from skippipe_jax.storage import run_folder
+
+GIVEN = "file"
+"""The prior that a file says, beside `priors.PRIORS`."""
+
+
+def read_ensemble(
+    runs: Sequence[Path],
+    folders: Sequence[Path],
+    cut: int | None,
+    overrides: Sequence[str],
+    mix: str | None,
+    average: str | None,
+    prior: str,
+    allowed: Collection[str],
+) -> tuple[Ensemble, DataConfig, list[int | None], str]:
+    """The models of runs, or of folders from Hugging Face, as one; and the data of the first.
+
+    Returns also the step of each, and which prior is meant: one of those `allowed`, or `GIVEN`.
+
+    Raises:
+        InputError: if one of them cannot be read, they cannot be mixed, there is no such prior, or
+            the first holds out text that another run has trained on.
+    """
+    named = [*runs, *folders]
+    for number, path in enumerate(named):
+        if path in named[:number]:
+            field = "--run" if runs else "--hf"
+            raise InputError(field, str(path), "is named twice", "Name each model once")
+    kind, log_prior = parse_prior(prior, len(named), allowed)
+    read = [read_model(run, None, None, cut, overrides) for run in runs]
+    read += [read_model(None, folder, None, cut, overrides) for folder in folders]
+    data = read[0][1].data
+    for run in runs[1:]:
+        require_same_held_out(data, run_folder.saved_config(run, "--run").data)
+    ensemble = Ensemble(
+        [model for model, _, _ in read],
+        log_prior,
+        mix or posterior.POSTERIOR,
+        average or ARITHMETIC,
+        [str(path) for path in named],
+    )
+    return ensemble, data, [step for _, _, step in read], kind
+
+
+def parse_prior(
+    given: str, experts: int, allowed: Collection[str]
+) -> tuple[str, Float[np.ndarray, " expert"] | None]:
+    """Which prior a user gives as --prior, and what a file says of so many experts if it is one.
+
+    Raises:
+        InputError: if it is not allowed, or no file with such weights.
+    """
+    if not given.endswith(".json"):
+        if given in priors.PRIORS and given not in allowed:
+            problem = "is estimated on text, and here is none"
+            remedy = "Write uniform, or a FILE.json that evaluate --json has written"
+            raise InputError("--prior", given, problem, remedy)
+        if given not in allowed:
+            remedy = f"Write {', '.join(allowed)}, or a FILE.json that evaluate --json has written"
+            raise InputError("--prior", given, "is no prior", remedy)
+        return given, None
+    content = fields.load_json(Path(given), "--prior")
+    field = f"prior of {given}"
+    weights = content.get("prior") if isinstance(content, dict) else None
+    if not isinstance(weights, list) or len(weights) != experts:
+        problem = f"is no list of {experts} weights, one for each model in the order of their names"
+        raise InputError(field, weights, problem, "Evaluate these models with --json")
+    # A weight of 0 would stay so, whatever the expert foretells.
+    weights = [fields.number(one, field, 0.0, above=True) for one in weights]
+    if not math.isclose(sum(weights), 1.0, abs_tol=1e-6):
+        raise InputError(field, weights, "does not add up to 1", "Evaluate these models again")
+    return GIVEN, np.log(weights)
