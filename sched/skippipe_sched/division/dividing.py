@@ -9,9 +9,11 @@ division is taken whose last expert is done soonest.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,11 @@ from skippipe_sched.search.trading import trade
 # Of the budget; the rest is for the plans of the finalists.
 DIVIDING_SHARE = 0.6
 FINALISTS = 3
+# Of what the threads could do; the rest goes into making layouts.
+WORKING_SHARE = 0.5
 # What it takes to judge a layout, in steps for each lane, and how many have children.
 STEPS_OF_LANE = 2_000
+SCREENING_STEPS = 500
 PARENTS = 8
 CHILDREN = 8
 # Of the parents, at most so many have the same cuts.
@@ -115,19 +120,21 @@ class _Search:
                 f"{len(lanes)} lanes side by side need {whole.fewest_nodes} nodes each at least",
                 f"Add {needed - nodes} nodes, or train fewer lanes side by side",
             )
-        self.layouts = Layouts(whole, [lane.work for lane in lanes], equal=equal)
+        self.layouts = Layouts(whole, [lane.work for lane in lanes], self.screened, equal=equal)
         self.weights = np.array([lane.steps for lane in lanes], dtype=float)
         self.weights /= self.weights.max()
         self.moves = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
         self.problems: dict[tuple[int, Cut], Problem] = {}
-        self.whole_problems: dict[tuple[int, int], Problem] = {}
+        self.all_nodes = problem_of(whole.case)
         self.refusal: InputError | None = None
-        microbatches = sum(whole.case.microbatches)
-        operations = microbatches * (2 * whole.case.path_length + 1) + OPERATIONS_OF_MOVE
-        self.steps_per_s = THREADS * OPERATIONS_PER_S / operations
+        self.microbatches = sum(whole.case.microbatches)
+        operations = self.microbatches * (2 * whole.case.path_length + 1) + OPERATIONS_OF_MOVE
+        self.steps_per_s = WORKING_SHARE * THREADS * OPERATIONS_PER_S / operations
 
     def run(self, begin: Division | None) -> Division:
         """Divide, and plan."""
+        self.compile()
+        self.search.start_clock()
         members = self.evolved(begin)
         finalists: dict[tuple[frozenset[int], ...], _Member] = {}
         for member in members:
@@ -138,22 +145,30 @@ class _Search:
         divisions = [self.planned(member, share) for member in chosen]
         return soonest([begin, *divisions] if begin else divisions)
 
+    def compile(self) -> None:
+        """Run once what is compiled, so that it does not count as searching."""
+        with suppress(InputError):
+            random = np.random.default_rng(0)
+            stages = len(self.whole.case.stages)
+            place = Place(Cut(1, (1,) * stages, self.whole.case.path_length), tuple(range(stages)))
+            chain = self.chain(0, place, random, 0)
+            self.anneal_alone(self.problem(0, place.cut), chain, 1)
+            member = _Member(Layout((place,), ()), [chain], np.zeros(1), random)
+            self.anneal(member, 1, HOTTEST)
+
     def evolved(self, begin: Division | None) -> list[_Member]:
         """The best layouts, best first."""
-        random = np.random.default_rng(self.search.seed)
-        seeds = iter(range(self.search.seed * 1_000_003, 2**62))
+        seeds = itertools.count(self.search.seed * 1_000_003)
         each = STEPS_OF_LANE * len(self.lanes)
         total = self.search.steps(DIVIDING_SHARE * self.steps_per_s) // each
         first = max(2, int(FIRST_SHARE * total))
-        layouts = [self.layouts.first(random) for _ in range(first)]
-        begun = [] if begin is None else [self.known(begin)]
-        members = [self.started(layout, next(seeds)) for layout in [*begun, *layouts]]
-        members = [member for member in members if member is not None]
+        begun = [] if begin is None else [self.started(self.known(begin), next(seeds))]
+        with ThreadPoolExecutor(THREADS) as threads:
+            new = threads.map(self.first, itertools.islice(seeds, first))
+            members = [member for member in [*begun, *new] if member is not None]
         if not members:
             assert self.refusal is not None
             raise self.refusal
-        self.anneal(members[0], 0, HOTTEST)  # Compiling is no searching.
-        self.search.start_clock()
         best: list[_Member] = []
         with ThreadPoolExecutor(THREADS) as threads:
 
@@ -183,6 +198,38 @@ class _Search:
             places.append(Place(cut, tuple(on_stages)))
         return Layout(tuple(places), division.idle)
 
+    def first(self, seed: int) -> _Member | None:
+        """A member on a layout of its own; None if the rules leave it none."""
+        if self.search.stopped():
+            return None
+        try:
+            return self.started(self.layouts.first(np.random.default_rng(seed)), seed)
+        except InputError as refusal:
+            self.refusal = self.refusal or refusal
+            return None
+
+    def screened(self, lane: int, nodes: Sequence[int], random: np.random.Generator) -> Place:
+        """The best of several cuts over these nodes, and where they are best on its stages.
+
+        Raises:
+            InputError: if the rules leave paths for none of them.
+        """
+        found: dict[float, Place] = {}
+        refusals = []
+        for cut in self.layouts.cuts(len(nodes), random):
+            place = Place(cut, tuple(random.permutation(nodes).tolist()))
+            try:
+                chain = self.chain(lane, place, random, int(random.integers(2**62)))
+            except InputError as refusal:
+                refusals.append(refusal)
+                continue
+            self.anneal_alone(self.problem(lane, cut), chain, SCREENING_STEPS)
+            order = tuple(chain.candidate.node_of_slot.tolist())
+            found[float(chain.costs[1])] = replace(place, nodes=order)
+        if not found:
+            raise refusals[0]
+        return found[min(found)]
+
     def started(self, layout: Layout, seed: int) -> _Member | None:
         """A member with random paths; None if the rules leave it none."""
         random = np.random.default_rng(seed)
@@ -200,7 +247,10 @@ class _Search:
         """A member that differs a little; lanes without a change go on from where they are."""
         random = np.random.default_rng(seed)
         before = parent.found
-        layout = self.layouts.changed(before, parent.ends.tolist(), random)
+        try:
+            layout = self.layouts.changed(before, parent.ends.tolist(), random)
+        except InputError:
+            return None
         if layout is None:
             return None
         # A lane goes on from the one before that has most of its nodes.
@@ -238,7 +288,8 @@ class _Search:
         of_model = before.cut.merged, before.cut.path_length
         if of_model != (place.cut.merged, place.cut.path_length):
             fresh = self.chain(lane, place, random, seed)
-            return self.annealed_alone(problem, fresh)
+            self.anneal_alone(problem, fresh, STEPS_OF_LANE)
+            return fresh
         own = np.sort(np.array(place.nodes))
         case = self.whole.part(own.tolist(), place.cut, self.lanes[lane].mean)
         local = {node: number for number, node in enumerate(own.tolist())}
@@ -253,8 +304,9 @@ class _Search:
             left = visits_of_replicas(case, replicas, len(visits))
             moved = []
             for m, i in random.permutation(visits).tolist():
-                if left.get(paths[m, i], 0) > 0:
-                    left[paths[m, i]] -= 1
+                node = int(paths[m, i])
+                if left.get(node, 0) > 0:
+                    left[node] -= 1
                 else:
                     moved.append((m, i))
             free = [node for node, count in left.items() for _ in range(count)]
@@ -265,14 +317,13 @@ class _Search:
         candidate.priority[:] = old.priority
         return chain_from(problem, candidate, seed)
 
-    def annealed_alone(self, problem: Problem, chain: ChainState) -> ChainState:
-        """A chain whose paths are no longer random."""
+    def anneal_alone(self, problem: Problem, chain: ChainState, steps: int) -> None:
+        """Improve a lane whatever the others do; its nodes stay."""
         chain.costs[:] = cost_of(problem, chain.candidate, chain.scratch, np.inf, MEAN_WEIGHT)
         hottest = HOTTEST * chain.costs[0]
-        cooling = (COLDEST / HOTTEST) ** (1 / STEPS_OF_LANE)
-        anneal(problem, chain, Piece(STEPS_OF_LANE, hottest, cooling, self.moves, MEAN_WEIGHT))
+        cooling = (COLDEST / HOTTEST) ** (1 / steps)
+        anneal(problem, chain, Piece(steps, hottest, cooling, self.moves, MEAN_WEIGHT))
         copy(chain.best, chain.candidate)
-        return chain
 
     def chain(self, lane: int, place: Place, random: np.random.Generator, seed: int) -> ChainState:
         """Random balanced paths over a lane's nodes."""
@@ -290,18 +341,17 @@ class _Search:
         """A lane by a cut, on any of the nodes of the whole case."""
         if (lane, cut) in self.problems:
             return self.problems[lane, cut]
-        training, nodes = self.lanes[lane].mean, range(len(self.whole.case.nodes))
-        if (lane, cut.merged) not in self.whole_problems:
-            any_cut = self.whole.cuts(len(nodes), cut.merged)[0]
-            self.whole_problems[lane, cut.merged] = problem_of(
-                self.whole.part(nodes, any_cut, training)
-            )
-        whole = self.whole_problems[lane, cut.merged]
-        some = problem_of(self.whole.part(nodes[: cut.nodes], cut, training))
-        self.problems[lane, cut] = whole._replace(
-            stage_of_slot=some.stage_of_slot,
-            first_slot=some.first_slot,
-            ring_bytes=some.ring_bytes,
+        training, nodes = self.lanes[lane].mean, self.whole.case.nodes
+        part = problem_of(self.whole.part(range(cut.nodes), cut, training))
+        memory = [min(node.memory // cut.merged, self.microbatches) for node in nodes]
+        self.problems[lane, cut] = self.all_nodes._replace(
+            forward_s=self.all_nodes.forward_s * training.compute,
+            memory=np.array(memory),
+            stage_of_slot=part.stage_of_slot,
+            first_slot=part.first_slot,
+            stage_cost=part.stage_cost,
+            ring_bytes=part.ring_bytes,
+            rules=part.rules,
         )
         return self.problems[lane, cut]
 
@@ -318,7 +368,7 @@ class _Search:
                 cost_of(problem, chain.candidate, chain.scratch, np.inf, mean_weight)
                 for problem, chain in zip(problems, member.chains, strict=True)
             ]
-            return self.weights * costs
+            return self.weights[:lanes] * costs
 
         now = ends(MEAN_WEIGHT)
         scale = float(now.max())
