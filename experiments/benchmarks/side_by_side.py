@@ -1,6 +1,6 @@
 """Experts side by side on the nodes of one case, each lane on its own: when is each done?
 
-    python -m experiments.benchmarks.side_by_side --json experiments/results/side_by_side_MACHINE.json
+    python -m experiments.benchmarks.side_by_side --json FILE
 
 Six processes train the three experts of experiments/experts/side_by_side.yaml at the same time, as
 `skippipe experts` divides the nodes: the lane with most steps has most nodes. Network and speed are
@@ -63,11 +63,9 @@ def table(figures: Mapping[str, Any]) -> str:
     """A line for each lane."""
     rows = [["lane", "nodes", "steps", "planned, s", "measured, s", "ratio"]]
     for lane, own in figures["lanes"].items():
-        seconds = [own["planned_s"], own["measured_s"]]
-        rows.append(
-            [lane, str(own["nodes"]), str(own["steps"]), *(f"{one:.1f}" for one in seconds)]
-            + [f"{seconds[1] / seconds[0]:.3f}"]
-        )
+        planned_s, measured_s = own["planned_s"], own["measured_s"]
+        figures_of_lane = f"{planned_s:.1f}", f"{measured_s:.1f}", f"{measured_s / planned_s:.3f}"
+        rows.append([lane, str(own["nodes"]), str(own["steps"]), *figures_of_lane])
     return f"{aligned(rows, [0])}\nthe last is done {figures['apart']:.1%} after the first"
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.division.dividing import divide
@@ -22,6 +20,7 @@ from skippipe_jax.experts.members import Arm, Member
 from skippipe_jax.experts.tasks import Place
 from skippipe_jax.models.flops import flops_per_token
 from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.planned_case import candidates_of
 from skippipe_jax.storage.whole_file import write_whole
 
 
@@ -65,19 +64,20 @@ def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
     nodes = place.config.nodes
     if nodes is None:
         raise InputError("nodes", None, "is missing", "Write nodes: {case: FILE}")
+    given, folder = nodes.case, Path()
+    if isinstance(given, str):
+        given, folder = fields.load_yaml(Path(given), "nodes.case"), Path(given).parent
+    # What it leaves open follows from the model that the case is of.
+    of_case = next(iter(arm.members.values())).of_size(place.config, place.config.probed_size)
+    source = candidates_of(of_case.config(), given, folder)[0].source
     search = Search(seed=place.config.seed, budget_s=nodes.budget_s)
-    lanes = lanes_of(place.config, arm)
-    return divide(_case(nodes.case), Path(), lanes, search, equal=equal)
+    return divide(source, folder, lanes_of(place.config, arm), search, equal=equal)
 
 
 def compared(place: Place, arm: Arm) -> dict[str, Division]:
     """The division of an arm, and the one into equal numbers of nodes by the same search."""
     (place.folder / "division").mkdir(parents=True, exist_ok=True)
     return {"divided": divided(place, arm), "equal": divided(place, arm, equal=True)}
-
-
-def _case(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    return fields.load_yaml(Path(given), "nodes.case") if isinstance(given, str) else given
 
 
 def on_nodes(place: Place, arm: Arm) -> Arm:
