@@ -17,8 +17,8 @@ from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.search.budget import Search
 
 from skippipe_jax.campaign.running import digest_of
-from skippipe_jax.experts.config import ExpertsConfig
-from skippipe_jax.experts.members import Arm, Member
+from skippipe_jax.experts.config import ExpertsConfig, NodesConfig
+from skippipe_jax.experts.members import Arm, Member, Members
 from skippipe_jax.experts.tasks import Place
 from skippipe_jax.models.flops import flops_per_token
 from skippipe_jax.models.llama import parameter_count, stage_shapes
@@ -31,8 +31,7 @@ def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
     The case is of the size that probes have: another takes as many times as long as it has more
     operations, and averages as many times as many bytes as it has more parameters.
     """
-    members = list(arm.members.values())
-    of_case = _cost(members[0].of_size(config, config.probed_size))
+    of_case = _cost(next(iter(Members(config).probes().values())))
 
     def training(domain: str) -> Training:
         compute, size = _cost(arm.members[domain])
@@ -67,7 +66,8 @@ def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
         raise InputError("nodes", None, "is missing", "Write nodes: {case: FILE}")
     search = Search(seed=place.config.seed, budget_s=nodes.budget_s)
     lanes = lanes_of(place.config, arm)
-    return divide(_case(nodes.case), Path(), lanes, search, equal=equal)
+    folder = Path(nodes.case).parent if isinstance(nodes.case, str) else Path()
+    return divide(_case(nodes), folder, lanes, search, equal=equal)
 
 
 def compared(place: Place, arm: Arm) -> dict[str, Division]:
@@ -76,7 +76,8 @@ def compared(place: Place, arm: Arm) -> dict[str, Division]:
     return {"divided": divided(place, arm), "equal": divided(place, arm, equal=True)}
 
 
-def _case(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+def _case(nodes: NodesConfig) -> Mapping[str, Any]:
+    given = nodes.case
     return fields.load_yaml(Path(given), "nodes.case") if isinstance(given, str) else given
 
 
@@ -105,11 +106,12 @@ def _kept_plans(place: Place, arm: Arm) -> dict[str, str]:
     """The files of the plans of an arm's experts, by domain; made where they are not there."""
     lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
     assert place.config.nodes is not None
-    asked = digest_of([lanes, asdict(place.config.nodes), place.config.seed])
+    nodes = place.config.nodes
+    asked = digest_of([lanes, _case(nodes), nodes.budget_s, place.config.seed])
     kept = place.folder / "division" / f"{asked}.json"
     if not kept.exists():
         print(f"dividing nodes among the lanes of {arm.name}", flush=True)
-        kept.parent.mkdir(exist_ok=True)
+        kept.parent.mkdir(parents=True, exist_ok=True)
         division = divided(place, arm)
         names = {}
         for part in division.parts:

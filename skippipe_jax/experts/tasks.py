@@ -99,6 +99,8 @@ class Scored:
     def scoring(self) -> Command:
         """The command that writes its scores."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # While scores are replaced they are of two kinds, whatever is asked afterwards.
+        (self.folder / DONE).unlink(missing_ok=True)
         path = self.folder / SPECIFICATION
         runs = [str(self.place.run_dir(own)) for own in self.members]
         asked = {"digest": self.digest, "runs": runs, **self.asked}

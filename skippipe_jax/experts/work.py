@@ -10,14 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.campaign.running import Task, run_all
-from skippipe_jax.data.batches import held_out_batches, tokenizer_of
+from skippipe_jax.data.batches import TrainingBatches, held_out_batches, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.experts import difficulty, evaluation
 from skippipe_jax.experts.evaluation import averaged_model
-from skippipe_jax.experts.members import Arm, Member, Members
+from skippipe_jax.experts.members import Arm, Member, Members, naming
 from skippipe_jax.experts.nodes import on_nodes
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Averaging, Place, Training, data_of
@@ -46,9 +47,9 @@ def train(place: Place) -> dict[str, Any]:
         hard = probed(place) if place.config.is_probed else None
         arms = arms_of(place, hard)
         # On nodes of their own the lanes of an arm have them for themselves.
-        for together in [[arm] for arm in arms] if place.config.nodes else [arms]:
-            _run(place, trainings(place, together), at_once_of(place, together))
-        _run(place, averagings(place, arms))
+        for arm in arms if place.config.nodes else []:
+            _run(place, trainings(place, [arm]), max(1, len(arm.lanes)))
+        _run(place, [*trainings(place, arms), *averagings(place, arms)])
         return compare(place, arms, hard)
 
 
@@ -80,9 +81,13 @@ def prepare(place: Place) -> None:
         InputError: if the program fails that writes it.
     """
     module, text = place.config.prepare, place.folder / "text"
-    if module is None or (text / PREPARED).exists():
+    written = text / PREPARED
+    if module is None:
+        return
+    if written.exists() and fields.load_json(written, str(written)) == {"by": module}:
         return
     print(f"writing text: python -m {module} {text}", flush=True)
+    text.mkdir(exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-m", module, str(text)], capture_output=True, text=True, check=False
     )
@@ -90,7 +95,7 @@ def prepare(place: Place) -> None:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         remedy = f"It says: {said}. Run python -m {module} {text} to see more"
         raise InputError("prepare", module, f"ended with code {done.returncode}", remedy)
-    write_whole(text / PREPARED, json.dumps({"by": module}))
+    write_whole(written, json.dumps({"by": module}))
 
 
 def require_usable(place: Place) -> None:
@@ -107,7 +112,8 @@ def require_usable(place: Place) -> None:
     if config.is_probed:
         members += Members(config).probes().values()
     tokenizers: dict[str, str] = {}
-    for member in {own.digest: own for own in members}.values():
+    each = {own.digest: own for own in members}.values()
+    for member in each:
         told = member.config()
         tokenizer = tokenizer_of(told.data)
         tokenizers.setdefault(load_tokenizer(tokenizer).digest, f"{member.size} ({tokenizer})")
@@ -115,15 +121,19 @@ def require_usable(place: Place) -> None:
         problem = "their tokenizers differ, so what they say cannot be mixed"
         remedy = "Give all sizes one data.tokenizer"
         raise InputError("sizes", ", ".join(tokenizers.values()), problem, remedy)
-    _require_text(place, members[0])
+    _require_text(place, each)
 
 
-def _require_text(place: Place, member: Member) -> None:
+def _require_text(place: Place, members: Iterable[Member]) -> None:
     """Refuse a domain without text, in training or held out, for priors or for scores."""
     asked = place.asked()
-    data = data_of(member.config().data, asked)
-    for domain, part, _ in asked["parts"]:
-        next(held_out_batches(data, 1, 1, part=part, domain=domain))
+    data = data_of(next(iter(members)).config().data, asked)
+    with naming(place.config.names):
+        for domain, part, _ in asked["parts"]:
+            next(held_out_batches(data, 1, 1, part=part, domain=domain))
+    for member in {own.domains: own for own in members}.values():
+        with naming(member.domains):
+            TrainingBatches(member.config().data)
 
 
 def probed(place: Place) -> dict[str, float]:
@@ -150,13 +160,6 @@ def divisible_arms(place: Place) -> list[Arm]:
     """
     arms = Members(place.config, _known_difficulty(place)).arms()
     return [arm for arm in arms if arm.lanes and not arm.averages]
-
-
-def at_once_of(place: Place, arms: Sequence[Arm]) -> int:
-    """How many runs train at the same time: one for each lane, where each lane has nodes."""
-    if place.config.nodes is None:
-        return place.config.at_once
-    return max(1, *(len(arm.lanes) for arm in arms))
 
 
 def trainings(place: Place, arms: Iterable[Arm]) -> list[Training]:
