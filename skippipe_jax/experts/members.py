@@ -24,7 +24,7 @@ from skippipe_jax.experts.config import (
     ExpertsConfig,
 )
 
-PROBE = "probe"
+PROBE, EXPERT = "probe", "expert"
 
 Lanes = Mapping[str, Sequence[str]]
 """Domains by lane, in the order in which their experts follow one another."""
@@ -195,7 +195,7 @@ class Members:
                         problem = f"{earlier} has size {parent.size}, and {domain} {size}"
                         remedy = "Let it begin with one of its size, or with the seed"
                         raise InputError(where, earlier, problem, remedy)
-                found[domain] = self._member("expert", (domain,), size, steps[domain], parent)
+                found[domain] = self._member(EXPERT, (domain,), size, steps[domain], parent)
             return found[domain]
 
         for domain in before:

@@ -25,6 +25,10 @@ from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.storage.whole_file import write_whole
 
 
+DIVISION = "division"
+"""The folder of divisions, of their plans and pictures."""
+
+
 def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
     """What the lanes of an arm train: steps, and sizes against that of the case.
 
@@ -72,7 +76,7 @@ def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
 
 def compared(place: Place, arm: Arm) -> dict[str, Division]:
     """The division of an arm, and the one into equal numbers of nodes by the same search."""
-    (place.folder / "division").mkdir(parents=True, exist_ok=True)
+    (place.folder / DIVISION).mkdir(parents=True, exist_ok=True)
     return {"divided": divided(place, arm), "equal": divided(place, arm, equal=True)}
 
 
@@ -102,13 +106,18 @@ def on_nodes(place: Place, arm: Arm) -> Arm:
     return replace(arm, members={domain: planned(domain) for domain in arm.members})
 
 
+def kept_division(place: Place, arm: Arm) -> Path:
+    """The file of an arm's division, whether it has been made or not."""
+    nodes = place.config.nodes
+    assert nodes is not None
+    lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
+    asked = digest_of([lanes, _case(nodes), nodes.budget_s, place.config.seed])
+    return place.folder / DIVISION / f"{asked}.json"
+
+
 def _kept_plans(place: Place, arm: Arm) -> dict[str, str]:
     """The files of the plans of an arm's experts, by domain; made where they are not there."""
-    lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
-    assert place.config.nodes is not None
-    nodes = place.config.nodes
-    asked = digest_of([lanes, _case(nodes), nodes.budget_s, place.config.seed])
-    kept = place.folder / "division" / f"{asked}.json"
+    kept = kept_division(place, arm)
     if not kept.exists():
         print(f"dividing nodes among the lanes of {arm.name}", flush=True)
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -14,17 +14,24 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.campaign.running import Task, run_all
-from skippipe_jax.data.batches import TrainingBatches, held_out_batches, tokenizer_of
+from skippipe_jax.data.batches import (
+    TrainingBatches,
+    check_vocabulary,
+    held_out_batches,
+    tokenizer_of,
+)
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.experts import difficulty, evaluation
 from skippipe_jax.experts.evaluation import averaged_model
-from skippipe_jax.experts.members import Arm, Member, Members, naming
-from skippipe_jax.experts.nodes import on_nodes
+from skippipe_jax.experts.members import EXPERT, Arm, Member, Members, naming
+from skippipe_jax.experts.nodes import kept_division, on_nodes
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Averaging, Place, Training, data_of
 from skippipe_jax.interop.conversion import to_huggingface
+from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.whole_file import write_whole
+from skippipe_jax.training.first_weights import find_weights
 
 RESULTS, PICTURE, DIFFICULTY = "results.json", "results.svg", "difficulty.json"
 PREPARED = "prepared.json"
@@ -69,7 +76,7 @@ def evaluate(place: Place) -> dict[str, Any]:
         InputError: if something is missing.
     """
     hard = _known_difficulty(place)
-    arms = arms_of(place, hard)
+    arms = _known_arms(place, hard)
     _require_done([*trainings(place, arms), *averagings(place, arms)])
     return compare(place, arms, hard)
 
@@ -111,12 +118,19 @@ def require_usable(place: Place) -> None:
     members = [run for arm in arms for own in arm.members.values() for run in own.lineage()]
     if config.is_probed:
         members += Members(config).probes().values()
-    tokenizers: dict[str, str] = {}
     each = {own.digest: own for own in members}.values()
-    for member in each:
+    tokenizers: dict[str, str] = {}
+    # Those of a kind and a size differ in their text, and in how long they train.
+    for member in {(own.kind, own.size): own for own in each}.values():
         told = member.config()
-        tokenizer = tokenizer_of(told.data)
-        tokenizers.setdefault(load_tokenizer(tokenizer).digest, f"{member.size} ({tokenizer})")
+        name = tokenizer_of(told.data)
+        tokenizer = load_tokenizer(name)
+        tokenizers.setdefault(tokenizer.digest, f"{member.size} ({name})")
+        check_vocabulary(told.model.vocabulary_size, tokenizer)
+        find_weights(told, anew=True)
+        if not told.plan.measure and not (config.nodes and member.kind == EXPERT):
+            case, _ = what_is_planned(told, place.configs)
+            told.model.layers_of_stages(len(case.stages))
     if len(tokenizers) > 1:
         problem = "their tokenizers differ, so what they say cannot be mixed"
         remedy = "Give all sizes one data.tokenizer"
@@ -195,7 +209,7 @@ def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None)
 
 
 def export(place: Place) -> list[Path]:
-    """Write every expert, and every other model of the arms, as a Hugging Face model.
+    """Write every run of the arms as a Hugging Face model; a mean of parameters is no run.
 
     Models that are there already stay as they are.
 
@@ -203,7 +217,7 @@ def export(place: Place) -> list[Path]:
         InputError: if one has not been trained.
     """
     hard = _known_difficulty(place)
-    members = [own for arm in arms_of(place, hard) for own in arm.members.values()]
+    members = [own for arm in _known_arms(place, hard) for own in arm.members.values()]
     each = {own.name: own for own in members}
     _require_done(trainings_of(place, each.values()))
     folders = []
@@ -225,6 +239,18 @@ def _known_difficulty(place: Place) -> dict[str, float] | None:
         return None
     _require_done(trainings_of(place, Members(place.config).probes().values()))
     return difficulty.measured(place)
+
+
+def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
+    """All arms, where nodes have been divided if they are to be.
+
+    Raises:
+        InputError: if they have not.
+    """
+    for arm in Members(place.config, hard).arms() if place.config.nodes else []:
+        if arm.lanes and not kept_division(place, arm).exists():
+            raise InputError("arms", arm.name, "has no nodes yet", "Run skippipe experts CONFIG")
+    return arms_of(place, hard)
 
 
 def _run(place: Place, tasks: Sequence[Task], at_once: int | None = None) -> None:
