@@ -24,7 +24,6 @@ from skippipe_jax.models.flops import flops_per_token
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.storage.whole_file import write_whole
 
-
 DIVISION = "division"
 """The folder of divisions, of their plans and pictures."""
 

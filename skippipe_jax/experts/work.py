@@ -47,7 +47,7 @@ def train(place: Place) -> dict[str, Any]:
         InputError: if the configuration, the text or a model cannot be used, before anything
             trains; or if a run fails.
     """
-    with run_folder.Hold(place.folder) as hold:
+    with run_folder.Hold(place.folder, "folder") as hold:
         hold.take()
         prepare(place)
         require_usable(place)
@@ -62,7 +62,7 @@ def train(place: Place) -> dict[str, Any]:
 
 def probe(place: Place) -> dict[str, float]:
     """Train the probed seed, and the probes from it; returns how hard each domain is."""
-    with run_folder.Hold(place.folder) as hold:
+    with run_folder.Hold(place.folder, "folder") as hold:
         hold.take()
         prepare(place)
         require_usable(place)
