@@ -136,7 +136,10 @@ class Members:
         return [self._arm(name, arm) for name, arm in self.config.arms.items()]
 
     def lanes(self, arm: ArmConfig) -> Lanes:
-        """The lanes of an arm: those that are given, by measured difficulty, or by chance."""
+        """The lanes of an arm: those that are given, by measured difficulty, or by chance.
+
+        None is empty: of fewer domains than `LANES` there are fewer lanes.
+        """
         lanes = self.config.lanes_of(arm)
         if not isinstance(lanes, str):
             return lanes
@@ -145,8 +148,8 @@ class Members:
             domains.sort(key=self._difficulty)
         else:
             domains = list(np.random.default_rng(self.config.seed).permutation(domains))
-        parts = np.array_split(np.array(domains), len(LANES))
-        return {lane: tuple(map(str, part)) for lane, part in zip(LANES, parts, strict=True)}
+        parts = np.array_split(np.array(domains), min(len(LANES), len(domains)))
+        return {lane: tuple(map(str, part)) for lane, part in zip(LANES, parts, strict=False)}
 
     def _difficulty(self, domain: str) -> float:
         assert self.difficulty is not None, "the probe comes first"

@@ -44,7 +44,6 @@ def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
     return [
         Lane(lane, tuple(training(domain) for domain in domains))
         for lane, domains in arm.lanes.items()
-        if domains
     ]
 
 
