@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -27,6 +29,7 @@ ONE_THREAD = {
 SECONDS_BETWEEN_LOOKS = 0.2
 # So long before a command is started again that found what it needs in use.
 PAUSE_S = 2.0
+NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 Command = Sequence[str]
 """A module and its arguments, as ``python -m`` takes them."""
@@ -66,8 +69,11 @@ class Task(Protocol):
 
 
 def digest_of(whole: Any) -> str:
-    """What two tasks have in common that are the same, wherever and whenever they run."""
-    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:16]
+    """What two tasks have in common that are the same, wherever and whenever they run.
+
+    Days, which YAML reads as such, count as they are written.
+    """
+    return hashlib.sha256(json.dumps(whole, default=str).encode()).hexdigest()[:16]
 
 
 def run_all(
@@ -75,8 +81,9 @@ def run_all(
 ) -> None:
     """Run those of the tasks that are not done, `at_once` at a time, each after what it needs.
 
-    Ctrl-C lets every process that runs save what it has and end, and the next call goes on. Logs
-    are written to `logs`; processes start in the folder `where`, or in the current one.
+    Ctrl-C lets every process that runs save what it has and end, and the next call goes on. Where
+    this process was killed, and those of a task go on without it, the next call waits for them.
+    Logs are written to `logs`; processes start in the folder `where`, or in the current one.
 
     Raises:
         InputError: if one fails, after the others; or if tasks need each other, or one that is not
@@ -85,7 +92,8 @@ def run_all(
     in_order = ordered(tasks)
     missing = [task for task in in_order if not task.is_done()]
     if missing:
-        print(f"{len(tasks) - len(missing)} of {len(tasks)} runs have been trained", flush=True)
+        done = len(in_order) - len(missing)
+        print(f"{done} of {len(in_order)} runs have been trained", flush=True)
         _Running(missing, logs, at_once, where).run()
 
 
@@ -113,21 +121,39 @@ def ordered(tasks: Sequence[Task]) -> list[Task]:
 
 
 class _Process:
-    """A task at work, one of its commands after the other."""
+    """A task at work, one of its commands after the other.
+
+    Its processes hold a lock on its log as long as one of them lives. If they are left behind by
+    one who was killed, the task waits for their end, and then does what is left of it.
+    """
 
     def __init__(self, task: Task, logs: Path, where: Path | None):
         self.task, self.where = task, where
         self.begun_s = time.monotonic()
         logs.mkdir(parents=True, exist_ok=True)
         self.log: IO[str] = (logs / f"{task.name}.log").open("a")
-        self.waiting = deque(task.commands())
+        self.waiting: deque[Callable[[], Command]] = deque()
         self.starts_s: float | None = None
-        self.process = self._start()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_done = False
+        self._begin()
+        if self.process is None and not self.is_done:
+            tqdm.write(f"{task.name} waits for the end of processes that one who was killed left")
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _begin(self) -> None:
+        """Start what there is to do, if no processes of the task are left from before."""
+        if not _locked(self.log):
+            return
+        if self.task.is_done():
+            self.is_done = True
+        else:
+            self.waiting.extend(self.task.commands())
+            self._start()
+
+    def _start(self) -> None:
         self.starts_s = None
         # In a process group of its own: Ctrl-C comes to this process alone, which passes it on.
-        return subprocess.Popen(
+        self.process = subprocess.Popen(
             ["nice", sys.executable, "-m", *self.waiting[0]()],
             cwd=self.where,
             env=os.environ | self.task.environment(),
@@ -138,29 +164,56 @@ class _Process:
 
     def goes_on(self) -> bool:
         """Whether there is more to wait for; starts the next command when one has ended."""
-        code = self.process.poll()
-        if code is None:
-            return True
+        if self.process is None and not self.is_done:
+            self._begin()
+        code = None if self.process is None else self.process.poll()
         if code == TRY_AGAIN_EXIT_CODE:
-            # Who was killed may have left a process behind that still trains what this one wants.
-            self.starts_s = self.starts_s or time.monotonic() + PAUSE_S
-            if time.monotonic() > self.starts_s:
-                self.process = self._start()
-            return True
-        if code == 0:
+            self._try_again()
+        elif code == 0:
             self.waiting.popleft()
-        if code != 0 or not self.waiting:
+            self.is_done = not self.waiting
+            if self.waiting:
+                self._start()
+        elif code is not None:
             self.log.close()
             return False
-        self.process = self._start()
-        return True
+        if self.is_done:
+            self.log.close()
+        return not self.is_done
 
-    def stop(self) -> None:
-        """Let it save what it has and end."""
-        if self.process.poll() is None:
+    def _try_again(self) -> None:
+        """Start the same command again after a pause: what it needs may be there by then."""
+        if self.starts_s is None:
+            self.starts_s = time.monotonic() + PAUSE_S
+            tqdm.write(f"{self.task.name} tries again. {_last_words(self.log.name)}".rstrip())
+        elif time.monotonic() > self.starts_s:
+            self._start()
+
+    def terminate(self) -> None:
+        """Let it save what it has and end; `wait` waits for that."""
+        if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-        self.process.wait()
+
+    def wait(self) -> None:
+        """Wait for the end of its process."""
+        if self.process is not None:
+            self.process.wait()
         self.log.close()
+
+
+def _locked(log: IO[str]) -> bool:
+    """Whether this process, and those that it gives the log to, now hold it alone.
+
+    File systems that know no locks let everyone have it.
+    """
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
 
 
 class _Running:
@@ -184,13 +237,15 @@ class _Running:
                     for process in [own for own in self.live if not own.goes_on()]:
                         self.live.remove(process)
                         bar.update()
-                        if process.process.returncode == 0:
+                        if process.is_done:
                             self._tell(process)
                         else:
                             self.failed.append(process)
             finally:
                 for process in self.live:
-                    process.stop()
+                    process.terminate()
+                for process in self.live:
+                    process.wait()
         if self.failed:
             names = ", ".join(process.task.name for process in self.failed)
             first = self.failed[0].log.name
@@ -231,5 +286,6 @@ def threads_each(at_once: int) -> Mapping[str, str]:
     """What lets so many processes at once share the cores of this machine, each its own."""
     cores = max(1, (os.cpu_count() or 1) // at_once)
     if cores == 1:
-        return {name: value for name, value in ONE_THREAD.items() if name != "JAX_PLATFORMS"}
+        own = {name: value for name, value in ONE_THREAD.items() if name != "JAX_PLATFORMS"}
+        return own | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {own['XLA_FLAGS']}".strip()}
     return {"PJRT_NPROC": str(cores), "OPENBLAS_NUM_THREADS": str(cores)}

@@ -116,13 +116,13 @@ def _plan(place: Place) -> int:
     with loading():
         from skippipe_sched.division.picture import picture, table
 
-        from skippipe_jax.experts.nodes import compared
+        from skippipe_jax.experts.nodes import DIVISION, compared
         from skippipe_jax.experts.work import divisible_arms
         from skippipe_jax.storage.whole_file import write_whole
 
     for arm in divisible_arms(place):
         divisions = compared(place, arm)
-        drawn = place.folder / "division" / f"{arm.name}.svg"
+        drawn = place.folder / DIVISION / f"{arm.name}.svg"
         write_whole(drawn, picture(divisions, arm.name))
         print(arm.name, table(divisions), drawn, sep="\n")
     return 0

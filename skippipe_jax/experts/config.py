@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,19 +14,24 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import MixtureConfig
 from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.init_from import SHAPES
 from skippipe_jax.config.parsing import load_as
 
 LANES = ("easy", "medium", "hard")
 """What lanes are called that a probe or chance makes."""
 MEASURED, RANDOM = "measured", "random"
 SEED = "seed"
-DENSE, AVERAGED = "dense", "averaged"
+DENSE, SCRATCH, AVERAGED = "dense", "scratch", "averaged"
 RUN_KEYS = {
     "run_dir": "every run has a folder of its own in `folder`",
     "init_from": "experts begin with seeds, and seeds with what seeds.init_from names",
     "train": "seeds.steps and the steps of an arm say how long runs train",
+    "seed": "all runs have that of the ensemble",
 }
 DATA_KEYS = ("source", "path", "text_field", "mixture")
+OWN_DATA_KEYS = ("microbatch_size",)
+"""Keys of `data` in which seeds and experts may differ from `run`: what is held out is one text."""
+FILE_NAME = r"\w[\w .+-]{0,59}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class ArmConfig:
     by_difficulty: bool = False
     lanes: str | dict[str, tuple[str, ...]] | None = None
     begins: dict[str, str] = field(default_factory=dict)
-    kind: Annotated[str, Choice(("experts", DENSE, "scratch", AVERAGED))] = "experts"
+    kind: Annotated[str, Choice(("experts", DENSE, SCRATCH, AVERAGED))] = "experts"
     of: str | None = None
 
 
@@ -196,8 +203,13 @@ class ExpertsConfig:
             if names.count(name) > 1:
                 problem = "is the name of two domains"
                 raise InputError(f"domains[{number}].name", name, problem, "Give each its own")
+            if name == SEED:
+                problem = "is what experts begin with"
+                raise InputError(f"domains[{number}].name", name, problem, "Choose another name")
         for number, name in enumerate(self.outside):
             _require_one_of(f"outside[{number}]", name, names, "a domain")
+            if name in self.outside[:number]:
+                raise InputError(f"outside[{number}]", name, "is there twice", "Name it once")
         if not self.inside:
             problem = "leaves no domain to train on"
             raise InputError("outside", list(self.outside), problem, "Leave some inside")
@@ -205,6 +217,12 @@ class ExpertsConfig:
             raise InputError("sizes", None, "is missing", "Write sizes: {M: {}}, say")
         if not self.arms:
             raise InputError("arms", None, "is missing", "Write arms: {one: {size: M}}, say")
+        for where, own in (("domains", names), ("sizes", self.sizes), ("arms", self.arms)):
+            for name in own:
+                if not re.fullmatch(FILE_NAME, name):
+                    problem = "is the name of files, and too strange or too long for that"
+                    remedy = "Take letters, digits, - and _, at most 60"
+                    raise InputError(where, name, problem, remedy)
         for size in self.seeds.init_from:
             _require_one_of("seeds.init_from", size, self.sizes, "a size")
         if self.probe.size is not None:
@@ -262,6 +280,11 @@ class ExpertsConfig:
     def _require_arm(self, name: str, arm: ArmConfig) -> None:
         where = f"arms.{name}"
         require_choices(arm, where)
+        for key in (one.name for one in dataclasses.fields(arm)):
+            value = getattr(arm, key)
+            if key not in _KEYS_OF_KIND[arm.kind] and value != getattr(_NO_ARM, key):
+                problem = f"says nothing to an arm of kind {arm.kind}"
+                raise InputError(f"{where}.{key}", value, problem, "Remove it")
         if arm.kind == AVERAGED:
             averaged = self.arms.get(arm.of or "")
             if averaged is None or averaged.kind != "experts":
@@ -271,9 +294,6 @@ class ExpertsConfig:
                 problem = "its experts differ in size"
                 raise InputError(f"{where}.of", arm.of, problem, "Name an arm of one size")
             return
-        if arm.of is not None:
-            problem = "is for kind: averaged"
-            raise InputError(f"{where}.of", arm.of, problem, "Remove it")
         lanes = self.lanes_of(arm)
         self._require_lanes(f"{where}.lanes", lanes)
         lane_names = LANES if isinstance(lanes, str) else tuple(lanes)
@@ -282,9 +302,12 @@ class ExpertsConfig:
                 if arm.kind != "experts":
                     problem = f"by lane is for experts, and this is {arm.kind}"
                     raise InputError(f"{where}.{key}", given, problem, "Give one")
-                for lane in (*given, *lane_names):
+                for lane in given:
                     _require_one_of(f"{where}.{key}", lane, lane_names, "a lane")
-                    _require_one_of(f"{where}.{key}", lane, given, "among those given")
+                for lane in lane_names:
+                    if lane not in given:
+                        problem = f"says nothing of lane {lane}"
+                        raise InputError(f"{where}.{key}", given, problem, f"Add {lane}")
         for size in arm.size.values() if isinstance(arm.size, dict) else (arm.size,):
             _require_one_of(f"{where}.size", size, self.sizes, "a size")
         for steps in arm.steps.values() if isinstance(arm.steps, dict) else (arm.steps,):
@@ -292,6 +315,19 @@ class ExpertsConfig:
         for child, parent in arm.begins.items():
             _require_one_of(f"{where}.begins", child, self.inside, "a domain to train on")
             _require_one_of(f"{where}.begins", parent, (*self.inside, SEED), "a domain, or seed")
+            if parent != SEED and lanes == MEASURED:
+                problem = f"whether {parent} comes before it is not known until lanes are measured"
+                remedy = "Name the domains of each lane, or let it begin with the seed"
+                raise InputError(f"{where}.begins", child, problem, remedy)
+
+
+_KEYS_OF_KIND = {
+    "experts": ("kind", "size", "steps", "by_difficulty", "lanes", "begins"),
+    DENSE: ("kind", "size", "steps"),
+    SCRATCH: ("kind", "size", "steps"),
+    AVERAGED: ("kind", "of"),
+}
+_NO_ARM = ArmConfig()
 
 
 def load_experts(path: Path, overrides: Sequence[str] = ()) -> ExpertsConfig:
@@ -311,12 +347,27 @@ def _require_one_of(where: str, name: Any, known: Any, what: str) -> None:
 
 
 def _require_own_keys(name: str, tree: Mapping[str, Any]) -> None:
-    """Refuse keys of runs that the ensemble decides."""
+    """Refuse keys of runs that the ensemble decides, and those in which runs may not differ."""
     for key, why in RUN_KEYS.items():
         if key in tree:
             raise InputError(f"{name}.{key}", tree[key], why, "Remove it")
-    data = tree.get("data")
+    for section in ("data", "model"):
+        own = tree.get(section, {})
+        if not isinstance(own, dict):
+            problem = "is not a mapping"
+            raise InputError(f"{name}.{section}", own, problem, "Write key: value lines")
+    data, model = tree.get("data", {}), tree.get("model", {})
     for key in DATA_KEYS:
-        if isinstance(data, dict) and key in data:
+        if key in data:
             problem = "domains say where the text comes from"
             raise InputError(f"{name}.data.{key}", data[key], problem, "Remove it")
+    if name == "run":
+        return
+    for key in data:
+        if key not in OWN_DATA_KEYS:
+            problem = "is one for all runs, whose scores are of the same text"
+            raise InputError(f"{name}.data.{key}", data[key], problem, "Write it in run.data")
+    for key in model:
+        if key in (*SHAPES, "preset"):
+            problem = "is for sizes to say: experts have the shapes of their seed"
+            raise InputError(f"{name}.model.{key}", model[key], problem, "Write it in sizes")

@@ -9,7 +9,7 @@ import numpy as np
 import yaml
 from skippipe_sched.figures.tables import aligned
 
-from skippipe_jax.experts.config import LANES, MEASURED, ArmConfig, ExpertsConfig
+from skippipe_jax.experts.config import MEASURED, ArmConfig, ExpertsConfig
 from skippipe_jax.experts.members import Members
 from skippipe_jax.experts.tasks import PRIORS, Place, Scored
 
@@ -39,8 +39,8 @@ def proposal(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int)
         "lanes": {lane: list(domains) for lane, domains in lanes.items()},
         "steps": {lane: max(1, round(steps * own / mean)) for lane, own in hard.items()},
     }
-    if len(config.sizes) >= len(LANES):
-        proposed["size"] = dict(zip(LANES, config.sizes, strict=False))
+    if len(config.sizes) >= len(lanes):
+        proposed["size"] = dict(zip(lanes, config.sizes, strict=False))
     return proposed
 
 

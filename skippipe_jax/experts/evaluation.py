@@ -102,7 +102,14 @@ def _own_flops(place: Place, member: Member) -> float:
 
 
 def results_of(place: Place, arms: Sequence[Arm]) -> dict[str, Any]:
-    """What results.json holds of the arms: perplexities by domain, means, steps and compute."""
+    """What results.json holds of the arms: perplexities by domain, means, steps and compute.
+
+    Raises:
+        InputError: if models have scored different texts, as when one has changed since.
+    """
+    for domain in place.config.names:
+        first = {arm.name: next(iter(scored_models(place, arm).values())) for arm in arms}
+        require_same_text({name: own.scores(domain, SCORES) for name, own in first.items()})
     return {arm.name: _of_arm(place, arm) for arm in arms}
 
 
@@ -134,12 +141,12 @@ def _begins_with(member: Member) -> str | None:
 
 
 def _means(config: ExpertsConfig, losses: Mapping[str, float]) -> dict[str, Any]:
-    """Perplexities of these domains, and their means: all, inside and outside."""
+    """Perplexities of these domains, and their means: all, inside and outside, where known."""
     perplexities = {name: math.exp(loss) for name, loss in losses.items()}
 
-    def mean(names: Iterable[str]) -> float | None:
+    def mean(names: Sequence[str]) -> float | None:
         own = [perplexities[name] for name in names if name in perplexities]
-        return round(float(np.mean(own)), DIGITS) if own else None
+        return round(float(np.mean(own)), DIGITS) if own and len(own) == len(names) else None
 
     return {
         "domains": {name: round(own, DIGITS) for name, own in perplexities.items()},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +24,7 @@ from skippipe_jax.experts.config import (
     ExpertsConfig,
 )
 
-PROBE = "probe"
+PROBE, EXPERT = "probe", "expert"
 
 Lanes = Mapping[str, Sequence[str]]
 """Domains by lane, in the order in which their experts follow one another."""
@@ -66,10 +68,6 @@ class Member:
         of = self.domains[0] if len(self.domains) == 1 else "all"
         return f"{self.kind}-{of}-{self.size}-{self.steps}-{self.digest[:8]}"
 
-    def of_size(self, config: ExpertsConfig, size: str) -> Member:
-        """The same run with a model of another size."""
-        return replace(self, size=size, tree=merged(self.tree, {"model": model_of(config, size)}))
-
     def lineage(self) -> list[Member]:
         """The runs of the ensemble that come before it, the first one first, and itself."""
         before = self.parent.lineage() if isinstance(self.parent, Member) else []
@@ -78,11 +76,14 @@ class Member:
     def config(self) -> Config:
         """What it is told, but for its folder, and for its parent if that is of the ensemble.
 
+        Instead of such a parent it begins with what the first one of its lineage begins with, so
+        it has the shapes and the tokenizer that come along from there.
+
         Raises:
             InputError: if a run could not be told so.
         """
-        own = {"init_from": self.parent} if isinstance(self.parent, str) else {}
-        return parse_config({**self.tree, **own})
+        with naming(self.domains):
+            return parse_config({**self.tree, "init_from": self.lineage()[0].parent})
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,10 @@ class Members:
         return [self._arm(name, arm) for name, arm in self.config.arms.items()]
 
     def lanes(self, arm: ArmConfig) -> Lanes:
-        """The lanes of an arm: those that are given, by measured difficulty, or by chance."""
+        """The lanes of an arm: those that are given, by measured difficulty, or by chance.
+
+        None is empty: of fewer domains than `LANES` there are fewer lanes.
+        """
         lanes = self.config.lanes_of(arm)
         if not isinstance(lanes, str):
             return lanes
@@ -144,8 +148,8 @@ class Members:
             domains.sort(key=self._difficulty)
         else:
             domains = list(np.random.default_rng(self.config.seed).permutation(domains))
-        parts = np.array_split(np.array(domains), len(LANES))
-        return {lane: tuple(map(str, part)) for lane, part in zip(LANES, parts, strict=True)}
+        parts = np.array_split(np.array(domains), min(len(LANES), len(domains)))
+        return {lane: tuple(map(str, part)) for lane, part in zip(LANES, parts, strict=False)}
 
     def _difficulty(self, domain: str) -> float:
         assert self.difficulty is not None, "the probe comes first"
@@ -194,7 +198,7 @@ class Members:
                         problem = f"{earlier} has size {parent.size}, and {domain} {size}"
                         remedy = "Let it begin with one of its size, or with the seed"
                         raise InputError(where, earlier, problem, remedy)
-                found[domain] = self._member("expert", (domain,), size, steps[domain], parent)
+                found[domain] = self._member(EXPERT, (domain,), size, steps[domain], parent)
             return found[domain]
 
         for domain in before:
@@ -217,7 +221,7 @@ class Members:
         parent: Member | str | None,
     ) -> Member:
         own = self.config.seeds.run if parent is None else self.config.experts
-        tree = merged(merged(self.config.run, own), {"model": model_of(self.config, size)})
+        tree = merged(merged(self.config.run, own), {"model": self.config.sizes[size]})
         tree["data"] = tree.get("data", {}) | {
             "source": "mixture",
             "mixture": [mixture_entry(self.config, name) for name in domains],
@@ -226,9 +230,17 @@ class Members:
         return Member(kind, domains, size, tree, parent)
 
 
-def model_of(config: ExpertsConfig, size: str) -> dict[str, Any]:
-    """The section `model` of runs of a size, as a file holds it."""
-    return merged(config.run, {"model": config.sizes[size]}).get("model", {})
+@contextmanager
+def naming(domains: Sequence[str]) -> Iterator[None]:
+    """Let errors about the sources of a mixture name the domains that these are."""
+    try:
+        yield
+    except InputError as error:
+        place = re.match(r"data\.mixture\[(\d+)\]", error.field)
+        if place is None:
+            raise
+        field = f"domains.{domains[int(place[1])]}{error.field[place.end() :]}"
+        raise InputError(field, error.value, error.problem, error.remedy) from error
 
 
 def mixture_entry(config: ExpertsConfig, name: str) -> dict[str, Any]:

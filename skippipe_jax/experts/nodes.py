@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.division.dividing import divide
@@ -16,12 +18,15 @@ from skippipe_sched.search.budget import Search
 
 from skippipe_jax.campaign.running import digest_of
 from skippipe_jax.experts.config import ExpertsConfig
-from skippipe_jax.experts.members import Arm, Member
+from skippipe_jax.experts.members import Arm, Member, Members
 from skippipe_jax.experts.tasks import Place
 from skippipe_jax.models.flops import flops_per_token
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.models.planned_case import candidates_of
 from skippipe_jax.storage.whole_file import write_whole
+
+DIVISION = "division"
+"""The folder of divisions, of their plans and pictures."""
 
 
 def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
@@ -30,8 +35,7 @@ def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
     The case is of the size that probes have: another takes as many times as long as it has more
     operations, and averages as many times as many bytes as it has more parameters.
     """
-    members = list(arm.members.values())
-    of_case = _cost(members[0].of_size(config, config.probed_size))
+    of_case = _cost(next(iter(Members(config).probes().values())))
 
     def training(domain: str) -> Training:
         compute, size = _cost(arm.members[domain])
@@ -41,7 +45,6 @@ def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
     return [
         Lane(lane, tuple(training(domain) for domain in domains))
         for lane, domains in arm.lanes.items()
-        if domains
     ]
 
 
@@ -64,20 +67,23 @@ def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
     nodes = place.config.nodes
     if nodes is None:
         raise InputError("nodes", None, "is missing", "Write nodes: {case: FILE}")
-    given, folder = nodes.case, Path()
-    if isinstance(given, str):
-        given, folder = fields.load_yaml(Path(given), "nodes.case"), Path(given).parent
+    folder = Path(nodes.case).parent if isinstance(nodes.case, str) else Path()
     # What it leaves open follows from the model that the case is of.
-    of_case = next(iter(arm.members.values())).of_size(place.config, place.config.probed_size)
-    source = candidates_of(of_case.config(), given, folder)[0].source
+    told = next(iter(Members(place.config).probes().values())).config()
+    source = candidates_of(told, _case(nodes), folder)[0].source
     search = Search(seed=place.config.seed, budget_s=nodes.budget_s)
     return divide(source, folder, lanes_of(place.config, arm), search, equal=equal)
 
 
 def compared(place: Place, arm: Arm) -> dict[str, Division]:
     """The division of an arm, and the one into equal numbers of nodes by the same search."""
-    (place.folder / "division").mkdir(parents=True, exist_ok=True)
+    (place.folder / DIVISION).mkdir(parents=True, exist_ok=True)
     return {"divided": divided(place, arm), "equal": divided(place, arm, equal=True)}
+
+
+def _case(nodes: NodesConfig) -> Mapping[str, Any]:
+    given = nodes.case
+    return fields.load_yaml(Path(given), "nodes.case") if isinstance(given, str) else given
 
 
 def on_nodes(place: Place, arm: Arm) -> Arm:
@@ -101,15 +107,21 @@ def on_nodes(place: Place, arm: Arm) -> Arm:
     return replace(arm, members={domain: planned(domain) for domain in arm.members})
 
 
+def kept_division(place: Place, arm: Arm) -> Path:
+    """The file of an arm's division, whether it has been made or not."""
+    nodes = place.config.nodes
+    assert nodes is not None
+    lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
+    asked = digest_of([lanes, _case(nodes), nodes.budget_s, place.config.seed])
+    return place.folder / DIVISION / f"{asked}.json"
+
+
 def _kept_plans(place: Place, arm: Arm) -> dict[str, str]:
     """The files of the plans of an arm's experts, by domain; made where they are not there."""
-    lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
-    assert place.config.nodes is not None
-    asked = digest_of([lanes, asdict(place.config.nodes), place.config.seed])
-    kept = place.folder / "division" / f"{asked}.json"
+    kept = kept_division(place, arm)
     if not kept.exists():
         print(f"dividing nodes among the lanes of {arm.name}", flush=True)
-        kept.parent.mkdir(exist_ok=True)
+        kept.parent.mkdir(parents=True, exist_ok=True)
         division = divided(place, arm)
         names = {}
         for part in division.parts:

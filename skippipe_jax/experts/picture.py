@@ -41,17 +41,13 @@ def picture(
     beside the domain; dots to the left of the dashed line are better than the first arm.
     """
     first_name, first = next(iter(arms.items()))
-    rows = [(name, lambda own, d=name: own["domains"].get(d)) for name in inside]
-    rows += [(f"{name} (outside)", lambda own, d=name: own["domains"].get(d)) for name in outside]
+    rows = [(name, lambda own, d=name: own["domains"][d]) for name in inside]
+    rows += [(f"{name} (outside)", lambda own, d=name: own["domains"][d]) for name in outside]
+    domains = len(rows)
     rows += [("mean, inside", lambda own: own["inside"])]
     rows += [("mean, outside", lambda own: own["outside"])] if outside else []
 
-    shares = [
-        read(own) / read(first)
-        for _, read in rows
-        for own in arms.values()
-        if read(own) is not None and read(first) is not None
-    ]
+    shares = [read(own) / read(first) for _, read in rows for own in arms.values()]
     low, high = min(*shares, 0.98) - 0.01, max(*shares, 1.02) + 0.01
     left = MARGIN + CHARACTER * max(len(label) for label, _ in rows) + 60
     right = WIDTH - MARGIN - 12
@@ -73,8 +69,7 @@ def picture(
         height = top + ROW * (index + 0.5)
         if index % 2 == 0:
             add_rect(svg, "band", (MARGIN, right + 12), (height - ROW / 2, height + ROW / 2))
-        is_mean = label.startswith("mean")
-        add_text(svg, "mean" if is_mean else "stage", MARGIN + 4, height + 4, label)
+        add_text(svg, "stage" if index < domains else "mean", MARGIN + 4, height + 4, label)
         add_text(svg, "end", left - 12, height + 4, f"{read(first):.3f}")
     for tick in round_ticks(high, low, MOST_RATIO_TICKS):
         add_line(svg, "grid", (x(tick), top), (x(tick), bottom + 4))
@@ -83,8 +78,6 @@ def picture(
     for index, (label, read) in enumerate(rows):
         for number, (name, own) in enumerate(arms.items()):
             perplexity = read(own)
-            if perplexity is None:
-                continue
             # Dots of different arms that would cover each other lie a little apart.
             height = top + ROW * (index + 0.5) + (number - (len(arms) - 1) / 2) * 2
             dot = add_circle(svg, "", x(perplexity / read(first)), height, DOT)

@@ -32,6 +32,11 @@ class Place:
     config: ExpertsConfig
     folder: Path
 
+    @property
+    def configs(self) -> Path:
+        """The folder of what runs are told."""
+        return self.folder / "configs"
+
     def run_dir(self, member: Member) -> Path:
         """The folder of a run."""
         return self.folder / "runs" / member.name
@@ -99,6 +104,8 @@ class Scored:
     def scoring(self) -> Command:
         """The command that writes its scores."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # While scores are replaced they are of two kinds, whatever is asked afterwards.
+        (self.folder / DONE).unlink(missing_ok=True)
         path = self.folder / SPECIFICATION
         runs = [str(self.place.run_dir(own)) for own in self.members]
         asked = {"digest": self.digest, "runs": runs, **self.asked}
@@ -158,7 +165,7 @@ class Training:
 
     def _training(self) -> Command:
         run = self.place.run_dir(self.member)
-        path = self.place.folder / "configs" / f"{self.name}.yaml"
+        path = self.place.configs / f"{self.name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         tree = {**self.member.tree, "run_dir": str(run)}
         origin = self.place.origin(self.member)

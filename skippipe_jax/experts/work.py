@@ -10,20 +10,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.campaign.running import Task, run_all
-from skippipe_jax.data.batches import held_out_batches, tokenizer_of
+from skippipe_jax.data.batches import (
+    TrainingBatches,
+    check_vocabulary,
+    held_out_batches,
+    tokenizer_of,
+)
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.experts import difficulty, evaluation
 from skippipe_jax.experts.evaluation import averaged_model
-from skippipe_jax.experts.members import Arm, Member, Members
-from skippipe_jax.experts.nodes import on_nodes
+from skippipe_jax.experts.members import EXPERT, Arm, Member, Members, naming
+from skippipe_jax.experts.nodes import kept_division, on_nodes
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Averaging, Place, Training, data_of
 from skippipe_jax.interop.conversion import to_huggingface
+from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.whole_file import write_whole
+from skippipe_jax.training.first_weights import find_weights
 
 RESULTS, PICTURE, DIFFICULTY = "results.json", "results.svg", "difficulty.json"
 PREPARED = "prepared.json"
@@ -39,22 +47,22 @@ def train(place: Place) -> dict[str, Any]:
         InputError: if the configuration, the text or a model cannot be used, before anything
             trains; or if a run fails.
     """
-    with run_folder.Hold(place.folder) as hold:
+    with run_folder.Hold(place.folder, "folder") as hold:
         hold.take()
         prepare(place)
         require_usable(place)
         hard = probed(place) if place.config.is_probed else None
         arms = arms_of(place, hard)
         # On nodes of their own the lanes of an arm have them for themselves.
-        for together in [[arm] for arm in arms] if place.config.nodes else [arms]:
-            _run(place, trainings(place, together), at_once_of(place, together))
-        _run(place, averagings(place, arms))
+        for arm in arms if place.config.nodes else []:
+            _run(place, trainings(place, [arm]), max(1, len(arm.lanes)))
+        _run(place, [*trainings(place, arms), *averagings(place, arms)])
         return compare(place, arms, hard)
 
 
 def probe(place: Place) -> dict[str, float]:
     """Train the probed seed, and the probes from it; returns how hard each domain is."""
-    with run_folder.Hold(place.folder) as hold:
+    with run_folder.Hold(place.folder, "folder") as hold:
         hold.take()
         prepare(place)
         require_usable(place)
@@ -68,7 +76,7 @@ def evaluate(place: Place) -> dict[str, Any]:
         InputError: if something is missing.
     """
     hard = _known_difficulty(place)
-    arms = arms_of(place, hard)
+    arms = _known_arms(place, hard)
     _require_done([*trainings(place, arms), *averagings(place, arms)])
     return compare(place, arms, hard)
 
@@ -80,9 +88,13 @@ def prepare(place: Place) -> None:
         InputError: if the program fails that writes it.
     """
     module, text = place.config.prepare, place.folder / "text"
-    if module is None or (text / PREPARED).exists():
+    written = text / PREPARED
+    if module is None:
+        return
+    if written.exists() and fields.load_json(written, str(written)) == {"by": module}:
         return
     print(f"writing text: python -m {module} {text}", flush=True)
+    text.mkdir(exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-m", module, str(text)], capture_output=True, text=True, check=False
     )
@@ -90,7 +102,7 @@ def prepare(place: Place) -> None:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         remedy = f"It says: {said}. Run python -m {module} {text} to see more"
         raise InputError("prepare", module, f"ended with code {done.returncode}", remedy)
-    write_whole(text / PREPARED, json.dumps({"by": module}))
+    write_whole(written, json.dumps({"by": module}))
 
 
 def require_usable(place: Place) -> None:
@@ -106,24 +118,36 @@ def require_usable(place: Place) -> None:
     members = [run for arm in arms for own in arm.members.values() for run in own.lineage()]
     if config.is_probed:
         members += Members(config).probes().values()
+    each = {own.digest: own for own in members}.values()
     tokenizers: dict[str, str] = {}
-    for member in {own.digest: own for own in members}.values():
+    # Those of a kind and a size differ in their text, and in how long they train.
+    for member in {(own.kind, own.size): own for own in each}.values():
         told = member.config()
-        tokenizer = tokenizer_of(told.data)
-        tokenizers.setdefault(load_tokenizer(tokenizer).digest, f"{member.size} ({tokenizer})")
+        name = tokenizer_of(told.data)
+        tokenizer = load_tokenizer(name)
+        tokenizers.setdefault(tokenizer.digest, f"{member.size} ({name})")
+        check_vocabulary(told.model.vocabulary_size, tokenizer)
+        find_weights(told, anew=True)
+        if not told.plan.measure and not (config.nodes and member.kind == EXPERT):
+            case, _ = what_is_planned(told, place.configs)
+            told.model.layers_of_stages(len(case.stages))
     if len(tokenizers) > 1:
         problem = "their tokenizers differ, so what they say cannot be mixed"
         remedy = "Give all sizes one data.tokenizer"
         raise InputError("sizes", ", ".join(tokenizers.values()), problem, remedy)
-    _require_text(place, members[0])
+    _require_text(place, each)
 
 
-def _require_text(place: Place, member: Member) -> None:
+def _require_text(place: Place, members: Iterable[Member]) -> None:
     """Refuse a domain without text, in training or held out, for priors or for scores."""
     asked = place.asked()
-    data = data_of(member.config().data, asked)
-    for domain, part, _ in asked["parts"]:
-        next(held_out_batches(data, 1, 1, part=part, domain=domain))
+    data = data_of(next(iter(members)).config().data, asked)
+    with naming(place.config.names):
+        for domain, part, _ in asked["parts"]:
+            next(held_out_batches(data, 1, 1, part=part, domain=domain))
+    for member in {own.domains: own for own in members}.values():
+        with naming(member.domains):
+            TrainingBatches(member.config().data)
 
 
 def probed(place: Place) -> dict[str, float]:
@@ -150,13 +174,6 @@ def divisible_arms(place: Place) -> list[Arm]:
     """
     arms = Members(place.config, _known_difficulty(place)).arms()
     return [arm for arm in arms if arm.lanes and not arm.averages]
-
-
-def at_once_of(place: Place, arms: Sequence[Arm]) -> int:
-    """How many runs train at the same time: one for each lane, where each lane has nodes."""
-    if place.config.nodes is None:
-        return place.config.at_once
-    return max(1, *(len(arm.lanes) for arm in arms))
 
 
 def trainings(place: Place, arms: Iterable[Arm]) -> list[Training]:
@@ -192,7 +209,7 @@ def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None)
 
 
 def export(place: Place) -> list[Path]:
-    """Write every expert, and every other model of the arms, as a Hugging Face model.
+    """Write every run of the arms as a Hugging Face model; a mean of parameters is no run.
 
     Models that are there already stay as they are.
 
@@ -200,7 +217,7 @@ def export(place: Place) -> list[Path]:
         InputError: if one has not been trained.
     """
     hard = _known_difficulty(place)
-    members = [own for arm in arms_of(place, hard) for own in arm.members.values()]
+    members = [own for arm in _known_arms(place, hard) for own in arm.members.values()]
     each = {own.name: own for own in members}
     _require_done(trainings_of(place, each.values()))
     folders = []
@@ -222,6 +239,18 @@ def _known_difficulty(place: Place) -> dict[str, float] | None:
         return None
     _require_done(trainings_of(place, Members(place.config).probes().values()))
     return difficulty.measured(place)
+
+
+def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
+    """All arms, where nodes have been divided if they are to be.
+
+    Raises:
+        InputError: if they have not.
+    """
+    for arm in Members(place.config, hard).arms() if place.config.nodes else []:
+        if arm.lanes and not kept_division(place, arm).exists():
+            raise InputError("arms", arm.name, "has no nodes yet", "Run skippipe experts CONFIG")
+    return arms_of(place, hard)
 
 
 def _run(place: Place, tasks: Sequence[Task], at_once: int | None = None) -> None:

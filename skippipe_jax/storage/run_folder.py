@@ -69,9 +69,10 @@ class Hold:
     systems that know no locks on folders, such as NFS, give none.
     """
 
-    def __init__(self, folder: Path):
-        """Hold nothing yet; `take` does."""
+    def __init__(self, folder: Path, field: str = "run_dir"):
+        """Hold nothing yet; `take` does. `field` is what names the folder."""
         self.folder = folder
+        self.field = field
         self._descriptor: int | None = None
         self._made: list[Path] = []
 
@@ -94,7 +95,7 @@ class Hold:
             TemporaryError: if another training holds it.
         """
         while self._descriptor is None:
-            with _accessible(self.folder):
+            with _accessible(self.folder, self.field):
                 way = (self.folder, *self.folder.parents)
                 self._made = [folder for folder in way if not folder.exists()]
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -113,10 +114,10 @@ class Hold:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise TemporaryError(
-                "run_dir",
+                self.field,
                 str(self.folder),
                 "another training is writing it",
-                "Wait for its end or stop it, or give another folder: --set run_dir=...",
+                f"Wait for its end or stop it, or give another folder: --set {self.field}=...",
             ) from error
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
@@ -390,13 +391,13 @@ def write_best(folder: Path, step: int, loss: float) -> None:
 
 
 @contextmanager
-def _accessible(folder: Path) -> Iterator[None]:
+def _accessible(folder: Path, field: str = "run_dir") -> Iterator[None]:
     """Says which folder it is that cannot be read or written."""
     try:
         yield
     except OSError as error:
         raise kind_of(error)(
-            "run_dir",
+            field,
             str(folder),
             f"cannot be used: {error.strerror}",
             "Give another folder, or mend that",

@@ -1,0 +1,302 @@
+"""What ``skippipe experts`` refuses, in one line each, before anything trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
+
+from skippipe_jax.experts import work
+from skippipe_jax.experts.config import load_experts
+from skippipe_jax.interop.huggingface import CONFIG as HF_CONFIG
+from skippipe_jax.storage.run_folder import Hold
+from tests.commands.examples import expect_one_error
+from tests.experts.conftest import Run
+from tests.experts.examples import CONFIG, place_in, write_config
+
+ARM = {"size": "S", "steps": 4}
+
+
+def arm(**keys: Any) -> dict[str, Any]:
+    return {"arms": {"equal": ARM | keys}}
+
+
+def both(**keys: Any) -> dict[str, Any]:
+    return {"arms": {"equal": ARM, "other": keys}}
+
+
+def run_with(**sections: Any) -> dict[str, Any]:
+    return {"run": CONFIG["run"] | sections}
+
+
+def domains_with(**keys: Any) -> dict[str, Any]:
+    first, *others = CONFIG["domains"]
+    return {"domains": [first | keys, *others]}
+
+
+# Each: sections that are others, and words of the error.
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "unknown key": ({"lane": {}}, ["config.lane", "unknown key"]),
+    "unknown key of an arm": (arm(step=3), ["arms.equal.step", "unknown key"]),
+    "unknown key of a run": (run_with(modle={}), ["config.modle", "unknown key"]),
+    "a folder for runs": (run_with(run_dir="x"), ["run.run_dir = 'x'", "Remove it"]),
+    "the seed of runs": (run_with(seed=3), ["run.seed = 3", "that of the ensemble"]),
+    "steps of runs": ({"experts": {"train": {"steps": 3}}}, ["experts.train", "of an arm say"]),
+    "a parent of runs": (
+        {"seeds": {"run": {"init_from": "hf:x"}}}, ["seeds.run.init_from", "seeds.init_from"],
+    ),
+    "other text": (run_with(data={"path": "x"}), ["run.data.path = 'x'", "domains say"]),
+    "no section": (run_with(data=None), ["run.data = None", "is not a mapping"]),
+    "experts hold out other text": (
+        {"experts": {"data": {"held_out": 0.1}}}, ["experts.data.held_out = 0.1", "run.data"],
+    ),
+    "experts of other shapes": (
+        {"experts": {"model": {"ffn_width": 8}}}, ["experts.model.ffn_width = 8", "in sizes"],
+    ),
+    "no domains": ({"domains": []}, ["domains = []", "at least 1"]),
+    "a domain without a name": (domains_with(name=None), ["domains[0].name", "NAME"]),
+    "two domains of a name": (domains_with(name="code"), ["domains[0].name = 'code'", "two"]),
+    "a domain called seed": (domains_with(name="seed"), ["domains[0].name = 'seed'", "another"]),
+    "a name for no file": (
+        domains_with(name="a/b") | {"lanes": "random"},
+        ["domains = 'a/b'", "name of files"],
+    ),
+    "a domain without a path": (domains_with(path=None), ["domains.prose.path = None", "file"]),
+    "a domain without text": (domains_with(path="text/no"), ["domains.prose.path", "text/no"]),
+    "a domain of little text": (
+        domains_with(path="little"), ["sequence_length = 16: the training text of little has 4"],
+    ),
+    "a domain with text for one part": (
+        domains_with(path="few"), ["the held-out text for ", " of the domain prose has "],
+    ),
+    "an outside domain without text": (
+        {"domains": [*CONFIG["domains"][:3], {"name": "letters", "path": "no"}]},
+        ["domains.letters.path = ", "No such file"],
+    ),
+    "too few sequences to train on": (
+        run_with(data=CONFIG["run"]["data"] | {"microbatch_size": 500}),
+        ["too few for a microbatch of 500"],
+    ),
+    "a weight": (domains_with(weight=0), ["domains.prose.weight = 0"]),
+    "nothing inside": (
+        {"outside": [one["name"] for one in CONFIG["domains"]]}, ["outside = ", "no domain"],
+    ),
+    "outside of nothing": ({"outside": ["poems"]}, ["outside[0] = 'poems'", "is not a domain"]),
+    "outside twice": ({"outside": ["letters"] * 2}, ["outside[1] = 'letters'", "twice"]),
+    "no sizes": ({"sizes": {}}, ["sizes = None", "is missing"]),
+    "no arms": ({"arms": {}}, ["arms = None", "is missing"]),
+    "wrong shapes of a size": (
+        {"sizes": CONFIG["sizes"] | {"S": {"heads": 3}}}, ["model.heads = 3", "Choose heads"],
+    ),
+    "a size that cannot be cut": (
+        {"sizes": CONFIG["sizes"] | {"S": {"layers": 3}}}, ["model.layers = 3", "2 stages"],
+    ),
+    "a size of a small vocabulary": (
+        {"sizes": CONFIG["sizes"] | {"S": {"vocabulary_size": 9}}}, ["vocabulary_size = 9"],
+    ),
+    "no such size": (arm(size="M"), ["arms.equal.size = 'M'", "is not a size", "S, L"]),
+    "no size": ({"arms": {"equal": {}}}, ["arms.equal.size = None", "is not a size"]),
+    "no such size of a lane": (
+        arm(size={"easy": "S", "hard": "M"}), ["arms.equal.size = 'M'", "is not a size"],
+    ),
+    "a lane without a size": (arm(size={"easy": "S"}), ["arms.equal.size", "Add hard"]),
+    "steps of no lane": (
+        arm(steps={"easy": 1, "medium": 1, "hard": 1}), ["steps = 'medium'", "is not a lane"],
+    ),
+    "no steps": (arm(steps=0), ["arms.equal.steps = 0", "at least 1"]),
+    "text for steps": (arm(steps="many"), ["arms.equal.steps = 'many'", "whole number"]),
+    "a lane that is unknown": ({"lanes": {"easy": ["poems"]}}, ["lanes.easy = 'poems'"]),
+    "a lane of what is outside": ({"lanes": {"easy": ["letters"]}}, ["lanes.easy = 'letters'"]),
+    "a domain twice in a lane": (
+        {"lanes": {"easy": ["prose", "code", "prose"], "hard": ["tables"]}},
+        ["lanes.easy = 'prose'", "begin with itself", "lane easy"],
+    ),
+    "a domain in two lanes": (
+        {"lanes": {"easy": ["prose", "code"], "hard": ["tables", "code"]}},
+        ["lanes.hard = 'code'", "lane easy too"],
+    ),
+    "a domain in no lane": (
+        {"lanes": {"easy": ["prose"], "hard": ["tables"]}}, ["code is in no lane", "outside"],
+    ),
+    "lanes by a word": ({"lanes": "sorted"}, ["lanes = 'sorted'", "measured"]),
+    "a cycle": (
+        arm(begins={"prose": "tables", "tables": "code"}),
+        ["arms.equal.begins = 'prose from tables from code from prose'", "begin with each other"],
+    ),
+    "a cycle of one": (arm(begins={"tables": "tables"}), ["'tables from tables'"]),
+    "a begin with a stranger": (arm(begins={"tables": "poems"}), ["begins = 'poems'"]),
+    "a begin of a stranger": (arm(begins={"letters": "prose"}), ["begins = 'letters'"]),
+    "a begin in lanes to be measured": (
+        arm(begins={"tables": "code"}, lanes="measured"), ["begins = 'tables'", "measured"],
+    ),
+    "a begin with another size": (
+        arm(begins={"tables": "code"}, size={"easy": "S", "hard": "L"}),
+        ["arms.equal.begins = 'code'", "code has size S, and tables L"],
+    ),
+    "an unknown kind": (both(kind="sparse", size="S"), ["arms.other.kind = 'sparse'", "dense"]),
+    "a dense model by lane": (
+        both(kind="dense", size={"easy": "S", "hard": "S"}), ["size", "for experts"],
+    ),
+    "lanes of a dense model": (
+        both(kind="dense", size="S", lanes="random"), ["other.lanes = 'random'", "dense"],
+    ),
+    "a dense model by difficulty": (
+        both(kind="scratch", size="S", by_difficulty=True), ["other.by_difficulty = True"],
+    ),
+    "a mean of nothing": (both(kind="averaged"), ["arms.other.of = None", "Name the arm"]),
+    "a mean of itself": (both(kind="averaged", of="other"), ["arms.other.of = 'other'"]),
+    "a size of a mean": (both(kind="averaged", of="equal", size="S"), ["other.size = 'S'"]),
+    "experts of an arm": (both(size="S", of="equal"), ["arms.other.of = 'equal'", "Remove it"]),
+    "a mean of different sizes": (
+        {"arms": {"equal": ARM | {"size": {"easy": "S", "hard": "L"}},
+                  "mean": {"kind": "averaged", "of": "equal"}}},
+        ["arms.mean.of = 'equal'", "differ in size"],
+    ),
+    "a probe of no size": ({"probe": {"size": "M"}}, ["probe.size = 'M'"]),
+    "a probe of no steps": ({"probe": {"steps": 0}}, ["probe.steps = 0"]),
+    "seeds of no steps": ({"seeds": {"steps": 0}}, ["seeds.steps = 0"]),
+    "no sequences": ({"evaluation": {"sequences": 0}}, ["evaluation.sequences = 0"]),
+    "a prior that forgets nothing": ({"evaluation": {"decay": 1}}, ["evaluation.decay = 1"]),
+    "no runs at once": ({"at_once": 0}, ["at_once = 0"]),
+    "nodes of nothing": ({"nodes": {"budget_s": 1}}, ["nodes.case = ''", "is missing"]),
+    "nodes in no time": ({"nodes": {"case": "x", "budget_s": 0}}, ["nodes.budget_s = 0"]),
+    "a model that is nothing": (
+        {"seeds": {"init_from": {"S": "elsewhere"}}}, ["init_from = 'elsewhere'", "hf:DIR"],
+    ),
+    "a model of no size": ({"seeds": {"init_from": {"M": "hf:x"}}}, ["seeds.init_from = 'M'"]),
+    "a run that is not there": (
+        {"seeds": {"init_from": {"S": "run:gone"}}}, ["init_from = 'gone'", "holds no run"],
+    ),
+    "a run that has saved nothing": (
+        {"seeds": {"init_from": {"S": "run:begun"}}}, ["init_from = ", "no such checkpoint"],
+    ),
+    "a model that is not there": (
+        {"seeds": {"init_from": {"S": "hf:gone"}}}, ["init_from = 'gone'", "no such folder"],
+    ),
+    "a text program that is not there": ({"prepare": "no.such"}, ["prepare = 'no.such'", "No mod"]),
+    "a text program that writes nothing": ({"prepare": "this"}, ["domains.prose.path"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_said_before_anything_trains(
+    name: str, folder: Path, experts_command: Run, monkeypatch: pytest.MonkeyPatch
+):
+    def trains(*_: Any) -> None:
+        raise AssertionError("something trains")
+
+    monkeypatch.setattr(work, "run_all", trains)
+    sections, words = REFUSED[name]
+    if name == "a text program that writes nothing":
+        shutil.rmtree(folder / "text")
+    (folder / "little").write_text("abc")
+    (folder / "few").mkdir()
+    for document in "ab":
+        (folder / "few" / document).write_text(document * 22)
+    run = {"model": CONFIG["run"]["model"], "data": {"sequence_length": 16}}
+    (folder / "begun").mkdir()
+    (folder / "begun" / "config.yaml").write_text(yaml.safe_dump(run))
+    write_config(folder, **sections)
+    expect_one_error(experts_command("experts.yaml"), *words)
+    assert not (folder / "experts" / "runs").exists()
+
+
+@pytest.mark.parametrize("action", ["train", "evaluate", "probe", "plan", "export"])
+def test_no_action_ends_with_a_traceback(action: str, folder: Path, experts_command: Run):
+    expect_one_error(experts_command(action, "nowhere.yaml"), "CONFIG = 'nowhere.yaml'")
+    (folder / "experts.yaml").write_text("- domains\n")
+    expect_one_error(experts_command(action, "experts.yaml"), "is not a mapping")
+    write_config(folder)
+    expect_one_error(experts_command(action, "experts.yaml", "--set", "arms.equal.steps=0"), "= 0")
+    if action in ("evaluate", "export"):
+        untrained = ["has not been trained", "Run skippipe experts CONFIG"]
+        expect_one_error(experts_command(action, "experts.yaml"), *untrained)
+        write_config(folder, nodes={"case": CONFIG["run"]["plan"]["case"]})
+        expect_one_error(experts_command(action, "experts.yaml"), "has no nodes yet")
+        assert not (folder / "experts").exists()
+    if action == "plan":
+        expect_one_error(experts_command(action, "experts.yaml"), "nodes = None", "case: FILE")
+        write_config(folder, lanes="measured")
+        expect_one_error(experts_command(action, "experts.yaml"), "has not been trained")
+
+
+def write_model(folder: Path, name: str, vocabulary: dict[str, int]) -> None:
+    """The folder of a Hugging Face model as far as it is looked at: shapes and a tokenizer."""
+    tokenizers = pytest.importorskip("tokenizers")
+    (folder / name).mkdir()
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    own.save(str(folder / name / "tokenizer.json"))
+    shapes = CONFIG["run"]["model"]
+    told = {
+        "model_type": "llama", "hidden_size": shapes["width"], "num_attention_heads": 2,
+        "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 24,
+        "vocab_size": 300, "max_position_embeddings": 16,
+    }  # fmt: skip
+    (folder / name / HF_CONFIG).write_text(json.dumps(told))
+
+
+def test_unequal_tokenizers_are_refused(
+    folder: Path, experts_command: Run, monkeypatch: pytest.MonkeyPatch
+):
+    words = {word: number for number, word in enumerate(["<s>", "</s>", "a", "b"])}
+    write_model(folder, "one", words)
+    monkeypatch.setattr(work, "find_weights", lambda *_, **__: None)
+    run = CONFIG["run"] | {"model": {}}
+    sections = {"run": run, "sizes": {"S": {}, "L": {}}, **arm(size={"easy": "S", "hard": "L"})}
+    given = {"S": "hf:one", "L": "run:trained"}
+    (folder / "trained").mkdir()
+    own = {"model": CONFIG["run"]["model"] | {"vocabulary_size": 300}, "data": {"path": "x"}}
+    own["data"] |= {"source": "text", "sequence_length": 16}
+    (folder / "trained" / "config.yaml").write_text(yaml.safe_dump(own))
+    write_config(folder, **sections, seeds={"init_from": given})
+    expect_one_error(
+        experts_command("experts.yaml"),
+        "sizes = 'S (one), L (bytes)'", "their tokenizers differ", "one data.tokenizer",
+    )  # fmt: skip
+
+
+def test_experts_behind_the_first_have_what_comes_with_a_given_seed(folder: Path):
+    """The shapes and the tokenizer of a whole lane are those of the model that it began with."""
+    write_model(folder, "one", {"<s>": 0, "</s>": 1, "a": 2})
+    run = {**CONFIG["run"], "model": {}}
+    place = place_in(folder, run=run, sizes={"S": {}}, seeds={"init_from": {"S": "hf:one"}})
+    [arm] = work.Members(place.config).arms()
+    for member in arm.members.values():
+        told = member.config()
+        assert told.model.ffn_width == 24
+        assert told.data.tokenizer == "one"
+
+
+def test_an_ensemble_in_use_is_told_so(folder: Path, experts_command: Run):
+    with Hold(folder / "experts") as hold:
+        hold.take()
+        result = experts_command("experts.yaml")
+    expect_one_error(result, "folder = ", "--set folder=", code=TRY_AGAIN_EXIT_CODE)
+
+
+def test_text_is_written_once_by_each_program(folder: Path, experts_command: Run):
+    place = place_in(folder, prepare="writer")
+    (folder / "writer.py").write_text(
+        "import sys\nfrom pathlib import Path\n"
+        "path = Path(sys.argv[1], 'count')\n"
+        "path.write_text(path.read_text() + 'x' if path.exists() else 'x')\n"
+    )
+    (folder / "experts").mkdir()
+    for _ in range(2):
+        work.prepare(place)
+    assert (place.folder / "text" / "count").read_text() == "x"
+    (folder / "writer.py").rename(folder / "other.py")
+    work.prepare(place_in(folder, prepare="other"))
+    assert (place.folder / "text" / "count").read_text() == "xx"
+
+
+def test_the_configurations_that_come_along_are_right():
+    for name in ("quick", "study"):
+        config = load_experts(Path(f"experiments/experts/{name}.yaml"))
+        assert len(config.inside) >= 6
+        assert len(config.outside) >= 3
