@@ -17,7 +17,7 @@ from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.search.budget import Search
 
 from skippipe_jax.campaign.running import digest_of
-from skippipe_jax.experts.config import ExpertsConfig
+from skippipe_jax.experts.config import ExpertsConfig, NodesConfig
 from skippipe_jax.experts.members import Arm, Member, Members
 from skippipe_jax.experts.tasks import Place
 from skippipe_jax.models.flops import flops_per_token
