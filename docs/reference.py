@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 from skippipe_jax.__main__ import PLANNING, parser, parsers
-from skippipe_jax.config import schema
+from skippipe_jax.config import Config, schema
 from skippipe_jax.config.keys import Section, sections
+from skippipe_jax.experts.config import ExpertsConfig
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = ROOT / "experiments" / "config.schema.json"
@@ -37,6 +38,7 @@ def written() -> dict[Path, str]:
     pages = {
         ROOT / "docs" / "configuration.md": configuration,
         ROOT / "docs" / "commands.md": commands,
+        ROOT / "docs" / "experts.md": functools.partial(configuration, ExpertsConfig),
     }
     found = {SCHEMA: schema.to_text()}
     for page, below in pages.items():
@@ -45,9 +47,9 @@ def written() -> dict[Path, str]:
     return found
 
 
-def configuration() -> str:
-    """All keys of the configuration, section by section, as Markdown."""
-    return "\n".join(map(_section, sections()))
+def configuration(kind: type = Config) -> str:
+    """All keys of a configuration, section by section, as Markdown."""
+    return "\n".join(map(_section, sections(kind)))
 
 
 def _section(section: Section) -> str:

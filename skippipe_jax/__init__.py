@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from skippipe_jax.config import Config, load_config, parse_config
     from skippipe_jax.config.sampling import Sampling
+    from skippipe_jax.inference.ensemble import Ensemble
     from skippipe_jax.inference.run import Run
     from skippipe_jax.inference.staged_model import StagedModel
     from skippipe_jax.training.callback import Callback
@@ -24,6 +25,7 @@ __all__ = [
     "Callback",
     "Config",
     "Ending",
+    "Ensemble",
     "InputError",
     "Plan",
     "Run",
@@ -40,6 +42,7 @@ _PLACES = {
     "Callback": "skippipe_jax.training.callback",
     "Config": "skippipe_jax.config",
     "Ending": "skippipe_jax.training.trainer",
+    "Ensemble": "skippipe_jax.inference.ensemble",
     "InputError": "skippipe_sched.errors",
     "Plan": "skippipe_sched.problem.plan",
     "Run": "skippipe_jax.inference.run",

@@ -205,7 +205,7 @@ def main() -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     results = [trained(seed) for seed in arguments.seeds]
-    figures = provenance.of(COMMAND) | {"digest": digest()} | figures_of(results)
+    figures: dict[str, Any] = provenance.of(COMMAND) | {"digest": digest()} | figures_of(results)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")
     inside, outside = (domains_of(results[0], outside=where) for where in (False, True))

@@ -109,6 +109,8 @@ def _in_words(hint: Any, section: str, choices: Choice | None) -> str:
     if hint is str and choices is not None:
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     inner = [_in_words(part, section, choices) for part in parts(hint)]
+    if typing.get_origin(hint) is dict:
+        return f"mapping to {inner[1]}"
     if typing.get_origin(hint) is tuple:
         return f"list of {inner[0]}"
     return ", ".join(inner[:-1]) + f" or {inner[-1]}" if inner else NAMES[hint]

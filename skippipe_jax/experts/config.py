@@ -149,7 +149,7 @@ class ExpertsConfig:
 
     Attributes:
         folder: what everything is written to: runs, scores, results.json and results.svg.
-        seed: draws the first parameters, the order of text, and random lanes.
+        seed: draws the first parameters, and random lanes.
         prepare: a module that writes text before anything else; it is given FOLDER/text, once.
         at_once: so many runs train at the same time, each on its share of the cores.
         run: what all runs are told, as in a configuration of `train`.

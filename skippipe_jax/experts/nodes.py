@@ -23,6 +23,7 @@ from skippipe_jax.experts.members import Arm, Member, Members
 from skippipe_jax.experts.tasks import Place
 from skippipe_jax.models.flops import flops_per_token
 from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.planned_case import candidates_of
 from skippipe_jax.storage.whole_file import write_whole
 
 DIVISION = "division"
@@ -69,7 +70,7 @@ def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
         raise InputError("nodes", None, "is missing", "Write nodes: {case: FILE}")
     search = Search(seed=place.config.seed, budget_s=nodes.budget_s)
     lanes = lanes_of(place.config, arm)
-    return divide(*_case(nodes), lanes, search, equal=equal)
+    return divide(_source(place.config, nodes), Path(), lanes, search, equal=equal)
 
 
 def compared(place: Place, arm: Arm) -> dict[str, Division]:
@@ -78,13 +79,19 @@ def compared(place: Place, arm: Arm) -> dict[str, Division]:
     return {"divided": divided(place, arm), "equal": divided(place, arm, equal=True)}
 
 
-def require_case(nodes: NodesConfig) -> None:
+def require_case(config: ExpertsConfig, nodes: NodesConfig) -> None:
     """Refuse nodes whose case cannot be read.
 
     Raises:
         InputError: for what is wrong with it.
     """
-    Whole(*_case(nodes))
+    Whole(_source(config, nodes))
+
+
+def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
+    """The case with its link table in it; what it leaves open follows from the model it is of."""
+    told = next(iter(Members(config).probes().values())).config()
+    return candidates_of(told, *_case(nodes))[0].source
 
 
 def _case(nodes: NodesConfig) -> tuple[Mapping[str, Any], Path]:
@@ -121,7 +128,7 @@ def kept_division(place: Place, arm: Arm) -> Path:
     nodes = place.config.nodes
     assert nodes is not None
     lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
-    asked = digest_of([lanes, _case(nodes)[0], nodes.budget_s, place.config.seed])
+    asked = digest_of([lanes, _source(place.config, nodes), nodes.budget_s, place.config.seed])
     return place.folder / DIVISION / f"{asked}.json"
 
 

@@ -137,7 +137,7 @@ def require_usable(place: Place) -> None:
         raise InputError("sizes", ", ".join(tokenizers.values()), problem, remedy)
     _require_text(place, each)
     if config.nodes is not None:
-        require_case(config.nodes)
+        require_case(config, config.nodes)
 
 
 def _require_text(place: Place, members: Iterable[Member]) -> None:

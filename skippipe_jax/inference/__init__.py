@@ -1,5 +1,6 @@
-"""A trained model in use: partial orders of stages, scales, decoding, the harness.
+"""A trained model in use, or several together: partial orders of stages, decoding, the harness.
 
-Others use `run.Run` and `staged_model.StagedModel`, which the face offers; commands use
-`evaluation`, `scaling`, `decoding` and `harness_model`.
+Others use `run.Run` and `staged_model.StagedModel`, which the face offers, and
+`ensemble.Ensemble`, which answers as one model does (`language_model`); commands use `evaluation`,
+`ensemble_evaluation`, `reading_experts`, `scaling`, `decoding` and `harness_model`.
 """

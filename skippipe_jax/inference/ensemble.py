@@ -34,7 +34,7 @@ class Ensemble:
             normalised; None for all alike.
         mix: by what they are weighed, one of `posterior.WEIGHTS`.
         average: how what they say is mixed, one of `mixtures.AVERAGES`.
-        names: what each is called in messages.
+        names: what each is called; by default "expert 0" and so on.
 
     Raises `InputError` if there is none, their tokenizers differ, or the prior is not of so many.
     A model whose vocabulary is larger than another's has more tokens that the tokenizer never
@@ -52,14 +52,16 @@ class Ensemble:
         fields.sequence(self.experts, "experts")
         fields.text(self.mix, "--mix", posterior.WEIGHTS)
         fields.text(self.average, "--average", AVERAGES)
-        names = self.names or [f"expert {number}" for number in range(len(self.experts))]
-        for name, expert in zip(names, self.experts, strict=True):
+        if not self.names:
+            names = [f"expert {number}" for number in range(len(self.experts))]
+            object.__setattr__(self, "names", names)
+        for name, expert in zip(self.names, self.experts, strict=True):
             own, first = expert.tokenizer, self.tokenizer
             if own.digest != first.digest:
                 raise InputError(
                     "--run",
                     name,
-                    f"its tokenizer ({own.digest}) is not that of {names[0]} ({first.digest})",
+                    f"its tokenizer ({own.digest}) is not that of {self.names[0]} ({first.digest})",
                     "Name runs whose text was made into tokens alike",
                 )
         if len(self.log_prior) != len(self.experts):

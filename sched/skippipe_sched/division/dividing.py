@@ -9,51 +9,54 @@ division is taken whose last expert is done soonest.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from skippipe_sched.division.chains import COLDEST, HOTTEST, MOVES, Chains
 from skippipe_sched.division.lanes import Lane, Training, checked
-from skippipe_sched.division.layout import Layout, Layouts, Place
+from skippipe_sched.division.layout import SCREENED, Layout, Layouts, Place
 from skippipe_sched.division.parts import Cut, Whole
 from skippipe_sched.division.result import Division, Part, soonest
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan, with_prediction
-from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.joint import THREADS
-from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
+from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.annealer import (
     MEAN_WEIGHT,
     OPERATIONS_OF_MOVE,
     OPERATIONS_PER_S,
-    WEIGHTS,
 )
-from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, cost_of
-from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, problem_of
+from skippipe_sched.search.annealing import ChainState, Piece, cost_of
 from skippipe_sched.search.budget import Search
 from skippipe_sched.search.trading import trade
 
 # Of the budget; the rest is for the plans of the finalists.
 DIVIDING_SHARE = 0.6
 FINALISTS = 3
+# Of what the threads could do; the rest goes into making layouts.
+WORKING_SHARE = 0.5
 # What it takes to judge a layout, in steps for each lane, and how many have children.
 STEPS_OF_LANE = 2_000
+SCREENING_STEPS = 500
 PARENTS = 8
 CHILDREN = 8
 # Of the parents, at most so many have the same cuts.
 ALIKE = 2
-# Of the layouts that are tried, those that are no children.
+# Of the steps, those for layouts that are no children.
 FIRST_SHARE = 0.2
 # A piece is for two lanes; then come two others.
 PIECE = 200
-# Temperatures as shares of the mean of the ends.
-HOTTEST, OF_CHILD, COLDEST = 0.05, 0.01, 0.0005
+# How hot a child starts.
+OF_CHILD = 0.01
 
 
 def divide(
@@ -115,19 +118,20 @@ class _Search:
                 f"{len(lanes)} lanes side by side need {whole.fewest_nodes} nodes each at least",
                 f"Add {needed - nodes} nodes, or train fewer lanes side by side",
             )
-        self.layouts = Layouts(whole, [lane.work for lane in lanes], equal=equal)
+        self.layouts = Layouts(whole, [lane.work for lane in lanes], self.screened, equal=equal)
         self.weights = np.array([lane.steps for lane in lanes], dtype=float)
         self.weights /= self.weights.max()
-        self.moves = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
-        self.problems: dict[tuple[int, Cut], Problem] = {}
-        self.whole_problems: dict[tuple[int, int], Problem] = {}
+        self.chains = Chains(whole, lanes)
         self.refusal: InputError | None = None
-        microbatches = sum(whole.case.microbatches)
-        operations = microbatches * (2 * whole.case.path_length + 1) + OPERATIONS_OF_MOVE
-        self.steps_per_s = THREADS * OPERATIONS_PER_S / operations
+        operations = (
+            self.chains.microbatches * (2 * whole.case.path_length + 1) + OPERATIONS_OF_MOVE
+        )
+        self.steps_per_s = WORKING_SHARE * THREADS * OPERATIONS_PER_S / operations
 
     def run(self, begin: Division | None) -> Division:
         """Divide, and plan."""
+        self.compile()
+        self.search.start_clock()
         members = self.evolved(begin)
         finalists: dict[tuple[frozenset[int], ...], _Member] = {}
         for member in members:
@@ -138,22 +142,25 @@ class _Search:
         divisions = [self.planned(member, share) for member in chosen]
         return soonest([begin, *divisions] if begin else divisions)
 
+    def compile(self) -> None:
+        """Run once what is compiled, so that it does not count as searching."""
+        with suppress(InputError):
+            random = np.random.default_rng(0)
+            stages = len(self.whole.case.stages)
+            place = Place(Cut(1, (1,) * stages, self.whole.case.path_length), tuple(range(stages)))
+            chain = self.chains.random(0, place, random, 0)
+            self.chains.anneal_alone(0, place.cut, chain, 1)
+            member = _Member(Layout((place,), ()), [chain], np.zeros(1), random)
+            self.anneal(member, 1, HOTTEST)
+
     def evolved(self, begin: Division | None) -> list[_Member]:
         """The best layouts, best first."""
-        random = np.random.default_rng(self.search.seed)
-        seeds = iter(range(self.search.seed * 1_000_003, 2**62))
+        seeds = itertools.count(self.search.seed * 1_000_003)
         each = STEPS_OF_LANE * len(self.lanes)
-        total = self.search.steps(DIVIDING_SHARE * self.steps_per_s) // each
-        first = max(2, int(FIRST_SHARE * total))
-        layouts = [self.layouts.first(random) for _ in range(first)]
-        begun = [] if begin is None else [self.known(begin)]
-        members = [self.started(layout, next(seeds)) for layout in [*begun, *layouts]]
-        members = [member for member in members if member is not None]
-        if not members:
-            assert self.refusal is not None
-            raise self.refusal
-        self.anneal(members[0], 0, HOTTEST)  # Compiling is no searching.
-        self.search.start_clock()
+        of_first = each + SCREENING_STEPS * SCREENED * len(self.lanes)
+        steps = self.search.steps(DIVIDING_SHARE * self.steps_per_s)
+        firsts = int(FIRST_SHARE * steps / of_first / CHILDREN)
+        generations = int((1.0 - FIRST_SHARE) * steps / each / CHILDREN)
         best: list[_Member] = []
         with ThreadPoolExecutor(THREADS) as threads:
 
@@ -162,9 +169,17 @@ class _Search:
                     list(threads.map(lambda member: self.anneal(member, each, hottest), new))
                 return _unlike(sorted([*best, *new], key=lambda member: member.last))[:PARENTS]
 
-            for start in range(0, len(members), CHILDREN):
-                best = judged(members[start : start + CHILDREN], HOTTEST)
-            for _ in range(max(0, total - first) // CHILDREN):
+            if begin is not None:
+                best = judged([self.known(begin, next(seeds))], OF_CHILD)
+            for _ in range(max(1, firsts)):
+                if best and self.search.stopped():
+                    break
+                new = list(threads.map(self.first, itertools.islice(seeds, CHILDREN)))
+                best = judged([member for member in new if member], HOTTEST)
+            if not best:
+                assert self.refusal is not None
+                raise self.refusal
+            for _ in range(generations):
                 if self.search.stopped():
                     break
                 parents = [best[place % len(best)] for place in range(CHILDREN)]
@@ -172,23 +187,13 @@ class _Search:
                 best = judged([child for child in children if child], OF_CHILD)
         return best
 
-    def known(self, division: Division) -> Layout:
-        """The layout of a division."""
-        stages = len(self.whole.case.stages)
-        places = []
-        for part in division.parts:
-            plan = part.plans[0]
-            cut = Cut(stages // len(plan.stages), plan.case.stages, plan.case.path_length)
-            on_stages = [part.nodes[node] for replicas in plan.stages for node in replicas]
-            places.append(Place(cut, tuple(on_stages)))
-        return Layout(tuple(places), division.idle)
-
-    def started(self, layout: Layout, seed: int) -> _Member | None:
-        """A member with random paths; None if the rules leave it none."""
+    def first(self, seed: int) -> _Member | None:
+        """A member on a layout of its own; None if the rules leave it none."""
         random = np.random.default_rng(seed)
         try:
+            layout = self.layouts.first(random)
             chains = [
-                self.chain(lane, place, random, seed + lane)
+                self.chains.random(lane, place, random, seed + lane)
                 for lane, place in enumerate(layout.places)
             ]
         except InputError as refusal:
@@ -196,11 +201,36 @@ class _Search:
             return None
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
+    def screened(self, lane: int, nodes: Sequence[int], random: np.random.Generator) -> Place:
+        """The best of several cuts over these nodes, and where they are best on its stages.
+
+        Raises:
+            InputError: if the rules leave paths for none of them.
+        """
+        found: dict[float, Place] = {}
+        refusals = []
+        for cut in self.layouts.cuts(len(nodes), random):
+            place = Place(cut, tuple(random.permutation(nodes).tolist()))
+            try:
+                chain = self.chains.random(lane, place, random, int(random.integers(2**62)))
+            except InputError as refusal:
+                refusals.append(refusal)
+                continue
+            self.chains.anneal_alone(lane, cut, chain, SCREENING_STEPS)
+            order = tuple(chain.candidate.node_of_slot.tolist())
+            found[float(chain.costs[1])] = replace(place, nodes=order)
+        if not found:
+            raise refusals[0]
+        return found[min(found)]
+
     def child(self, parent: _Member, seed: int) -> _Member | None:
         """A member that differs a little; lanes without a change go on from where they are."""
         random = np.random.default_rng(seed)
         before = parent.found
-        layout = self.layouts.changed(before, parent.ends.tolist(), random)
+        try:
+            layout = self.layouts.changed(before, parent.ends.tolist(), random)
+        except InputError:
+            return None
         if layout is None:
             return None
         # A lane goes on from the one before that has most of its nodes.
@@ -213,102 +243,46 @@ class _Search:
         ]
         try:
             chains = [
-                self.carried(
-                    before.places[origin], parent.chains[origin], lane, place, random, seed + lane
-                )
+                self.goes_on(parent, origin, lane, place, random, seed + lane)
                 for lane, (origin, place) in enumerate(zip(origins, layout.places, strict=True))
             ]
         except InputError:
             return None
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
-    def carried(
+    def known(self, division: Division, seed: int) -> _Member:
+        """A member that goes on from the plans of a division."""
+        stages = len(self.whole.case.stages)
+        places, chains = [], []
+        for lane, part in enumerate(division.parts):
+            plan = part.plans[0]
+            cut = Cut(stages // len(plan.stages), plan.case.stages, plan.case.path_length)
+            on_stages = [part.nodes[node] for replicas in plan.stages for node in replicas]
+            places.append(Place(cut, tuple(on_stages)))
+            chains.append(self.chains.of_plan(lane, places[-1], plan, seed + lane))
+        layout = Layout(tuple(places), division.idle)
+        return _Member(layout, chains, np.zeros(len(chains)), np.random.default_rng(seed))
+
+    def goes_on(
         self,
-        before: Place,
-        chain: ChainState,
+        parent: _Member,
+        origin: int,
         lane: int,
         place: Place,
         random: np.random.Generator,
         seed: int,
     ) -> ChainState:
-        """A chain on other nodes whose microbatches visit the same stages, as far as that goes."""
-        problem = self.problem(lane, place.cut)
-        if place == before:
-            return chain_from(problem, copy_of(chain.candidate), seed)
-        of_model = before.cut.merged, before.cut.path_length
-        if of_model != (place.cut.merged, place.cut.path_length):
-            fresh = self.chain(lane, place, random, seed)
-            return self.annealed_alone(problem, fresh)
-        own = np.sort(np.array(place.nodes))
-        case = self.whole.part(own.tolist(), place.cut, self.lanes[lane].mean)
-        local = {node: number for number, node in enumerate(own.tolist())}
-        stages = [[local[n] for n in place.nodes[place.stage(s)]] for s in range(len(case.stages))]
-        old = chain.candidate
-        stage_of = self.problem(lane, before.cut).stage_of_slot
-        on_stages = stage_of[old.paths]
-        paths = np.array([local.get(node, -1) for node in old.node_of_slot.tolist()])[old.paths]
-        paths[:, 0] = data_node_of_microbatches(case, stages)
-        for stage, replicas in enumerate(stages[1:], start=1):
-            visits = np.argwhere(on_stages == stage)
-            left = visits_of_replicas(case, replicas, len(visits))
-            moved = []
-            for m, i in random.permutation(visits).tolist():
-                if left.get(paths[m, i], 0) > 0:
-                    left[paths[m, i]] -= 1
-                else:
-                    moved.append((m, i))
-            free = [node for node, count in left.items() for _ in range(count)]
-            for (m, i), node in zip(moved, free, strict=True):
-                paths[m, i] = node
-        slot_of = np.argsort([local[node] for node in place.nodes])
-        candidate = candidate_of(problem, np.array(place.nodes), slot_of[paths])
-        candidate.priority[:] = old.priority
-        return chain_from(problem, candidate, seed)
-
-    def annealed_alone(self, problem: Problem, chain: ChainState) -> ChainState:
-        """A chain whose paths are no longer random."""
-        chain.costs[:] = cost_of(problem, chain.candidate, chain.scratch, np.inf, MEAN_WEIGHT)
-        hottest = HOTTEST * chain.costs[0]
-        cooling = (COLDEST / HOTTEST) ** (1 / STEPS_OF_LANE)
-        anneal(problem, chain, Piece(STEPS_OF_LANE, hottest, cooling, self.moves, MEAN_WEIGHT))
-        copy(chain.best, chain.candidate)
+        """A lane's chain, from one of the parent's; where nothing is left of that, improved."""
+        before = parent.found.places[origin]
+        chain = self.chains.carried(before, parent.chains[origin], lane, place, random, seed)
+        if (before.cut.merged, before.cut.path_length) != (place.cut.merged, place.cut.path_length):
+            self.chains.anneal_alone(lane, place.cut, chain, STEPS_OF_LANE)
         return chain
-
-    def chain(self, lane: int, place: Place, random: np.random.Generator, seed: int) -> ChainState:
-        """Random balanced paths over a lane's nodes."""
-        nodes = np.array(place.nodes)
-        own = np.sort(nodes)
-        case = self.whole.part(own.tolist(), place.cut, self.lanes[lane].mean)
-        on_stages = np.searchsorted(own, nodes)
-        stages = [on_stages[place.stage(stage)].tolist() for stage in range(len(case.stages))]
-        paths = random_paths(case, tuple(map(tuple, stages)), random)
-        problem = self.problem(lane, place.cut)
-        slots = np.argsort(on_stages)[np.array(paths)]
-        return chain_from(problem, candidate_of(problem, nodes, slots), seed)
-
-    def problem(self, lane: int, cut: Cut) -> Problem:
-        """A lane by a cut, on any of the nodes of the whole case."""
-        if (lane, cut) in self.problems:
-            return self.problems[lane, cut]
-        training, nodes = self.lanes[lane].mean, range(len(self.whole.case.nodes))
-        if (lane, cut.merged) not in self.whole_problems:
-            any_cut = self.whole.cuts(len(nodes), cut.merged)[0]
-            self.whole_problems[lane, cut.merged] = problem_of(
-                self.whole.part(nodes, any_cut, training)
-            )
-        whole = self.whole_problems[lane, cut.merged]
-        some = problem_of(self.whole.part(nodes[: cut.nodes], cut, training))
-        self.problems[lane, cut] = whole._replace(
-            stage_of_slot=some.stage_of_slot,
-            first_slot=some.first_slot,
-            ring_bytes=some.ring_bytes,
-        )
-        return self.problems[lane, cut]
 
     def anneal(self, member: _Member, steps: int, hottest: float) -> None:
         """Anneal all lanes of a member at once."""
         problems = [
-            self.problem(lane, place.cut) for lane, place in enumerate(member.layout.places)
+            self.chains.problem(lane, place.cut) for lane, place in enumerate(member.layout.places)
         ]
         idle = np.array(member.layout.idle, dtype=np.int64)
         lanes = len(problems)
@@ -318,7 +292,7 @@ class _Search:
                 cost_of(problem, chain.candidate, chain.scratch, np.inf, mean_weight)
                 for problem, chain in zip(problems, member.chains, strict=True)
             ]
-            return self.weights * costs
+            return self.weights[:lanes] * costs
 
         now = ends(MEAN_WEIGHT)
         scale = float(now.max())
@@ -331,7 +305,7 @@ class _Search:
                 idle, now, np.array([first, second]), self.weights,
                 Piece(
                     min(PIECE, steps), scale * hottest * cooling ** (done * PIECE), cooling,
-                    self.moves, MEAN_WEIGHT,
+                    MOVES, MEAN_WEIGHT,
                 ),
             )  # fmt: skip
         member.layout = replace(member.layout, idle=tuple(idle.tolist()))

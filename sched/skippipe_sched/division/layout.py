@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -12,8 +12,12 @@ from skippipe_sched.division.parts import Cut, Whole
 
 # So often a change is drawn until one is possible.
 TRIES = 20
+# So many cuts are looked at where nodes may have any.
+SCREENED = 8
 # Of the first layouts, those in which all lanes have about as many nodes whatever their work.
 ALIKE_SHARE = 0.4
+# And those that leave nodes idle.
+FEWER_SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,18 @@ def _changed(sizes: tuple[int, ...], stage: int, by: int) -> tuple[int, ...]:
     return (*sizes[:stage], sizes[stage] + by, *sizes[stage + 1 :])
 
 
+Placed = Callable[[int, Sequence[int], np.random.Generator], Place]
+
+
 class Layouts:
     """First layouts, and others that differ a little.
 
     With `equal`, the numbers of nodes of any two lanes differ by one at most.
     """
 
-    def __init__(self, whole: Whole, work: Sequence[float], *, equal: bool):
-        """`work` is that of each lane, in any unit."""
+    def __init__(self, whole: Whole, work: Sequence[float], placed: Placed, *, equal: bool):
+        """`work` is that of each lane, in any unit; `placed` puts nodes on the stages of a lane."""
+        self.placed = placed
         self.whole = whole
         self.work = np.array(work)
         self.equal = equal
@@ -84,14 +92,15 @@ class Layouts:
         places = [Place(Cut(1, (), 1), ())] * len(counts)
         for lane in random.permutation(len(counts)):
             own, nodes = nodes[: counts[lane]], nodes[counts[lane] :]
-            cut = self.cut(len(own), random)
-            places[lane] = Place(cut, tuple(own))
+            places[lane] = self.placed(int(lane), own, random)
         return Layout(tuple(places), tuple(nodes))
 
     def counts(self, random: np.random.Generator) -> np.ndarray:
-        """How many nodes each lane has, all together all of them."""
+        """How many nodes each lane has, all together mostly all of them."""
         lanes, fewest = len(self.work), self.whole.fewest_nodes
         total = len(self.whole.case.nodes)
+        if random.random() < FEWER_SHARE:
+            total = int(random.integers(lanes * fewest, total + 1))
         alike = self.equal or random.random() < ALIKE_SHARE
         share = self.work ** (0.0 if alike else random.uniform(0.0, 2.0))
         counts = np.full(lanes, fewest)
@@ -112,12 +121,15 @@ class Layouts:
             nodes.append(left.pop(int(np.argmin(self.near_s[nodes[-1], left]))))
         return nodes
 
-    def cut(self, nodes: int, random: np.random.Generator) -> Cut:
-        """One of those that so many nodes may have, mostly a promising one."""
-        stages = len(self.whole.case.stages)
-        possible = [merged for merged in self.whole.merges if stages // merged <= nodes]
-        cuts = self.whole.cuts(nodes, possible[random.integers(len(possible))])
-        return cuts[int(len(cuts) * random.random() ** 2)]
+    def cuts(self, nodes: int, random: np.random.Generator) -> list[Cut]:
+        """Some of those that so many nodes may have, mostly promising ones."""
+        merges = self.whole.merges
+        possible = [merged for merged in merges if self.whole.can_cut(nodes, merged)] or merges
+        found: dict[Cut, None] = {}
+        for _ in range(SCREENED):
+            cuts = self.whole.cuts(nodes, possible[random.integers(len(possible))])
+            found[cuts[int(len(cuts) * random.random() ** 2)]] = None
+        return list(found)
 
     def changed(
         self, layout: Layout, ends: Sequence[float], random: np.random.Generator
@@ -149,7 +161,7 @@ class Layouts:
             return Layout(tuple(places), tuple(idle))
         if kind < 0.2:
             lane = int(random.integers(lanes))
-            places[lane] = Place(self.cut(len(places[lane].nodes), random), places[lane].nodes)
+            places[lane] = self.placed(lane, places[lane].nodes, random)
             return Layout(tuple(places), tuple(idle))
         # -1 is none of the lanes; the one that is done last takes more often than others.
         giver = int(random.integers(-1, lanes))

@@ -63,7 +63,8 @@ class Whole:
             self.skip_ratio = source.get("skip_ratio", list(DEFAULT_SKIP_RATIO))
         nodes = range(len(self.case.nodes))
         alone = with_nodes(self.case, nodes, self.case.stages, self.case.microbatches)
-        self.source = {
+        self.described: list[dict[str, Any]] = alone.source["nodes"]
+        self.source: dict[str, Any] = {
             key: value
             for key, value in alone.source.items()
             if key not in ("skip_ratio", "microbatches_per_data_node")
@@ -83,10 +84,8 @@ class Whole:
         lengths = len(self.case.stages), 0 if self.skip_ratio else self.case.path_length
         if any(length % merged for length in lengths) or not self._has_room(merged):
             return False
-        try:
-            return bool(self.cuts(len(self.case.nodes), merged))
-        except InputError:  # No path over so few stages skips what it has to.
-            return False
+        # No path over so few stages may skip what it has to.
+        return self.can_cut(len(self.case.stages) // merged, merged)
 
     def _has_room(self, merged: int) -> bool:
         state_bytes = STATE_COPIES * max(_in_groups(self.case.stage_bytes, merged))
@@ -103,6 +102,15 @@ class Whole:
     def fewest_nodes(self) -> int:
         """Of a lane: one for each stage."""
         return len(self.case.stages) // self.merges[-1]
+
+    def can_cut(self, nodes: int, merged: int) -> bool:
+        """Whether `cuts` has some."""
+        if nodes * merged < len(self.case.stages):
+            return False
+        try:
+            return bool(self.cuts(nodes, merged))
+        except InputError:
+            return False
 
     def cuts(self, nodes: int, merged: int) -> tuple[Cut, ...]:
         """How so many nodes may share stages, the most promising cut first (`candidates`).
@@ -137,7 +145,7 @@ class Whole:
                 "forward_s": own["forward_s"] * training.compute,
                 "memory": own["memory"] // merged,
             }
-            for own in (self.source["nodes"][node] for node in nodes)
+            for own in (self.described[node] for node in nodes)
         ]
         distance = rules.max_swap_distance // merged
         return self.source | {

@@ -49,7 +49,7 @@ def locations(part: Part) -> str:
 
 def table(divisions: Mapping[str, Division]) -> str:
     """Divisions by their names, as aligned text: a line for each lane."""
-    lines = [HEADINGS]
+    lines: list[tuple[str, ...]] = [HEADINGS]
     for name, division in divisions.items():
         for number, part in enumerate(division.parts):
             stages = dict.fromkeys(" ".join(map(str, plan.case.stages)) for plan in part.plans)

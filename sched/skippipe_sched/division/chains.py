@@ -1,0 +1,130 @@
+"""A lane's chain: its nodes on their stages and its paths, annealed beside those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from skippipe_sched.division.lanes import Lane
+from skippipe_sched.division.layout import Place
+from skippipe_sched.division.parts import Cut, Whole
+from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.joint import dealt
+from skippipe_sched.methods.routes import data_node_of_microbatches, visits_of_replicas
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan
+from skippipe_sched.search.annealer import MEAN_WEIGHT, WEIGHTS
+from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, cost_of
+from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, problem_of
+
+# How often each move is tried.
+MOVES = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
+# Temperatures as shares of what is made small.
+HOTTEST, COLDEST = 0.05, 0.0005
+
+
+class Chains:
+    """Makes the chains of lanes. Each knows all nodes of the whole case, so that they may trade."""
+
+    def __init__(self, whole: Whole, lanes: Sequence[Lane]):
+        """Of each lane the mean of its trainings counts."""
+        self.whole = whole
+        self.trainings = [lane.mean for lane in lanes]
+        self.microbatches = sum(whole.case.microbatches)
+        self.all_nodes = problem_of(whole.case)
+        self.problems: dict[tuple[int, Cut], Problem] = {}
+
+    def random(self, lane: int, place: Place, random: np.random.Generator, seed: int) -> ChainState:
+        """Random balanced paths.
+
+        Raises:
+            InputError: if the rules leave none.
+        """
+        case, stages, slot_of = self._on_stages(lane, place)
+        paths = random_paths(case, tuple(map(tuple, stages)), random)
+        problem = self.problem(lane, place.cut)
+        candidate = candidate_of(problem, np.array(place.nodes), slot_of[np.array(paths)])
+        return chain_from(problem, candidate, seed)
+
+    def of_plan(self, lane: int, place: Place, plan: Plan, seed: int) -> ChainState:
+        """The paths of a plan."""
+        problem = self.problem(lane, place.cut)
+        local = np.searchsorted(np.sort(place.nodes), place.nodes)
+        slots = np.argsort(local)[np.array(dealt(plan.case, plan))]
+        return chain_from(problem, candidate_of(problem, np.array(place.nodes), slots), seed)
+
+    def carried(
+        self,
+        before: Place,
+        chain: ChainState,
+        lane: int,
+        place: Place,
+        random: np.random.Generator,
+        seed: int,
+    ) -> ChainState:
+        """A chain on other nodes whose microbatches visit the same stages, as far as that goes."""
+        problem = self.problem(lane, place.cut)
+        if place == before:
+            return chain_from(problem, copy_of(chain.candidate), seed)
+        of_model = before.cut.merged, before.cut.path_length
+        if of_model != (place.cut.merged, place.cut.path_length):
+            return self.random(lane, place, random, seed)
+        case, stages, slot_of = self._on_stages(lane, place)
+        old = chain.candidate
+        stage_of = self.problem(lane, before.cut).stage_of_slot
+        on_stages = stage_of[old.paths]
+        local = {node: number for number, node in enumerate(sorted(place.nodes))}
+        paths = np.array([local.get(node, -1) for node in old.node_of_slot.tolist()])[old.paths]
+        paths[:, 0] = data_node_of_microbatches(case, stages)
+        for stage, replicas in enumerate(stages[1:], start=1):
+            visits = np.argwhere(on_stages == stage)
+            left = visits_of_replicas(case, replicas, len(visits))
+            moved = []
+            for m, i in random.permutation(visits).tolist():
+                node = int(paths[m, i])
+                if left.get(node, 0) > 0:
+                    left[node] -= 1
+                else:
+                    moved.append((m, i))
+            free = [node for node, count in left.items() for _ in range(count)]
+            for (m, i), node in zip(moved, free, strict=True):
+                paths[m, i] = node
+        candidate = candidate_of(problem, np.array(place.nodes), slot_of[paths])
+        candidate.priority[:] = old.priority
+        return chain_from(problem, candidate, seed)
+
+    def anneal_alone(self, lane: int, cut: Cut, chain: ChainState, steps: int) -> None:
+        """Improve a lane whatever the others do; its nodes stay."""
+        problem = self.problem(lane, cut)
+        chain.costs[:] = cost_of(problem, chain.candidate, chain.scratch, np.inf, MEAN_WEIGHT)
+        hottest = HOTTEST * chain.costs[0]
+        cooling = (COLDEST / HOTTEST) ** (1 / steps)
+        anneal(problem, chain, Piece(steps, hottest, cooling, MOVES, MEAN_WEIGHT))
+        copy(chain.best, chain.candidate)
+
+    def _on_stages(self, lane: int, place: Place) -> tuple[Case, list[list[int]], np.ndarray]:
+        """A lane's own case, its nodes by their numbers there on their stages, and their slots."""
+        own = np.sort(place.nodes)
+        case = self.whole.part(own.tolist(), place.cut, self.trainings[lane])
+        local = np.searchsorted(own, place.nodes)
+        stages = [local[place.stage(stage)].tolist() for stage in range(len(case.stages))]
+        return case, stages, np.argsort(local)
+
+    def problem(self, lane: int, cut: Cut) -> Problem:
+        """A lane by a cut, on any of the nodes of the whole case."""
+        if (lane, cut) in self.problems:
+            return self.problems[lane, cut]
+        training, nodes = self.trainings[lane], self.whole.case.nodes
+        part = problem_of(self.whole.part(range(cut.nodes), cut, training))
+        memory = [min(node.memory // cut.merged, self.microbatches) for node in nodes]
+        self.problems[lane, cut] = self.all_nodes._replace(
+            forward_s=self.all_nodes.forward_s * training.compute,
+            memory=np.array(memory),
+            stage_of_slot=part.stage_of_slot,
+            first_slot=part.first_slot,
+            stage_cost=part.stage_cost,
+            ring_bytes=part.ring_bytes,
+            rules=part.rules,
+        )
+        return self.problems[lane, cut]
