@@ -11,6 +11,7 @@ from typing import Any
 from skippipe_sched import fields
 from skippipe_sched.division.dividing import divide
 from skippipe_sched.division.lanes import Lane, Training
+from skippipe_sched.division.parts import Whole
 from skippipe_sched.division.result import Division
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
@@ -67,12 +68,9 @@ def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
     nodes = place.config.nodes
     if nodes is None:
         raise InputError("nodes", None, "is missing", "Write nodes: {case: FILE}")
-    folder = Path(nodes.case).parent if isinstance(nodes.case, str) else Path()
-    # What it leaves open follows from the model that the case is of.
-    told = next(iter(Members(place.config).probes().values())).config()
-    source = candidates_of(told, _case(nodes), folder)[0].source
     search = Search(seed=place.config.seed, budget_s=nodes.budget_s)
-    return divide(source, folder, lanes_of(place.config, arm), search, equal=equal)
+    lanes = lanes_of(place.config, arm)
+    return divide(_source(place.config, nodes), Path(), lanes, search, equal=equal)
 
 
 def compared(place: Place, arm: Arm) -> dict[str, Division]:
@@ -81,9 +79,27 @@ def compared(place: Place, arm: Arm) -> dict[str, Division]:
     return {"divided": divided(place, arm), "equal": divided(place, arm, equal=True)}
 
 
-def _case(nodes: NodesConfig) -> Mapping[str, Any]:
+def require_case(config: ExpertsConfig, nodes: NodesConfig) -> None:
+    """Refuse nodes whose case cannot be read.
+
+    Raises:
+        InputError: for what is wrong with it.
+    """
+    Whole(_source(config, nodes))
+
+
+def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
+    """The case with its link table in it; what it leaves open follows from the model it is of."""
+    told = next(iter(Members(config).probes().values())).config()
+    return candidates_of(told, *_case(nodes))[0].source
+
+
+def _case(nodes: NodesConfig) -> tuple[Mapping[str, Any], Path]:
+    """The case as YAML gives it, and the folder in which its link table would lie."""
     given = nodes.case
-    return fields.load_yaml(Path(given), "nodes.case") if isinstance(given, str) else given
+    if isinstance(given, str):
+        return fields.load_yaml(Path(given), "nodes.case"), Path(given).parent
+    return given, Path()
 
 
 def on_nodes(place: Place, arm: Arm) -> Arm:
@@ -112,7 +128,7 @@ def kept_division(place: Place, arm: Arm) -> Path:
     nodes = place.config.nodes
     assert nodes is not None
     lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
-    asked = digest_of([lanes, _case(nodes), nodes.budget_s, place.config.seed])
+    asked = digest_of([lanes, _source(place.config, nodes), nodes.budget_s, place.config.seed])
     return place.folder / DIVISION / f"{asked}.json"
 
 

@@ -24,7 +24,7 @@ from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.experts import difficulty, evaluation
 from skippipe_jax.experts.evaluation import averaged_model
 from skippipe_jax.experts.members import EXPERT, Arm, Member, Members, naming
-from skippipe_jax.experts.nodes import kept_division, on_nodes
+from skippipe_jax.experts.nodes import kept_division, on_nodes, require_case
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Averaging, Place, Training, data_of
 from skippipe_jax.interop.conversion import to_huggingface
@@ -136,6 +136,8 @@ def require_usable(place: Place) -> None:
         remedy = "Give all sizes one data.tokenizer"
         raise InputError("sizes", ", ".join(tokenizers.values()), problem, remedy)
     _require_text(place, each)
+    if config.nodes is not None:
+        require_case(config, config.nodes)
 
 
 def _require_text(place: Place, members: Iterable[Member]) -> None:

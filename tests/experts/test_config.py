@@ -164,6 +164,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a prior that forgets nothing": ({"evaluation": {"decay": 1}}, ["evaluation.decay = 1"]),
     "no runs at once": ({"at_once": 0}, ["at_once = 0"]),
     "nodes of nothing": ({"nodes": {"budget_s": 1}}, ["nodes.case = ''", "is missing"]),
+    "nodes of a case that is not there": (
+        {"nodes": {"case": "x"}, "lanes": "measured"}, ["nodes.case = 'x'", "No such file"],
+    ),
+    "nodes of a wrong case": (
+        {"nodes": {"case": {"nodes": 3}}, "lanes": "measured"}, ["case.", "missing"],
+    ),
     "nodes in no time": ({"nodes": {"case": "x", "budget_s": 0}}, ["nodes.budget_s = 0"]),
     "a model that is nothing": (
         {"seeds": {"init_from": {"S": "elsewhere"}}}, ["init_from = 'elsewhere'", "hf:DIR"],

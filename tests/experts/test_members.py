@@ -19,7 +19,7 @@ from skippipe_jax.experts.members import Member, Members
 from skippipe_jax.experts.tasks import Place, Scored
 from tests.experts.examples import CONFIG, tree_with
 
-NAMES = ("a", "b", "c", "d", "e", "f", "g")
+NAMES: tuple[str, ...] = ("a", "b", "c", "d", "e", "f", "g")
 
 
 def config_of(**sections: Any) -> ExpertsConfig:
@@ -232,7 +232,7 @@ def test_every_key_of_a_member_counts():
 def test_arms_of_the_quick_ensemble_have_the_same_compute():
     for path in ("quick", "study"):
         config = load_experts(Path(f"experiments/experts/{path}.yaml"))
-        hard = {name: 1 + number / 9 for number, name in enumerate(config.inside)}
+        hard: dict[str, float] = {name: 1 + number / 9 for number, name in enumerate(config.inside)}
         expected = None
         for name, arm in config.arms.items():
             if arm.kind == "experts":

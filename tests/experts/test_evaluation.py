@@ -1,0 +1,316 @@
+"""Perplexities of arms, from made-up scores: losses against plain NumPy, means, table, picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.experts import evaluation, work
+from skippipe_jax.experts.evaluation import CACHED, OWN, WAYS, losses_of, results_of, scored_models
+from skippipe_jax.experts.members import Arm, Members
+from skippipe_jax.experts.picture import picture
+from skippipe_jax.experts.tasks import DONE, PRIORS, SCORES, Place, Training, asked_of, data_of
+from skippipe_jax.inference.scores import Scores
+from tests.ensemble import by_hand
+from tests.experts.examples import place_in
+
+DECAY = 0.3
+ROWS, LENGTH = {PRIORS: 5, SCORES: 4}, 12
+ARMS = {
+    "equal": {"size": "S", "steps": 4},
+    "sizes": {"size": {"easy": "S", "hard": "L"}, "steps": 4},
+    "dense": {"kind": "dense", "size": "S", "steps": 12},
+    "mean": {"kind": "averaged", "of": "equal"},
+}
+
+
+def made_up(domain: str, part: str, who: str, text: int = 0) -> Scores:
+    """Scores of a part of a domain, whose text everyone has; likely ones where names are alike."""
+    of_text = np.random.default_rng([*f"{domain} {part}".encode(), text])
+    counted = of_text.random((ROWS[part], LENGTH)) < 0.9
+    resets = of_text.random((ROWS[part], LENGTH)) < 0.15
+    resets[:, 0] = counted[:, 0] = True
+    of_model = np.random.default_rng([*f"{domain} {part} {who}".encode(), text])
+    log_p = -of_model.gamma(2.0, 3.0, counted.shape) * (0.5 if domain in who else 1)
+    log_p = np.where(counted, log_p, 0).astype(np.float32)
+    return Scores(log_p, counted, resets, f"{domain} {part} {text}", "bytes", domain, part)
+
+
+def write_scores(place: Place, arms: list[Arm]) -> None:
+    for arm in arms:
+        for model in scored_models(place, arm).values():
+            model.scoring()
+            for domain in place.config.names:
+                for part in (PRIORS, SCORES):
+                    own = made_up(domain, part, model.name)
+                    own.save(model.folder / f"{domain}-{part}.npz")
+            (model.folder / DONE).write_text(json.dumps({"digest": model.digest}))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return place_in(tmp_path, arms=ARMS, evaluation={"decay": DECAY})
+
+
+@pytest.fixture
+def arms(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[Arm]:
+    """All arms, whose models have scores; an iteration takes 100 operations, of size L 120."""
+    monkeypatch.setattr(
+        evaluation,
+        "_own_flops",
+        lambda _, own: own.steps * (120.0 if own.size == "L" else 100.0),
+    )
+    found = Members(place.config).arms()
+    write_scores(place, found)
+    return found
+
+
+def loss_by_hand(place: Place, arm: Arm, domain: str, way: str) -> float:
+    """In plain NumPy from the files: experts in the order of the arm."""
+    each = {
+        part: [model.scores(domain, part) for model in scored_models(place, arm).values()]
+        for part in (PRIORS, SCORES)
+    }
+    log_p = {
+        part: np.stack([one.log_probabilities for one in own]).astype(np.float64)
+        for part, own in each.items()
+    }
+    counted, resets = each[SCORES][0].counted, each[SCORES][0].resets
+    if len(arm.members) == 1 or arm.averages:
+        return -log_p[SCORES][0][counted].mean()
+    if way == OWN:
+        return -log_p[SCORES][list(arm.members).index(domain)][counted].mean()
+    experts = len(arm.members)
+    if WAYS[way]["prior"] == "cached":
+        after = by_hand.priors_of(log_p[PRIORS], each[PRIORS][0].resets, DECAY)[-1]
+        priors = np.tile(after, (ROWS[SCORES], 1))
+    elif WAYS[way]["prior"] == "decay":
+        priors = by_hand.priors_of(log_p[SCORES], resets, DECAY)
+    else:
+        priors = np.full((ROWS[SCORES], experts), 1 / experts)
+    mixed = by_hand.mixed(log_p[SCORES], resets, priors, WAYS[way]["how"])
+    return -mixed[counted].mean()
+
+
+def test_losses_are_those_of_the_formulas(place: Place, arms: list[Arm]):
+    for arm in arms:
+        models = scored_models(place, arm)
+        for domain in place.config.names:
+            found = losses_of(models, domain, DECAY)
+            single = len(models) == 1
+            own = {OWN} if domain in models else set()
+            assert set(found) == ({CACHED} if single else {*WAYS, *own})
+            for way, loss in found.items():
+                assert loss == pytest.approx(loss_by_hand(place, arm, domain, way), abs=1e-6)
+            if not single:
+                assert len(set(found.values())) >= len(WAYS) - 1
+
+
+@pytest.mark.parametrize("changed", [PRIORS, SCORES])
+def test_the_cached_prior_knows_nothing_of_the_text_that_is_scored(
+    place: Place, arms: list[Arm], changed: str, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[np.ndarray] = []
+
+    def spied(*arguments: Any, **options: Any) -> np.ndarray:
+        seen.append(cached(*arguments, **options))
+        return seen[-1]
+
+    cached = evaluation.cached_log_prior
+    monkeypatch.setattr(evaluation, "cached_log_prior", spied)
+    models = scored_models(place, arms[0])
+    before = losses_of(models, "prose", DECAY)
+    for model in models.values():
+        made_up("prose", changed, model.name, text=1).save(model.folder / f"prose-{changed}.npz")
+    after = losses_of(models, "prose", DECAY)
+    same = {way for way, loss in before.items() if loss == after[way]}
+    if changed == SCORES:
+        assert (seen[0] == seen[1]).all()
+        assert not same
+    else:
+        assert (seen[0] != seen[1]).any()
+        assert same == {OWN} | {way for way, how in WAYS.items() if how["prior"] != "cached"}
+
+
+def test_the_order_of_experts_changes_nothing(place: Place, arms: list[Arm]):
+    models = scored_models(place, arms[0])
+    backwards = dict(reversed(list(models.items())))
+    for domain in ("prose", "letters"):
+        expected = losses_of(models, domain, DECAY)
+        assert losses_of(backwards, domain, DECAY) == pytest.approx(expected, abs=1e-12)
+
+
+def test_results_have_perplexities_their_means_and_what_they_cost(place: Place, arms: list[Arm]):
+    results = results_of(place, arms)
+    assert list(results) == list(ARMS)
+    for arm in arms:
+        own = results[arm.name]
+        ways = {CACHED: own, **own["ways"]}
+        for way, found in ways.items():
+            expected = {
+                domain: math.exp(loss_by_hand(place, arm, domain, way)) for domain in found["loss"]
+            }
+            assert found["domains"] == pytest.approx(expected, abs=6e-5)
+            inside = np.mean([expected[name] for name in ("prose", "code", "tables")])
+            assert found["inside"] == pytest.approx(inside, abs=6e-5)
+            if way == OWN:
+                assert set(expected) == {"prose", "code", "tables"}
+                assert found["outside"] is found["mean"] is None
+            else:
+                assert found["outside"] == pytest.approx(expected["letters"], abs=6e-5)
+                assert found["mean"] == pytest.approx(np.mean([*expected.values()]), abs=6e-5)
+    equal, sizes, dense, mean = results.values()
+    # Twelve iterations, and two of each seed.
+    assert equal["training_flops"] == dense["training_flops"] == mean["training_flops"] == 1200
+    assert sizes["training_flops"] == 8 * 100 + 4 * 120
+    assert equal["training_flops_with_seeds"] == 1400
+    assert sizes["training_flops_with_seeds"] == 10 * 100 + 6 * 120
+    assert [own["models_asked"] for own in results.values()] == [3, 3, 1, 1]
+    assert equal["ways"]
+    assert not dense["ways"]
+    assert not mean["ways"]
+    members = equal["members"]
+    assert members["code"]["begins_with"] == arms[0].members["prose"].name
+    assert sizes["members"]["tables"] | {"begins_with": ""} == {
+        "size": "L", "steps": 4, "begins_with": "",
+    }  # fmt: skip
+
+
+def test_a_mean_of_parameters_is_scored_as_a_model_of_its_own(place: Place, arms: list[Arm]):
+    [averaged] = work.averagings(place, arms)
+    assert averaged.is_done()
+    experts = {Training(place, own).name for own in arms[0].members.values()}
+    assert set(averaged.needs) == experts
+    assert averaged.name not in experts
+    # What it needs is among the tasks that it is run with.
+    names = {task.name for task in work.trainings(place, arms)}
+    assert experts <= names
+    asked = asked_of(averaged.model.folder / "asked.json")
+    assert asked["runs"] == [str(place.run_dir(own)) for own in arms[0].members.values()]
+
+
+def test_what_is_asked_names_every_domain_and_part(place: Place, arms: list[Arm]):
+    asked = place.asked()
+    names = place.config.names
+    assert [tuple(part[:2]) for part in asked["parts"]] == [
+        (name, part) for name in names for part in (PRIORS, SCORES)
+    ]
+    member = arms[0].members["prose"]
+    data = data_of(member.config().data, asked)
+    assert data.domains() == names
+    assert data.mixture == place.config.domains
+    assert data.held_out == member.config().data.held_out
+    assert place.asked("code")["parts"] == [["code", PRIORS, 100]]
+
+
+def test_scores_that_are_asked_anew_are_none_until_all_are_there(place: Place, arms: list[Arm]):
+    [model, *_] = scored_models(place, arms[0]).values()
+    assert model.is_scored()
+    config = replace(place.config, evaluation=replace(place.config.evaluation, sequences=7))
+    other = scored_models(Place(config, place.folder), arms[0])["prose"]
+    assert other.folder == model.folder
+    assert not other.is_scored()
+    other.scoring()  # It is killed then, and the former is asked again.
+    assert not model.is_scored()
+
+
+def test_models_that_have_scored_different_texts_are_not_compared(place: Place, arms: list[Arm]):
+    for who in ("equal", "dense"):
+        write_scores(place, arms)
+        [arm] = [own for own in arms if own.name == who]
+        model = next(iter(scored_models(place, arm).values()))
+        made_up("code", SCORES, model.name, 1).save(model.folder / f"code-{SCORES}.npz")
+        with pytest.raises(InputError, match="another text"):
+            results_of(place, arms)
+
+
+def cells(line: str) -> list[str]:
+    return [cell for cell in line.split("  ") if cell.strip()]
+
+
+def test_the_table_marks_the_least_of_each_line(place: Place, arms: list[Arm]):
+    results = results_of(place, arms)
+    told = evaluation.table(place.config, results)
+    first, ways = told.split("\n\n")
+    header, *lines = first.splitlines()
+    assert header.split() == ["perplexity", *ARMS]
+    by_name = {cells(line)[0].strip(): [c.strip() for c in cells(line)[1:]] for line in lines}
+    rows = {
+        name: [own["domains"][name] for own in results.values()]
+        for name in results["equal"]["loss"]
+    }
+    rows["letters (outside)"] = rows.pop("letters")
+    rows |= {
+        f"mean, {key}": [own[key] for own in results.values()] for key in ("inside", "outside")
+    }
+    rows["mean"] = [own["mean"] for own in results.values()]
+    assert list(by_name)[:-3] == list(rows)
+    for name, figures in rows.items():
+        expected = [f"{own:.3f}" + "*" * (own == min(figures)) for own in figures]
+        assert by_name[name] == expected
+        assert sum("*" in cell for cell in by_name[name]) == 1
+    assert by_name["training compute"] == ["1.000", "1.067", "1.000", "1.000"]
+    assert by_name["with what they begin with"] == ["1.000", "1.229", "1.000", "1.000"]
+    assert by_name["models asked"] == ["3", "3", "1", "1"]
+    columns, *ways_lines = ways.splitlines()[1:]
+    assert columns.split() == ["equal", "sizes"]
+    assert len(ways_lines) == len(WAYS) + 1
+    assert ways_lines[0].startswith(CACHED)
+    assert ways_lines[-1].rstrip().endswith("/ -")
+    # One that has nothing to mix has no second part.
+    dense = {"dense": results["dense"]}
+    assert "means by how" not in evaluation.table(place.config, dense)
+
+
+def test_the_picture_has_a_dot_for_each_arm_and_domain(place: Place, arms: list[Arm]):
+    results = results_of(place, arms)
+    config = place.config
+    for inside, outside, lines in (
+        (config.inside, config.outside, 4 + 2),
+        (("prose", "tables"), (), 2 + 1),
+    ):
+        drawn = ElementTree.fromstring(picture(inside, outside, results))
+        circles = [one for one in drawn.iter() if one.tag.endswith("circle")]
+        tips = [one[0].text or "" for one in circles if len(one)]
+        assert len(circles) == len(tips) + len(ARMS)
+        assert len(tips) == lines * len(ARMS)
+        for name, own in results.items():
+            for domain in inside:
+                assert f"{domain}, {name}: {own['domains'][domain]:.3f}" in tips
+            assert f"mean, inside, {name}: {own['inside']:.3f}" in tips
+        width = float(drawn.get("viewBox", "").split()[2])
+        places = [float(one.get("cx", "")) for one in circles]
+        assert min(places) > 0
+        assert max(places) < width
+    # Those of the first arm stand on the dashed line, better ones to its left.
+    line = next(one for one in drawn.iter() if one.get("class") == "first")
+    for one in circles:
+        if len(one) and ", equal: " in (one[0].text or ""):
+            assert float(one.get("cx", "")) == pytest.approx(float(line.get("x1", "")), abs=0.1)
+
+
+def test_names_that_mean_something_in_xml_are_drawn(place: Place, arms: list[Arm]):
+    results = results_of(place, arms)
+    named = {"<a & b>": results["equal"]}
+    drawn = ElementTree.fromstring(picture(("prose",), (), named))
+    assert any("<a & b>" in (one.text or "") for one in drawn.iter())
+
+
+def test_comparing_writes_results_and_picture(place: Place, arms: list[Arm]):
+    found = work.compare(place, arms, {"prose": 1.0})
+    written = json.loads((place.folder / work.RESULTS).read_text())
+    assert written == json.loads(json.dumps(found))
+    assert written["difficulty"] == {"prose": 1.0}
+    assert set(written["arms"]) == set(ARMS)
+    for own in written["arms"].values():
+        assert set(own["domains"]) == set(place.config.names)
+        assert own["mean"] == pytest.approx(np.mean([*own["domains"].values()]), abs=1e-4)
+    ElementTree.fromstring((place.folder / work.PICTURE).read_text())

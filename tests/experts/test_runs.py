@@ -1,0 +1,202 @@
+"""An ensemble trained, scored and compared by the command, killed now and then, and used."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skippipe_jax.config import MixtureConfig
+from skippipe_jax.experts import work
+from skippipe_jax.experts.config import load_experts
+from skippipe_jax.experts.members import Members
+from skippipe_jax.experts.tasks import SCORES, Place, Scored
+from skippipe_jax.inference.scores import score
+from skippipe_jax.inference.staged_model import read_model
+from skippipe_jax.storage import run_folder
+from tests.experts.examples import CONFIG, write_config, write_text
+from tests.multihost.processes import Processes, started_processes
+
+SECTIONS: dict[str, Any] = {
+    "domains": CONFIG["domains"][:3],
+    "outside": ["tables"],
+    "sizes": {"S": {}},
+    "lanes": "measured",
+    "experts": {"optimizer": {"learning_rate": 1e-2, "warmup_steps": 0}},
+    "arms": {
+        "equal": {"size": "S", "steps": 5},
+        "dense": {"kind": "dense", "size": "S", "steps": 10},
+        "mean": {"kind": "averaged", "of": "equal"},
+    },
+}
+TIMEOUT_S = 300.0
+
+
+def write_inputs(folder: Path) -> None:
+    write_text(folder)
+    write_config(folder, **SECTIONS)
+
+
+def start(processes: Processes, folder: Path, *arguments: str) -> None:
+    words = ("-m", "skippipe_jax", "experts", *arguments, "experts.yaml")
+    processes.start(*words, folder=folder)
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "experts" / work.RESULTS).read_text())
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in (folder / "experts" / "logs").glob("*"))
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with started_processes(tmp_path_factory.mktemp("output")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, processes: Processes) -> Path:
+    """A folder in which an ensemble has been trained undisturbed; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_inputs(folder)
+    start(processes, folder)
+    number = len(processes.processes) - 1
+    assert processes.exit_code(number, TIMEOUT_S) == 0, processes.outputs() + logs(folder)
+    assert "mean, outside" in processes.output(number)
+    return folder
+
+
+def marks(folder: Path) -> int:
+    """How far an ensemble has come, in files that are written one after the other."""
+    files = [name for _, _, names in os.walk(folder / "experts") for name in names]
+    return sum(name.endswith((".log", "config.yaml", "COMMITTED", ".npz")) for name in files)
+
+
+def test_it_gives_the_same_when_it_is_killed_and_started_again(
+    trained: Path, tmp_path: Path, processes: Processes
+):
+    """Whoever is killed leaves trainings behind, which the next one waits for."""
+    write_inputs(tmp_path)
+    whole = marks(trained)
+    moments = sorted(random.sample(range(1, whole), 3))
+    for moment in moments:
+        start(processes, tmp_path)
+        own = processes.processes[-1]
+        while own.poll() is None and marks(tmp_path) < moment:
+            time.sleep(0.005)
+        own.kill()
+        own.wait()
+    start(processes, tmp_path)
+    code = processes.exit_code(len(processes.processes) - 1, TIMEOUT_S)
+    told = f"killed at {moments} of {whole}\n{processes.outputs()}\n{logs(tmp_path)}"
+    assert code == 0, told
+    assert results(tmp_path) == results(trained), told
+    assert "Traceback" not in told
+    assert marks(tmp_path) == whole
+
+
+def test_results_tell_of_every_arm_and_domain(trained: Path):
+    found = results(trained)
+    assert set(found["arms"]) == {"equal", "dense", "mean"}
+    assert set(found["difficulty"]) == {"prose", "code"}
+    for own in found["arms"].values():
+        assert set(own["domains"]) == {"prose", "code", "tables"}
+        assert own["mean"] == pytest.approx(np.mean([*own["domains"].values()]), abs=1e-4)
+    assert found["arms"]["equal"]["training_flops"] > 0
+    # Each has trained on its own domain alone, and so is the best one there.
+    place = place_of(trained)
+    [equal, *_] = Members(place.config, found["difficulty"]).arms()
+    losses = {
+        name: {d: Scored(place, (own,), own.name).scores(d, SCORES).loss for d in equal.members}
+        for name, own in equal.members.items()
+    }
+    for domain in equal.members:
+        assert min(losses, key=lambda name, d=domain: losses[name][d]) == domain
+    before, after = (found["arms"][name]["training_flops"] for name in ("equal", "dense"))
+    steps = sum(own.steps for own in equal.members.values())
+    assert before / after == pytest.approx(steps / 10)
+
+
+def place_of(folder: Path) -> Place:
+    config = load_experts(folder / "experts.yaml")
+    return Place(config, folder / config.folder)
+
+
+def test_nothing_is_trained_or_scored_twice(trained: Path, processes: Processes):
+    expected, written = results(trained), files_of(trained)
+    start(processes, trained)
+    assert processes.exit_code(len(processes.processes) - 1, TIMEOUT_S) == 0
+    assert files_of(trained) == written
+    assert results(trained) == expected
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """When the files of runs and scores were written."""
+    return {
+        str(path): path.stat().st_mtime_ns
+        for part in ("runs", "scores", "logs")
+        for path in (folder / "experts" / part).rglob("*")
+    }
+
+
+def test_it_is_compared_again_by_a_process_of_its_own(trained: Path):
+    expected = results(trained)
+    for name in (work.RESULTS, work.PICTURE):
+        (trained / "experts" / name).unlink()
+    words = [sys.executable, "-m", "skippipe_jax", "experts", "evaluate", "experts.yaml"]
+    path = os.pathsep.join(
+        map(os.path.abspath, os.environ.get("PYTHONPATH", ".").split(os.pathsep))
+    )
+    subprocess.run(
+        words,
+        cwd=trained,
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    assert results(trained) == expected
+    assert (trained / "experts" / work.PICTURE).exists()
+
+
+def test_runs_began_with_those_before_them(trained: Path):
+    place = place_of(trained)
+    arms = Members(place.config, results(trained)["difficulty"]).arms()
+    for own in [run for arm in arms for member in arm.members.values() for run in member.lineage()]:
+        told = run_folder.read_parent(place.run_dir(own))
+        assert (told is None) == (own.kind == "seed")
+        if told is not None:
+            assert told["init_from"] == place.origin(own)
+
+
+def test_exported_experts_say_what_they_said(trained: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(trained)
+    place = place_of(trained)
+    folders = work.export(place)
+    assert work.export(place) == folders
+    [equal, dense, _] = Members(place.config, results(trained)["difficulty"]).arms()
+    members = [*equal.members.values(), *dense.members.values()]
+    assert {folder.name for folder in folders} == {own.name for own in members}
+    for own, folder in zip(members, folders, strict=True):
+        assert folder.name == own.name
+        model, config, _ = read_model(None, folder, None, None, [])
+        domains = tuple(MixtureConfig(**one) for one in place.asked()["domains"])
+        told = own.config().data
+        data = replace(told, mixture=domains, tokenizer=config.data.tokenizer)
+        known = Scored(place, (own,), own.name).scores("prose", SCORES)
+        found = score(model, data, "prose", SCORES, len(known.counted))
+        assert found.text == known.text
+        np.testing.assert_allclose(
+            found.log_probabilities, known.log_probabilities, rtol=1e-4, atol=1e-4
+        )
