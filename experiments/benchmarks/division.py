@@ -12,6 +12,8 @@ both    S in 300, M in 400, L in 500
 equal    the control: as many nodes for each lane as for the others, give or take one; which ones,
          in how many stages and by which plans, is searched for
 divided  the same search, which may give one lane more nodes than another
+listed   as many nodes for each lane, in the order in which the case lists them, as whoever does
+         not look at links deals them out: stages and plans are searched for, nodes are not
 alone    the hard lane with all nodes to choose from, as if no other trained, its search begun at
          what it is in the divided one: no division can be quicker, as far as the search knows
 
@@ -24,15 +26,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from skippipe_sched import fields
 from skippipe_sched.division.dividing import divide
 from skippipe_sched.division.lanes import Lane, Training
+from skippipe_sched.division.parts import Whole
 from skippipe_sched.division.picture import picture, table
 from skippipe_sched.division.result import Division
 from skippipe_sched.errors import run_command
+from skippipe_sched.problem.case import node_count
 from skippipe_sched.search.budget import Search
 
 from experiments.benchmarks import reporting
@@ -75,15 +81,30 @@ def lanes_of(arm: str) -> tuple[Lane, ...]:
     )
 
 
+def blocks(source: Mapping[str, Any], lanes: int) -> list[list[int]]:
+    """The nodes of a case dealt out to lanes as it lists them, as many to each as possible."""
+    nodes = np.arange(node_count(source["nodes"]))
+    return [block.tolist() for block in np.array_split(nodes, lanes)]
+
+
+def part_of(source: Mapping[str, Any], folder: Path, nodes: Sequence[int]) -> Mapping[str, Any]:
+    """The case of some of the nodes, to be divided by itself; how it is cut is still open."""
+    whole = Whole(source, folder)
+    return whole.part(nodes, whole.cuts(len(nodes), 1)[0], Training("any", 1)).source
+
+
 def measured(case: str, arm: str, seed: int, budget_s: float) -> tuple[dict, dict[str, Division]]:
     """The figures of one arm on a case, and the two divisions."""
     path = cases.FOLDER / f"{case}.yaml"
     source, lanes = fields.load_yaml(path, "case"), lanes_of(arm)
     cut_short = []
 
-    def found(seed: int, lanes: tuple[Lane, ...], **options: Any) -> Division:
+    def found(
+        seed: int, lanes: tuple[Lane, ...], nodes: Sequence[int] | None = None, **options: Any
+    ) -> Division:
         search = Search(seed, budget_s)
-        division = divide(source, path.parent, lanes, search, **options)
+        of_nodes = source if nodes is None else part_of(source, path.parent, nodes)
+        division = divide(of_nodes, path.parent, lanes, search, **options)
         cut_short.append(search.end.cut_short)
         return division
 
@@ -93,17 +114,27 @@ def measured(case: str, arm: str, seed: int, budget_s: float) -> tuple[dict, dic
     others = [node for part in divided.parts[:-1] for node in part.nodes]
     hard = Division(divided.parts[-1:], (*divided.idle, *others))
     alone = found(seed, lanes[-1:], begin=hard)
+    listed = Division(
+        tuple(
+            part
+            for lane, nodes in zip(lanes, blocks(source, len(lanes)), strict=True)
+            for part in found(seed, (lane,), nodes=nodes).parts
+        ),
+        (),
+    )
     result = {
         "case": case,
         "arm": arm,
         "ratio": round(divided.seconds / control.seconds, 4),
+        "listed_ratio": round(divided.seconds / listed.seconds, 4),
         "alone_ratio": round(alone.seconds / control.seconds, 4),
         "searches_cut_short": sum(cut_short),
         "equal": control.to_json(),
         "divided": divided.to_json(),
+        "listed": listed.to_json(),
         "alone": alone.to_json(),
     }
-    return result, {"divided": divided, "equal": control}
+    return result, {"divided": divided, "equal": control, "listed": listed}
 
 
 def main() -> int:
@@ -130,8 +161,9 @@ def _run(arguments: argparse.Namespace) -> int:
             reached = "" if result["ratio"] <= MOST else f", which is more than {MOST}"
             print(table(divisions))
             print(
-                f"{case}, {arm}: {result['ratio']:.3f} of equal node counts{reached}; the hard "
-                f"lane alone takes {result['alone_ratio']:.3f}\n",
+                f"{case}, {arm}: {result['ratio']:.3f} of equal node counts{reached}, "
+                f"{result['listed_ratio']:.3f} of equal counts as listed; the hard lane alone "
+                f"takes {result['alone_ratio']:.3f}\n",
                 flush=True,
             )
             reporting.write(report, arguments.json)

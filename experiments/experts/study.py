@@ -18,6 +18,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from experiments.paper import intervals, provenance
 from skippipe_jax.campaign.running import digest_of
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
-from skippipe_jax.experts.members import Members
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Place
 from skippipe_jax.storage.whole_file import write_whole
@@ -73,14 +73,8 @@ COMPARED: dict[str, tuple[str, str, str, str]] = {
 
 
 def digest() -> str:
-    """Of all runs of the study, and of what they are asked."""
-    whole = []
-    for seed in SEEDS:
-        config = load_experts(CONFIG, [f"seed={seed}"])
-        place = Place(config, Path(config.folder))
-        whole += [own.digest for own in Members(config).probes().values()]
-        whole.append(place.asked())
-    return digest_of(whole)
+    """Of all that the study is told."""
+    return digest_of([asdict(load_experts(CONFIG, [f"seed={seed}"])) for seed in SEEDS])
 
 
 def trained(seed: int) -> dict[str, Any]:
