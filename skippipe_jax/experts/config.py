@@ -130,7 +130,8 @@ class NodesConfig:
     Attributes:
         case: the case of all nodes, as a mapping or the path of a YAML file; its times are those
             of the size that probes have.
-        budget_s: seconds of search for the division of an arm.
+        budget_s: seconds of search for the division of an arm, after as many for equal numbers of
+            nodes, where it begins.
     """
 
     case: str | dict = ""

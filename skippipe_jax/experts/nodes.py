@@ -59,8 +59,11 @@ def _cost(member: Member) -> tuple[float, float]:
     return float(each), float(parameter_count([shapes]))
 
 
-def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
-    """The nodes of the case among the lanes of an arm.
+def compared(place: Place, arm: Arm) -> dict[str, Division]:
+    """The nodes of the case divided among the lanes of an arm, and in equal numbers.
+
+    Equal numbers come first, and the same search goes on from there, so it ends with none that is
+    worse. The division is kept, for the experts to train by, unless one is kept already.
 
     Raises:
         InputError: if there is no case, it cannot be read, or it has too few nodes.
@@ -68,15 +71,17 @@ def divided(place: Place, arm: Arm, *, equal: bool = False) -> Division:
     nodes = place.config.nodes
     if nodes is None:
         raise InputError("nodes", None, "is missing", "Write nodes: {case: FILE}")
-    search = Search(seed=place.config.seed, budget_s=nodes.budget_s)
-    lanes = lanes_of(place.config, arm)
-    return divide(_source(place.config, nodes), Path(), lanes, search, equal=equal)
+    source, lanes = _source(place.config, nodes), lanes_of(place.config, arm)
 
+    def divided(seed: int, **how: Any) -> Division:
+        search = Search(seed=seed, budget_s=nodes.budget_s)
+        return divide(source, Path(), lanes, search, **how)
 
-def compared(place: Place, arm: Arm) -> dict[str, Division]:
-    """The division of an arm, and the one into equal numbers of nodes by the same search."""
-    (place.folder / DIVISION).mkdir(parents=True, exist_ok=True)
-    return {"divided": divided(place, arm), "equal": divided(place, arm, equal=True)}
+    seed = 2 * place.config.seed
+    equal = divided(seed, equal=True)
+    found = {"divided": divided(seed + 1, begin=equal), "equal": equal}
+    _keep(place, arm, found["divided"])
+    return found
 
 
 def require_case(config: ExpertsConfig, nodes: NodesConfig) -> None:
@@ -132,19 +137,26 @@ def kept_division(place: Place, arm: Arm) -> Path:
     return place.folder / DIVISION / f"{asked}.json"
 
 
+def _keep(place: Place, arm: Arm, division: Division) -> None:
+    """Write a division and its plans, if none is kept of the arm."""
+    kept = kept_division(place, arm)
+    if kept.exists():
+        return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    names = {}
+    for part in division.parts:
+        for training, plan in zip(part.lane.trainings, part.plans, strict=True):
+            written = plan.to_json()
+            name = f"{digest_of(written)}.json"
+            write_whole(kept.parent / name, json.dumps(written))
+            names[training.name] = str(Path(place.config.folder, kept.parent.name, name))
+    write_whole(kept, json.dumps({"plans": names, **division.to_json()}, indent=1))
+
+
 def _kept_plans(place: Place, arm: Arm) -> dict[str, str]:
     """The files of the plans of an arm's experts, by domain; made where they are not there."""
     kept = kept_division(place, arm)
     if not kept.exists():
         print(f"dividing nodes among the lanes of {arm.name}", flush=True)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        division = divided(place, arm)
-        names = {}
-        for part in division.parts:
-            for training, plan in zip(part.lane.trainings, part.plans, strict=True):
-                written = plan.to_json()
-                name = f"{digest_of(written)}.json"
-                write_whole(kept.parent / name, json.dumps(written))
-                names[training.name] = str(Path(place.config.folder, kept.parent.name, name))
-        write_whole(kept, json.dumps({"plans": names, **division.to_json()}, indent=1))
+        compared(place, arm)
     return fields.load_json(kept, str(kept))["plans"]

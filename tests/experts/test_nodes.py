@@ -131,7 +131,7 @@ def test_a_case_in_a_file_has_its_link_table_beside_it(place: Place, folder: Pat
     config = {"case": "cases/case.yaml", "budget_s": 0.2}
     other = place_in(folder, **SECTIONS | {"nodes": config})
     arm = arm_of(other)
-    assert len(nodes.divided(other, arm).parts) == 2
+    assert len(nodes.compared(other, arm)["divided"].parts) == 2
     before = kept_division(other, arm)
     case.write_text(json.dumps(CASE | {"forward_s": 0.3}))
     assert kept_division(other, arm) != before
