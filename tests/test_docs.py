@@ -38,6 +38,7 @@ from docs.follow import (
 from skippipe_jax.__main__ import ABOUT, PLANNING, parser, parsers
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, keys, load_config, parse_config
+from skippipe_jax.experts.config import load_experts
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import latest_step
 from tests.fork_server import fork_server
@@ -229,7 +230,7 @@ def check_command(module: str, arguments: list[str]) -> None:
     given = parser().parse_args(arguments)
     config = getattr(given, "config", None)
     if config is not None and config.parts[0] == "experiments":
-        load_config(ROOT / config)
+        (load_experts if arguments[0] == "experts" else load_config)(ROOT / config)
 
 
 def check_installation(arguments: list[str]) -> None:
@@ -275,7 +276,8 @@ def test_every_command_is_told_of():
         for path in (ROOT / "skippipe_jax").rglob("*.py")
         if ending in path.read_text()
     }
-    assert modules == {*COMMAND_MODULES, "skippipe_jax"}
+    # Nobody starts scoring but the tasks of experts.
+    assert modules - {"skippipe_jax.experts.scoring"} == {*COMMAND_MODULES, "skippipe_jax"}
     page = read("commands.md")
     assert all(f"## {one.prog}\n" in page for one in parsers(parser()))
     assert "--robust" in page
@@ -310,6 +312,10 @@ def test_yaml_is_a_configuration_or_a_case(page: str, tmp_path: Path):
             # Some sections of a configuration are keys of a case, too.
             if tree.keys() <= CASE_KEYS and "nodes" in tree:
                 candidates(tree, tmp_path)
+            elif "domains" in tree:
+                path = tmp_path / "experts.yaml"
+                path.write_text(block.text)
+                load_experts(path)
             else:
                 parse_config(tree)
 

@@ -25,7 +25,9 @@ from skippipe_jax.arguments import INTERRUPTED
 from tests.commands.examples import CASE, Command
 
 PLANNING = {command.name for command in skippipe.PLANNING}
-OWN = skippipe.ABOUT.keys() - PLANNING - {"completion", "config"}
+ROOMS = {"config", "experts"}
+"""Commands that are a room's."""
+OWN = skippipe.ABOUT.keys() - PLANNING - {"completion"} - ROOMS
 # What takes seconds to load, and what no command loads that computes nothing.
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "numba"}
 # Runs the commands of its arguments, which + separates, and says which packages were loaded.
@@ -156,7 +158,7 @@ def test_a_command_is_the_same_under_both_names(name: str, command: Command):
         alone = command(import_module("skippipe_sched.__main__"), name, "--help")
         prog = f"python -m skippipe_sched {name}"
     else:
-        module = f"skippipe_jax.{name}" + ".__main__" * (name == "config")
+        module = f"skippipe_jax.{name}" + ".__main__" * (name in ROOMS)
         alone = command(import_module(module), "--help")
         prog = f"python -m skippipe_jax.{name}"
     assert alone.out.startswith(f"usage: {prog} ")
