@@ -155,7 +155,7 @@ class ExpertsConfig:
         at_once: so many runs train at the same time, each on its share of the cores.
         run: what all runs are told, as in a configuration of `train`.
         domains: where the text of each comes from; each has a `name`.
-        outside: domains that nothing is trained on.
+        outside: domains that nothing is trained on; left out, where there are none.
         sizes: by name, what differs in the section `model`.
         seeds: the models from which experts branch.
         experts: sections of a configuration in which experts differ from `run`.
@@ -362,6 +362,11 @@ def _require_own_keys(name: str, tree: Mapping[str, Any]) -> None:
         if key in data:
             problem = "domains say where the text comes from"
             raise InputError(f"{name}.data.{key}", data[key], problem, "Remove it")
+    checkpoint = tree.get("checkpoint")
+    if isinstance(checkpoint, dict) and checkpoint.get("copy_to") is not None:
+        problem = "would be one copy for all runs"
+        field = f"{name}.checkpoint.copy_to"
+        raise InputError(field, checkpoint["copy_to"], problem, "Remove it, and copy the folder")
     if name == "run":
         return
     for key in data:

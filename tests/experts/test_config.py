@@ -45,6 +45,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key of an arm": (arm(step=3), ["arms.equal.step", "unknown key"]),
     "unknown key of a run": (run_with(modle={}), ["config.modle", "unknown key"]),
     "a folder for runs": (run_with(run_dir="x"), ["run.run_dir = 'x'", "Remove it"]),
+    "one copy of all runs": (
+        run_with(checkpoint={"copy_to": "memory://x"}), ["run.checkpoint.copy_to", "for all runs"],
+    ),
     "the seed of runs": (run_with(seed=3), ["run.seed = 3", "that of the ensemble"]),
     "steps of runs": ({"experts": {"train": {"steps": 3}}}, ["experts.train", "of an arm say"]),
     "a parent of runs": (
