@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +16,8 @@ from typing import IO, Any, Protocol
 from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError
 from tqdm import tqdm
 
+from skippipe_jax.storage.run_folder import locked
+
 # Two runs at once on one thread each are quicker, on two cores, than one after the other on two.
 AT_ONCE = 2
 ONE_THREAD = {
@@ -29,7 +29,6 @@ ONE_THREAD = {
 SECONDS_BETWEEN_LOOKS = 0.2
 # So long before a command is started again that found what it needs in use.
 PAUSE_S = 2.0
-NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 Command = Sequence[str]
 """A module and its arguments, as ``python -m`` takes them."""
@@ -142,7 +141,7 @@ class _Process:
 
     def _begin(self) -> None:
         """Start what there is to do, if no processes of the task are left from before."""
-        if not _locked(self.log):
+        if not locked(self.log.fileno()):
             return
         if self.task.is_done():
             self.is_done = True
@@ -199,21 +198,6 @@ class _Process:
         if self.process is not None:
             self.process.wait()
         self.log.close()
-
-
-def _locked(log: IO[str]) -> bool:
-    """Whether this process, and those that it gives the log to, now hold it alone.
-
-    File systems that know no locks let everyone have it.
-    """
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    return True
 
 
 class _Running:

@@ -22,7 +22,8 @@ SOURCES = Choice(("python", "text", "jsonl", "parquet", "tokens", "chat"))
 # What becomes of documents that are longer than a sequence.
 TOO_LONG = Choice(("drop", "truncate", "split"))
 # All held-out documents, those that priors are estimated on, or those that scores are taken of.
-HELD_OUT_PARTS = Choice(("all", "priors", "scores"))
+FOR_PRIORS, FOR_SCORES = "priors", "scores"
+HELD_OUT_PARTS = Choice(("all", FOR_PRIORS, FOR_SCORES))
 
 
 # A greater cycle would take memory for proportions that nobody could tell from simpler ones.

@@ -73,7 +73,7 @@ def cached_log_prior(
     log_p: LogP, resets: Resets, decay: float = priors.KEPT
 ) -> Float64[np.ndarray, " expert"]:
     """The cached log prior that a part of a text gives, which is not then scored with it."""
-    return _in_float64(functools.partial(_decayed_priors, decay=decay), log_p, resets)[1]
+    return _in_float64(functools.partial(_cached_prior, decay=decay), log_p, resets)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -84,6 +84,7 @@ def _weights(how: str, log_p: jax.Array, log_prior: jax.Array, resets: jax.Array
 
 
 _decayed_priors = jax.jit(priors.decayed_priors)
+_cached_prior = jax.jit(priors.cached_prior)
 
 
 def _in_float64(function: Callable, *arrays: np.ndarray) -> np.ndarray:

@@ -9,9 +9,10 @@ import numpy as np
 import yaml
 from skippipe_sched.figures.tables import aligned
 
+from skippipe_jax.config.data import FOR_PRIORS
 from skippipe_jax.experts.config import MEASURED, ArmConfig, ExpertsConfig
 from skippipe_jax.experts.members import Members
-from skippipe_jax.experts.tasks import PRIORS, Place, Scored
+from skippipe_jax.experts.tasks import Place, Scored
 
 
 def measured(place: Place) -> dict[str, float]:
@@ -21,7 +22,7 @@ def measured(place: Place) -> dict[str, float]:
     """
     probes = Members(place.config).probes()
     return {
-        domain: Scored(place, (own,), own.name).scores(domain, PRIORS).loss
+        domain: Scored(place, (own,), own.name).scores(domain, FOR_PRIORS).loss
         for domain, own in probes.items()
     }
 

@@ -10,10 +10,11 @@ import numpy as np
 from jaxtyping import Float
 from skippipe_sched.figures.tables import aligned
 
+from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.ensemble.mixing import cached_log_prior, mix
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import Arm, Member
-from skippipe_jax.experts.tasks import PRIORS, SCORES, Place, Scored
+from skippipe_jax.experts.tasks import Place, Scored
 from skippipe_jax.inference.scores import require_same_text
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.storage import run_folder
@@ -49,15 +50,15 @@ def averaged_model(place: Place, arm: Arm) -> Scored:
 
 def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[str, float]:
     """Loss of a domain [nats per token] by each way of mixing; of a single model, its own."""
-    found = {part: _together(models, domain, part) for part in (PRIORS, SCORES)}
-    log_p, counted, resets = found[SCORES]
+    found = {part: _together(models, domain, part) for part in (FOR_PRIORS, FOR_SCORES)}
+    log_p, counted, resets = found[FOR_SCORES]
 
     def loss(of_targets: Float[np.ndarray, "sequence position"]) -> float:
         return -float(of_targets[counted].mean(dtype=np.float64))
 
     if len(models) == 1:
         return {CACHED: loss(log_p[0])}
-    cached = cached_log_prior(found[PRIORS][0], found[PRIORS][2], decay)
+    cached = cached_log_prior(found[FOR_PRIORS][0], found[FOR_PRIORS][2], decay)
     losses = {
         name: loss(
             mix(
@@ -109,7 +110,7 @@ def results_of(place: Place, arms: Sequence[Arm]) -> dict[str, Any]:
     """
     for domain in place.config.names:
         first = {arm.name: next(iter(scored_models(place, arm).values())) for arm in arms}
-        require_same_text({name: own.scores(domain, SCORES) for name, own in first.items()})
+        require_same_text({name: own.scores(domain, FOR_SCORES) for name, own in first.items()})
     return {arm.name: _of_arm(place, arm) for arm in arms}
 
 

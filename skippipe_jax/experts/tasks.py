@@ -14,6 +14,7 @@ from skippipe_sched import fields
 
 from skippipe_jax.campaign.running import Command, digest_of, threads_each
 from skippipe_jax.config import DataConfig, MixtureConfig
+from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import PROBE, Member, mixture_entry
 from skippipe_jax.inference.scores import Scores
@@ -21,7 +22,6 @@ from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import latest_step
 from skippipe_jax.storage.whole_file import write_whole
 
-PRIORS, SCORES = "priors", "scores"
 SPECIFICATION, DONE = "asked.json", "done.json"
 
 
@@ -50,7 +50,7 @@ class Place:
     def asked(self, probed: str | None = None) -> dict[str, Any]:
         """What a model scores, as a file holds it: all domains, or of one the text for priors."""
         evaluation = self.config.evaluation
-        sequences = {PRIORS: evaluation.prior_sequences, SCORES: evaluation.sequences}
+        sequences = {FOR_PRIORS: evaluation.prior_sequences, FOR_SCORES: evaluation.sequences}
         return {
             "domains": [mixture_entry(self.config, name) for name in self.config.names],
             "batch_size": evaluation.batch_size,
@@ -58,7 +58,7 @@ class Place:
                 [domain, part, count]
                 for domain in (self.config.names if probed is None else [probed])
                 for part, count in sequences.items()
-                if probed is None or part == PRIORS
+                if probed is None or part == FOR_PRIORS
             ],
         }
 

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config.init_from import SHAPES
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts
 from skippipe_jax.data.tokenizer import Tokenizer
@@ -175,18 +176,7 @@ class Ensemble:
         )
 
 
-SAME = (
-    "vocabulary_size",
-    "width",
-    "layers",
-    "heads",
-    "kv_heads",
-    "ffn_width",
-    "rope_theta",
-    "rope_scaling",
-    "tied_head",
-    "norm_epsilon",
-)
+SAME = tuple(key for key in SHAPES if key != "context")
 """What models must agree in so that parameters mean the same in all of them."""
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config import DataConfig
+from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.data.batches import NOT_COUNTED, Batch
 from skippipe_jax.ensemble import mixing, priors
 from skippipe_jax.ensemble.mixtures import ARITHMETIC
@@ -19,7 +20,6 @@ from skippipe_jax.inference.by_domain import DomainLoss, DomainLosses, domain_lo
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.scores import Scores, require_same_text, score
 
-FOR_PRIORS, FOR_SCORES = "priors", "scores"
 PRIOR_SEQUENCES = 100
 """Of a domain's part for priors, the cached prior is estimated on so many, as by its authors."""
 

@@ -110,18 +110,28 @@ class Hold:
                     os.close(descriptor)
 
     def _lock(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not locked(descriptor):
             raise TemporaryError(
                 self.field,
                 str(self.folder),
                 "another training is writing it",
                 f"Wait for its end or stop it, or give another folder: --set {self.field}=...",
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
+            )
+
+
+def locked(descriptor: int) -> bool:
+    """Whether this process, and those that it gives the descriptor to, now hold it alone.
+
+    File systems that know no locks let everyone have it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    return True
 
 
 def _is_at(folder: Path, descriptor: int) -> bool:

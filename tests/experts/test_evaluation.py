@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.experts import evaluation, work
 from skippipe_jax.experts.evaluation import CACHED, OWN, WAYS, losses_of, results_of, scored_models
 from skippipe_jax.experts.members import Arm, Members
 from skippipe_jax.experts.picture import picture
-from skippipe_jax.experts.tasks import DONE, PRIORS, SCORES, Place, Training, asked_of, data_of
+from skippipe_jax.experts.tasks import DONE, Place, Training, asked_of, data_of
 from skippipe_jax.inference.scores import Scores
 from tests.ensemble import by_hand
 from tests.experts.examples import place_in
 
 DECAY = 0.3
-ROWS, LENGTH = {PRIORS: 5, SCORES: 4}, 12
+ROWS, LENGTH = {FOR_PRIORS: 5, FOR_SCORES: 4}, 12
 ARMS = {
     "equal": {"size": "S", "steps": 4},
     "sizes": {"size": {"easy": "S", "hard": "L"}, "steps": 4},
@@ -49,7 +50,7 @@ def write_scores(place: Place, arms: list[Arm]) -> None:
         for model in scored_models(place, arm).values():
             model.scoring()
             for domain in place.config.names:
-                for part in (PRIORS, SCORES):
+                for part in (FOR_PRIORS, FOR_SCORES):
                     own = made_up(domain, part, model.name)
                     own.save(model.folder / f"{domain}-{part}.npz")
             (model.folder / DONE).write_text(json.dumps({"digest": model.digest}))
@@ -77,26 +78,26 @@ def loss_by_hand(place: Place, arm: Arm, domain: str, way: str) -> float:
     """In plain NumPy from the files: experts in the order of the arm."""
     each = {
         part: [model.scores(domain, part) for model in scored_models(place, arm).values()]
-        for part in (PRIORS, SCORES)
+        for part in (FOR_PRIORS, FOR_SCORES)
     }
     log_p = {
         part: np.stack([one.log_probabilities for one in own]).astype(np.float64)
         for part, own in each.items()
     }
-    counted, resets = each[SCORES][0].counted, each[SCORES][0].resets
+    counted, resets = each[FOR_SCORES][0].counted, each[FOR_SCORES][0].resets
     if len(arm.members) == 1 or arm.averages:
-        return -log_p[SCORES][0][counted].mean()
+        return -log_p[FOR_SCORES][0][counted].mean()
     if way == OWN:
-        return -log_p[SCORES][list(arm.members).index(domain)][counted].mean()
+        return -log_p[FOR_SCORES][list(arm.members).index(domain)][counted].mean()
     experts = len(arm.members)
     if WAYS[way]["prior"] == "cached":
-        after = by_hand.priors_of(log_p[PRIORS], each[PRIORS][0].resets, DECAY)[-1]
-        priors = np.tile(after, (ROWS[SCORES], 1))
+        after = by_hand.priors_of(log_p[FOR_PRIORS], each[FOR_PRIORS][0].resets, DECAY)[-1]
+        priors = np.tile(after, (ROWS[FOR_SCORES], 1))
     elif WAYS[way]["prior"] == "decay":
-        priors = by_hand.priors_of(log_p[SCORES], resets, DECAY)
+        priors = by_hand.priors_of(log_p[FOR_SCORES], resets, DECAY)
     else:
-        priors = np.full((ROWS[SCORES], experts), 1 / experts)
-    mixed = by_hand.mixed(log_p[SCORES], resets, priors, WAYS[way]["how"])
+        priors = np.full((ROWS[FOR_SCORES], experts), 1 / experts)
+    mixed = by_hand.mixed(log_p[FOR_SCORES], resets, priors, WAYS[way]["how"])
     return -mixed[counted].mean()
 
 
@@ -114,7 +115,7 @@ def test_losses_are_those_of_the_formulas(place: Place, arms: list[Arm]):
                 assert len(set(found.values())) >= len(WAYS) - 1
 
 
-@pytest.mark.parametrize("changed", [PRIORS, SCORES])
+@pytest.mark.parametrize("changed", [FOR_PRIORS, FOR_SCORES])
 def test_the_cached_prior_knows_nothing_of_the_text_that_is_scored(
     place: Place, arms: list[Arm], changed: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -132,7 +133,7 @@ def test_the_cached_prior_knows_nothing_of_the_text_that_is_scored(
         made_up("prose", changed, model.name, text=1).save(model.folder / f"prose-{changed}.npz")
     after = losses_of(models, "prose", DECAY)
     same = {way for way, loss in before.items() if loss == after[way]}
-    if changed == SCORES:
+    if changed == FOR_SCORES:
         assert (seen[0] == seen[1]).all()
         assert not same
     else:
@@ -201,14 +202,14 @@ def test_what_is_asked_names_every_domain_and_part(place: Place, arms: list[Arm]
     asked = place.asked()
     names = place.config.names
     assert [tuple(part[:2]) for part in asked["parts"]] == [
-        (name, part) for name in names for part in (PRIORS, SCORES)
+        (name, part) for name in names for part in (FOR_PRIORS, FOR_SCORES)
     ]
     member = arms[0].members["prose"]
     data = data_of(member.config().data, asked)
     assert data.domains() == names
     assert data.mixture == place.config.domains
     assert data.held_out == member.config().data.held_out
-    assert place.asked("code")["parts"] == [["code", PRIORS, 100]]
+    assert place.asked("code")["parts"] == [["code", FOR_PRIORS, 100]]
 
 
 def test_scores_that_are_asked_anew_are_none_until_all_are_there(place: Place, arms: list[Arm]):
@@ -227,7 +228,7 @@ def test_models_that_have_scored_different_texts_are_not_compared(place: Place, 
         write_scores(place, arms)
         [arm] = [own for own in arms if own.name == who]
         model = next(iter(scored_models(place, arm).values()))
-        made_up("code", SCORES, model.name, 1).save(model.folder / f"code-{SCORES}.npz")
+        made_up("code", FOR_SCORES, model.name, 1).save(model.folder / f"code-{FOR_SCORES}.npz")
         with pytest.raises(InputError, match="another text"):
             results_of(place, arms)
 

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from skippipe_jax.config import MixtureConfig
+from skippipe_jax.config.data import FOR_SCORES
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.members import Members
-from skippipe_jax.experts.tasks import SCORES, Place, Scored
+from skippipe_jax.experts.tasks import Place, Scored
 from skippipe_jax.inference.scores import score
 from skippipe_jax.inference.staged_model import read_model
 from skippipe_jax.storage import run_folder
@@ -119,7 +120,7 @@ def test_results_tell_of_every_arm_and_domain(trained: Path):
     place = place_of(trained)
     [equal, *_] = Members(place.config, found["difficulty"]).arms()
     losses = {
-        name: {d: Scored(place, (own,), own.name).scores(d, SCORES).loss for d in equal.members}
+        name: {d: Scored(place, (own,), own.name).scores(d, FOR_SCORES).loss for d in equal.members}
         for name, own in equal.members.items()
     }
     for domain in equal.members:
@@ -194,8 +195,8 @@ def test_exported_experts_say_what_they_said(trained: Path, monkeypatch: pytest.
         domains = tuple(MixtureConfig(**one) for one in place.asked()["domains"])
         told = own.config().data
         data = replace(told, mixture=domains, tokenizer=config.data.tokenizer)
-        known = Scored(place, (own,), own.name).scores("prose", SCORES)
-        found = score(model, data, "prose", SCORES, len(known.counted))
+        known = Scored(place, (own,), own.name).scores("prose", FOR_SCORES)
+        found = score(model, data, "prose", FOR_SCORES, len(known.counted))
         assert found.text == known.text
         np.testing.assert_allclose(
             found.log_probabilities, known.log_probabilities, rtol=1e-4, atol=1e-4
