@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from beartype import beartype
 from jaxtyping import AbstractArray, install_import_hook
 
-# Those of skippipe_jax with shapes in signatures, below the commands.
-ROOMS = (
-    "data",
-    "ensemble",
-    "inference",
-    "models",
-    "optim",
-    "profiling",
-    "program",
-    "runtime",
-    "training",
-)
+PACKAGE = Path(__file__).parents[1] / "skippipe_jax"
 
 
 def enforce_shapes() -> None:
     """Have modules that are imported from now on check the arrays that they take and return."""
-    install_import_hook([f"skippipe_jax.{room}" for room in ROOMS], "tests.shapes.checked")
+    install_import_hook(modules_with_shapes(), "tests.shapes.checked")
+
+
+def modules_with_shapes() -> list[str]:
+    """Return the modules of the package that import jaxtyping."""
+    return [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if "from jaxtyping import" in path.read_text()
+    ]
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

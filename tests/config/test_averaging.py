@@ -24,7 +24,7 @@ from skippipe_jax.config.former_keys import FORMER_KEYS
 from skippipe_jax.config.keys import sections
 
 OUTER: dict[str, Any] = {"mode": "outer", "every": 10, "fragments": 3, "delay": 2}
-properties = settings(max_examples=50, deadline=None, derandomize=True)
+properties = settings(max_examples=50)
 
 
 def refused(tree: Any) -> InputError:

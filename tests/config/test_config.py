@@ -264,7 +264,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(CONFIGS)
 def test_what_is_written_reads_back_the_same(config: Config):
     assert parse_config(yaml.safe_load(to_yaml(config))) == config

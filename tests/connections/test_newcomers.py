@@ -324,7 +324,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*INVITATION.to_json()]), JSON))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_no_invitation_is_a_value_error_and_nothing_else(parts: dict[str, Any]):
     try:
         told = Invitation.parse(changed(**parts))
@@ -348,7 +348,7 @@ ANSWERS = st.lists(
 
 
 @given(ANSWERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_answers_a_newcomer_it_believes_nothing_but_what_was_told(answers: list[bytes]):
     async def live() -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -385,7 +385,7 @@ async def unmoved() -> AsyncIterator[Host]:
         max_size=10,
     )
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_strangers_get_nothing_but_a_handshake_and_change_nothing(contents: list[bytes]):
     async def send(host: Host, content: bytes) -> None:
         try:
@@ -421,7 +421,7 @@ def damaged(flight: bytes, place: int, byte: int) -> bytes:
         max_size=8,
     )
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_who_shakes_hands_without_the_secret_or_stops_in_the_middle_hears_nothing(
     attempts: list[tuple[str, int]],
 ):

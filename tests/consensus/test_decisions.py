@@ -66,7 +66,7 @@ def check(
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5])
-@settings(max_examples=125, deadline=None)
+@settings(max_examples=125)
 @given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
 def test_hosts_agree_whatever_is_lost(
     hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
@@ -75,7 +75,7 @@ def test_hosts_agree_whatever_is_lost(
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
 def test_hosts_agree_however_many_come(
     hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
@@ -85,7 +85,7 @@ def test_hosts_agree_however_many_come(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5])
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=2500)
 @given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
 def test_hosts_agree_whatever_is_lost_ten_thousand_times(
     hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
@@ -96,7 +96,7 @@ def test_hosts_agree_whatever_is_lost_ten_thousand_times(
 HOST = st.integers(0, 4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.sets(HOST), st.none() | HOST, st.none() | HOST, st.booleans()), max_size=12
@@ -144,7 +144,7 @@ ROUNDS = st.lists(
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 5])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rounds=ROUNDS, rewinds=st.booleans())
 @example(rounds=[NOTHING, NOTHING | {"lost": 1, "back": 1}, NOTHING | {"lost": 2}], rewinds=False)
 def test_stages_move_whoever_is_lost_meanwhile(

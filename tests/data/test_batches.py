@@ -160,7 +160,7 @@ def test_batches_have_one_shape_and_fresh_arrays(file_config):
     np.testing.assert_array_equal(batches[1]["tokens"], kept)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(microbatch_size=st.integers(1, 3), spare=st.integers(0, 20), seed=st.integers(0, 2**32 - 1))
 def test_every_epoch_has_each_sequence_once(microbatch_size, spare, seed):
     count = 2 * microbatch_size + spare
@@ -194,7 +194,7 @@ def test_the_seed_fixes_the_order_and_each_epoch_has_its_own(file_config):
     assert sorted(first[:90]) == sorted(first[90:]) == sorted(order(6)[:90])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(numbers=st.lists(st.integers(0, 200), min_size=1, max_size=20))
 def test_any_microbatch_is_the_same_whenever_it_is_read(numbers):
     with tempfile.TemporaryDirectory() as folder:

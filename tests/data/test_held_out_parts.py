@@ -54,7 +54,7 @@ def tokens_of(document) -> tuple[int, ...]:
     return tuple(token for token, _ in document)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(DOCUMENTS, st.booleans())
 def test_parts_never_meet_and_are_all_there_is(documents, chat):
     whole = together(documents, chat=chat)
@@ -74,7 +74,7 @@ def test_parts_never_meet_and_are_all_there_is(documents, chat):
         assert len({*map(tokens_of, priors)}) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(DOCUMENTS, st.randoms())
 def test_neither_order_nor_dtype_nor_what_is_learnt_moves_a_document(documents, random):
     whole = together(documents, chat=False)

@@ -19,7 +19,7 @@ def packed(documents: TokenizedDocuments, length: int) -> PackedDocuments:
     return PackedDocuments(documents, cut(documents, length, "split"), length)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), st.integers(1, 40))
 def test_no_row_holds_more_than_it_can_and_few_could_be_saved(data, row_length):
     lengths = np.array(data.draw(st.lists(st.integers(1, row_length), max_size=60)), np.int64)
@@ -39,7 +39,7 @@ def test_many_short_documents_leave_little_padding():
     assert lengths.sum() / ((rows.max() + 1) * 1024) > 0.995
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 12))
 def test_rows_hold_every_document_piece_by_piece(sizes, length):
     ends = np.cumsum(sizes)
@@ -80,7 +80,7 @@ def test_sources_are_mixed_evenly():
         assert np.abs(counts - [35, 10, 5]).max() <= 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.integers(1, 12))
 def test_every_row_has_something_to_learn_and_nothing_learnt_is_left_out(data, length):
     sizes = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=10))

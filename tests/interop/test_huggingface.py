@@ -193,7 +193,7 @@ def test_a_config_json_that_is_none_is_refused(text: str, tmp_path: Path):
         read_model(tmp_path)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     head=st.sampled_from([2, 16, 128]),
     theta=st.floats(2.0, 1e7),

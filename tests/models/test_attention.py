@@ -52,7 +52,7 @@ def plain(query: Any, key: Any, value: Any, documents: Any) -> jax.Array:
     return attend(query, key, value, documents, "xla")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(inputs(), st.integers(1, 17))
 def test_blocks_give_what_all_scores_give(arrays: tuple[Any, ...], block: int):
     expected = with_gradients(plain, arrays)
@@ -61,7 +61,7 @@ def test_blocks_give_what_all_scores_give(arrays: tuple[Any, ...], block: int):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(inputs(step=128, width_step=128))
 def test_the_kernel_of_tpus_gives_what_all_scores_give(arrays: tuple[Any, ...]):
     expected = with_gradients(plain, arrays)

@@ -8,7 +8,7 @@ import pytest
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.profiling.devices import peak_flops_per_second, peak_process_bytes
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 BATCH, TIME = 3, 10
 

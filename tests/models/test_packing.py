@@ -43,7 +43,6 @@ from skippipe_jax.runtime.stage_functions import activation, stage_functions
 from skippipe_jax.training.metrics import bytes_per_link
 from tests import oracle
 from tests.models.test_llama import random_module
-from tests.program.test_compiler import plan_of
 from tests.runtime.test_oracle import (
     BATCH,
     ITERATIONS,
@@ -54,6 +53,7 @@ from tests.runtime.test_oracle import (
     random_batches,
     run,
 )
+from tests.sched.examples import plan_of
 
 MODEL = ModelConfig(
     vocabulary_size=11, width=8, layers=3, heads=2, kv_heads=1, ffn_width=12, context=TIME
@@ -154,7 +154,7 @@ def number_of_document(batch: Batch) -> np.ndarray:
     return np.cumsum([0, *batch["begins"][0, 1:]])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(Marks, Seeds)
 def test_every_document_has_the_losses_that_it_has_alone(begins: list[bool], seed: int):
     batch = row_of_documents(begins, seed)
@@ -165,7 +165,7 @@ def test_every_document_has_the_losses_that_it_has_alone(begins: list[bool], see
         np.testing.assert_allclose(together, alone[number, : len(together)], rtol=0, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(Marks, Seeds, st.data())
 def test_a_changed_document_changes_no_bit_of_the_others_losses(
     begins: list[bool], seed: int, data: st.DataObject
@@ -198,7 +198,7 @@ def test_evaluation_keeps_documents_apart():
 
 
 @given(st.lists(Marks, min_size=2, max_size=2))
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 def test_positions_and_documents_are_those_counted_by_hand(marks: list[list[bool]]):
     positions = positions_in_documents(jnp.array(marks))
     together = within_documents(jnp.arange(ROW) - positions)

@@ -6,7 +6,6 @@ so: see `tests.fork_server`.
 
 import contextlib
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -17,13 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skippipe_jax.launch import free_port
 from tests.fork_server import Forked, fork, fork_server
-
-
-def free_block() -> int:
-    """The first of 32 ports that neither a coordinator has nor Linux gives away."""
-    return random.randrange(20_000, 32_000, 32)
+from tests.ports import free_port
 
 
 class Processes:

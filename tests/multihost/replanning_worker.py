@@ -16,7 +16,7 @@ from skippipe_jax.consensus.generations import Wish
 from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
 from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.trainer import Trainer
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 PLAN = plan_of(
     [[0, 3], [1, 2]], [[0, 1], [3, 2], [0, 2], [3, 1]], path_length=2, microbatches_per_data_node=2

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 
-from skippipe_jax.launch import free_port
 from skippipe_jax.storage.layout import latest_step, open_checkpoint, saved_steps
 from skippipe_jax.storage.newest_whole import prepare_run
 from skippipe_jax.storage.reader import read_data_state, read_stage
 from skippipe_jax.storage.writer import CheckpointWriter
 from tests.multihost.processes import started_processes
+from tests.ports import free_port
 from tests.thread_hosts import ThreadHost
 
 STEPS = [2, 4, 6, 8]

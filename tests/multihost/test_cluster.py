@@ -24,8 +24,9 @@ from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
 from skippipe_jax.connections.secret import SECRET_VARIABLE
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.launch import PORTS, free_port
-from tests.multihost.processes import Processes, free_block
+from skippipe_jax.launch import PORTS
+from tests.multihost.processes import Processes
+from tests.ports import free_block, free_port
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 # Longer than a host is silent that waits for a busy processor.

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
 
-from skippipe_jax.launch import free_port
 from tests.commands.examples import write_inputs
 from tests.multihost.processes import Processes, started_processes
+from tests.ports import free_port
 
 TRAIN, JOIN = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.join")
 PATIENCE_S = 180.0

@@ -28,10 +28,11 @@ from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 from skippipe_jax import join, train
 from skippipe_jax.connections.keys import derived
 from skippipe_jax.connections.secret import SECRET_VARIABLE, Secret, make_secret
-from skippipe_jax.launch import PORTS, free_port
+from skippipe_jax.launch import PORTS
 from skippipe_jax.storage import run_folder
 from tests.fork_server import fork_server
 from tests.multihost.processes import Processes, started_processes
+from tests.ports import free_port
 from tests.training_runs import settings, steps_done, write_config
 
 LAUNCH = Path(__file__).parents[2] / "experiments" / "launch"

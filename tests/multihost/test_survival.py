@@ -18,7 +18,6 @@ import yaml
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from skippipe_jax.launch import free_port
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import (
     CHECKPOINTS,
@@ -28,7 +27,8 @@ from skippipe_jax.storage.layout import (
     step_name,
 )
 from skippipe_jax.storage.run_folder import GENERATIONS, MEMBERSHIP
-from tests.multihost.processes import Processes, free_block, started_processes
+from tests.multihost.processes import Processes, started_processes
+from tests.ports import free_block, free_port
 from tests.training_runs import (
     arrays_of_checkpoint,
     settings,

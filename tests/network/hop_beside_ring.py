@@ -29,7 +29,7 @@ from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from skippipe_jax.runtime.transport import Transfers
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 RATE_BYTES_PER_S = 2e6
 HOP_BYTES = 100_000

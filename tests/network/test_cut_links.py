@@ -18,7 +18,7 @@ from skippipe_jax.storage.layout import latest_step
 from tests.multihost.processes import Processes, started_processes
 from tests.multihost.test_training_hosts import CRASHES
 from tests.network.test_shaped_network import needs_root
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 from tests.training_runs import settings, steps_done, virtual_devices, write_config
 
 pytestmark = needs_root

@@ -13,7 +13,7 @@ from skippipe_sched.timing.simulate import Run, Timeline, simulate_plan
 from experiments.benchmarks import loopback
 from tests.fork_server import fork_server
 from tests.network.test_shaped_network import needs_root
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 REPOSITORY = Path(__file__).parents[2]
 

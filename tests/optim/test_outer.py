@@ -32,7 +32,7 @@ from tests.training_runs import assert_same_bits, by_name
 
 DTYPES = ("float32", "bfloat16", "int8")
 TINY = float(np.finfo(np.float32).tiny)
-properties = settings(max_examples=25, deadline=None, derandomize=True)
+properties = settings(max_examples=25)
 
 # Stages of two, one and three nodes; a path swaps, one skips, and none visits node 5.
 STAGES = [[0, 1], [2], [3, 4, 5]]

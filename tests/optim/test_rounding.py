@@ -35,7 +35,7 @@ MODEL = ModelConfig(
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, moment_dtype="bfloat16")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(width=32, allow_nan=True), min_size=1, max_size=8), st.integers(0, 99))
 def test_a_number_becomes_one_of_its_neighbours(numbers: list[float], seed: int):
     wide = jnp.asarray(numbers, jnp.float32)
@@ -66,7 +66,7 @@ def stage_tree(first_layer: int, layers: int) -> tuple[dict[str, Any], dict[str,
     return wide, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1000), st.integers(1, 5))
 def test_a_block_is_rounded_alike_however_the_model_is_cut(seed: int, count: int, at: int):
     def rounded(first_layer: int, layers: int) -> np.ndarray:

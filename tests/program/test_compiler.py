@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.case import parse_case
-from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
-from skippipe_sched.timing.simulate import simulate
+from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 
 from skippipe_jax.program.compiler import (
     Compute,
@@ -26,48 +23,9 @@ from skippipe_jax.program.compiler import (
     hosts_of_nodes,
 )
 from skippipe_jax.program.hops import Hop, HopNumbers
+from tests.sched.examples import plan_of
 
-PROPERTIES = settings(max_examples=150, deadline=None, derandomize=True)
-
-
-def plan_of(
-    stages: list[list[int]],
-    paths: list[list[int]],
-    order: list[list[tuple[str, int]]] | None = None,
-    **case: Any,
-) -> Plan:
-    """A plan by hand; without an order, in the one that the simulator finds."""
-    sent = [sum(path[0] == node for path in paths) for node in stages[0]]
-    parsed = parse_case(
-        {
-            "nodes": sum(len(nodes) for nodes in stages),
-            "locations": ["here"],
-            "links": [],
-            "activation_bytes": 1e6,
-            "stage_bytes": 1e6,
-            "forward_s": 0.1,
-            "stages": [len(nodes) for nodes in stages],
-            "path_length": 1,
-            "microbatches_per_data_node": sent,
-            "memory": 2,
-        }
-        | case
-    )
-    if order is None:
-        operations = simulate(parsed, stages, [tuple(path) for path in paths]).order
-    else:
-        operations = tuple(
-            tuple(Operation(kind, microbatch, node) for kind, microbatch in own)  # pyright: ignore[reportArgumentType]
-            for node, own in enumerate(order)
-        )
-    return Plan(
-        "by hand",
-        tuple(map(tuple, stages)),
-        tuple(map(tuple, paths)),
-        operations,
-        Predicted(0, 0, 0, 0),
-        parsed,
-    )
+PROPERTIES = settings(max_examples=150)
 
 
 @st.composite

@@ -19,7 +19,7 @@ from tests.sched.optimum import random_small_case
 
 @pytest.mark.parametrize("method", METHODS)
 @given(case=cases(), seed=st.integers(0, 2**40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_plan_has_a_program_for_each_host(method, case, seed):
     try:
         plan = make_plan(case, method, Search(seed, 0.01))

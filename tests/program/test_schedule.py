@@ -26,7 +26,7 @@ from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import WORKER, read_replicas
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 from tests.training_runs import (
     arrays_of_checkpoint,
     assert_same_bits,

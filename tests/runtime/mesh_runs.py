@@ -21,8 +21,8 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from tests import oracle
-from tests.program.test_compiler import plan_of
 from tests.runtime.test_oracle import OPTIMIZER, TIME, TOLERANCE, random_batches
+from tests.sched.examples import plan_of
 
 DEVICES = 8
 Meshes = tuple[tuple[int, int], ...]

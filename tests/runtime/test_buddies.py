@@ -22,7 +22,7 @@ from skippipe_jax.runtime.copied import Copy
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 PLAN = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 3], [1, 2, 4]])
 # Host 0 serves stages 0 and 2, so stage 0 is kept by host 2, and stage 2 by host 1.

@@ -24,7 +24,7 @@ from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.spread import single
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from tests.one_host import open_alone
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 BATCH, TIME = 2, 6
 # Other shapes than anywhere else, so that nothing of it is compiled already; what stages are given

@@ -8,7 +8,7 @@ from tests.sched.examples import planned, routed_cases
 
 
 @given(routed_cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_hops_arrive_when_the_simulator_says(example):
     """Activations and gradients, which may differ in bytes, one after another on a link."""
     plan, timeline = planned(*example)

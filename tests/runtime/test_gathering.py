@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.gathering import Gathering, GatheringRing
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 
 def ring_of(replicas: list[int], length: int, chunk_length: int) -> GatheringRing:
@@ -29,7 +29,7 @@ def ring_of(replicas: list[int], length: int, chunk_length: int) -> GatheringRin
     return GatheringRing(ring.stage, ring.nodes, ring.places, hops, chunk_length, most, ring.ahead)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_every_replica_comes_to_have_all_messages(data: st.DataObject):
     count = data.draw(st.integers(2, 5))

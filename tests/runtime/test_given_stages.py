@@ -17,7 +17,7 @@ from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import StageState, make_states
 from skippipe_jax.runtime.topology import Device, Topology
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 from tests.thread_hosts import ThreadHost, on_hosts
 from tests.training_runs import assert_same_bits, by_name
 

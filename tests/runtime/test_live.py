@@ -22,8 +22,8 @@ from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.storage.recording import Recording, measured_timeline
 from tests import oracle
 from tests.one_host import open_alone
-from tests.program.test_compiler import plan_of
 from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, plans, random_batches
+from tests.sched.examples import plan_of
 
 MODEL = ModelConfig(
     vocabulary_size=11, width=8, layers=4, heads=2, kv_heads=1, ffn_width=12, context=TIME
@@ -161,8 +161,6 @@ def test_what_comes_late_does_not_hold_up_ready_first(tmp_path: Path):
 
 @settings(
     max_examples=8,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(plans(), st.booleans())

@@ -32,7 +32,7 @@ from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, Z_L
 from skippipe_jax.runtime.totals import Outcome
 from tests import oracle
 from tests.one_host import open_alone
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 ITERATIONS = 3
 BATCH, TIME = 2, 6
@@ -165,12 +165,7 @@ def run(
 
 
 @pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
-@settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_training_equals_the_oracle(data: st.DataObject):
     plan = data.draw(plans())

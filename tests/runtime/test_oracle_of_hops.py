@@ -20,8 +20,8 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.runtime.wire_format import Wire, WireFormat
 from tests import oracle
-from tests.program.test_compiler import plan_of
 from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, Way, random_batches, run
+from tests.sched.examples import plan_of
 
 # Two data nodes; a swap, a skip, and a microbatch that stays where it began.
 PLAN = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [0], [1, 3, 2], [0, 3]])

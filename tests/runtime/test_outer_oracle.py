@@ -28,8 +28,8 @@ from skippipe_jax.runtime.state import UnderWay
 from skippipe_jax.runtime.totals import Outcome
 from tests import oracle, outer_oracle
 from tests.one_host import open_alone
-from tests.program.test_compiler import plan_of
 from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, TOLERANCE, plans
+from tests.sched.examples import plan_of
 
 WORD_COUNT = 11
 
@@ -166,10 +166,7 @@ def assert_equals_the_oracle(
 
 @pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
 @settings(
-    max_examples=5,
-    deadline=None,
-    derandomize=True,
-    # What fails is not made smaller: that would compile for minutes.
+    max_examples=5,  # What fails is not made smaller: that would compile for minutes.
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -72,7 +72,7 @@ def test_a_chunk_is_bounded_by_the_hops_and_the_slowest_link(
     assert chunk_bytes(case, (2, 1, 0), hop_bytes) == pytest.approx(size)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     st.integers(2, 5),
     st.floats(0.01, 3000),

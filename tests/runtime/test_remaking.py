@@ -18,7 +18,7 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import TOKENS
 from skippipe_jax.runtime.totals import add_up, apart
 from tests.one_host import open_alone
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 from tests.training_runs import assert_same_bits, by_name
 
 PLAN = plan_of([[0], [1], [2, 3]], [[0, 1, 2], [0, 1, 3]])

@@ -20,7 +20,7 @@ from skippipe_jax.storage.array_files import ArrayFiles
 from skippipe_jax.storage.layout import Checkpoint, open_checkpoint
 from skippipe_jax.storage.writer import write_checkpoint
 from tests.one_host import open_alone
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 from tests.training_runs import assert_same_bits, by_name
 
 # Three replicas of the second stage, each on a device of its own.

@@ -14,7 +14,7 @@ from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.topology import Device, Topology, devices_of_nodes
 from skippipe_jax.training.trainer import Trainer
 from tests.network import hop_beside_ring
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 # Of stage 1 each host has a node, of stage 2 host 1 has both; all links are quick.
 PLAN = plan_of([[0], [1, 2], [3, 4]], [[0, 1, 3], [0, 2, 4]])

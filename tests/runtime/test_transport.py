@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from skippipe_jax.connections.addresses import require_free
-from skippipe_jax.launch import free_port
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.topology import sharding_of
 from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
+from tests.ports import free_port
 from tests.thread_hosts import ThreadHost, on_hosts
 
 HOSTS = 2

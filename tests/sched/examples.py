@@ -5,8 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 from skippipe_sched.problem.case import Case, parse_case
-from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
-from skippipe_sched.timing.simulate import forecast
+from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
+from skippipe_sched.timing.simulate import forecast, simulate
 from skippipe_sched.timing.timeline import Timeline
 
 PAPER = "experiments/paper/gcp20.yaml"
@@ -47,6 +47,46 @@ def in_order(sizes) -> tuple[tuple[int, ...], ...]:
     """Nodes 0, 1, 2, ... on stages of these sizes."""
     ends = accumulate(sizes)
     return tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True))
+
+
+def plan_of(
+    stages: list[list[int]],
+    paths: list[list[int]],
+    order: list[list[tuple[str, int]]] | None = None,
+    **case: Any,
+) -> Plan:
+    """A plan by hand; without an order, in the one that the simulator finds."""
+    sent = [sum(path[0] == node for path in paths) for node in stages[0]]
+    parsed = parse_case(
+        {
+            "nodes": sum(len(nodes) for nodes in stages),
+            "locations": ["here"],
+            "links": [],
+            "activation_bytes": 1e6,
+            "stage_bytes": 1e6,
+            "forward_s": 0.1,
+            "stages": [len(nodes) for nodes in stages],
+            "path_length": 1,
+            "microbatches_per_data_node": sent,
+            "memory": 2,
+        }
+        | case
+    )
+    if order is None:
+        operations = simulate(parsed, stages, [tuple(path) for path in paths]).order
+    else:
+        operations = tuple(
+            tuple(Operation(kind, microbatch, node) for kind, microbatch in own)  # pyright: ignore[reportArgumentType]
+            for node, own in enumerate(order)
+        )
+    return Plan(
+        "by hand",
+        tuple(map(tuple, stages)),
+        tuple(map(tuple, paths)),
+        operations,
+        Predicted(0, 0, 0, 0),
+        parsed,
+    )
 
 
 def planned(case: Case, stages, paths) -> tuple[Plan, Timeline]:

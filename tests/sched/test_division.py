@@ -54,7 +54,7 @@ def counts_of(division) -> list[int]:
     return [len(part.nodes) for part in division.parts]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     steps=st.lists(st.integers(1, 50), min_size=1, max_size=3),
     speeds=st.lists(st.sampled_from([0.3, 0.4, 0.8]), min_size=10, max_size=10),

@@ -20,7 +20,7 @@ from skippipe_jax.storage.run_folder import (
     read_generations,
     read_recoveries,
 )
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 PLAN = plan_of([[0], [1]], [[0, 1]])
 MEMBERS = [

@@ -114,7 +114,7 @@ def assert_same(found: Timeline, expected: Timeline) -> None:
     assert found.nodes == expected.nodes
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(routed_cases(), st.data())
 def test_recordings_of_all_hosts_together_are_the_iteration(routed, data):
     plan = planned(*routed)

@@ -16,7 +16,7 @@ from skippipe_jax.training import measured as measuring
 from skippipe_jax.training.admission import Admission, admission, state_bytes
 from skippipe_jax.training.measured import Measured, forward_seconds, new_nodes
 from skippipe_jax.training.places import with_places
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 # Node 0 sends all, and nodes 1 and 2 share what comes after.
 PLAN = plan_of([[0], [1, 2]], [[0, 1], [0, 2]] * 3, path_length=2)

@@ -19,11 +19,11 @@ from skippipe_jax.config import Config, load_config, parse_config, require_same_
 from skippipe_jax.config.huggingface import read_model
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.interop.huggingface import WEIGHTS
-from skippipe_jax.launch import free_port
 from skippipe_jax.storage import run_folder
 from skippipe_jax.training.trainer import train
 from tests.llama_models import random_llama, save
 from tests.multihost.processes import started_processes
+from tests.ports import free_port
 
 CASE = {
     "nodes": 4,

@@ -19,7 +19,7 @@ from skippipe_jax.training.places import (
     with_stages,
 )
 from skippipe_jax.training.regroup import rules_of
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 PATHS = [[0, 2], [0, 3], [1, 2], [1, 3]]
 PLAN = plan_of([[0, 1], [2, 3]], PATHS, path_length=2)

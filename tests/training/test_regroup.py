@@ -8,7 +8,7 @@ from typing import Any
 
 from skippipe_jax.config import Config
 from skippipe_jax.training.regroup import rules_of
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 PLAN = plan_of([[0, 1], [2, 3]], [[0, 2], [0, 3], [1, 2], [1, 3]], path_length=2)
 

@@ -21,7 +21,7 @@ from skippipe_jax.training import search_process
 from skippipe_jax.training.plan_search import is_of
 from skippipe_jax.training.replanning import SEVERAL, FoundPlans, Replanning
 from skippipe_jax.training.search_process import Standby
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 MODEL = ModelConfig(width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=256)
 REPLAN = ReplanConfig(method="balanced", budget_s=1.0)

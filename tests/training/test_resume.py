@@ -124,7 +124,7 @@ def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: si
 
 
 def test_a_run_that_was_killed_goes_on(run: Run, finished: Run):
-    kill_at = random.randrange(1, 12)
+    kill_at = random.Random(0).randrange(1, 12)
     run.start()
     run.processes.wait_until(lambda: steps_done(run.folder) >= kill_at, PATIENCE_S)
     run.processes.processes[0].kill()

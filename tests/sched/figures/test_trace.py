@@ -47,7 +47,7 @@ def _microseconds(start_s, end_s):
     return pytest.approx((1e6 * start_s, 1e6 * end_s), abs=ROUNDING_US, rel=1e-12)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(routed_cases())
 def test_every_operation_transfer_and_averaging_is_a_slice_at_its_time(routed):
     plan, timeline = planned(*routed)
@@ -89,7 +89,7 @@ def test_every_operation_transfer_and_averaging_is_a_slice_at_its_time(routed):
             assert event["args"]["ring"] == list(best_ring(plan.case, averaging.stage, nodes))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(routed_cases())
 def test_slices_of_a_track_follow_one_another(routed):
     trace = _Trace(*planned(*routed))
@@ -104,7 +104,7 @@ def test_slices_of_a_track_follow_one_another(routed):
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(routed_cases())
 def test_an_arrow_leads_over_every_transfer_to_the_operation_that_it_was_for(routed):
     plan, timeline = planned(*routed)

@@ -16,7 +16,7 @@ PLANS = Path("experiments/paper/plans")
 
 
 @given(routed_cases())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_plan_that_stays_keeps_its_order(example):
     plan, timeline = planned(*example)
     order = earlier_order(start_times(plan), plan.case, plan.microbatches)
@@ -35,7 +35,7 @@ def test_nodes_wait_as_a_search_found_that_they_should():
 
 
 @given(routed_cases(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_on_other_replicas_it_runs_or_is_none(example, data):
     """Every visit may be on any other replica now, of a case with any memory."""
     case, stages, paths = example

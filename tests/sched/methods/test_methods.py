@@ -46,7 +46,7 @@ def _balance_is_possible(case) -> bool:
 
 @pytest.mark.parametrize("method", METHODS)
 @given(case=cases(), seed=st.integers(0, 2**40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_plan_keeps_what_a_plan_promises(method, case, seed):
     if "full" not in method and not _balance_is_possible(case):
         with pytest.raises(InputError, match=r"case\.rules\.max_jump"):
@@ -86,7 +86,7 @@ def test_every_plan_keeps_what_a_plan_promises(method, case, seed):
 @given(
     case=cases(), policy=policies(), size=st.sampled_from([2**24, 2**33]), seed=st.integers(0, 9)
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_every_method_plans_for_averaging_behind_the_iterations(method, case, policy, size, seed):
     if "full" not in method and not _balance_is_possible(case):
         return

@@ -53,7 +53,7 @@ def paper():
 
 
 @given(case=cases(), seed=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_placement_gives_every_node_one_stage(case, seed):
     stages = dtfm.place(case, Search(seed, budget_s=0.02))
     assert tuple(map(len, stages)) == case.stages
@@ -117,7 +117,7 @@ def test_the_placement_of_the_paper_averages_sooner_than_the_published_one(paper
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_estimate_of_a_ring_is_never_above_the_quickest_one_and_exact_for_three(data):
     size = data.draw(st.integers(2, 5))
     latencies = {(a, b): data.draw(st.integers(1, 100)) for a in range(size) for b in range(a)}
@@ -150,7 +150,7 @@ def test_a_thousand_nodes_are_placed_much_better_than_at_random(paper):
 
 @pytest.mark.parametrize("method", METHODS)
 @given(case=cases(), seed=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_paths_keep_the_rules_whatever_the_case(method, case, seed):
     if method != "full" and not _balance_is_possible(case):
         with pytest.raises(InputError, match=r"case\.rules\.max_jump"):

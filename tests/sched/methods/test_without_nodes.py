@@ -79,7 +79,7 @@ def draw_kept(data, plan):
 
 
 @given(plan=random_plans(), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(plan, data):
     kept = draw_kept(data, plan)
     after = plan_without(plan, kept)
@@ -88,7 +88,7 @@ def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(plan, data):
 
 
 @given(example=routed_cases(), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_plan_of_any_paths_goes_on_wherever_nodes_are_left(example, data):
     """Whole stages may be lost too."""
     plan, _ = planned(*example)
@@ -105,7 +105,7 @@ def test_a_plan_of_any_paths_goes_on_wherever_nodes_are_left(example, data):
 
 
 @given(plan=random_plans(), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_paths_lead_past_stages_that_are_left_out(plan, data):
     """And keep the rules among the stages that are left, of which nodes may be lost too."""
     inner = range(1, len(plan.stages))
@@ -300,7 +300,7 @@ def test_no_node_without_the_text_moves_to_the_data_stage():
 
 
 @given(plan=random_plans(), policy=policies(), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_who_does_not_wait_for_averaging_goes_on_so(plan, policy, data):
     """The plan says what the steady state on the nodes that are left is."""
     routes = Routes(plan.stages, plan.microbatches, plan.order)

@@ -73,7 +73,7 @@ def open_cases(draw: st.DrawFn, most_nodes: int = 40):
 
 
 @given(open_cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_candidate_is_a_whole_case_with_the_same_work(given):
     found = candidates(given)
     assert 1 <= len(found) <= MOST_CANDIDATES
@@ -91,7 +91,7 @@ def test_every_candidate_is_a_whole_case_with_the_same_work(given):
 
 
 @given(open_cases(most_nodes=10))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_sizes_give_the_busiest_stage_less_to_do_than_the_first_candidate(given):
     case = candidates(given)[0]
     stages = len(case.stages)

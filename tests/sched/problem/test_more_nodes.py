@@ -12,7 +12,7 @@ from skippipe_sched.problem.links import GIBIBYTE, Link
 from skippipe_sched.problem.more_nodes import NewNode, usual_link, with_more_nodes
 from skippipe_sched.problem.rules import violations
 
-from tests.program.test_compiler import plan_of
+from tests.sched.examples import plan_of
 
 SOURCE = {
     "nodes": [

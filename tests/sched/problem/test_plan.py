@@ -63,7 +63,7 @@ def test_saving_replaces_a_plan(tmp_path):
 
 
 @given(routed_cases())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_plan_survives_its_file(example):
     plan, _ = planned(*example)
     again = parse_plan(json.loads(json.dumps(plan.to_json(), allow_nan=False)))

@@ -67,14 +67,14 @@ def _keeps(sequence, rules):
     st.lists(st.integers(0, 6), max_size=6),
     st.builds(Rules, st.integers(0, 3), st.integers(1, 3), st.integers(0, 4)),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_sequences_are_judged_as_by_the_definition(inner, rules):
     sequence = [0, *inner]
     assert (sequence_problem(sequence, rules) is None) == _keeps(sequence, rules)
 
 
 @given(st.permutations(range(1, 5)), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_orders_of_a_few_stages_are_judged_as_by_the_definition(inner, length, swaps, jump):
     sequence = [0, *inner[:length]]
     for distance in (1, 2, 3):
@@ -140,7 +140,7 @@ def test_shares_of_extreme_speeds_are_numbers():
 
 
 @given(routed_cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_placement_and_paths_are_judged_as_by_the_definitions(example):
     case, stages, paths = example
     stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}

@@ -66,7 +66,7 @@ def recorded(case, candidate):
 
 
 @given(cases(), st.integers(0, 2**30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_dispatch_takes_as_long_as_the_simulator_says(case, seed):
     candidate = placed(case, seed)
     if candidate is None:
@@ -81,7 +81,7 @@ def test_dispatch_takes_as_long_as_the_simulator_says(case, seed):
 
 def test_dispatch_is_the_simulators_where_nothing_happens_at_once():
     @given(cases(speeds=(0.251, 0.57, 1.093, 1.5077)), st.integers(0, 2**30))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def run(case, seed):
         # No two nodes are alike, or what they do could end at the same instant.
         nodes = [
@@ -101,7 +101,7 @@ def test_dispatch_is_the_simulators_where_nothing_happens_at_once():
 
 
 @given(cases(), st.integers(0, 2**30), st.floats(0, 2))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_stretched_iteration_takes_as_long_as_the_simulator_says(case, seed, jitter):
     candidate = placed(case, seed)
     if candidate is None:
@@ -115,7 +115,7 @@ def test_a_stretched_iteration_takes_as_long_as_the_simulator_says(case, seed, j
 
 
 @given(cases(), st.integers(0, 2**30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_round_trip_of_the_quick_estimate_is_that_of_a_microbatch_alone(case, seed):
     candidate = placed(case, seed)
     if candidate is None:
@@ -129,7 +129,7 @@ def test_a_round_trip_of_the_quick_estimate_is_that_of_a_microbatch_alone(case, 
 
 
 @given(cases(), st.integers(0, 2**30), st.integers(1, 30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_move_keeps_the_rules_and_can_be_taken_back(case, seed, moves):
     candidate = placed(case, seed)
     if candidate is None:
@@ -151,7 +151,7 @@ def test_every_move_keeps_the_rules_and_can_be_taken_back(case, seed, moves):
 
 
 @given(cases(), st.integers(0, 2**30), st.integers(0, 60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_candidate_that_locks_or_is_too_slow_costs_infinity(case, seed, moves):
     candidate = placed(case, seed)
     if candidate is None:
@@ -189,7 +189,7 @@ def rings_add(case, stages, timeline):
 
 
 @given(cases(), policies(), st.sampled_from([0, 2**26, 2**33]), st.integers(0, 2**30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_an_iteration_by_itself_and_what_rings_add_are_as_in_python(case, policy, size, seed):
     case = parse_case(dict(outer(case, **policy).source) | {"stage_bytes": size})
     candidate = placed(case, seed)
@@ -206,7 +206,7 @@ def test_an_iteration_by_itself_and_what_rings_add_are_as_in_python(case, policy
 
 
 @given(cases(), policies(), st.integers(0, 2**30), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_moves_keep_the_rings_of_fragments(case, policy, seed, moves):
     case = outer(case, **policy)
     candidate = placed(case, seed)

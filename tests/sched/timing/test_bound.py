@@ -97,7 +97,7 @@ def test_the_optimum_is_the_best_of_all_orders(contention, memory):
 
 
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_no_plan_of_a_tiny_case_beats_the_lower_bound(data):
     sizes, microbatches = data.draw(
         st.sampled_from(
@@ -203,7 +203,7 @@ def _every_schedule_s(work):
     memory=st.integers(1, 3),
     seconds=st.lists(st.integers(0, 6), min_size=5, max_size=5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_busy_node_takes_the_least_of_all_schedules(microbatches, memory, seconds):
     work = NodeWork(microbatches, memory, *map(float, seconds))
     assert busy_s(work) == _every_schedule_s(work)

@@ -73,7 +73,7 @@ def test_a_stage_averages_longer_and_nothing_else_changes():
 
 
 @given(routed_cases())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_without_jitter_every_draw_is_the_plan(example):
     plan = _dispatched(*example)
     planned_s = simulate_plan(plan).iteration_s
@@ -81,7 +81,7 @@ def test_without_jitter_every_draw_is_the_plan(example):
 
 
 @given(routed_cases(), st.integers(0, LARGEST_SEED))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_where_links_do_not_contend_every_draw_takes_longer_and_more_jitter_longer_yet(
     example, seed
 ):
@@ -157,7 +157,7 @@ def test_arguments_without_sense_are_refused(wrong, field):
 
 
 @given(routed_cases(), policies())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_without_jitter_a_run_takes_what_its_steady_state_says(example, policy):
     case, stages, paths = example
     plan = _dispatched(outer(case, **policy), stages, paths)

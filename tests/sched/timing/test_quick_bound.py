@@ -10,7 +10,7 @@ ROUNDING = 1 - 1e-12
 
 
 @given(routed_cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_plan_beats_the_quick_bound(example):
     case, stages, paths = example
     _, timeline = planned(case, stages, paths)

@@ -155,7 +155,7 @@ def test_a_stage_averages_when_its_own_last_backward_ends():
 
 
 @given(st.data(), st.integers(2, 5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_ring_is_the_quickest_of_all(data, replicas):
     figure = st.integers(1, 30)
     names = [f"place {index}" for index in range(replicas)]
@@ -245,7 +245,7 @@ def reference(case, paths, order):
 
 
 @given(routed_cases(), st.randoms(use_true_random=False))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_start_times_are_those_of_the_reference(example, chance):
     """Any order that extends the chains can run, and starts everything as early as it can."""
     case, stages, paths = example
@@ -262,7 +262,7 @@ def test_start_times_are_those_of_the_reference(example, chance):
 
 
 @given(routed_cases(), st.randoms(use_true_random=False))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_random_order_runs_as_the_reference_or_is_refused_as_it_locks(example, chance):
     case, stages, paths = example
     order = [[] for _ in case.nodes]
@@ -286,7 +286,7 @@ def test_a_random_order_runs_as_the_reference_or_is_refused_as_it_locks(example,
 
 
 @given(routed_cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_must_hold_of_every_dispatch(example):
     case, stages, paths = example
     timeline = simulate(case, stages, paths)
@@ -339,7 +339,7 @@ def test_what_must_hold_of_every_dispatch(example):
 
 
 @given(routed_cases())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_order_of_a_dispatch_replays_to_the_same_timeline(example):
     case, stages, paths = example
     timeline = simulate(case, stages, paths)
@@ -351,7 +351,7 @@ def test_the_order_of_a_dispatch_replays_to_the_same_timeline(example):
 
 
 @given(routed_cases(swaps=False))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_without_swaps_a_node_takes_the_right_operation_and_never_idles(example):
     """Backward first, then first come first served, a forward within memory: at every moment."""
     case, stages, paths = example
@@ -392,7 +392,7 @@ def _can_all_end(paths, holds, limits):
 
 
 @given(routed_cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_with_swaps_a_forward_waits_only_where_nodes_could_lock(example):
     case, stages, paths = example
     timeline = simulate(case, stages, paths)

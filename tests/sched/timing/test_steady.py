@@ -130,7 +130,7 @@ class Reference:
 
 
 @given(examples())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_iterations_end_when_the_reference_says(example):
     case, stages, paths = example
     alone = simulate(case, stages, paths)
@@ -148,7 +148,7 @@ def test_iterations_end_when_the_reference_says(example):
 
 
 @given(routed_cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_first_iteration_is_the_one_by_itself_to_the_bit(example):
     case, stages, paths = example
     case = outer(case, every=1, fragments=1, delay=0)
@@ -162,7 +162,7 @@ def test_the_first_iteration_is_the_one_by_itself_to_the_bit(example):
 
 
 @given(routed_cases(), st.integers(2, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_without_rings_iterations_follow_as_in_one_long_one(example, iterations):
     """Where nothing is averaged: the same orders, one after another, in a simulation."""
     case, stages, paths = example
@@ -298,7 +298,7 @@ def test_iterations_overlap_where_nodes_allow_it():
 
 
 @given(examples())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_must_hold_of_every_steady_state(example):
     case, stages, paths = example
     alone = simulate(case, stages, paths)
@@ -317,7 +317,7 @@ def test_what_must_hold_of_every_steady_state(example):
 
 
 @given(examples())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_the_mean_is_that_of_a_long_run(example):
     case, stages, paths = example
     alone = simulate(case, stages, paths)
@@ -335,7 +335,7 @@ def test_the_mean_is_that_of_a_long_run(example):
 
 
 @given(examples())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_timeline_of_the_steady_state_is_whole(example):
     case, stages, paths = example
     timeline = forecast(case, stages, paths)
@@ -372,7 +372,7 @@ def test_a_timeline_of_the_steady_state_is_whole(example):
 
 
 @given(examples())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_ring_too_long_for_its_delay_makes_iterations_longer_and_is_late(example):
     case, stages, paths = example
     assume(len(stages[0]) > 1)
@@ -389,7 +389,7 @@ def test_a_ring_too_long_for_its_delay_makes_iterations_longer_and_is_late(examp
 
 
 @given(examples())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_quicker_rings_make_no_iteration_longer_and_none_late_that_was_in_time(example):
     """Twice the bandwidth and twice the activations: hops take as long, and rings half as long."""
     case, stages, paths = example
@@ -410,7 +410,7 @@ def test_quicker_rings_make_no_iteration_longer_and_none_late_that_was_in_time(e
 
 
 @given(examples())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_if_nobody_waits_for_a_ring_it_could_as_well_be_free(example):
     case, stages, paths = example
     alone = simulate(case, stages, paths)
@@ -424,7 +424,7 @@ def test_if_nobody_waits_for_a_ring_it_could_as_well_be_free(example):
 
 
 @given(routed_cases(), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_ring_is_that_of_n_less_one_whole_messages(example, data):
     case, stages, _ = example
     case = outer(case, **data.draw(policies()))

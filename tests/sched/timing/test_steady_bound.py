@@ -49,13 +49,13 @@ def balanced_plans(draw):
 
 
 @given(balanced_plans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_plan_that_keeps_the_rules_beats_the_bounds(plan):
     require_below(*plan)
 
 
 @given(routed_cases(), policies())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_plan_at_all_beats_the_quick_bound(example, policy):
     case, stages, paths = example
     case = outer(case, **policy)

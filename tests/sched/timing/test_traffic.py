@@ -74,7 +74,7 @@ def test_replicas_send_around_their_ring():
     assert wide_area_bytes(case, flows) == pytest.approx(12 * GIBIBYTE)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(routed_cases())
 def test_traffic_adds_up(routed):
     case, stages, paths = routed
@@ -104,7 +104,7 @@ def test_traffic_adds_up(routed):
     assert all(0 <= flow.busy_s <= timeline.iteration_s * 1.0001 for flow in flows)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(routed_cases())
 def test_traffic_of_locations_is_that_of_their_nodes(routed):
     plan, timeline = planned(*routed)
@@ -146,7 +146,7 @@ def test_of_fragments_an_iteration_has_its_part():
     assert wide_area_bytes(case, flows) == pytest.approx(6 * GIBIBYTE)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(routed_cases(), policies())
 def test_traffic_beside_averaging_is_that_of_the_pipeline(routed, policy):
     case, stages, paths = routed
