@@ -71,6 +71,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FIELD = re.compile(r"`(\w+)`")
 # Whose commands are started for real; those of others are forked.
 FOLLOWED_REALLY = {"timing.md"}
+# What a reader does first; the other pages take minutes.
+FOLLOWED_BY_DEFAULT = {"tutorial.md", "formats.md", "trouble.md"}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,13 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Follow
 # What is run.
 
 
-@pytest.mark.parametrize("page", [*filter(is_followed, PAGES)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        page if page in FOLLOWED_BY_DEFAULT else pytest.param(page, marks=pytest.mark.nightly)
+        for page in filter(is_followed, PAGES)
+    ],
+)
 def test_what_a_page_tells_to_do_can_be_done(page: str, followed: Callable[[str], Followed]):
     found = followed(page)
     assert found.answers
@@ -153,12 +161,14 @@ def test_every_metric_is_told_of(followed: Callable[[str], Followed]):
     assert told == line.keys()
 
 
+@pytest.mark.nightly
 def test_a_run_moves_as_the_page_says(followed: Callable[[str], Followed]):
     found = followed("resume.md")
     lines = run_folder.read_metrics(found.folder / "runs" / "first")
     assert [line["step"] for line in lines] == list(range(1, 116))
 
 
+@pytest.mark.nightly
 def test_hosts_come_and_go_as_the_page_says(followed: Callable[[str], Followed]):
     folder = followed("churn.md").folder / "runs" / "lasting"
     generations = (folder / run_folder.MEMBERSHIP).read_text().splitlines()
@@ -171,6 +181,7 @@ def test_hosts_come_and_go_as_the_page_says(followed: Callable[[str], Followed])
     assert latest_step(folder) == len(lines)
 
 
+@pytest.mark.nightly
 def test_fine_tuning_learns_the_answers(followed: Callable[[str], Followed]):
     folder = followed("finetune.md").folder
     losses = [line["loss"] for line in run_folder.read_metrics(folder / "runs" / "finetune")]
@@ -178,6 +189,7 @@ def test_fine_tuning_learns_the_answers(followed: Callable[[str], Followed]):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.nightly
 def test_the_tuned_model_answers_in_the_form_that_it_was_taught(
     followed: Callable[[str], Followed],
 ):
@@ -187,6 +199,7 @@ def test_the_tuned_model_answers_in_the_form_that_it_was_taught(
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.nightly
 def test_the_evaluation_names_every_stage(followed: Callable[[str], Followed]):
     evaluation = answer_to("evaluate", followed("finetune.md")).stdout
     assert "all stages in order" in evaluation

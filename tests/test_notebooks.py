@@ -66,6 +66,7 @@ def test_a_notebook_is_committed_with_what_its_code_shows(name):
     assert notebook_path(name).stat().st_size < LARGEST_BYTES
 
 
+@pytest.mark.nightly
 def test_the_quickstart(tmp_path: Path):
     ran = execute(load("quickstart"), tmp_path, {**SMALL, "STEPS": 4, "TOKENS": 5})
     plan = load_plan(tmp_path / "runs" / "plan.json")
@@ -85,6 +86,7 @@ def test_the_quickstart(tmp_path: Path):
     ]
 
 
+@pytest.mark.nightly
 def test_the_planner_with_a_table_in_a_file(tmp_path: Path):
     (tmp_path / "mine.csv").write_text(LINKS)
     parameters = {
@@ -105,6 +107,7 @@ def test_the_planner_with_a_table_in_a_file(tmp_path: Path):
         assert len(pictures(ran, name, "image/png")) == 1
 
 
+@pytest.mark.nightly
 def test_the_pod_on_processes_of_this_machine(tmp_path: Path):
     hosts = {"HOSTS": 2, "CHIPS": 2, "HOSTS_AFTERWARDS": 1, "STAGES": 2, "PATH_LENGTH": 2}
     ran = execute(load("tpu_pod"), tmp_path, {**SMALL, **hosts, "STEPS": 4})

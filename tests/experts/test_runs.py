@@ -85,6 +85,7 @@ def marks(folder: Path) -> int:
     return sum(name.endswith((".log", "config.yaml", "COMMITTED", ".npz")) for name in files)
 
 
+@pytest.mark.nightly
 def test_it_gives_the_same_when_it_is_killed_and_started_again(
     trained: Path, tmp_path: Path, processes: Processes
 ):

@@ -26,6 +26,7 @@ def forked(
         )
 
 
+@pytest.mark.nightly
 def test_a_run_outlives_eight_faults_joins_and_faults_while_hosts_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -74,6 +74,7 @@ def assert_stopped_by(run: Run, host: int, verdict: str, timeout_s: float) -> No
     assert "Check failure" not in output
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_hosts_that_end_well_are_not_lost(run: Run, runtime: str):
@@ -110,6 +111,7 @@ def test_survivors_name_the_lost_host(run: Run, runtime: str, victim: int, blow:
         assert_stopped_by(run, victim, verdict, HEARTBEAT_TIMEOUT_S + SLACK_S)
 
 
+@pytest.mark.nightly
 def test_a_host_that_was_stopped_knows_it_though_nobody_is_left_to_say_so(run: Run):
     run.start_workers(2, "--runtime", "independent", "--heartbeat-timeout-s", "5")
     run.wait_until_summing()
@@ -129,6 +131,7 @@ def test_others_stop_for_a_host_that_fails_and_say_why(run: Run):
         assert_stopped_by(run, host, f"{run.name(2)} failed: ValueError: the data ran out", SLACK_S)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("by", "code", "reason", "own_words"),
     [
@@ -151,6 +154,7 @@ def test_others_end_like_a_host_that_ends_for_all(
     assert "Traceback" not in run.outputs()
 
 
+@pytest.mark.nightly
 def test_slurm_tasks_find_each_other(run: Run):
     # JAX derives the port from the job's number: these 4096, in their order.
     job = free_port() - PORTS[0]
@@ -201,6 +205,7 @@ def listens_on(run: Run, host: int) -> list[tuple[str, int]]:
     return [(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Run, runtime: str):
     run.start_workers(3, "--runtime", runtime, *PATIENT)
@@ -212,6 +217,7 @@ def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Run, runtime: 
         assert {address for address, _ in found} == {"127.0.0.1"}
 
 
+@pytest.mark.nightly
 def test_each_host_listens_on_its_own_address_and_ports(run: Run):
     coordinator, port = free_port(), free_block()
     for host in range(3):
@@ -294,6 +300,7 @@ def test_what_strangers_send_to_open_ports(run: Run):
     assert_stopped_by(run, 0, f"{run.name(1)} is lost: its connection ", START_S)
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_clocks_are_compared_with_that_of_host_0(run: Run):
     run.start_workers(3, "--seconds", "0.5", last=("--clock-ahead-s", "100"))
@@ -305,6 +312,7 @@ def test_clocks_are_compared_with_that_of_host_0(run: Run):
         assert float(printed[2]) < 2.0
 
 
+@pytest.mark.nightly
 def test_a_host_that_has_waited_too_long_says_so_and_all_stop(run: Run):
     # With this timeout, nobody waits to find out whether a host is lost.
     run.start_workers(3, *PATIENT, last=("--late-at", "5"))
@@ -382,6 +390,7 @@ def test_a_port_of_host_0_that_is_taken_may_be_free_later():
             enter(ClusterConfig(), address, 2, 0)
 
 
+@pytest.mark.nightly
 def test_hosts_that_would_run_jax_in_unlike_ways_are_refused(run: Run):
     # Host 0 waits for the others in JAX by then, as it would for long.
     run.start_workers(2, "--runtime", "distributed", *PATIENT, last=("--runtime", "independent"))
@@ -504,6 +513,7 @@ def test_another_program_on_the_port_is_not_taken_for_host_0():
             enter(ClusterConfig(connect_timeout_s=5.0), address, 2, 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_missing_and_doubled_hosts_are_named():
     address = f"127.0.0.1:{free_port()}"

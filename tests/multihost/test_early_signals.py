@@ -55,6 +55,7 @@ def test_a_host_that_waits_for_the_others(processes: Processes, number: signal.S
     assert line.startswith("SIGTERM") == (number == signal.SIGTERM)
 
 
+@pytest.mark.nightly
 def test_a_host_that_settles_the_run_with_others_tells_them(processes: Processes, tmp_path: Path):
     patient = ("--set", "cluster.heartbeat_timeout_s=300")
     searches = ("--set", "plan.method=joint", "--set", "plan.budget_s=1000")
@@ -72,6 +73,7 @@ def test_a_host_that_settles_the_run_with_others_tells_them(processes: Processes
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 @BOTH
 def test_a_newcomer_that_asks(processes: Processes, number: signal.Signals):
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -202,6 +202,7 @@ def test_slurm_job_trains(tmp_path: Path, config: Path):
     assert not (tmp_path / "scontrol.called").exists()
 
 
+@pytest.mark.nightly
 def test_slurm_job_of_independent_hosts_goes_on_without_a_lost_one_and_is_queued_again(
     tmp_path: Path, outliving: Path, programs: Processes
 ):
@@ -247,6 +248,7 @@ def ssh(folder: Path, python: str | None = None) -> dict[str, str]:
     return environment(folder / "bin", python, PORT=str(free_port()), DIRECTORY=str(folder))
 
 
+@pytest.mark.nightly
 def test_ssh_hosts_listen_on_their_addresses_come_back_and_stop_together(
     tmp_path: Path, outliving: Path, programs: Processes
 ):
@@ -290,6 +292,7 @@ def training(programs: Processes) -> list[psutil.Process]:
     return [own for own, words in words_of.items() if trains in words and "python" in words[0]]
 
 
+@pytest.mark.nightly
 def test_ssh_stops_all_when_one_host_is_not_reached(tmp_path: Path, config: Path):
     began = time.monotonic()
     ended = run(
@@ -463,6 +466,7 @@ def test_jobset_has_no_rights_that_training_needs_not():
         assert any(Path(written).is_relative_to(mount) for mount in mounts)
 
 
+@pytest.mark.nightly
 def test_jobset_trains_and_takes_a_pod_back_that_was_made_anew(
     tmp_path: Path, outliving: Path, programs: Processes
 ):
@@ -546,6 +550,7 @@ def test_service_starts_again_what_may_go_better():
     assert int(service["TimeoutStopSec"]) >= 120
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_service_goes_on_with_a_run_that_has_begun(has_begun: bool, tmp_path: Path):
     example = re.findall("^#   ([A-Z_]+)=(.*)$", UNIT.read_text(), re.MULTILINE)
@@ -648,6 +653,7 @@ def test_a_recipe_makes_no_secret_to_join_by(name: str, tmp_path: Path):
 # TPU pods.
 
 
+@pytest.mark.nightly
 def test_tpu_workers_train(tmp_path: Path, config: Path):
     stand_in(tmp_path / "skippipe-jax/.venv/bin", "python", run_python())
     make_secret(tmp_path / "skippipe-secret")  # as `install` does

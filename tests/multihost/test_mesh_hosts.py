@@ -55,6 +55,7 @@ def plan_of(meshes: tuple[tuple[int, int], ...]) -> Plan:
     return Plan("by hand", STAGES, PATHS, order, Predicted(0, 0, 0, 0), case)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "runtime", ["independent", pytest.param("distributed", marks=pytest.mark.slow)]
 )

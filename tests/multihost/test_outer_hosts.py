@@ -117,6 +117,7 @@ def assert_replicas_have_one_outer_state(run_dir: Path, step: int) -> None:
             np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
+@pytest.mark.nightly
 def test_hosts_are_lost_and_come_back_in_the_middle_of_averaging(paced: Run):
     """First one is lost, and comes back; then the leader. All replicas apply the same."""
     run = paced

@@ -10,6 +10,7 @@ import sys
 from itertools import permutations
 from pathlib import Path
 
+import pytest
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 from skippipe_sched.problem.auto import load_cases
 
@@ -21,6 +22,7 @@ PROFILE = ("-m", "skippipe_jax.profile")
 PATIENCE_S = 120.0
 
 
+@pytest.mark.nightly
 def test_three_hosts_measure_a_case_that_is_planned(tmp_path: Path):
     output = tmp_path / "case.yaml"
     config = write_config(tmp_path, plan="auto")
@@ -47,6 +49,7 @@ def test_three_hosts_measure_a_case_that_is_planned(tmp_path: Path):
     assert planned.returncode == 0, planned.stderr
 
 
+@pytest.mark.nightly
 def test_wrong_input_of_one_host_ends_all(tmp_path: Path):
     config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
     with started_processes(tmp_path / "hosts") as processes:
@@ -60,6 +63,7 @@ def test_wrong_input_of_one_host_ends_all(tmp_path: Path):
     assert not output.exists()
 
 
+@pytest.mark.nightly
 def test_a_host_that_answers_no_more_is_named(tmp_path: Path):
     config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
     with started_processes(tmp_path / "hosts") as processes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from skippipe_jax.config import load_config
 from skippipe_jax.models.footprint import hop_bytes
 from skippipe_jax.storage import run_folder
@@ -16,6 +18,7 @@ PATIENCE_S = 180.0
 HOSTS, STEPS = 9, 10
 
 
+@pytest.mark.nightly
 def test_nine_processes_equal_one_with_hops_in_8_bits(tmp_path: Path):
     """What is drawn for a gradient's rounding depends on no host, and rounds alike everywhere."""
     quickstart = load_config(Path("experiments/quickstart.yaml"))

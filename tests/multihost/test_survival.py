@@ -274,6 +274,7 @@ def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
     assert_trained_like(run.run_dir, undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_machine_joins_beside_all_hosts_serves_a_stage_and_is_lost(
     config: Path, undisturbed: Path, tmp_path: Path
 ):
@@ -305,6 +306,7 @@ def test_a_machine_joins_beside_all_hosts_serves_a_stage_and_is_lost(
     assert_trained_like(run.run_dir, undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_lost_stage_takes_all_back_to_the_checkpoint(run: Run, undisturbed: Path):
     run.wait_until_step(14)
     run.signal(2, signal.SIGKILL)
@@ -340,6 +342,7 @@ def inner(config: Path, policy: str) -> Path:
     return path
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["average", "buddy", "skip"])
 def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
     config: Path, tmp_path: Path, policy: str
@@ -389,6 +392,7 @@ def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
     assert counts == [SHORT] * 6
 
 
+@pytest.mark.nightly
 def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
     config: Path, tmp_path: Path
 ):
@@ -418,6 +422,7 @@ def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
     assert abs(back["loss_after"] - back["loss_before"]) < 0.5
 
 
+@pytest.mark.nightly
 def test_a_lost_stage_ends_the_run_where_that_is_asked_for(config: Path, tmp_path: Path):
     with started_processes(tmp_path / "outputs") as processes:
         run = Run(processes, inner(config, "stop"), tmp_path / "run", more=PACED)
@@ -440,6 +445,7 @@ def test_a_host_that_is_stopped_is_left_out_and_comes_back(run: Run, undisturbed
     assert_trained_like(run.run_dir, undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_leader_that_alone_holds_a_stage_hands_it_on_and_leaves(
     config: Path, tmp_path: Path, undisturbed: Path
 ):
@@ -470,6 +476,7 @@ def test_a_leader_that_alone_holds_a_stage_hands_it_on_and_leaves(
     assert_trained_like(run.run_dir, undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_host_that_has_joined_leaves_as_any_other(
     config: Path, tmp_path: Path, undisturbed: Path
 ):
@@ -497,6 +504,7 @@ def test_a_host_that_has_joined_leaves_as_any_other(
     assert_trained_like(run.run_dir, undisturbed)
 
 
+@pytest.mark.nightly
 def test_stages_move_to_where_a_better_plan_has_them(
     config: Path, tmp_path: Path, undisturbed: Path
 ):
@@ -535,6 +543,7 @@ def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(run: Run, un
     np.testing.assert_allclose(losses, others[:step], rtol=2e-5)
 
 
+@pytest.mark.nightly
 def test_of_two_hosts_that_were_launched_one_goes_on_until_the_other_is_back(
     config: Path, tmp_path: Path, undisturbed: Path
 ):
@@ -580,6 +589,7 @@ def is_called(port: int) -> bool:
     return any((own[2][-4:], own[3]) == (f"{port:04X}", "01") for own in connections)
 
 
+@pytest.mark.nightly
 def test_too_few_hosts_wait_for_the_others_and_then_end(config: Path, tmp_path: Path):
     """First one is lost, and all go on, on the same ports; then most of those that are left."""
     ports = f"transfer_port: {free_block()}\n  rejoin_s: 3.0"

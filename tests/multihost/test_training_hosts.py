@@ -295,6 +295,7 @@ def run_dir(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.nightly
 def test_losses_do_not_depend_on_the_number_of_processes(
     one_process: Path, nine_processes: Path, nine_in_one_jax: Path
 ):
@@ -323,6 +324,7 @@ def assert_same_losses(run: Path, expected: Path) -> None:
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
 
 
+@pytest.mark.nightly
 def test_every_iteration_leaves_a_line_of_metrics(run_dir: Path):
     plan = run_folder.saved_plan(run_dir)
     lines = run_folder.read_metrics(run_dir)
@@ -334,6 +336,7 @@ def test_every_iteration_leaves_a_line_of_metrics(run_dir: Path):
         assert min(line["bytes_sent"], line["gradient_norm"], line["learning_rate"]) > 0
 
 
+@pytest.mark.nightly
 def test_nothing_is_compiled_after_the_first_iteration(run_dir: Path):
     first, *others = [line["compilations"] for line in run_folder.read_metrics(run_dir)]
     assert first > 0
@@ -341,6 +344,7 @@ def test_nothing_is_compiled_after_the_first_iteration(run_dir: Path):
     assert others == [0] * (STEPS - 1)
 
 
+@pytest.mark.nightly
 def test_memory_is_used_and_not_exceeded(run_dir: Path):
     plan = run_folder.saved_plan(run_dir)
     peaks = {}
@@ -350,6 +354,7 @@ def test_memory_is_used_and_not_exceeded(run_dir: Path):
     assert any(peak == plan.case.nodes[node].memory for node, peak in peaks.items())
 
 
+@pytest.mark.nightly
 def test_three_hosts_with_several_nodes_and_devices_stop_together_and_go_on(
     config: Path, one_process: Path, tmp_path: Path
 ):

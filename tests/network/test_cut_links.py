@@ -140,6 +140,7 @@ def test_a_host_cut_off_for_good_is_gone_on_without(
     assert losses(run_dir) == pytest.approx(uncut, rel=2e-5)
 
 
+@pytest.mark.nightly
 def test_a_host_cut_off_for_good_ends_one_jax_and_the_run_goes_on_once_it_is_back(
     network: ShapedNetwork, config: Path, uncut: list[float], tmp_path: Path
 ):
@@ -167,6 +168,7 @@ def test_a_host_cut_off_for_good_ends_one_jax_and_the_run_goes_on_once_it_is_bac
     assert losses(run_dir) == uncut
 
 
+@pytest.mark.nightly
 def test_a_run_outlives_a_cut_that_is_shorter_than_its_deadlines(
     network: ShapedNetwork, config: Path, uncut: list[float], tmp_path: Path
 ):
@@ -183,6 +185,7 @@ def test_a_run_outlives_a_cut_that_is_shorter_than_its_deadlines(
     assert losses(run_dir) == uncut
 
 
+@pytest.mark.nightly
 def test_what_does_not_arrive_by_the_deadline_ends_one_jax_though_hosts_live(
     network: ShapedNetwork, config: Path, tmp_path: Path
 ):

@@ -145,6 +145,7 @@ def reaches(site: dict[str, list[str]]) -> dict[str, bool]:
 ALL = {"site": True, "neighbour": True, "peer": True}
 
 
+@pytest.mark.nightly
 @needs_root
 @needs_nft
 def test_a_neighbour_reaches_nothing_that_listens_in_the_private_network(
@@ -194,6 +195,7 @@ def test_strangers_are_kept_from_all_ports_of_a_run(rules: Path, tmp_path: Path)
     assert "ip6 saddr { 2001:db8::1 } accept" in mixed
 
 
+@pytest.mark.nightly
 @needs_root
 @needs_nft
 def test_only_the_hosts_of_a_run_reach_it(rules: Path, site: dict[str, list[str]]):

@@ -20,6 +20,7 @@ BEHIND_CHUNKS_S, SLACK_S = 0.04, 0.3
 PATIENCE_S = 60.0
 
 
+@pytest.mark.nightly
 @needs_root
 @pytest.mark.alone
 def test_a_hop_waits_for_the_chunks_that_are_under_way_and_not_for_the_ring(tmp_path: Path):

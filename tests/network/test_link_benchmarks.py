@@ -33,6 +33,7 @@ def result_of(module: str, folder: Path, *words: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+@pytest.mark.nightly
 @needs_root
 @pytest.mark.alone
 def test_transfers_and_rings_use_most_of_a_link(tmp_path: Path):

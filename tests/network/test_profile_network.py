@@ -21,6 +21,7 @@ PORT = 61441
 PATIENCE_S = 150.0
 
 
+@pytest.mark.nightly
 @needs_root
 @pytest.mark.alone
 def test_every_bandwidth_is_within_a_tenth_of_its_rate(tmp_path: Path):

@@ -54,6 +54,7 @@ def traces(network: ShapedNetwork) -> list[str]:
     return [line for line in (*listed.stdout.splitlines(), *folders) if name in line]
 
 
+@pytest.mark.nightly
 @needs_root
 @pytest.mark.alone
 def test_every_directed_link_has_its_own_rate(network: ShapedNetwork):
@@ -64,12 +65,14 @@ def test_every_directed_link_has_its_own_rate(network: ShapedNetwork):
     assert shares == pytest.approx([1.0] * len(pairs), abs=0.2)
 
 
+@pytest.mark.nightly
 @needs_root
 @pytest.mark.alone
 def test_a_link_without_a_rate_is_quick(network: ShapedNetwork):
     assert goodput(transfer(network, 2, 3, 50_000_000)[0]) > 50e6
 
 
+@pytest.mark.nightly
 @needs_root
 @pytest.mark.alone
 def test_a_rate_can_change(network: ShapedNetwork):
@@ -77,6 +80,7 @@ def test_a_rate_can_change(network: ShapedNetwork):
     assert goodput(transfer(network, 0, 1, 4_000_000)[0]) == pytest.approx(4e6, rel=0.1)
 
 
+@pytest.mark.nightly
 @needs_root
 @pytest.mark.alone
 def test_a_host_is_cut_off_and_joined_again(network: ShapedNetwork):

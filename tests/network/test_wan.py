@@ -11,6 +11,7 @@ import pytest
 from tests.fork_server import fork_server
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_iterations_of_four_hosts_take_as_long_as_planned(tmp_path: Path):

@@ -122,6 +122,7 @@ def test_luck_is_that_of_the_simulator(tmp_path: Path):
     assert_close(trained.timelines(tmp_path), expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_what_comes_late_does_not_hold_up_ready_first(tmp_path: Path):
     # From node 1 to node 3, and only there, a hop takes long; node 3 should start with it.

@@ -45,6 +45,11 @@ OPTIMIZER = OptimizerConfig(
 CLIPPING, NOT_CLIPPING = 0.05, None
 
 
+SMALL = ModelConfig(
+    vocabulary_size=11, width=8, layers=3, heads=2, kv_heads=1, ffn_width=12, context=TIME
+)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Random placements and paths, balanced or not, in the order that the simulator gives them."""
@@ -164,12 +169,10 @@ def run(
     return runtime, outcomes
 
 
-@pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(st.data())
-def test_training_equals_the_oracle(data: st.DataObject):
-    plan = data.draw(plans())
-    model = data.draw(models(len(plan.stages)))
+def assert_any_training_equals_the_oracle(
+    data: st.DataObject, plan: Plan, model: ModelConfig
+) -> None:
+    """Train a model by a plan, with everything else drawn."""
     batches = random_batches(plan, seed=data.draw(st.integers(0, 99)))
 
     clip_norm = data.draw(st.sampled_from([CLIPPING, NOT_CLIPPING]))
@@ -178,6 +181,23 @@ def test_training_equals_the_oracle(data: st.DataObject):
     devices = data.draw(st.sampled_from([1, 3]))
     way = data.draw(st.sampled_from(WAYS))
     assert_training_equals_the_oracle(plan, model, optimizer, batches, devices, way)
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_training_by_any_plan_equals_the_oracle(data: st.DataObject):
+    plan = data.draw(plans())
+    model = dataclasses.replace(SMALL, layers=len(plan.stages))
+    assert_any_training_equals_the_oracle(data, plan, model)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_training_of_any_model_equals_the_oracle(data: st.DataObject):
+    plan = data.draw(plans())
+    assert_any_training_equals_the_oracle(data, plan, data.draw(models(len(plan.stages))))
 
 
 def assert_training_equals_the_oracle(
@@ -209,9 +229,6 @@ def assert_training_equals_the_oracle(
 def test_with_all_that_an_optimizer_may_do():
     """z-loss, what does not decay, another schedule, and a guard against the greatest gradient."""
     plan = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [1, 3, 2], [0, 3]])
-    model = ModelConfig(
-        vocabulary_size=11, width=8, layers=3, heads=2, kv_heads=1, ffn_width=12, context=TIME
-    )
     optimizer = dataclasses.replace(
         OPTIMIZER,
         clip_norm=NOT_CLIPPING,
@@ -226,21 +243,18 @@ def test_with_all_that_an_optimizer_may_do():
     )
     first, second, third = random_batches(plan, seed=1)
     batches = [second, first, third]
-    outcomes = assert_training_equals_the_oracle(plan, model, optimizer, batches, 3, WAYS[1])
+    outcomes = assert_training_equals_the_oracle(plan, SMALL, optimizer, batches, 3, WAYS[1])
     assert all(float(outcome.totals[Z_LOSS]) > 1.0 for outcome in outcomes)
 
     totals = [np.asarray(outcome.totals) for outcome in outcomes]
     norms = [float(np.sqrt(each[SQUARED_NORM]) * BATCH * TIME / each[TOKENS]) for each in totals]
     # The first gradient is too great, and that of the other batch with these parameters is not.
     guarded = dataclasses.replace(optimizer, skip_above_norm=0.999 * norms[0])
-    outcomes = assert_training_equals_the_oracle(plan, model, guarded, batches, 3, WAYS[0])
+    outcomes = assert_training_equals_the_oracle(plan, SMALL, guarded, batches, 3, WAYS[0])
     skipped = [bool(skips_update(guarded, outcome.totals, BATCH * TIME)) for outcome in outcomes]
     assert skipped[:2] == [True, False]
 
 
-SMALL = ModelConfig(
-    vocabulary_size=11, width=8, layers=3, heads=2, kv_heads=1, ffn_width=12, context=TIME
-)
 REPLICATED = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [1, 3, 2], [0, 3]])
 
 
@@ -281,9 +295,7 @@ def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way):
 
 def test_a_stage_that_is_left_out_takes_no_part():
     """Of four stages the third is lost, and a replica of the data stage."""
-    model = ModelConfig(
-        vocabulary_size=11, width=8, layers=4, heads=2, kv_heads=1, ffn_width=12, context=TIME
-    )
+    model = dataclasses.replace(SMALL, layers=4)
     whole = plan_of([[0, 1], [2, 3], [4], [5]], [[0, 2, 4, 5], [1, 3, 4], [0, 4, 5], [1, 4]])
     plan = plan_without(whole, {0, 2, 3, 5}, ((0,), (2, 3), (), (5,)), left_out=[2])
     batches = random_batches(plan, seed=3)
@@ -294,8 +306,6 @@ def test_a_stage_that_is_left_out_takes_no_part():
 def test_unvisited_nodes_that_share_a_replica_begin_its_ring_once():
     # On two devices nodes 1 and 3 hold one replica; neither has anything to compute.
     plan = plan_of([[0], [1, 2, 3]], [[0, 2], [0, 2]])
-    model = ModelConfig(
-        vocabulary_size=11, width=8, layers=2, heads=2, kv_heads=1, ffn_width=12, context=TIME
-    )
+    model = dataclasses.replace(SMALL, layers=2)
     batches = random_batches(plan, seed=2)
     assert_training_equals_the_oracle(plan, model, OPTIMIZER, batches, 2, WAYS[2])

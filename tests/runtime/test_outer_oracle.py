@@ -164,6 +164,7 @@ def assert_equals_the_oracle(
         assert peak <= plan.case.nodes[node].memory
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
 @settings(
     max_examples=5,  # What fails is not made smaller: that would compile for minutes.

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import latest_step
 from tests.multihost.processes import Processes, started_processes
@@ -25,6 +27,7 @@ STEPS = 400
 PATIENCE_S = 180.0
 
 
+@pytest.mark.nightly
 def test_killed_at_twenty_random_moments(tmp_path: Path):
     config = write_config(tmp_path, plan={"case": SMALL_CASE, "method": "balanced"})
     chance = random.Random(0)
