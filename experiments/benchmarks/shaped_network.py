@@ -59,6 +59,8 @@ ACKNOWLEDGEMENT = (
     "match ip protocol 6 0xff match u8 0x05 0x0f at 0 "
     "match u16 0 0xffc0 at 2 match u8 0x10 0xff at 33"
 )
+# The class of connections that are silenced; `silence` puts its filters before all others.
+SILENCE = "1:fffe"
 
 _numbers = itertools.count()
 
@@ -119,6 +121,27 @@ class ShapedNetwork:
             address = _hardware(target) if up else NOBODY
             neighbour = f"neigh replace {self.address(target)} lladdr {address} dev {INTERFACE}"
             _batch("ip", self.namespace(source), [neighbour])
+
+    def silence(self, source: int, target: int, ports: tuple[int, int]) -> None:
+        """Lose from now on what a connection sends from a port of `source` to one of `target`.
+
+        Neither end sees an error, and all other connections of both hosts go on.
+        """
+        source_port, target_port = ports
+        there = self.address(target)
+        _batch(
+            "tc",
+            self.namespace(source),
+            [
+                f"class replace dev {INTERFACE} parent 1: classid {SILENCE} htb rate 1000bps "
+                f"quantum {LARGEST_PIECE_BYTES}",
+                # No packet is so small that it could wait here.
+                f"qdisc replace dev {INTERFACE} parent {SILENCE} bfifo limit 1",
+                f"filter add dev {INTERFACE} parent 1: protocol ip prio 1 u32 "
+                f"match ip dst {there} match ip sport {source_port} 0xffff "
+                f"match ip dport {target_port} 0xffff flowid {SILENCE}",
+            ],
+        )
 
     def set_rate(self, source: int, target: int, bytes_per_s: float) -> None:
         """Change the rate of a directed link from now on.
@@ -184,7 +207,7 @@ class ShapedNetwork:
         ]
 
     def _shapes(self, source: int) -> list[str]:
-        filters = f"filter add dev {INTERFACE} parent 1: protocol ip prio 1 u32"
+        filters = f"filter add dev {INTERFACE} parent 1: protocol ip prio 2 u32"
         lines = [
             f"qdisc add dev {INTERFACE} root handle 1: htb",  # what has no class is not shaped
             f"{filters} {ACKNOWLEDGEMENT} flowid 1:",  # which is no class

@@ -108,6 +108,62 @@ def test_the_link_between_two_hosts_is_cut_and_no_other(network: ShapedNetwork):
     assert goodput(receiver) > 0
 
 
+ECHO = """
+import select, socket, sys
+with socket.create_server((sys.argv[1], 5000)) as server:
+    ends = [server.accept()[0] for _ in range(2)]
+    while True:
+        for end in select.select(ends, [], [])[0]:
+            end.sendall(end.recv(1))
+"""
+SPEAK = """
+import socket, sys, time
+def connect():
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((sys.argv[1], 5000), timeout=1.0)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+first = connect()
+first.sendall(b"a")
+print(first.recv(1), first.getsockname()[1], flush=True)
+input()
+first.sendall(b"b")
+try:
+    print(first.recv(1))
+except TimeoutError:
+    print("silence")
+first.close()
+"""
+
+
+@needs_root
+def test_a_connection_is_silenced_and_no_other(network: ShapedNetwork):
+    there = network.address(2)
+    python = [sys.executable, "-I", "-S", "-c"]
+    with subprocess.Popen([*network.command(2), *python, ECHO, there]) as server:
+        speakers = [
+            subprocess.Popen(
+                [*network.command(host), *python, SPEAK, there],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for host in (0, 1)
+        ]
+        try:
+            told = [speaker.stdout.readline().split() for speaker in speakers]  # pyright: ignore
+            assert [word for word, _ in told] == ["b'a'", "b'a'"]
+            network.silence(0, 2, (int(told[0][1]), 5000))
+            outputs = [speaker.communicate("\n", timeout=30)[0] for speaker in speakers]
+        finally:
+            for process in (server, *speakers):
+                process.kill()
+    assert outputs == ["silence\n", "b'b'\n"]
+
+
 @needs_root
 def test_a_host_finds_its_own_address_by_its_name(network: ShapedNetwork):
     command = "import socket; print(socket.gethostbyname(socket.gethostname()))"
