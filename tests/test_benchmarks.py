@@ -55,6 +55,7 @@ def last_line_of(processes: Processes, module: str, *arguments: str) -> dict[str
     return json.loads([line for line in processes.output(0).splitlines() if line[:1] == "{"][-1])
 
 
+@pytest.mark.nightly
 def test_overhead(processes: Processes):
     sizes = ["--stages", "2", "--replicas", "1", "--microbatches-per-data-node", "2"]
     sizes += ["--microbatch-size", "1", "--sequence-length", "16", "--warmup", "1", "--turns", "2"]
@@ -69,6 +70,7 @@ def test_overhead(processes: Processes):
     assert report["machine"]["jax"]
 
 
+@pytest.mark.nightly
 def test_causes_of_overhead_add_up_to_an_iteration(processes: Processes):
     sizes = ["--replicas", "4", "--sequence-length", "16", "--turns", "1", "--records", "1"]
     results = last_line_of(processes, "overhead_causes", *sizes)["results"]
@@ -91,6 +93,7 @@ def test_operations_are_of_the_kinds_that_their_names_say():
     assert {name: overhead_causes.kind_of(name) for name in kinds} == kinds
 
 
+@pytest.mark.nightly
 def test_gpu_on_any_machine(processes: Processes):
     results = last_line_of(processes, "gpu", "--small")["results"]
     assert list(results) == ["stage", "model", "attention", "cross_entropy", "dispatch"]
@@ -194,6 +197,7 @@ def test_programs_that_do_not_fit_at_once_run_one_after_the_other():
         require_alike({"a": Taken([], [2.0]), "b": Taken([], [2.001])}, "float32")
 
 
+@pytest.mark.nightly
 def test_attention(processes: Processes):
     given = "--lengths", "300", "--width", "32", "--turns", "2"
     one, packed = last_line_of(processes, "attention", *given)["results"]
@@ -204,6 +208,7 @@ def test_attention(processes: Processes):
         assert ways["blockwise"]["largest_array_bytes"] < ways["xla"]["largest_array_bytes"]
 
 
+@pytest.mark.nightly
 def test_planner(processes: Processes):
     report = last_line_of(processes, "planner", "--only", "compiled")
     figures = report["compiled"]
@@ -212,6 +217,7 @@ def test_planner(processes: Processes):
     assert figures["ratio"] > 1
 
 
+@pytest.mark.nightly
 def test_hop_bytes(processes: Processes):
     settings = ["--settings", "given", "more-in-flight", "--dtypes", "float32", "int8"]
     report = last_line_of(processes, "hop_bytes", *settings, "--seeds", "1", "--budget", "0.1")
@@ -227,6 +233,7 @@ def test_hop_bytes(processes: Processes):
             assert own["lower_bound_s"] <= own["median_iteration_s"] == run["iteration_s"]
 
 
+@pytest.mark.nightly
 def test_outer_plans(processes: Processes):
     settings = ["--cases", "8b", "--settings", "outer-free", "outer"]
     report = last_line_of(processes, "outer_plans", *settings, "--seeds", "1", "--budget", "0.1")
@@ -241,6 +248,7 @@ def test_outer_plans(processes: Processes):
     assert found == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_late(processes: Processes):
     report = last_line_of(processes, "late", "--iterations", "2")
     strict, ready_first = report["results"]
@@ -249,6 +257,7 @@ def test_late(processes: Processes):
     assert report["largest_difference_of_losses"] < 1e-5
 
 
+@pytest.mark.nightly
 def test_wire(processes: Processes):
     small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
     settings = [*(f"model.{setting}" for setting in small), "data.sequence_length=32"]
@@ -262,6 +271,7 @@ def test_wire(processes: Processes):
     assert len({tuple(own["losses"]) for own in results}) == 4
 
 
+@pytest.mark.nightly
 def test_packing(processes: Processes):
     small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
     words = [f"model.{setting}" for setting in small] + ["data.sequence_length=32"]
@@ -280,6 +290,7 @@ def test_packing(processes: Processes):
     assert 1.0 < sent["ratio"] < 1.03
 
 
+@pytest.mark.nightly
 def test_data(processes: Processes):
     small = ["--iterations", "2", "--copies", "1", "--turns", "1", "--vocabulary-size", "300"]
     model = ["width=32", "heads=2", "kv_heads=1", "ffn_width=48"]

@@ -34,6 +34,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         return iteration_time.measure(True, folder), folder / iteration_time.NAME
 
 
+@pytest.mark.nightly
 def test_what_was_planned_is_not_planned_again(measured: tuple[dict[str, Any], Path]):
     figures, folder = measured
     # Of the two limits in flight one is the paper's, and of the two budgets one that all have.
@@ -45,6 +46,7 @@ def test_what_was_planned_is_not_planned_again(measured: tuple[dict[str, Any], P
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
+@pytest.mark.nightly
 def test_the_figures_survive_json_and_are_drawn(measured: tuple[dict[str, Any], Path]):
     figures = json.loads(json.dumps(measured[0]))
     # Searches this short take what the machine happens to: on one spot, now and then.
@@ -55,6 +57,7 @@ def test_the_figures_survive_json_and_are_drawn(measured: tuple[dict[str, Any], 
     assert overlapping_texts(figure) == []
 
 
+@pytest.mark.nightly
 def test_the_committed_picture_can_be_read():
     path = Path(iteration_time.__file__).parent / "results" / f"{iteration_time.NAME}.json"
     committed = json.loads(path.read_text(encoding="utf-8"))
@@ -62,6 +65,7 @@ def test_the_committed_picture_can_be_read():
     assert overlapping_texts(iteration_time.draw(committed)) == []
 
 
+@pytest.mark.nightly
 def test_medians_and_bounds_of_what_was_measured(measured: tuple[dict[str, Any], Path]):
     figures, _ = measured
     for own in figures["cases"].values():
@@ -76,6 +80,7 @@ def test_medians_and_bounds_of_what_was_measured(measured: tuple[dict[str, Any],
     assert figures["search"]["budgets"][0]["budget_s"] == 0.05
 
 
+@pytest.mark.nightly
 def test_the_shaped_network_is_the_committed_measurement(measured: tuple[dict[str, Any], Path]):
     figures, _ = measured
     measured_s = {row["method"]: row["measured_s"] for row in figures["shaped_network"]["methods"]}

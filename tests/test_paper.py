@@ -149,6 +149,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return campaign
 
 
+@pytest.mark.nightly
 def test_a_run_is_summed_up(trained: Campaign):
     run = Run("skip33_ends_full", 0)
     found = trained.summary(run)
@@ -184,6 +185,7 @@ def test_a_run_is_summed_up(trained: Campaign):
     assert found.machine["jax"]
 
 
+@pytest.mark.nightly
 def test_what_is_trained_is_not_trained_again(
     trained: Campaign, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -197,6 +199,7 @@ def test_what_is_trained_is_not_trained_again(
         assert trained.summary(run) is None
 
 
+@pytest.mark.nightly
 def test_random_paths_are_others_for_another_seed(trained: Campaign):
     seeds = [trained.config(Run("skip33_random", seed))["plan"]["seed"] for seed in range(3)]
     draws = trained.config(Run("skip33_random", 0))["recipe"]["redraws"]
@@ -244,6 +247,7 @@ def assert_no_text_overlaps(figure: Any) -> None:
         assert not own.overlaps(other), (a.get_text(), b.get_text())
 
 
+@pytest.mark.nightly
 def test_figures_of_a_whole_campaign_can_be_read(tmp_path: Path):
     found = everything()
     drawn = (
@@ -264,6 +268,7 @@ def test_committed_results_are_of_the_committed_configurations(tmp_path: Path):
     assert there == {run.name for run in runs if campaign.summary(run) is not None}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("module", [convergence, robustness, trade_off])
 def test_committed_figures_are_those_of_the_committed_results(module: Any, tmp_path: Path):
     found = Campaign(tmp_path, quick=False).finished(runs_of(SEEDS, quick=False))
@@ -289,6 +294,7 @@ def assert_alike(found: Any, other: Any) -> None:
         assert found == other
 
 
+@pytest.mark.nightly
 def test_figures_of_one_arm_are_drawn_too(tmp_path: Path):
     found = {"full": everything()["full"]}
     reproduce.write(convergence, convergence.figures_of(found), tmp_path)

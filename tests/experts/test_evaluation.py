@@ -138,7 +138,9 @@ def test_the_cached_prior_knows_nothing_of_the_text_that_is_scored(
         assert not same
     else:
         assert (seen[0] != seen[1]).any()
-        assert same == {OWN} | {way for way, how in WAYS.items() if how["prior"] != "cached"}
+        others = {OWN} | {way for way, how in WAYS.items() if how["prior"] != "cached"}
+        # The likeliest expert may be the same by another prior.
+        assert others <= same <= others | {"top-1, cached prior"}
 
 
 def test_the_order_of_experts_changes_nothing(place: Place, arms: list[Arm]):

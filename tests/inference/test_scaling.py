@@ -418,6 +418,7 @@ def test_the_face_scales_as_commands_do(scale: Scale, of_fit: dict[int, BranchSc
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("scale", ["share", "fit", "0.7"])
 def test_what_is_exported_is_scaled(

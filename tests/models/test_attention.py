@@ -61,6 +61,7 @@ def test_blocks_give_what_all_scores_give(arrays: tuple[Any, ...], block: int):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly
 @settings(max_examples=2)
 @given(inputs(step=128, width_step=128))
 def test_the_kernel_of_tpus_gives_what_all_scores_give(arrays: tuple[Any, ...]):

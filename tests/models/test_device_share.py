@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.multihost.processes import started_processes
 from tests.training_runs import virtual_devices
 
@@ -16,6 +18,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.nightly
 def test_formulas_are_those_of_compiled_stages(tmp_path: Path):
     optimized = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"} | virtual_devices(4)
     with started_processes(tmp_path) as processes:

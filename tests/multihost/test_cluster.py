@@ -91,9 +91,12 @@ def test_hosts_that_end_well_are_not_lost(run: Run, runtime: str):
     ("runtime", "victim", "blow"),
     [
         ("distributed", 2, signal.SIGKILL),
-        *((runtime, 0, signal.SIGKILL) for runtime in RUNTIMES),
+        *(
+            pytest.param(runtime, 0, signal.SIGKILL, marks=pytest.mark.nightly)
+            for runtime in RUNTIMES
+        ),
         ("independent", 1, signal.SIGSTOP),
-        ("distributed", 0, signal.SIGSTOP),
+        pytest.param("distributed", 0, signal.SIGSTOP, marks=pytest.mark.nightly),
     ],
 )
 def test_survivors_name_the_lost_host(run: Run, runtime: str, victim: int, blow: signal.Signals):

@@ -112,15 +112,35 @@ TIED = {
 @pytest.mark.parametrize(
     ("runtime", "paths", "model", "host_of_node", "execution", "averaging", "packing"),
     [
-        ("independent", UNEVEN, UNTIED, [0, 1, 2, 3, 4], "ready-first", "ring", "windows"),
-        ("distributed", FOUR_STAGES, TIED, [0, 1, 2, 3, 4, 5], "strict", "collective", "windows"),
+        pytest.param(
+            *("independent", UNEVEN, UNTIED, [0, 1, 2, 3, 4], "ready-first", "ring", "windows"),
+            id="5 hosts",
+        ),
+        pytest.param(
+            *("distributed", FOUR_STAGES, TIED, [0, 1, 2, 3, 4, 5]),
+            *("strict", "collective", "windows"),
+            id="6 hosts",
+            marks=pytest.mark.nightly,
+        ),
         # Here two stages, and the sum over all hosts, are summed between the same two devices.
-        ("distributed", FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0], "strict", "collective", "windows"),
+        pytest.param(
+            *("distributed", FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0]),
+            *("strict", "collective", "windows"),
+            id="2 hosts",
+        ),
         # The replicas of both stages that have two are on one host, which sums by collectives.
-        ("independent", FOUR_STAGES, TIED, [0, 1, 1, 0, 0, 0], "strict", "auto", "windows"),
-        ("independent", FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0], "ready-first", "ring", "documents"),
+        pytest.param(
+            *("independent", FOUR_STAGES, TIED, [0, 1, 1, 0, 0, 0], "strict", "auto", "windows"),
+            id="2 hosts, no ring",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            *("independent", FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0]),
+            *("ready-first", "ring", "documents"),
+            id="2 hosts, ring, packed documents",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["5 hosts", "6 hosts", "2 hosts", "2 hosts, no ring", "2 hosts, ring, packed documents"],
 )
 def test_every_replica_equals_the_oracle(
     tmp_path: Path,
@@ -395,6 +415,7 @@ def assert_replicas_are_equal(folder: Path, run_dir: Path) -> None:
 # Losing a host.
 
 
+@pytest.mark.nightly
 def test_one_jax_ends_with_any_host_and_the_run_is_resumed_even_by_hosts_of_their_own(
     config: Path, four_processes: Path, tmp_path: Path
 ):

@@ -119,6 +119,7 @@ def assert_stopped(processes: Processes, run_dir: Path) -> None:
         assert not CRASHES.search(output), output
 
 
+@pytest.mark.nightly
 def test_a_host_cut_off_for_good_is_gone_on_without(
     network: ShapedNetwork, config: Path, uncut: list[float], tmp_path: Path
 ):

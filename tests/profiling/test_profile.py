@@ -338,6 +338,7 @@ def test_one_host_alone_needs_no_links(tmp_path: Path):
     assert '"width": 16' in head[2]
 
 
+@pytest.mark.nightly
 def test_nodes_on_devices_of_one_process_have_one_location(tmp_path: Path):
     config = write_config(tmp_path, plan="auto", cluster={"host_of_node": [0, 0, 0, 0]})
     done = profile("--config", config, "-o", tmp_path / "case.yaml")

@@ -141,11 +141,17 @@ def expected_run(run_dir: Path) -> tuple[list[Any], list[float]]:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"model": {"recompute": "none"}},
-        {"execution": "ready-first", "network": {"averaging": "ring"}},
-        {"network": {"averaging": "ring", "mode": "emulate"}, "trace": "every 3"},
+        pytest.param({"model": {"recompute": "none"}}, id="at once", marks=pytest.mark.nightly),
+        pytest.param(
+            {"execution": "ready-first", "network": {"averaging": "ring"}},
+            id="ring",
+        ),
+        pytest.param(
+            {"network": {"averaging": "ring", "mode": "emulate"}, "trace": "every 3"},
+            id="emulated",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["at once", "ring", "emulated"],
 )
 def test_training_by_several_plans_equals_the_oracle(tmp_path: Path, sections: dict[str, Any]):
     model = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
@@ -177,6 +183,7 @@ def assert_recordings_are_of_their_plans(run_dir: Path) -> None:
     assert "2 recorded iterations had other plans." in report(run_dir)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hosts", "sections"),
     [
@@ -202,6 +209,7 @@ def test_hosts_take_the_plans_together(tmp_path: Path, hosts: int, sections: dic
             assert error < TOLERANCE, f"stage {stage}: {error}"
 
 
+@pytest.mark.nightly
 def test_a_run_resumed_in_the_middle_of_a_phase_gives_the_same_bits(tmp_path: Path):
     config = config_in(tmp_path)
     train_here(config, f"run_dir={tmp_path}/whole")

@@ -258,7 +258,7 @@ def test_with_all_that_an_optimizer_may_do():
 REPLICATED = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [1, 3, 2], [0, 3]])
 
 
-@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("way", [pytest.param(WAYS[0], marks=pytest.mark.nightly), WAYS[1]])
 def test_moments_that_wait_in_the_memory_of_the_host(way: Way):
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING, state_memory="host")
     batches = random_batches(REPLICATED, seed=4)
@@ -273,7 +273,7 @@ def test_moments_that_wait_in_the_memory_of_the_host(way: Way):
     assert_training_equals_the_oracle(REPLICATED, SMALL, optimizer, batches, 3, way)
 
 
-@pytest.mark.parametrize("way", WAYS[1:3])
+@pytest.mark.parametrize("way", [WAYS[1], pytest.param(WAYS[2], marks=pytest.mark.nightly)])
 def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way):
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING, moment_dtype="bfloat16")
     model = dataclasses.replace(SMALL, parameter_dtype="bfloat16")

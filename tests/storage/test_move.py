@@ -196,6 +196,7 @@ def test_what_a_moved_run_has_read_is_an_epoch(moved: Moved):
     assert sorted(again) == sorted(rows)
 
 
+@pytest.mark.nightly
 def test_two_hosts_go_on_from_the_copy_of_a_run_of_one(moved: Moved, tmp_path: Path):
     run, copy = tmp_path / "run", tmp_path / "copy"
     shutil.copytree(moved.run, copy)

@@ -104,7 +104,9 @@ def assert_same_run(run: Run, expected: Run) -> None:
     assert [line["learning_rate"] for line in lines] == [line["learning_rate"] for line in others]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
+)
 def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: signal.Signals):
     run.processes.really = True
     run.start()

@@ -71,6 +71,7 @@ def test_partial_paths_beat_full_ones_under_the_same_search():
     assert partial.predicted.iteration_s < full.predicted.iteration_s
 
 
+@pytest.mark.nightly
 def test_one_cluster_is_planned_to_the_bound():
     case = load_case(Path("experiments/paper/cluster1.yaml"))
     plan = make_plan(case, "joint", Search(budget_s=30.0))
