@@ -67,7 +67,7 @@ def _harness(arguments: argparse.Namespace) -> int:
             "--tasks",
             arguments.tasks,
             "lm-evaluation-harness is not installed",
-            'Run pip install "skippipe-jax[harness]"',
+            'Install it, in a clone of the repository: pip install -e ".[harness]"',
         )
     with loading():
         from lm_eval.evaluator import simple_evaluate

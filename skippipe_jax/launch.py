@@ -28,6 +28,7 @@ from skippipe_sched.errors import (
 from skippipe_jax.arguments import add_config_arguments, run_module
 
 if TYPE_CHECKING:
+    from skippipe_jax.config import Config
     from skippipe_jax.config.cluster import ClusterConfig
 
 POLL_S = 0.1
@@ -123,6 +124,8 @@ def launch(arguments: argparse.Namespace) -> int:
     folder, begun_s = Path(config.run_dir), time.time()
     # A run that is there already goes on only where that is asked for: else the hosts refuse it.
     is_new = not is_run(folder)
+    if is_new:
+        _require_nodes(config, hosts)
 
     def words(host: int) -> list[str]:
         living = living_addresses(folder) if arguments.respawn == JOIN and outlives_hosts() else []
@@ -140,6 +143,31 @@ def launch(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: launched.told(number))
     return launched.run()
+
+
+def _require_nodes(config: Config, hosts: int) -> None:
+    """Refuse hosts that a new run has no nodes for, as far as its configuration says how many.
+
+    Each host would find out by itself, once all have started.
+
+    Raises:
+        InputError: if there are such, or for a plan or a case that cannot be read.
+    """
+    from skippipe_sched.problem.case import node_count
+    from skippipe_sched.problem.plan import load_plan
+
+    from skippipe_jax.program.compiler import hosts_of_nodes
+
+    given = config.plan.case
+    if isinstance(given, str):
+        given = fields.load_yaml(Path(given), "case")
+    if config.plan.file is not None:
+        nodes = len(load_plan(Path(config.plan.file)).case.nodes)
+    elif isinstance(given, dict) and "nodes" in given:
+        nodes = node_count(given["nodes"])
+    else:  # Each host that measures is a node, unless it is told otherwise.
+        nodes = len(config.cluster.host_of_node or range(hosts))
+    hosts_of_nodes(nodes, hosts, config.cluster.host_of_node)
 
 
 def living_addresses(folder: Path) -> list[str]:
@@ -168,7 +196,7 @@ def joining(living: Sequence[str], folder: Path, cluster: ClusterConfig) -> list
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # Or its number is another user's by now.
         return False
     return True
 
@@ -212,12 +240,19 @@ class LocalHosts:
         Returns 0 if the run was trained to its end, also without some that were lost, or else the
         code of the first that failed: 128 and the number of a signal that ended it.
         """
-        while any(host.code is None for host in self._hosts):
-            self._pass_signals_on()
+        try:
+            while any(host.code is None for host in self._hosts):
+                self._pass_signals_on()
+                for host in self._hosts:
+                    self._look_after(host)
+                self._kill_the_late()
+                time.sleep(POLL_S)
+        finally:  # Some still run only if this process has failed: nobody else would end them.
+            until_s = time.monotonic() + self._grace_s
             for host in self._hosts:
-                self._look_after(host)
-            self._kill_the_late()
-            time.sleep(POLL_S)
+                host.send_signal(signal.SIGTERM)
+            for host in self._hosts:
+                host.end(until_s)
         for host in self._hosts:
             host.show_the_rest()
         codes = [host.code for host in self._hosts]
@@ -344,6 +379,16 @@ class LocalHost:
         """Send a signal to its process, if one runs."""
         if self._process is not None:
             self._process.send_signal(number)
+
+    def end(self, until_s: float) -> None:
+        """Wait for its process, if one runs, and kill it once it is so late by `time.monotonic`."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(max(0.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def show_the_rest(self) -> None:
         """Wait until all is shown that its last process has printed."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -81,6 +82,8 @@ ENVIRONMENT = {
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1",
 }
 PATIENCE_S = 1200.0
+# A link whose bandwidth is measured to be further from its rate is measured again, so often.
+FAR_OFF, MOST_PROFILES = 0.15, 3
 METHOD_HEIGHT = 36
 STYLE = ".wan .predicted{fill:#b9c6dd}.wan .measured{fill:#3e6ab3}"
 
@@ -281,16 +284,24 @@ def _run(arguments: argparse.Namespace) -> int:
 def profiled(
     hosts: Hosts, config: Path, rates: Float[np.ndarray, "hosts hosts"]
 ) -> tuple[Case, dict[str, float]]:
-    """The case that is measured, how long that took, and how far its bandwidths are from `tc`'s."""
-    start = time.monotonic()
-    hosts.run(
-        "profile", "skippipe_jax.profile", "--config", config, "-o", hosts.folder / "case.yaml"
-    )
-    seconds = time.monotonic() - start
-    [case] = load_cases(hosts.folder / "case.yaml")
-    deviation = bandwidth_deviation(case, rates)
-    print(f"profile: {seconds:.0f} s, bandwidth within {deviation:.1%} of tc's", flush=True)
-    return case, {"seconds": seconds, "bandwidth_deviation": deviation}
+    """The case that is measured, how long that took, and how far its bandwidths are from `tc`'s.
+
+    A busy machine may hold up all transfers over a link: one that is far off is measured again.
+    """
+    output, tries = hosts.folder / "case.yaml", itertools.count(1)
+    while True:
+        start = time.monotonic()
+        hosts.run("profile", "skippipe_jax.profile", "--config", config, "-o", output)
+        seconds = time.monotonic() - start
+        [case] = load_cases(output)
+        deviation, (source, target) = bandwidth_deviation(case, rates)
+        print(
+            f"profile: {seconds:.0f} s; no bandwidth is further from tc's than that from host "
+            f"{source} to host {target}, by {deviation:.1%}",
+            flush=True,
+        )
+        if deviation <= FAR_OFF or next(tries) == MOST_PROFILES:
+            return case, {"seconds": seconds, "bandwidth_deviation": deviation}
 
 
 def busy(plan: Plan, hosts: Hosts, config: Path) -> tuple[Case, dict[str, float]]:
@@ -395,11 +406,17 @@ def write_config(
     return path
 
 
-def bandwidth_deviation(case: Case, rates: Float[np.ndarray, "hosts hosts"]) -> float:
-    """How far the bandwidth of a pair is from the rate of its link, as a share, at most."""
+def bandwidth_deviation(
+    case: Case, rates: Float[np.ndarray, "hosts hosts"]
+) -> tuple[float, tuple[int, int]]:
+    """How far the bandwidth of a pair is from the rate of its link, as a share, at most.
+
+    And from which host to which that is so.
+    """
     _, bandwidth = case.link_matrices
-    different = ~np.eye(len(rates), dtype=bool)
-    return float(np.max(np.abs(bandwidth / rates - 1)[different]))
+    deviations = np.where(np.eye(len(rates), dtype=bool), 0.0, np.abs(bandwidth / rates - 1))
+    source, target = np.unravel_index(np.argmax(deviations), deviations.shape)
+    return float(deviations[source, target]), (int(source), int(target))
 
 
 def plan_by(method: str, case: Case, budget_s: float) -> Plan:

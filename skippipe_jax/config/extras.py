@@ -9,7 +9,7 @@ from skippipe_sched.errors import InputError
 
 
 def require(module: str, extra: str, field: str, value: Any) -> Any:
-    """The module of an optional package, which `skippipe-jax[extra]` installs.
+    """The module of an optional package, which the extra of that name installs.
 
     `field` and `value` are what asks for it. Raises `InputError` if it is not installed.
     """
@@ -20,5 +20,5 @@ def require(module: str, extra: str, field: str, value: Any) -> Any:
             field,
             value,
             f"needs the package {module.partition('.')[0]}, which is not installed here",
-            f'Install it: pip install "skippipe-jax[{extra}]"',
+            f'Install it, in a clone of the repository: pip install -e ".[{extra}]"',
         ) from error

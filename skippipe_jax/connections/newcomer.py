@@ -21,6 +21,12 @@ from skippipe_jax.connections.links import SENT_NONSENSE, WANTS_SECRET, Link, op
 from skippipe_jax.connections.reception import ASKS_S, JOINING
 from skippipe_jax.connections.ways import Way, measured
 
+GIVE_ANOTHER = "Give an address at which a host of the run listens: its membership.jsonl has them"
+
+
+class NobodyListens(TemporaryError):
+    """At none of the addresses anything listens, as the machines there say themselves."""
+
 
 class Newcomer:
     """What a newcomer has been told, and given so far.
@@ -45,6 +51,7 @@ class Newcomer:
 
         Raises:
             InputError: if a host refuses this one for good.
+            NobodyListens: if the machines at all of these addresses refuse a connection.
             TemporaryError: if none answers, or what comes is not what was told.
         """
         errors: list[TemporaryError] = []
@@ -53,7 +60,7 @@ class Newcomer:
                 return address, await self._ask(address, wanted)
             except TemporaryError as error:
                 errors.append(error)
-        raise errors[0]
+        raise next((error for error in errors if not isinstance(error, NobodyListens)), errors[0])
 
     async def ways(self, addresses: Mapping[int, str], most_s: float) -> dict[int, Way]:
         """The ways to hosts that listen there and answer, tried for so many seconds together."""
@@ -73,6 +80,9 @@ class Newcomer:
     async def _invited(self, address: str) -> AsyncIterator[tuple[Link, Invitation]]:
         try:
             link = await open_link(parse_address("ADDRESS", address), keys=self._keys)
+        except ConnectionRefusedError as error:
+            problem = "nobody listens there: the connection was refused"
+            raise NobodyListens(JOINING, address, problem, GIVE_ANOTHER) from error
         except (OSError, TimeoutError) as error:
             raise _unanswered(address, str(error) or "no answer") from error
         try:
@@ -140,5 +150,5 @@ def _unanswered(address: str, why: str) -> TemporaryError:
         JOINING,
         address,
         f"no host of a run answers there as newcomers are answered ({why})",
-        "Give an address at which a host of the run listens: its membership.jsonl has them",
+        GIVE_ANOTHER,
     )

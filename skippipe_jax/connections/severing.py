@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Collection
 from contextlib import suppress
-
-import psutil
 
 
 def sever(addresses: Collection[tuple[str, int]]) -> None:
@@ -16,9 +15,14 @@ def sever(addresses: Collection[tuple[str, int]]) -> None:
     What waits for something by them fails at once, as if the other side had ended. What listens
     there listens on.
     """
-    for connection in psutil.Process().net_connections("tcp"):
-        if connection.raddr and {tuple(connection.laddr), tuple(connection.raddr)} & {*addresses}:
-            # It may be closed at any moment, and its number be that of something else.
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as found:
+    for descriptor in map(int, os.listdir("/dev/fd")):  # on Linux and macOS alike
+        # It may be closed at any moment, and its number be that of something else.
+        with suppress(OSError):
+            # A copy of a file's descriptor would let go of the file's locks as it is closed.
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as found:
+                if found.type != socket.SOCK_STREAM:
+                    continue
                 if {found.getsockname()[:2], found.getpeername()[:2]} & {*addresses}:
                     found.shutdown(socket.SHUT_RDWR)

@@ -330,7 +330,7 @@ def _safetensors() -> ModuleType:
             "safetensors",
             None,
             "this package reads and writes Hugging Face's weights, and is not installed",
-            'Install it: pip install "skippipe-jax[hf]"',
+            'Install it, in a clone of the repository: pip install -e ".[hf]"',
         ) from error
     return safetensors
 

@@ -20,7 +20,7 @@ from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections.hello import Run
 from skippipe_jax.connections.invitation import Invitation, Place
 from skippipe_jax.connections.keys import Keys
-from skippipe_jax.connections.newcomer import Newcomer
+from skippipe_jax.connections.newcomer import Newcomer, NobodyListens
 from skippipe_jax.connections.pauses import LONGEST_S
 from skippipe_jax.connections.reception import JOINING
 from skippipe_jax.connections.ways import Way
@@ -223,15 +223,18 @@ class Seeking:
 
         Raises:
             InputError: if this host is refused for good.
-            TemporaryError: if none answers within `patience_s`.
+            TemporaryError: if none answers within `patience_s`; at once if nobody listens at the
+                addresses that were given, and no others are known.
         """
         since_s = time.monotonic()
         while True:
             addresses = [*self._given, *self._known]
             try:
                 asked = run_interruptibly(self._newcomer.ask(addresses, wanted))
-            except TemporaryError:
-                if time.monotonic() - since_s > patience_s:
+            except TemporaryError as error:
+                # A host of a run that is known may come back; an address may just be wrong.
+                is_wrong = isinstance(error, NobodyListens) and not self._known
+                if is_wrong or time.monotonic() - since_s > patience_s:
                     raise
                 time.sleep(AGAIN_S)
                 continue

@@ -51,7 +51,7 @@ def require_trackers(config: LogConfig) -> None:
                 f"log.{name}",
                 value,
                 f"needs the package {package}",
-                f'pip install "skippipe-jax[{name}]"',
+                f'Install it, in a clone of the repository: pip install -e ".[{name}]"',
             )
 
 

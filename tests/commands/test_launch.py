@@ -150,6 +150,30 @@ def test_nobody_is_started_again_once_all_were_told_to_stop(
     assert machine.started == [0, 1]
 
 
+def test_no_host_is_left_where_the_launcher_fails_itself(
+    shells: Callable[..., Shells], tmp_path: Path
+):
+    there = "[ -s told ] && [ -s deaf ]"
+    deaf = "trap '' TERM; echo $$ > deaf; while :; do sleep 0.01; done"
+    # Host 0 is lost, and how to start it again cannot be found out.
+    machine = shells([f"{once(there)}; {LOST}"], [f"echo $$ > told; {FOR_EVER}"], [deaf])
+    with pytest.raises(IndexError):
+        machine.hosts(grace_s=0.5).run()
+    for name in ("told", "deaf"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / name).read_text()), 0)
+
+
+def test_a_process_of_another_user_is_no_host(monkeypatch: pytest.MonkeyPatch):
+    """Numbers of processes are used again."""
+
+    def kill(process: int, number: int) -> None:
+        raise PermissionError(f"{number} to {process}")
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert not launch._lives(1)
+
+
 def test_pauses_grow_until_a_host_has_lived_for_a_minute(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     tries = Tries()

@@ -284,15 +284,31 @@ def test_hosts_that_make_no_cluster_are_refused(
     assert not (folder / "run").exists()
 
 
+IN_A_FILE = ["--set", "plan.case=null", "--set", "plan.file=plan.json"]
+ON_TWO_HOSTS = ["--set", "cluster.host_of_node=[0, 1, 0]"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--hosts", "0"], ["--hosts = 0", "at least 1"]),
         (["--hosts", "2", "--grace", "-1"], ["--grace = -1", "at least 0"]),
         (["--hosts", "2", "--set", "train.stepz=3"], ["train.stepz = 3", "unknown key"]),
+        (["--hosts", "100"], ["--hosts = 100", "3 nodes", "Start 3 hosts or fewer"]),
+        (["--hosts", "4", *IN_A_FILE], ["--hosts = 4", "3 nodes"]),
+        (["--hosts", "3", *ON_TWO_HOSTS], ["cluster.host_of_node", "Start 2 hosts"]),
+        (["--hosts", "3", "--set", "plan=auto", *ON_TWO_HOSTS], ["cluster.host_of_node"]),
+        (["--hosts", "2", "--set", "plan.case=none.yaml"], ["case = 'none.yaml'", "No such file"]),
     ],
 )
 def test_launcher_says_what_is_wrong_once(
-    arguments: list[str], words: list[str], folder: Path, command: Command
+    arguments: list[str],
+    words: list[str],
+    folder: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    """Before it starts a host."""
+    monkeypatch.setattr(launch.LocalHosts, "run", lambda _: pytest.fail("hosts are started"))
+    make_plan(parse_case(CASE), "balanced").save(folder / "plan.json")
     expect_one_error(command(launch, "--config", "config.yaml", *arguments), *words)

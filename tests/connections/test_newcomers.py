@@ -26,7 +26,7 @@ from skippipe_jax.connections.invitation import (
     Place,
 )
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.newcomer import Newcomer
+from skippipe_jax.connections.newcomer import Newcomer, NobodyListens
 from skippipe_jax.connections.pauses import Pauses
 from tests.connections.meshes import (
     KEYS,
@@ -39,6 +39,7 @@ from tests.connections.meshes import (
     stranger,
     until,
 )
+from tests.ports import free_port
 
 CONTENTS = {
     "config.yaml": b"seed: 0\n",
@@ -96,6 +97,21 @@ def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
             assert (told.members, told.placement) == ((0, 1), ((0, 2), (1,)))
             assert asking.contents == CONTENTS
             assert asking.fetched == sum(map(len, CONTENTS.values()))
+
+    asyncio.run(live())
+
+
+def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addresses():
+    closed = f"127.0.0.1:{free_port()}"
+
+    async def live() -> None:
+        problem = rf"join = '{closed}': nobody listens there: the connection was refused\. Give an "
+        with pytest.raises(NobodyListens, match=problem):
+            await Newcomer().ask([closed, closed])
+        async with listening() as host:  # Its run has not begun.
+            with pytest.raises(TemporaryError, match="no run has begun here") as caught:
+                await Newcomer().ask([closed, address_of(host)])
+            assert not isinstance(caught.value, NobodyListens)
 
     asyncio.run(live())
 
@@ -195,7 +211,7 @@ def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
                 await Newcomer().ask([address_of(first)])
             gone = address_of(first)
             first.end()
-            with pytest.raises(TemporaryError, match="no host of a run answers there"):
+            with pytest.raises(TemporaryError, match="nobody listens there"):
                 await Newcomer().ask([gone])
 
     asyncio.run(live())

@@ -652,6 +652,8 @@ WRONG_CHURN = {
     "unit alone": ("--heartbeat", "s", "'s'", "Write 30s"),
     "text for a time": ("--restart", "two h", "'two'", "Write a number"),
     "negative time": ("--restore=-1s", None, "at least 0", "at least 0"),
+    "negative time behind a space": ("--mtbf", "-5h", "-5.0", "greater than 0"),
+    "negative fraction": ("--repair", "-.5h", "-0.5", "at least 0"),
     "endless": ("--mtbf", "inf d", "inf", "below 1e+100"),
     "no time between faults": ("--mtbf", "0h", "0.0", "greater than 0"),
     "more faults than fit": ("--mtbf", "0.001s", "0.000125s", "fewer days"),

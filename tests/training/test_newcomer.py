@@ -11,7 +11,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.config import ClusterConfig, Config, DataConfig, to_yaml
 from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections.invitation import Files, Invitation, Place
-from skippipe_jax.connections.newcomer import Newcomer
+from skippipe_jax.connections.newcomer import Newcomer, NobodyListens
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.run_folder import Hold
 from skippipe_jax.training import inviting, newcomer
@@ -214,6 +214,23 @@ def test_it_asks_again_until_a_host_answers_and_knows_where_the_others_are(hosts
     ):
         pass
     assert hosts.now_s > newcomer.FIND_S
+
+
+def test_an_address_at_which_nobody_listens_is_refused_at_once(hosts: Hosts, tmp_path: Path):
+    gone = NobodyListens("join", "10.0.0.1:1", "nobody listens there", "Give another")
+    hosts.answers = [gone]
+    with pytest.raises(NobodyListens), hosts.seeking(has_text).fetch():
+        pass
+    assert hosts.now_s == 0.0
+    # Of a run that is known one may come back.
+    hosts.answers = [[INNER]]
+    with hosts.seeking(has_text).fetch():
+        pass
+    hosts.answers = [gone, gone, [INNER]]
+    again = Seeking(["10.0.0.1:1"], tmp_path / "far", (), has_text)
+    hosts.newcomers = [again._newcomer]
+    with again.fetch():
+        assert hosts.now_s == 2 * newcomer.AGAIN_S
 
 
 def test_a_host_tells_whose_places_are_free_and_what_they_serve(

@@ -7,6 +7,7 @@ neither NumPy nor what needs it, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -119,6 +120,8 @@ def _simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _churn(parser: argparse.ArgumentParser) -> None:
+    # Or argparse takes -5h for an option, and says that the time before it is missing.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
     parser.add_argument(
         "case", type=Path,
         help="the case, a YAML file, which is planned first; or a plan, a .json file",
