@@ -8,7 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.methods.without_nodes import plan_without
@@ -27,6 +29,8 @@ from skippipe_jax.config import (
 )
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.data.batches import Batch
+from skippipe_jax.models.llama import create_stage
+from skippipe_jax.optim import rounding
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, Z_LOSS, skips_update
 from skippipe_jax.runtime.totals import Outcome
@@ -277,6 +281,28 @@ def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way):
     _, exact = run(REPLICATED, SMALL, OPTIMIZER, batches, 3, way)
     for own, best in zip(outcomes, exact, strict=True):
         assert float(own.totals[LOSS]) == pytest.approx(float(best.totals[LOSS]), rel=0.02)
+
+
+def test_a_token_that_comes_often_has_its_whole_gradient_though_parameters_are_in_bfloat16():
+    """By the first moments after an iteration, which are in float32: rounded by nothing."""
+    time, plan = 512, plan_of([[0]], [[0]])
+    exact = dataclasses.replace(SMALL, layers=1, context=time, tied_head=True)
+    held = dataclasses.replace(exact, parameter_dtype="bfloat16")
+    ids = np.random.default_rng(6).integers(0, 11, (BATCH, time + 1), dtype=np.int32)
+    ids[:, np.arange(time + 1) % 4 > 0] = 7
+    batch: Batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+    data = DataConfig(microbatch_size=BATCH, sequence_length=time)
+    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=NOT_CLIPPING)
+    runtime = open_alone(Config(model=held, data=data, optimizer=optimizer), plan, 1)
+    runtime.run(0, {0: batch})
+
+    [first, second] = (create_stage(own, 0, [1], jax.random.key(0)) for own in (held, exact))
+    parameters = rounding.widened(nnx.to_pure_dict(nnx.state(first)))
+    loss = oracle._loss([nnx.graphdef(second)], [0], OPTIMIZER, scaled=False)
+    [gradient], _ = jax.grad(loss, has_aux=True)([parameters], [batch], [[0]])
+    moments = optax.tree.get(runtime.states[0].optimizer_state, "mu")
+    expected = jax.tree.map(lambda leaf: (1 - OPTIMIZER.beta1) * leaf, gradient)
+    assert oracle.relative_error(moments, expected) < 0.01
 
 
 def test_a_stage_that_is_left_out_takes_no_part():
