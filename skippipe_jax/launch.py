@@ -19,34 +19,23 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from skippipe_sched import fields
-from skippipe_sched.errors import (
-    INPUT_ERROR_EXIT_CODE,
-    INTERRUPTED_EXIT_CODE,
-    TRY_AGAIN_EXIT_CODE,
-)
 
 from skippipe_jax.arguments import add_config_arguments, run_module
+from skippipe_jax.campaign.tries import (
+    FIRST_PAUSE_S,
+    FORGOTTEN_S,
+    HAS_LEFT,
+    LONGEST_PAUSE_S,
+    MOST_FAULTS,
+    Tries,
+    as_of_a_shell,
+)
 
 if TYPE_CHECKING:
     from skippipe_jax.config import Config
     from skippipe_jax.config.cluster import ClusterConfig
 
 POLL_S = 0.1
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""So long a host is waited with that is to be started again: each time twice as long."""
-
-SETTLED_S = 60.0
-"""Once a host has lived for so long, its next pause is as short as the first."""
-
-MOST_FAULTS = 5
-"""So often a host is started again that has ended by a fault of its own."""
-
-HAS_LEFT = 128 + signal.SIGTERM
-"""So a host ends that was told to leave: the others go on without it, or have ended as it has."""
-
-FOR_GOOD = (0, INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, HAS_LEFT)
-"""After these it is not: it was trained to the end, would end so again, or was told to stop."""
 
 RESUME, JOIN = "resume", "join"
 """How a host comes back: by its number, or from the addresses of those that live."""
@@ -58,7 +47,8 @@ PORTS = range(61440, 65536)
 EPILOG = (
     "With --respawn a host that is lost is started again, by itself, and with --resume once the "
     "run has begun: when a signal has ended it or it ends with 75, as often as that happens; "
-    f"{MOST_FAULTS} times after a fault of its own (1, others). That is {FIRST_PAUSE_S:g} s later, "
+    f"{MOST_FAULTS} times after a fault of its own (1, others), of which each "
+    f"{FORGOTTEN_S / 60:g} min that it lives make up for one. That is {FIRST_PAUSE_S:g} s later, "
     "and twice as much later each time that it ends within a minute of its start, "
     f"{LONGEST_PAUSE_S:g} s at most. It is not after 0, 2, 130 and 143, nor once this command was "
     "told to stop or the run is trained. When a host stays away, 75 counts as a fault of others. "
@@ -258,7 +248,7 @@ class LocalHosts:
         codes = [host.code for host in self._hosts]
         if 0 in codes and self._can_go_on():
             return 0
-        return _as_of_a_shell(self._first_code)
+        return as_of_a_shell(self._first_code)
 
     def _pass_signals_on(self) -> None:
         while self._to_pass_on:
@@ -394,38 +384,6 @@ class LocalHost:
         """Wait until all is shown that its last process has printed."""
         if self._reader is not None:
             self._reader.join()
-
-
-class Tries:
-    """Says of one host whether it is started again once it has ended, and how soon."""
-
-    def __init__(self) -> None:
-        """It has not been started again yet."""
-        self._last_s = 0.0
-        self._faults = 0
-
-    def pause_s(self, code: int, lived_s: float, *, misses_others: bool) -> float | None:
-        """How many seconds later it is started again; None if it is not.
-
-        Args:
-            code: by which it has ended, or minus the signal that has ended it.
-            lived_s: how long it has lived.
-            misses_others: whether another stays away for good: without it the rest may be too few.
-        """
-        if _as_of_a_shell(code) in FOR_GOOD:
-            return None
-        if code > 0 and (misses_others or code != TRY_AGAIN_EXIT_CODE):
-            self._faults += 1
-            if self._faults > MOST_FAULTS:
-                return None
-        grown_s = 0.0 if lived_s >= SETTLED_S else min(2 * self._last_s, LONGEST_PAUSE_S)
-        self._last_s = max(FIRST_PAUSE_S, grown_s)
-        return self._last_s
-
-
-def _as_of_a_shell(code: int) -> int:
-    """An exit code, of a process that a signal has ended as a shell has it."""
-    return code if code >= 0 else 128 - code
 
 
 def _in_words(code: int) -> str:

@@ -245,6 +245,9 @@ def _step(loss: Callable[..., Any], transformation: Any, optimizer: OptimizerCon
         iteration: int,
     ):
         gradients, value = jax.grad(loss, has_aux=True)(parameters, batches, stage_paths, iteration)
+        # Without a target there is no loss, which is NaN then, and nothing to learn.
+        if not any((batch["targets"] >= 0).any() for batch in batches):
+            return parameters, state, value
         norm, bound = float(optax.tree.norm(gradients)), optimizer.skip_above_norm
         # Not `norm > bound`, which NaN is not.
         if bound is not None and not norm <= bound:

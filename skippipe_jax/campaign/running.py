@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError
 from tqdm import tqdm
 
+from skippipe_jax.campaign.tries import Tries
 from skippipe_jax.storage.run_folder import locked
 
 # Two runs at once on one thread each are quicker, on two cores, than one after the other on two.
@@ -27,8 +28,8 @@ ONE_THREAD = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 SECONDS_BETWEEN_LOOKS = 0.2
-# So long before a command is started again that found what it needs in use.
-PAUSE_S = 2.0
+# So often, about five minutes long, a command is started again that lacks something for the moment.
+MOST_TRIES = 10
 
 Command = Sequence[str]
 """A module and its arguments, as ``python -m`` takes them."""
@@ -133,6 +134,7 @@ class _Process:
         self.log: IO[str] = (logs / f"{task.name}.log").open("a")
         self.waiting: deque[Callable[[], Command]] = deque()
         self.starts_s: float | None = None
+        self.tries, self.started_s = Tries(MOST_TRIES), 0.0
         self.process: subprocess.Popen[bytes] | None = None
         self.is_done = False
         self._begin()
@@ -150,7 +152,7 @@ class _Process:
             self._start()
 
     def _start(self) -> None:
-        self.starts_s = None
+        self.starts_s, self.started_s = None, time.monotonic()
         # In a process group of its own: Ctrl-C comes to this process alone, which passes it on.
         self.process = subprocess.Popen(
             ["nice", sys.executable, "-m", *self.waiting[0]()],
@@ -166,9 +168,9 @@ class _Process:
         if self.process is None and not self.is_done:
             self._begin()
         code = None if self.process is None else self.process.poll()
-        if code == TRY_AGAIN_EXIT_CODE:
-            self._try_again()
-        elif code == 0:
+        if code == TRY_AGAIN_EXIT_CODE and self._tries_again():
+            return True
+        if code == 0:
             self.waiting.popleft()
             self.is_done = not self.waiting
             if self.waiting:
@@ -180,13 +182,21 @@ class _Process:
             self.log.close()
         return not self.is_done
 
-    def _try_again(self) -> None:
-        """Start the same command again after a pause: what it needs may be there by then."""
+    def _tries_again(self) -> bool:
+        """Start the same command again after a pause, in which what it needs may come; or never."""
+        now_s = time.monotonic()
         if self.starts_s is None:
-            self.starts_s = time.monotonic() + PAUSE_S
-            tqdm.write(f"{self.task.name} tries again. {_last_words(self.log.name)}".rstrip())
-        elif time.monotonic() > self.starts_s:
+            lived_s = now_s - self.started_s
+            # No other process does its work meanwhile.
+            pause_s = self.tries.pause_s(TRY_AGAIN_EXIT_CODE, lived_s, misses_others=True)
+            if pause_s is None:
+                return False
+            self.starts_s = now_s + pause_s
+            said = _last_words(self.log.name)
+            tqdm.write(f"{self.task.name} tries again in {pause_s:g} s. {said}".rstrip())
+        elif now_s > self.starts_s:
             self._start()
+        return True
 
     def terminate(self) -> None:
         """Let it save what it has and end; `wait` waits for that."""

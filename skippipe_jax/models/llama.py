@@ -241,7 +241,10 @@ class DataStage(Stage):
     ) -> Float[Array, "batch time channels"]:
         """Embed tokens, as `marked_tokens` gives them, and run the stage's own blocks."""
         tokens, begins = unmark_tokens(tokens)
-        x = constrained(self.embedding[...][tokens], None, None, WIDTH)
+        # In float32, so that gradients are added up in it: of a token that comes often, a sum in
+        # bfloat16 would lose most.
+        table = self.embedding[...].astype(jnp.float32)
+        x = constrained(table[tokens], None, None, WIDTH)
         return super().__call__(mark(_cut(x.astype(self.config.compute_dtype)), begins))
 
     def logits(

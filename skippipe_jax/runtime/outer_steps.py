@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int
 
 from skippipe_jax.config import Config
@@ -156,13 +155,9 @@ def _inner_step(functions: StageFunctions, microbatch_tokens: int) -> InnerStep:
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(parameters: Any, optimizer_state: Any, gradients: Any, targets: Int[Array, ""]):
         totals = functions.squared_norm(gradients).at[TOKENS].set(targets.astype(jnp.float32))
-        after = functions.update(parameters, optimizer_state, gradients, totals)
-        # Without targets there is nothing to divide by, and nothing to learn.
-        made, before = after[:2], (parameters, optimizer_state)
-        parameters, optimizer_state = optax.tree.where(targets > 0, made, before)
         scale = microbatch_tokens / jnp.maximum(targets, 1)
         norm = jnp.where(targets > 0, totals[SQUARED_NORM] * scale**2, 0.0)
-        return parameters, optimizer_state, after[2], norm
+        return *functions.update(parameters, optimizer_state, gradients, totals), norm
 
     return step
 

@@ -271,10 +271,8 @@ def stage_functions(
         if rounding.rounds(held):
             assert draw is not None, "rounding by chance is drawn by something"
             updated = rounding.rounded_like(updated, held, draw, update_count(optimizer_state))
-        if optimizer.skip_above_norm is not None:
-            is_skipped = skips_update(optimizer, totals, microbatch_tokens)
-            updated = optax.tree.where(is_skipped, held, updated)
-        of_parameters, of_state = updated
+        is_skipped = skips_update(optimizer, totals, microbatch_tokens)
+        of_parameters, of_state = optax.tree.where(is_skipped, held, updated)
         return of_parameters, stored(of_state), zero_gradients(parameters)
 
     def held_out(parameters: Parameters, activations: Array, targets: Array):
@@ -364,19 +362,21 @@ def scaled(inputs: Activations, outputs: Activations, share: Share) -> Activatio
 def skips_update(
     optimizer: OptimizerConfig, totals: Totals | np.ndarray, microbatch_tokens: int
 ) -> Any:
-    """Whether the update of an iteration is left out, by `optimizer.skip_above_norm`: a bool.
+    """Whether the update of an iteration is left out: a bool.
+
+    It is where there is no target token, and so no loss, and by `optimizer.skip_above_norm`.
 
     The gradients' norm is root(squared_norm) * microbatch_tokens / tokens. What is compared has
     neither root nor quotient: products are rounded alike on all devices, so all replicas agree.
     """
-    if optimizer.skip_above_norm is None:
-        return False
     squared_norm, tokens = totals[SQUARED_NORM], totals[TOKENS]
+    if optimizer.skip_above_norm is None:
+        return tokens == 0
     # A large bound may overflow to infinity; an infinite norm is beyond that too.
     with np.errstate(over="ignore"):
         bound = tokens * tokens * np.float32(optimizer.skip_above_norm**2)
         is_within = squared_norm * np.float32(microbatch_tokens**2) <= bound
-    return ~(is_within & (squared_norm < np.inf))
+    return ~(is_within & (squared_norm < np.inf) & (tokens > 0))
 
 
 def functions_of_stages(

@@ -177,20 +177,21 @@ class Metrics:
         seconds = finished.at_s - self.last_s
         # Validation is no part of the next iteration.
         held_out, self.last_s = self.validations.pop(step, (None, finished.at_s))
-        loss = float(totals[LOSS] / totals[TOKENS])
         batch_tokens = self.config.data.microbatch_size * self.config.data.sequence_length
-        norm = float(np.sqrt(totals[SQUARED_NORM]))
+        # Without a target token there is no loss, and NaN stands for it.
+        tokens = totals[TOKENS] or np.float32(np.nan)
+        loss, norm = float(totals[LOSS] / tokens), float(np.sqrt(totals[SQUARED_NORM]))
         if is_exact:
-            norm *= float(batch_tokens / totals[TOKENS])
+            norm *= float(batch_tokens / tokens)
         learning_rate = self.learning_rate(step - 1 - self.skipped_updates)
         if is_exact and skips_update(optimizer, totals, batch_tokens):
             self.skipped_updates += 1
-        elif is_exact or optimizer.skip_above_norm is None:
+        elif totals[TOKENS] and (is_exact or optimizer.skip_above_norm is None):
             self._require_finite(step, loss, norm)
         return {
             "step": step,
             "loss": finite(loss),
-            "z_loss": finite(totals[Z_LOSS] / totals[TOKENS]) if optimizer.z_loss else None,
+            "z_loss": finite(totals[Z_LOSS] / tokens) if optimizer.z_loss else None,
             "validation_loss": finite(held_out),
             "tokens": int(totals[TOKENS]),
             "tokens_per_second": float(totals[TOKENS]) / seconds,

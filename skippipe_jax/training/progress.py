@@ -83,10 +83,15 @@ class ProgressBar(Callback):
         """Move on by one iteration."""
         if metrics["skipped_updates"] > self.skipped_updates:
             self.skipped_updates = metrics["skipped_updates"]
+            why = "none of its tokens is a target"
+            if metrics["tokens"]:
+                why = (
+                    f"its gradient norm is not within optimizer.skip_above_norm = "
+                    f"{self.config.optimizer.skip_above_norm:g} but "
+                    f"{metrics['gradient_norm'] or 'no finite number'}"
+                )
             self._say(
-                f"step {metrics['step']}: update skipped, its gradient norm is not within "
-                f"optimizer.skip_above_norm = {self.config.optimizer.skip_above_norm:g} but "
-                f"{metrics['gradient_norm'] or 'no finite number'} "
+                f"step {metrics['step']}: update skipped, {why} "
                 f"({self.skipped_updates} skipped so far)"
             )
         if metrics["validation_loss"] is not None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.campaign import running
+from skippipe_jax.campaign import running, tries
 from skippipe_jax.campaign.running import digest_of, ordered, run_all
 
 # A task's process: it notes when it begins and ends, and does between as its words say.
@@ -77,7 +77,8 @@ class Worker:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(running, "SECONDS_BETWEEN_LOOKS", 0.02)
-    monkeypatch.setattr(running, "PAUSE_S", 0.05)
+    monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(tries, "LONGEST_PAUSE_S", 0.2)
     (tmp_path / "worker.py").write_text(WORKER)
     return tmp_path
 
@@ -191,7 +192,16 @@ def test_who_dies_without_a_word_has_failed_too(folder):
 def test_what_found_something_in_use_tries_again(folder, capsys):
     words = ("unless=tried", "make=tried", "exit=75")
     assert run(folder, Worker(folder, "a", words=words)) == ["began a", "began a", "ended a"]
-    assert "a tries again. It says: error: field = 1" in capsys.readouterr().out
+    assert "a tries again in 0.01 s. It says: error: field = 1" in capsys.readouterr().out
+
+
+def test_what_is_in_use_for_long_is_tried_ever_less_often_and_not_for_ever(folder, capsys):
+    with pytest.raises(InputError, match=r"run = 'a': failed.*It says: error: field = 1"):
+        run(folder, Worker(folder, "a", words=("exit=75",)))
+    pauses = [float(line.split()[4]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(pauses) == running.MOST_TRIES == len(notes(folder)) - 1
+    assert pauses[:4] == [0.01, 0.02, 0.04, 0.08]
+    assert max(pauses) == 0.2
 
 
 def test_ctrl_c_lets_all_processes_end_and_the_next_call_goes_on(folder, monkeypatch):

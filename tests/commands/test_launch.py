@@ -15,7 +15,15 @@ import pytest
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 
 from skippipe_jax import launch
-from skippipe_jax.launch import LONGEST_PAUSE_S, MOST_FAULTS, SETTLED_S, LocalHosts, Tries
+from skippipe_jax.campaign import tries
+from skippipe_jax.campaign.tries import (
+    FORGOTTEN_S,
+    LONGEST_PAUSE_S,
+    MOST_FAULTS,
+    SETTLED_S,
+    Tries,
+)
+from skippipe_jax.launch import LocalHosts
 from tests.commands.examples import Command
 
 LOST = "kill -9 $$"
@@ -27,7 +35,7 @@ LONG_S = 1000.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "POLL_S", 0.005)
-    monkeypatch.setattr(launch, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.01)
 
 
 class Shells:
@@ -118,7 +126,7 @@ def test_the_others_go_on_without_one_that_was_told_to_leave(shells: Callable[..
 def test_nobody_is_started_again_once_the_run_is_trained(
     shells: Callable[..., Shells], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(launch, "FIRST_PAUSE_S", LONG_S)
+    monkeypatch.setattr(tries, "FIRST_PAUSE_S", LONG_S)
     machine = shells([once("sleep 0.1; [ -e end ]")], ["touch end; kill -9 $$"])
     assert machine.hosts().run() == 0
     assert machine.started == [0, 1]
@@ -202,6 +210,18 @@ def test_how_often_a_host_is_started_again(code: int, misses_others: bool, most:
     tries = Tries()
     pauses = [tries.pause_s(code, SETTLED_S, misses_others=misses_others) for _ in range(100)]
     assert [pause_s is not None for pause_s in pauses] == [True] * most + [False] * (100 - most)
+
+
+def test_a_fault_is_forgotten_by_the_hour():
+    tries = Tries()
+    for _ in range(10):
+        for _ in range(MOST_FAULTS):
+            assert tries.pause_s(1, 60.0, misses_others=False) is not None
+        # It lives for long enough to make up for all of them before it ends once more.
+        assert tries.pause_s(-signal.SIGKILL, MOST_FAULTS * FORGOTTEN_S, misses_others=False)
+    for _ in range(MOST_FAULTS):
+        assert tries.pause_s(1, FORGOTTEN_S - 1, misses_others=False) is not None
+    assert tries.pause_s(1, FORGOTTEN_S - 1, misses_others=False) is None
 
 
 @pytest.fixture

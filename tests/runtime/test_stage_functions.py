@@ -248,9 +248,11 @@ def test_an_update_is_skipped_bit_for_bit(norm: float, is_skipped: bool, tokens:
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(zeros))
 
 
-def test_without_a_guard_no_update_is_skipped():
+def test_without_a_guard_no_update_with_a_target_is_skipped():
     totals = np.full(TOTALS, np.nan, np.float32)
-    assert not skips_update(OPTIMIZER, totals, BATCH * TIME)
+    for tokens in (0.0, 1.0):
+        totals[TOKENS] = tokens
+        assert bool(skips_update(OPTIMIZER, totals, BATCH * TIME)) == (tokens == 0)
 
 
 def test_a_bound_beyond_float32_still_tells_what_is_infinite():

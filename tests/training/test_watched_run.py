@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import wandb
 from skippipe_sched.errors import InputError
@@ -19,6 +20,7 @@ from tensorboardX.proto import event_pb2
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, LogConfig, load_config, parse_config
+from skippipe_jax.data.batches import NOT_COUNTED, Batch, TrainingBatches
 from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage import run_folder
@@ -299,6 +301,40 @@ def test_skipped_updates_change_nothing_and_are_counted_over_a_resume(
     *_, fifth, sixth = run_folder.read_metrics(tmp_path / "run")
     assert (fifth["skipped_updates"], sixth["skipped_updates"]) == (4, 4)
     assert fifth["learning_rate"] == lines[0]["learning_rate"] < sixth["learning_rate"]
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [{}, {"averaging__mode": "outer", "averaging__every": 2, "averaging__fragments": 1}],
+)
+def test_an_iteration_without_a_target_is_told_of_and_the_run_goes_on(
+    config: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    averaging: dict[str, Any],
+):
+    read = TrainingBatches.__getitem__
+
+    def without_targets(own: TrainingBatches, number: int) -> Batch:
+        batch = read(own, number)
+        # All that is read in the second of three iterations, of four microbatches each.
+        if 4 <= number < 8:
+            batch["targets"] = np.full_like(batch["targets"], NOT_COUNTED)
+        return batch
+
+    monkeypatch.setattr(TrainingBatches, "__getitem__", without_targets)
+    train_here(config, tmp_path / "run", train__steps=3, **averaging)
+    lines = run_folder.read_metrics(tmp_path / "run")
+    assert [line["loss"] is None for line in lines] == [False, True, False]
+    assert [line["tokens"] == 0 for line in lines] == [False, True, False]
+    assert "NaN" not in (tmp_path / "run" / run_folder.METRICS).read_text()
+    told = "step 2: update skipped, none of its tokens is a target"
+    # Replicas that go apart each count their own.
+    assert (told in capfd.readouterr().err) == (not averaging)
+    if not averaging:
+        assert [line["skipped_updates"] for line in lines] == [0, 1, 1]
+        assert lines[2]["learning_rate"] == lines[1]["learning_rate"] > lines[0]["learning_rate"]
 
 
 def test_a_loss_that_is_no_number_ends_a_run_without_the_guard_alone(config: Path, tmp_path: Path):
