@@ -120,7 +120,7 @@ class KeptLines(Callback):
 
     def write_the_missing(self, folder: Path) -> None:
         """Add those that a host which was lost has not written."""
-        written = max((line["step"] for line in run_folder.read_metrics(folder)), default=0)
+        written = run_folder.last_step(folder)
         for line in self.lines:
             if line["step"] > written:
                 run_folder.append_metrics(folder, dict(line))
@@ -142,10 +142,10 @@ class BestCheckpoint(Callback):
         self.validated: tuple[int, float | None] | None = None
         # A run that goes on from an earlier step takes later ones anew.
         (folder / run_folder.BEST).unlink(missing_ok=True)
-        saved = saved_steps(folder)
-        for line in run_folder.read_metrics(folder):
-            if line["step"] in saved:
-                self.consider(line["step"], line.get("validation_loss"))
+        for step in saved_steps(folder):
+            line = run_folder.metrics_of(folder, step)
+            if line is not None:
+                self.consider(step, line.get("validation_loss"))
 
     def after_validation(self, trainer: Trainer, step: int, loss: float | None) -> None:
         """Note the loss, should the step be saved."""

@@ -91,6 +91,8 @@ class Survival:
         self.plans = FoundPlans()
         self._store = partial(run_folder.first_to_write, trainer.folder)
         self._standby = Standby(trainer.config.replan.method)
+        # The last generation in which this host has led, and so written the metrics.
+        self._led = 0
 
     def close(self) -> None:
         """Search no more."""
@@ -123,6 +125,7 @@ class Survival:
             with _closed_by_an_error(self._settled):
                 read, _, _ = self._agreed(team, self._settled, Holding(read))
                 self._write(team, self._settled)
+                self._led = 1 if team.index == 0 else 0
                 stretch = Stretch(self._trainer, team, self._settled, read, checkpoint)
                 return self._replanned(stretch, team, self._settled)
         except TeamEnded:
@@ -256,7 +259,9 @@ class Survival:
             if team.index == 0:
                 # Not before all have told something: a leader that was stopped wakes when others
                 # lead.
-                go_on(trainer.config, generation.step)
+                is_own = self._led == generation.number - 1
+                go_on(trainer.config, generation.step, is_own=is_own)
+                self._led = generation.number
                 self.lines.write_the_missing(trainer.folder)
             copies = copies_read(trainer.config, team)
             remains = replace(remains, copies=(*remains.copies, *copies))

@@ -258,11 +258,14 @@ def test_a_disk_that_is_full_may_have_room_later(
 
 
 @pytest.mark.parametrize("line", ["garbage", "[1]", "{}", '{"step": "two"}'])
-def test_a_damaged_line_of_the_metrics_is_named(line: str, run: Path):
+def test_a_damaged_line_of_the_metrics_is_named_and_left_out(
+    line: str, run: Path, capsys: pytest.CaptureFixture[str]
+):
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[2]]))
-    with pytest.raises(InputError, match=r"run/metrics.jsonl, line 2 = .*Remove this line"):
-        run_folder.read_metrics(run)
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[2], ""]))
+    assert [found["step"] for found in run_folder.read_metrics(run)] == [1, 3]
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.startswith("warning: run/metrics.jsonl, line 2 = ")
 
 
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
