@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import secrets
@@ -33,6 +34,7 @@ from skippipe_jax.storage.json_lines import (
     add_line_to,
     end_of_step,
     line_of_step,
+    lines_from_end,
     read_lines,
 )
 from skippipe_jax.storage.layout import CHECKPOINTS, latest_step
@@ -338,6 +340,20 @@ def _read_generation(text: str, field: str) -> Mapping[str, Any]:
     return line
 
 
+def last_generation(folder: Path) -> int:
+    """The number of the generation of hosts that was written last; 0 if there is none.
+
+    Raises:
+        OSError: if that cannot be read.
+    """
+    if not (folder / MEMBERSHIP).exists():
+        return 0
+    for _, line in lines_from_end(folder / MEMBERSHIP):
+        with suppress(InputError):
+            return _read_generation(line.decode(errors="replace"), MEMBERSHIP)["generation"]
+    return 0
+
+
 def last_addresses(folder: Path) -> list[str]:
     """Where the hosts that have trained together last listened for one another."""
     generations = read_generations(folder)
@@ -361,12 +377,33 @@ class MetricsWriter:
         """Open the file that is there now, or a new one."""
         self._folder = folder
         with _accessible(folder):
-            self._file = (folder / METRICS).open("a+b", buffering=0)
+            self._file = self._opened()
+            self._status = os.fstat(self._file.fileno())
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add one iteration; a crash loses at most this line."""
+        """Add one iteration; a crash loses at most this line. It may be called again if it fails."""
         with _accessible(self._folder):
-            add_line(self._file.fileno(), line)
+            try:
+                add_line(self._file.fileno(), line)
+            except OSError as error:
+                # The file is gone from the server, or has been moved there.
+                if error.errno != errno.ESTALE:
+                    raise
+                if self._is_open_again():
+                    add_line(self._file.fileno(), line)
+
+    def _is_open_again(self) -> bool:
+        """Open the file anew, unless another is in its place: then what is added counts no more."""
+        again = self._opened()
+        if not os.path.samestat(os.fstat(again.fileno()), self._status):
+            again.close()
+            return False
+        self._file.close()
+        self._file = again
+        return True
+
+    def _opened(self) -> io.FileIO:
+        return (self._folder / METRICS).open("a+b", buffering=0)
 
     def close(self) -> None:
         """Add no more."""
