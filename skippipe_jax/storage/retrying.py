@@ -68,7 +68,7 @@ def as_temporary(folder: Path, error: Exception) -> Exception:
     Others come back as they are.
     """
     failure = failure_of_storage(error)
-    if failure is None:
+    if failure is None or isinstance(error, TemporaryError):
         return error
     if isinstance(error, InputError):
         is_of_folder = error.field == "run_dir"

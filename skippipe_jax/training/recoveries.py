@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from skippipe_jax.config.recovery import REWIND, SKIP
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.retrying import retried
 from skippipe_jax.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -86,4 +87,4 @@ class RecoveriesFile(Callback):
         self._begun = None
         if trainer.host.index == 0:
             line = begun | {"loss_after": metrics["loss"]}
-            run_folder.append_recovery(self._folder, line)
+            retried(self._folder, lambda: run_folder.append_recovery(self._folder, line))

@@ -26,6 +26,7 @@ from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.layout import Checkpoint, is_committed, open_checkpoint, step_folder
 from skippipe_jax.storage.reader import read_data_state
+from skippipe_jax.storage.retrying import retried
 from skippipe_jax.storage.writer import NotCommitted
 from skippipe_jax.training.callbacks import KeptLines
 from skippipe_jax.training.departure import HasLeft
@@ -260,7 +261,8 @@ class Survival:
                 # Not before all have told something: a leader that was stopped wakes when others
                 # lead.
                 is_own = self._led == generation.number - 1
-                go_on(trainer.config, generation.step, is_own=is_own)
+                given = partial(go_on, trainer.config, generation.step, is_own=is_own)
+                retried(trainer.folder, given)
                 self._led = generation.number
                 self.lines.write_the_missing(trainer.folder)
             copies = copies_read(trainer.config, team)
@@ -322,9 +324,8 @@ class Survival:
         own = [node for node, host in enumerate(self._host_of) if host == here]
         told = gather(team, "member", lambda: team.here() | {"nodes": own}, IN_A_TEAM_S)
         if team.index == 0:
-            run_folder.append_generation(
-                self._trainer.folder, team.generation, settled.plan, list(told.values())
-            )
+            folder, given = self._trainer.folder, (team.generation, settled.plan, [*told.values()])
+            retried(folder, lambda: run_folder.append_generation(folder, *given))
 
 
 def gone_back(holding: Holding, folder: Path, step: int) -> Holding:

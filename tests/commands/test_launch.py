@@ -15,7 +15,14 @@ import pytest
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 
 from skippipe_jax import launch
-from skippipe_jax.launch import LONGEST_PAUSE_S, MOST_FAULTS, SETTLED_S, LocalHosts, Tries
+from skippipe_jax.launch import (
+    FORGOTTEN_S,
+    LONGEST_PAUSE_S,
+    MOST_FAULTS,
+    SETTLED_S,
+    LocalHosts,
+    Tries,
+)
 from tests.commands.examples import Command
 
 LOST = "kill -9 $$"
@@ -178,6 +185,18 @@ def test_how_often_a_host_is_started_again(code: int, misses_others: bool, most:
     tries = Tries()
     pauses = [tries.pause_s(code, SETTLED_S, misses_others=misses_others) for _ in range(100)]
     assert [pause_s is not None for pause_s in pauses] == [True] * most + [False] * (100 - most)
+
+
+def test_a_fault_is_forgotten_by_the_hour():
+    tries = Tries()
+    for _ in range(10):
+        for _ in range(MOST_FAULTS):
+            assert tries.pause_s(1, 60.0, misses_others=False) is not None
+        # It lives for long enough to make up for all of them before it ends once more.
+        assert tries.pause_s(-signal.SIGKILL, MOST_FAULTS * FORGOTTEN_S, misses_others=False)
+    for _ in range(MOST_FAULTS):
+        assert tries.pause_s(1, FORGOTTEN_S - 1, misses_others=False) is not None
+    assert tries.pause_s(1, FORGOTTEN_S - 1, misses_others=False) is None
 
 
 @pytest.fixture
