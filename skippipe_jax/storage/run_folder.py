@@ -381,7 +381,7 @@ class MetricsWriter:
             self._status = os.fstat(self._file.fileno())
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add one iteration; a crash loses at most this line. It may be called again if it fails."""
+        """Add one iteration; a crash loses at most this line. May be repeated where it fails."""
         with _accessible(self._folder):
             try:
                 add_line(self._file.fileno(), line)
@@ -469,9 +469,10 @@ def _accessible(folder: Path, field: str = "run_dir") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        where = "" if error.filename in (None, str(folder)) else f" ({error.filename})"
         raise kind_of(error)(
             field,
             str(folder),
-            f"cannot be used: {error.strerror}",
+            f"cannot be used: {error.strerror}{where}",
             "Give another folder, or mend that",
         ) from error

@@ -30,7 +30,7 @@ def write_whole(path: Path, content: str | bytes, *, durably: bool = False) -> N
 
 
 def copy_beginning(path: Path, size: int) -> None:
-    """Replace a file by another with its first `size` bytes: who has the old one open keeps that."""
+    """Replace a file by another with its first `size` bytes; who has it open keeps the old one."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with path.open("rb") as old, partial.open("wb") as new:
