@@ -23,6 +23,7 @@ from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.timing.simulate import simulate_plan
 
+from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.config import NO_RECIPE, Config, to_yaml
 from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
 from skippipe_jax.consensus.generations import Generation
@@ -352,6 +353,16 @@ def last_generation(folder: Path) -> int:
         with suppress(InputError):
             return _read_generation(line.decode(errors="replace"), MEMBERSHIP)["generation"]
     return 0
+
+
+def require_no_later(folder: Path, generation: int) -> None:
+    """Raise `TeamEnded` where a later generation of hosts writes in the folder.
+
+    A leader that was stopped may wake up before what would spoil what others have written since.
+    Its process does not have to have heard of them by then.
+    """
+    if last_generation(folder) > generation:
+        raise TeamEnded
 
 
 def last_addresses(folder: Path) -> list[str]:

@@ -36,7 +36,7 @@ from skippipe_jax.storage.layout import (
     unfinished_folder,
 )
 from skippipe_jax.storage.retrying import PAUSES_S, failure_of_storage, retried
-from skippipe_jax.storage.run_folder import last_generation
+from skippipe_jax.storage.run_folder import require_no_later
 from skippipe_jax.storage.warning import warn
 from skippipe_jax.storage.whole_file import synchronize
 
@@ -293,9 +293,8 @@ class CheckpointWriter:
         whole = step_folder(self._run_dir, step)
 
         def declare() -> None:
-            # A leader that was stopped may wake up here, while others go on.
-            if self._generation and last_generation(self._run_dir) > self._generation:
-                raise TeamEnded
+            if self._generation:
+                require_no_later(self._run_dir, self._generation)
             declare_whole(folder, whole, self._stage_layers, files, left_out, own)
 
         retried(self._run_dir, declare)

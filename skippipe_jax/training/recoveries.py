@@ -63,6 +63,12 @@ class RecoveriesFile(Callback):
             "loss_after": None,
         }
 
+    def went_back(self, step: int) -> None:
+        """All go back further than was decided, to the checkpoint of a step."""
+        if self._begun is not None:
+            steps_old = max(0, self._begun["step_before"] - step)
+            self._begun = self._begun | {"step": step, "steps_old": steps_old}
+
     def forget(self) -> None:
         """This host knows nothing that counts, as others have gone on without it."""
         self._begun = None
