@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skippipe_jax.cluster.board import TeamEnded, named
@@ -101,6 +102,11 @@ class Team:
     def saved(self, step: int) -> None:
         """Tell that the checkpoint of a step is whole."""
         self._membership.control.saved(step)
+
+    def gone_back(self, step: int) -> Team:
+        """The team after an earlier step than its own, to which all of it goes back."""
+        self._membership.control.went_back(self.generation.number, step)
+        return Team(self._membership, replace(self.generation, step=step))
 
     @property
     def address(self) -> str:

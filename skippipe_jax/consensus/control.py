@@ -27,6 +27,7 @@ from skippipe_jax.consensus.generations import (
     Stored,
     Tick,
     Told,
+    WentBack,
     Wish,
     Writes,
 )
@@ -107,6 +108,10 @@ class Control:
     def saved(self, step: int) -> None:
         """The checkpoint of a step is whole. Any thread may call this."""
         self._loop.call_soon_threadsafe(self._happens, Saved(step))
+
+    def went_back(self, number: int, step: int) -> None:
+        """All of a generation go back to an earlier checkpoint. Any thread may call this."""
+        self._loop.call_soon_threadsafe(self._happens, WentBack(number, step))
 
     def told_to_leave(self, grace_s: float, late: Callable[[], None]) -> None:
         """This host was told to leave; call `late` if it has not left after some seconds.

@@ -57,6 +57,7 @@ from skippipe_jax.consensus.generations import (
     Stored,
     Tick,
     Told,
+    WentBack,
     Wish,
     Writes,
 )
@@ -95,6 +96,13 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
         case Saved(step):
             saved = max(step, state.standing.saved)
             return replace(state, standing=replace(state.standing, saved=saved)), []
+        case WentBack(number, step):
+            if number != state.number or not state.takes_part:
+                return state, []  # Those of the next one find it out anew.
+            assert state.generation is not None, "a member's"
+            generation = replace(state.generation, step=step)
+            standing = replace(state.standing, applied=step, saved=step)
+            return replace(state, generation=generation, standing=standing), []
         case Stored(generation):
             return _tell_decided(state, generation)
         case Tick():
@@ -355,7 +363,9 @@ def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]
     takes_state = state.host in generation.fresh or generation.is_rewound or generation.is_last
     is_member = generation.has(state.host, state.process) and (has_state or takes_state)
     effects: list[Effect] = []
-    if is_member and not takes_state and state.standing.applied < generation.step:
+    # Without an outcome it has gone back further than others knew of, and goes back with them.
+    lacks_step = state.standing.applied < generation.step and generation.outcome is not None
+    if is_member and not takes_state and lacks_step:
         effects.append(Apply(generation.step, generation.outcome))
     effects.append(Enter(generation) if is_member else LeftOut(generation))
     members = generation.members

@@ -234,6 +234,17 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class WentBack:
+    """All members of the generation of that `number` go back to an earlier `step` than its own.
+
+    They have found out together, before its first step, that a later checkpoint is damaged.
+    """
+
+    number: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """What the storage holds as the next generation, after this host has tried to write there."""
 
@@ -262,7 +273,7 @@ class Wish:
     plan: str
 
 
-Event = Received | Presence | Held | Saved | Stored | Tick | Told | Wish
+Event = Received | Presence | Held | Saved | Stored | Tick | Told | WentBack | Wish
 
 
 # Effects.

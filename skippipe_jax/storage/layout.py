@@ -9,12 +9,12 @@ In the run folder, which all hosts share:
         data.json             how far the data had been read
         COMMITTED             written last: what the checkpoint holds, with a digest of every file
 
-It is written as 00000020.writing-G, where G counts generations of hosts, and gets its name once it
-is whole: those who were cut off write another one than those who went on without them. A folder
-without COMMITTED is not a checkpoint. COMMITTED says how many blocks each stage held, so that
-`read_stage` can put the stages of any other cut together from those. It also says which stages the
-run went on without by then, and after which step their state is that the checkpoint holds, and
-which replicas have states of their own.
+It is written as 00000020.writing-G, where G counts generations of hosts (as .writing-G.2 where that
+failed and is tried again), and gets its name once it is whole: those who were cut off write another
+one than those who went on without them. A folder without COMMITTED is not a checkpoint. COMMITTED
+says how many blocks each stage held, so that `read_stage` can put the stages of any other cut
+together from those. It also says which stages the run went on without by then, and after which step
+their state is that the checkpoint holds, and which replicas have states of their own.
 """
 
 from __future__ import annotations
@@ -123,10 +123,11 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir.absolute() / CHECKPOINTS / step_name(step)
 
 
-def unfinished_folder(run_dir: Path, step: int, generation: int) -> Path:
+def unfinished_folder(run_dir: Path, step: int, generation: int, attempt: int = 1) -> Path:
     """Where the hosts of a generation write the checkpoint of a step until it is whole."""
     folder = step_folder(run_dir, step)
-    return folder.with_name(f"{folder.name}{WRITING}{generation}")
+    again = f".{attempt}" if attempt > 1 else ""
+    return folder.with_name(f"{folder.name}{WRITING}{generation}{again}")
 
 
 def stage_name(stage: int) -> str:
@@ -279,7 +280,14 @@ def declare_whole(
     } | ({"left_out": left_out} if left_out else {})
     if own is not None:
         record["own"] = asdict(own)
-    write_whole(unfinished / COMMITTED, json.dumps(record, indent=1), durably=True)
+    # It may have become whole before what is done after that failed.
+    if unfinished.exists() or not is_committed(folder):
+        write_whole(unfinished / COMMITTED, json.dumps(record, indent=1), durably=True)
+        _rename(unfinished, folder)
+    synchronize(folder.parent)
+
+
+def _rename(unfinished: Path, folder: Path) -> None:
     if folder.exists() and not is_committed(folder):
         shutil.rmtree(folder)  # An earlier version of this program wrote checkpoints in place.
     try:
@@ -288,7 +296,6 @@ def declare_whole(
         if not is_committed(folder):
             raise
         shutil.rmtree(unfinished)
-    synchronize(folder.parent)
 
 
 def remove(folder: Path) -> None:
@@ -298,14 +305,18 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def remove_unfinished(run_dir: Path, up_to: int | None = None) -> None:
-    """Remove what there is of checkpoints that were not finished, of steps `up_to` that or all.
+def remove_unfinished(run_dir: Path, up_to: tuple[int, int] | None = None) -> None:
+    """Remove what there is of checkpoints that were not finished.
 
+    Of all, or of those `up_to` a step and a generation: what later ones write is not touched.
     Whoever still writes there was cut off from those that call this.
     """
     for folder in (run_dir / CHECKPOINTS).glob(f"*{WRITING}*"):
-        step = folder.name.partition(WRITING)[0]
-        if step.isdecimal() and (up_to is None or int(step) <= up_to):
+        step, _, rest = folder.name.partition(WRITING)
+        generation = rest.partition(".")[0]
+        if not (step.isdecimal() and generation.isdecimal()):
+            continue
+        if up_to is None or (int(step) <= up_to[0] and int(generation) <= up_to[1]):
             shutil.rmtree(folder, ignore_errors=True)
 
 

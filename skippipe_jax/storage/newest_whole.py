@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from skippipe_sched.errors import InputError
+
 from skippipe_jax.cluster.agreement import Host, from_host_0, gather
 from skippipe_jax.storage.layout import (
     DATA,
@@ -27,6 +29,7 @@ from skippipe_jax.storage.layout import (
     step_folder,
     steps_with_folders,
 )
+from skippipe_jax.storage.retrying import retried
 from skippipe_jax.storage.warning import warn
 
 Parts = Callable[[Checkpoint], Collection[str]]
@@ -118,6 +121,42 @@ def prepare_run(
     return last
 
 
+def go_back(
+    run_dir: Path,
+    host: Host,
+    up_to: int,
+    *,
+    parts: Parts | None,
+    require_leads: Callable[[], None],
+    spare: Spare | None = None,
+    timeout_s: float = 3600,
+) -> tuple[int, Checkpoint | None]:
+    """The newest checkpoint `up_to` a step that is whole for all hosts, which go back to it.
+
+    Like `prepare_run`, while a run trains. Hosts without `parts` read none, and may not reach the
+    folder; they are told the step only. Before host 0 removes anything it calls `require_leads`,
+    which raises where others go on without it.
+
+    Raises:
+        InputError: on all hosts, before anything is removed, when there is none, or all are
+            damaged.
+        TimeoutError: another host has not looked within `timeout_s`.
+    """
+    search = _Search(run_dir, host, parts, spare, timeout_s, up_to)
+    last = search.newest()
+    if last is None:
+        problem, remedy = "there is no checkpoint to go back to", "Start a new run"
+        raise InputError("run_dir", str(run_dir), problem, remedy)
+
+    def clear() -> None:
+        require_leads()
+        search.tell(last)
+        retried(run_dir, lambda: _clear(run_dir, last, search.damages.keys()))
+
+    from_host_0(host, "checkpoint/prepared", clear, timeout_s)
+    return last.step, None if parts is None else last
+
+
 class _Search:
     """The way of all hosts together to a checkpoint that is whole for each.
 
@@ -127,13 +166,20 @@ class _Search:
     """
 
     def __init__(
-        self, run_dir: Path, host: Host, parts: Parts, spare: Spare | None, timeout_s: float
+        self,
+        run_dir: Path,
+        host: Host,
+        parts: Parts | None,
+        spare: Spare | None,
+        timeout_s: float,
+        up_to: int | None = None,
     ):
         self.run_dir = run_dir
         self.host = host
         self.parts = parts
         self.spare = spare
         self.timeout_s = timeout_s
+        self.up_to = up_to
         self.damages: dict[int, DamagedCheckpoint] = {}
         self.useless: list[int] = []
 
@@ -146,7 +192,7 @@ class _Search:
 
     def newest(self) -> Checkpoint | None:
         """The newest that is whole here or in the copy; None if there is none at all."""
-        steps = self._of_host_0("steps", lambda: saved_steps(self.run_dir))
+        steps = self._of_host_0("steps", self._saved)
         for step in reversed(steps):
             found = self._seen(step, "found")
             if isinstance(found, Checkpoint):
@@ -166,6 +212,10 @@ class _Search:
                 return found
         raise self.damages[steps[0]]
 
+    def _saved(self) -> list[int]:
+        saved = retried(self.run_dir, lambda: saved_steps(self.run_dir))
+        return [step for step in saved if self.up_to is None or step <= self.up_to]
+
     def tell(self, last: Checkpoint | None) -> None:
         """Say what was damaged or is old, and remove damaged copies; on host 0."""
         for step, damage in self.damages.items():
@@ -181,11 +231,19 @@ class _Search:
 
     def _seen(self, step: int, when: str) -> Checkpoint | DamagedCheckpoint:
         """A checkpoint whose parts are intact on all hosts, or what one of them finds damaged."""
-        opened: list[Checkpoint] = []
+        # What a host that reads nothing knows of it.
+        opened = [Checkpoint(step_folder(self.run_dir, step), step, (), {})]
 
         def look() -> list[str] | None:
+            if self.parts is None:
+                return None
+            parts = self.parts
+
+            def see() -> Checkpoint:
+                return verified(open_checkpoint(self.run_dir, step), parts)
+
             try:
-                opened.append(verified(open_checkpoint(self.run_dir, step), self.parts))
+                opened[0] = retried(self.run_dir, see)
             except DamagedCheckpoint as error:
                 return error.parts()
             return None

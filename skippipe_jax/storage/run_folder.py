@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import secrets
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, TemporaryError, kind_of
@@ -21,15 +23,23 @@ from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.timing.simulate import simulate_plan
 
+from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.config import NO_RECIPE, Config, to_yaml
 from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.consensus.wire import generation_to_json, parse_generation
 from skippipe_jax.program.schedule import OWN, Schedule
+from skippipe_jax.storage.json_lines import (
+    LEFT_OUT,
+    add_line,
+    add_line_to,
+    end_of_step,
+    line_of_step,
+    lines_from_end,
+    read_lines,
+)
 from skippipe_jax.storage.layout import CHECKPOINTS, latest_step
-from skippipe_jax.storage.whole_file import PARTIAL, write_whole
-
-T = TypeVar("T")
+from skippipe_jax.storage.whole_file import PARTIAL, copy_beginning, write_whole
 
 PLAN, METRICS = "plan.json", "metrics.jsonl"
 PLANS = "plans"
@@ -161,11 +171,43 @@ def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
         write_whole(folder / CONFIG, to_yaml(config))
 
 
-def continue_run(folder: Path, config: Config, step: int) -> None:
-    """Make the folder ready to go on after `step`: the metrics of later steps come again."""
-    write_whole(folder / CONFIG, to_yaml(config))
-    kept = [line for line in read_metrics(folder) if line["step"] <= step]
-    write_whole(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+def continue_run(folder: Path, config: Config, step: int, *, is_own: bool = False) -> None:
+    """Make the folder ready to go on after `step`: the metrics of later steps come again.
+
+    Those that are the `own` of this process are cut short where they are. Others may be written by
+    a host that was stopped: what is kept of them goes into a new file.
+
+    Raises:
+        InputError: if the folder cannot be used.
+    """
+    with _accessible(folder):
+        write_whole(folder / CONFIG, to_yaml(config))
+        path = folder / METRICS
+        end, _ = end_of_step(path, step)
+        if is_own:
+            os.truncate(path, end)
+        else:
+            copy_beginning(path, end)
+
+
+def last_step(folder: Path) -> int:
+    """The last step in the metrics; 0 where there is none.
+
+    Raises:
+        InputError: if the file cannot be read.
+    """
+    with _accessible(folder):
+        return end_of_step(folder / METRICS, sys.maxsize)[1]
+
+
+def metrics_of(folder: Path, step: int) -> dict[str, Any] | None:
+    """The metrics of one step, if they are there.
+
+    Raises:
+        InputError: if the file cannot be read.
+    """
+    with _accessible(folder):
+        return line_of_step(folder / METRICS, step)
 
 
 def saved_plan(folder: Path) -> Plan:
@@ -218,24 +260,24 @@ def append_generation(
             (folder / GENERATIONS).mkdir(exist_ok=True)
             plan.save(folder / GENERATIONS / f"plan-{generation.number}.json")
     # Last: whoever reads the line finds the plan.
-    with _accessible(folder), (folder / MEMBERSHIP).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with _accessible(folder):
+        add_line_to(folder / MEMBERSHIP, line)
 
 
 def append_recovery(folder: Path, line: Mapping[str, Any]) -> None:
     """Add to recoveries.jsonl how the run has come over the loss of a stage."""
-    with _accessible(folder), (folder / RECOVERIES).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with _accessible(folder):
+        add_line_to(folder / RECOVERIES, line)
 
 
 def read_recoveries(folder: Path) -> list[Mapping[str, Any]]:
-    """How the run has come over losses of stages; a line that is cut short is left out.
+    """How the run has come over losses of stages; what cannot be read is left out.
 
     Raises:
-        InputError: if another line is none of this program's.
+        InputError: if the file cannot be read.
     """
     path = folder / RECOVERIES
-    return _whole_lines(path, _read_recovery) if path.exists() else []
+    return read_lines(path, _read_recovery) if path.exists() else []
 
 
 def _read_recovery(text: str, field: str) -> Mapping[str, Any]:
@@ -251,7 +293,7 @@ def _read_recovery(text: str, field: str) -> Mapping[str, Any]:
             if line[key] is not None:
                 fields.number(line[key], f"{field}, {key}")
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(field, text, "is no recovery of a run", "Remove this line") from error
+        raise InputError(field, text, "is no recovery of a run", LEFT_OUT) from error
     return line
 
 
@@ -274,15 +316,13 @@ def first_to_write(folder: Path, generation: Generation) -> Generation:
 
 
 def read_generations(folder: Path) -> list[Mapping[str, Any]]:
-    """The generations of hosts that have trained together; a line that is cut short is left out.
+    """The generations of hosts that have trained together; what cannot be read is left out.
 
     Raises:
-        InputError: if another line is none of this program's.
+        InputError: if the file cannot be read.
     """
     path = folder / MEMBERSHIP
-    if not path.exists():
-        return []
-    return _whole_lines(path, _read_generation)
+    return read_lines(path, _read_generation) if path.exists() else []
 
 
 def _read_generation(text: str, field: str) -> Mapping[str, Any]:
@@ -297,8 +337,32 @@ def _read_generation(text: str, field: str) -> Mapping[str, Any]:
             fields.integer(member["host"], f"{field}, host", 0)
             fields.text(member["address"], f"{field}, address")
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(field, text, "is no generation of hosts", "Remove this line") from error
+        raise InputError(field, text, "is no generation of hosts", LEFT_OUT) from error
     return line
+
+
+def last_generation(folder: Path) -> int:
+    """The number of the generation of hosts that was written last; 0 if there is none.
+
+    Raises:
+        OSError: if that cannot be read.
+    """
+    if not (folder / MEMBERSHIP).exists():
+        return 0
+    for _, line in lines_from_end(folder / MEMBERSHIP):
+        with suppress(InputError):
+            return _read_generation(line.decode(errors="replace"), MEMBERSHIP)["generation"]
+    return 0
+
+
+def require_no_later(folder: Path, generation: int) -> None:
+    """Raise `TeamEnded` where a later generation of hosts writes in the folder.
+
+    A leader that was stopped may wake up before what would spoil what others have written since.
+    Its process does not have to have heard of them by then.
+    """
+    if last_generation(folder) > generation:
+        raise TeamEnded
 
 
 def last_addresses(folder: Path) -> list[str]:
@@ -324,12 +388,33 @@ class MetricsWriter:
         """Open the file that is there now, or a new one."""
         self._folder = folder
         with _accessible(folder):
-            self._file = (folder / METRICS).open("ab", buffering=0)
+            self._file = self._opened()
+            self._status = os.fstat(self._file.fileno())
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add one iteration; a crash loses at most this line."""
+        """Add one iteration; a crash loses at most this line. May be repeated where it fails."""
         with _accessible(self._folder):
-            self._file.write((json.dumps(line) + "\n").encode())
+            try:
+                add_line(self._file.fileno(), line)
+            except OSError as error:
+                # The file is gone from the server, or has been moved there.
+                if error.errno != errno.ESTALE:
+                    raise
+                if self._is_open_again():
+                    add_line(self._file.fileno(), line)
+
+    def _is_open_again(self) -> bool:
+        """Open the file anew, unless another is in its place: then what is added counts no more."""
+        again = self._opened()
+        if not os.path.samestat(os.fstat(again.fileno()), self._status):
+            again.close()
+            return False
+        self._file.close()
+        self._file = again
+        return True
+
+    def _opened(self) -> io.FileIO:
+        return (self._folder / METRICS).open("a+b", buffering=0)
 
     def close(self) -> None:
         """Add no more."""
@@ -366,22 +451,12 @@ def read_parent(folder: Path) -> Mapping[str, Any] | None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of all iterations; a line that a crash cut short is left out.
+    """The metrics of all iterations; what cannot be read is left out.
 
     Raises:
-        InputError: if another line is none of this program's.
+        InputError: if the file cannot be read.
     """
-    return _whole_lines(folder / METRICS, _read_line)
-
-
-def _whole_lines(path: Path, read: Callable[[str, str], T]) -> list[T]:
-    """What `read` makes of each line and its name; one that a crash cut short is left out."""
-    lines = fields.read_text(path, path.name).splitlines(keepends=True)
-    return [
-        read(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.endswith("\n")
-    ]
+    return read_lines(folder / METRICS, _read_line)
 
 
 def _read_line(text: str, field: str) -> dict[str, Any]:
@@ -389,9 +464,8 @@ def _read_line(text: str, field: str) -> dict[str, Any]:
         line = json.loads(text)
         fields.integer(line["step"], field)
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(
-            field, text, "is no object with the figures of a step", "Remove this line"
-        ) from error
+        problem = "is no object with the figures of a step"
+        raise InputError(field, text, problem, LEFT_OUT) from error
     return line
 
 
@@ -406,9 +480,10 @@ def _accessible(folder: Path, field: str = "run_dir") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        where = "" if error.filename in (None, str(folder)) else f" ({error.filename})"
         raise kind_of(error)(
             field,
             str(folder),
-            f"cannot be used: {error.strerror}",
+            f"cannot be used: {error.strerror}{where}",
             "Give another folder, or mend that",
         ) from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 
 def warn(text: str) -> None:
-    """Print a line to stderr, at once."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    """Print a line to stderr, at once; not where that is on a disk that is full."""
+    with suppress(OSError):
+        print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 PARTIAL = ".partial"
 """What the name of a file ends with until it is whole."""
+COPIED_BYTES = 1 << 20
 
 
 def write_whole(path: Path, content: str | bytes, *, durably: bool = False) -> None:
@@ -25,6 +27,19 @@ def write_whole(path: Path, content: str | bytes, *, durably: bool = False) -> N
         raise
     if durably:
         synchronize(path.parent)
+
+
+def copy_beginning(path: Path, size: int) -> None:
+    """Replace a file by another with its first `size` bytes; who has it open keeps the old one."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with path.open("rb") as old, partial.open("wb") as new:
+            shutil.copyfileobj(old, new, COPIED_BYTES)
+            new.truncate(size)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def synchronize(*paths: Path) -> None:

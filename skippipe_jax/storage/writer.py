@@ -6,15 +6,17 @@ import contextlib
 import errno
 import json
 import os
+import shutil
+import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from skippipe_sched.errors import FULL_DISK, InputError, kind_of
+from skippipe_sched.errors import FULL_DISK, InputError, TemporaryError
 
-from skippipe_jax.cluster.agreement import Host, from_host_0, gather
+from skippipe_jax.cluster.agreement import Host, HostFailed, from_host_0, gather
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.storage.array_files import PyTree, Writing, begin_writing
 from skippipe_jax.storage.layout import (
@@ -33,17 +35,37 @@ from skippipe_jax.storage.layout import (
     step_folder,
     unfinished_folder,
 )
+from skippipe_jax.storage.retrying import PAUSES_S, failure_of_storage, retried
+from skippipe_jax.storage.run_folder import require_no_later
 from skippipe_jax.storage.warning import warn
 from skippipe_jax.storage.whole_file import synchronize
 
-# Why a file cannot be written that is no fault of this program's.
+T = TypeVar("T")
+
+# Why a file cannot be written that is no fault of this program's, as Orbax tells of it in a text.
 OF_THE_DISK = {
-    os.strerror(number): number for number in (*FULL_DISK, errno.EROFS, errno.EFBIG, errno.EACCES)
+    os.strerror(number): number
+    for number in (
+        *FULL_DISK,
+        errno.EROFS,
+        errno.EFBIG,
+        errno.EACCES,
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    )
 }
+
+MOST_FAILURES = 3
+"""A host ends when it could not write its part of so many checkpoints, one after another."""
 
 
 class NotCommitted(RuntimeError):
     """A checkpoint is not committed, for no reason that the user could mend."""
+
+
+class NotWritten(RuntimeError):
+    """A part of a checkpoint could not be written, as the file system has failed."""
 
 
 class Copy(Protocol):
@@ -106,6 +128,7 @@ class CheckpointWriter:
         self._when_whole = when_whole
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._last_save: Future[None] | None = None
+        self._step, self._attempt, self._failures = -1, 1, 0
         # Slow links hold up neither training nor the next checkpoint.
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_copy")
         self._copies: list[Future[None]] = []
@@ -121,8 +144,9 @@ class CheckpointWriter:
     ) -> None:
         """Begin a checkpoint; on return its arrays may be donated, and the writing goes on.
 
-        Every host calls this, at the same steps. One checkpoint is written at a time: this waits
-        for the one before.
+        Every host calls this, at the same steps; again for the same step where `wait` says that it
+        is not written, which is then tried some time later. One checkpoint is written at a time:
+        this waits for the one before.
 
         Args:
             step: iterations done so far.
@@ -143,19 +167,24 @@ class CheckpointWriter:
             raise InputError(
                 str(whole), step, "is saved already", "Resume the run, or name a new run folder"
             )
-        folder = unfinished_folder(self._run_dir, step, self._generation)
+        self._attempt = self._attempt + 1 if step == self._step else 1
+        self._step = step
+        if self._attempt > 1:
+            time.sleep(PAUSES_S[min(self._attempt, len(PAUSES_S)) - 1])
+        folder = unfinished_folder(self._run_dir, step, self._generation, self._attempt)
         texts = {} if data is None else {DATA: json.dumps(data)}
         writes: Future[dict[str, Writing]] = Future()
+        parts = {stage_name(stage): state for stage, state in stages.items()}
+        parts |= {replica_name(*of): state for of, state in (replicas or {}).items()}
         try:
-            parts = {stage_name(stage): state for stage, state in stages.items()}
-            parts |= {replica_name(*of): state for of, state in (replicas or {}).items()}
             if parts or texts:
                 folder.mkdir(parents=True, exist_ok=True)
             writes.set_result({name: begin_writing(folder / name, parts[name]) for name in parts})
         except Exception as error:
             # Raised by the background thread, which tells the other hosts that wait for this part.
             writes.set_exception(error)
-        self._last_save = self._background.submit(self._finish, step, writes, texts, left_out, own)
+        given = step, writes, texts, left_out, own, [*parts, *texts]
+        self._last_save = self._background.submit(self._finish, *given)
 
     def protect(self, step: int) -> None:
         """Hold on to the checkpoint of ``step`` too, and no longer to the one protected before.
@@ -164,35 +193,40 @@ class CheckpointWriter:
         """
         self._protected = step
 
-    def wait(self) -> None:
-        """Wait until the last save is committed.
+    def wait(self) -> bool:
+        """Wait until the last save is committed; on all hosts False if one could not write it.
+
+        Training goes on then. What is there of it is removed, and the next checkpoint, or the same
+        once more, may be written.
 
         Raises:
-            InputError: it was not, since the run folder cannot be written any more; for a full disk
-                a TemporaryError.
+            TemporaryError: this host could not write its part of the last three.
             TimeoutError: it was not, since another host has not done its part in time.
             TeamEnded: it was not, since hosts are lost, and those that are left save again.
             NotCommitted: it was not, for another reason, on this host or another.
         """
         last_save, self._last_save = self._last_save, None
         if last_save is None:
-            return
+            return True
         try:
             last_save.result()
         except (TimeoutError, TeamEnded):
             raise
+        except NotWritten as error:
+            self._failures += 1
+            problem = f"a checkpoint cannot be written there: {error}"
+            if self._failures == MOST_FAILURES:
+                remedy = "Mend that, and --resume goes on from the checkpoint before"
+                raise TemporaryError("run_dir", str(self._run_dir), problem, remedy) from error
+            warn(f"{self._run_dir}, step {self._step}: {problem}. Training goes on")
+            return False
         except Exception as error:
-            # Of this host or another; some come through Orbax, which knows no OSError.
-            reason = next((text for text in OF_THE_DISK if text in str(error)), None)
-            if reason is None:
-                problem = f"{type(error).__name__}: {error}"
-                raise NotCommitted(f"a checkpoint is not committed: {problem}") from error
-            raise kind_of(OSError(OF_THE_DISK[reason], reason))(
-                "run_dir",
-                str(self._run_dir),
-                f"a checkpoint cannot be written there: {reason}",
-                "Mend that, and --resume goes on from the checkpoint before",
-            ) from error
+            if isinstance(error, HostFailed) and f"{NotWritten.__name__}: " in str(error):
+                return False
+            problem = f"{type(error).__name__}: {error}"
+            raise NotCommitted(f"a checkpoint is not committed: {problem}") from error
+        self._failures = 0
+        return True
 
     def close(self) -> None:
         """Wait for the last save and its copy, and end the background threads.
@@ -217,21 +251,29 @@ class CheckpointWriter:
         texts: Mapping[str, str],
         left_out: Mapping[int, int] | None,
         own: OwnStates | None,
+        own_parts: Collection[str],
     ) -> None:
         """Complete this host's part, and have host 0 commit once all parts are there."""
-        folder = unfinished_folder(self._run_dir, step, self._generation)
-        parts = gather(
-            self._host,
-            f"checkpoint/{step}/part",
-            lambda: _complete_part(folder, writes.result(), texts),
-            self._timeout_s,
-        )
-        from_host_0(
-            self._host,
-            f"checkpoint/{step}/whole",
-            lambda: self._commit(step, folder, dict(ChainMap(*parts.values())), left_out, own),
-            self._timeout_s,
-        )
+        again = f".{self._attempt}" if self._attempt > 1 else ""
+        folder = unfinished_folder(self._run_dir, step, self._generation, self._attempt)
+        try:
+            parts = gather(
+                self._host,
+                f"checkpoint/{step}{again}/part",
+                lambda: _written(lambda: _complete_part(folder, writes.result(), texts)),
+                self._timeout_s,
+            )
+            files = dict(ChainMap(*parts.values()))
+            from_host_0(
+                self._host,
+                f"checkpoint/{step}{again}/whole",
+                lambda: _written(lambda: self._commit(step, folder, files, left_out, own)),
+                self._timeout_s,
+            )
+        except (NotWritten, HostFailed):
+            # All hosts know that it comes to nothing; on a full disk it would be in the way.
+            _discard(folder, own_parts)
+            raise
         self._when_whole(step)
 
     def _commit(
@@ -249,11 +291,20 @@ class CheckpointWriter:
         if written != expected:
             raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
         whole = step_folder(self._run_dir, step)
-        declare_whole(folder, whole, self._stage_layers, files, left_out, own)
-        remove_unfinished(self._run_dir, up_to=step)
-        if self._mirror is None:
-            self._remove_old()
-        else:
+
+        def declare() -> None:
+            if self._generation:
+                require_no_later(self._run_dir, self._generation)
+            declare_whole(folder, whole, self._stage_layers, files, left_out, own)
+
+        retried(self._run_dir, declare)
+        try:
+            remove_unfinished(self._run_dir, up_to=(step, self._generation))
+            if self._mirror is None:
+                self._remove_old()
+        except OSError as error:  # The next checkpoint removes them.
+            warn(f"old checkpoints in {self._run_dir} are not removed: {error.strerror}")
+        if self._mirror is not None:
             self._copies.append(self._copying.submit(self._copy, self._mirror))
 
     def _copy(self, mirror: Copy) -> None:
@@ -320,3 +371,31 @@ def _complete_part(
     folders = {folder / above for path in paths for above in path.relative_to(folder).parents}
     synchronize(*paths, *folders)
     return {path.relative_to(folder).as_posix(): digest(path) for path in paths}
+
+
+def _written(act: Callable[[], T]) -> T:
+    """What an act returns; where the file system fails in it, all hosts can tell that from others.
+
+    Raises:
+        NotWritten: then.
+    """
+    try:
+        return act()
+    except Exception as error:
+        failure = failure_of_storage(error)  # Orbax knows no OSError.
+        reason = next((text for text in OF_THE_DISK if text in str(error)), None)
+        if failure is None and reason is None:
+            raise
+        raise NotWritten(reason if failure is None else failure.strerror) from error
+
+
+def _discard(folder: Path, parts: Iterable[str]) -> None:
+    """Remove what this host has written of a checkpoint that comes to nothing."""
+    for part in parts:
+        for path in (folder / part, *folder.glob(f"{part}.*")):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # The others have parts there, or it is gone.
+        folder.rmdir()

@@ -17,6 +17,7 @@ from skippipe_jax.config import Config
 from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.storage.retrying import retried
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.messages import say_meanwhile
@@ -69,11 +70,12 @@ class MetricsFile(Callback):
 
     def __init__(self, folder: Path):
         """Write into the folder of a run."""
-        self.metrics = run_folder.MetricsWriter(folder)
+        self.folder = folder
+        self.metrics = retried(folder, lambda: run_folder.MetricsWriter(folder))
 
     def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         """Add the line."""
-        self.metrics.append(dict(metrics))
+        retried(self.folder, lambda: self.metrics.append(dict(metrics)))
 
     def close(self) -> None:
         """Add no more lines."""
@@ -120,10 +122,9 @@ class KeptLines(Callback):
 
     def write_the_missing(self, folder: Path) -> None:
         """Add those that a host which was lost has not written."""
-        written = max((line["step"] for line in run_folder.read_metrics(folder)), default=0)
-        for line in self.lines:
-            if line["step"] > written:
-                run_folder.append_metrics(folder, dict(line))
+        written = retried(folder, lambda: run_folder.last_step(folder))
+        for line in (dict(line) for line in self.lines if line["step"] > written):
+            retried(folder, lambda line=line: run_folder.append_metrics(folder, line))
         if self.awaiting is not None and self.awaiting["step"] <= written:
             self.awaiting = None  # The host that was lost has validated the step.
 
@@ -140,12 +141,17 @@ class BestCheckpoint(Callback):
         self.folder = folder
         self.loss = math.inf
         self.validated: tuple[int, float | None] | None = None
+        for step, loss in retried(folder, self._saved):
+            self.consider(step, loss)
+
+    def _saved(self) -> list[tuple[int, float | None]]:
+        """The steps that have a checkpoint and metrics, and the losses of those that have one."""
         # A run that goes on from an earlier step takes later ones anew.
-        (folder / run_folder.BEST).unlink(missing_ok=True)
-        saved = saved_steps(folder)
-        for line in run_folder.read_metrics(folder):
-            if line["step"] in saved:
-                self.consider(line["step"], line.get("validation_loss"))
+        (self.folder / run_folder.BEST).unlink(missing_ok=True)
+        lines = {
+            step: run_folder.metrics_of(self.folder, step) for step in saved_steps(self.folder)
+        }
+        return [(step, line.get("validation_loss")) for step, line in lines.items() if line]
 
     def after_validation(self, trainer: Trainer, step: int, loss: float | None) -> None:
         """Note the loss, should the step be saved."""
@@ -161,7 +167,7 @@ class BestCheckpoint(Callback):
         if loss is not None and loss < self.loss:
             self.loss = loss
             self.writer.protect(step)
-            run_folder.write_best(self.folder, step, loss)
+            retried(self.folder, lambda: run_folder.write_best(self.folder, step, loss))
 
 
 class RecordingsDrawn(Callback):

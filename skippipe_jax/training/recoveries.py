@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from skippipe_jax.config.recovery import REWIND, SKIP
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.retrying import retried
 from skippipe_jax.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ class RecoveriesFile(Callback):
             "loss_after": None,
         }
 
+    def went_back(self, step: int) -> None:
+        """All go back further than was decided, to the checkpoint of a step."""
+        if self._begun is not None:
+            steps_old = max(0, self._begun["step_before"] - step)
+            self._begun = self._begun | {"step": step, "steps_old": steps_old}
+
     def forget(self) -> None:
         """This host knows nothing that counts, as others have gone on without it."""
         self._begun = None
@@ -86,4 +93,4 @@ class RecoveriesFile(Callback):
         self._begun = None
         if trainer.host.index == 0:
             line = begun | {"loss_after": metrics["loss"]}
-            run_folder.append_recovery(self._folder, line)
+            retried(self._folder, lambda: run_folder.append_recovery(self._folder, line))

@@ -185,12 +185,15 @@ def settle_alone(config: Config, host: Membership) -> Settled:
     return Settled(schedule, host_of, programs, data, None, None, None)
 
 
-def go_on(config: Config, step: int) -> None:
-    """Make the folder of a run ready to go on after `step`; on host 0."""
+def go_on(config: Config, step: int, *, is_own: bool = False) -> None:
+    """Make the folder of a run ready to go on after `step`; on host 0.
+
+    `is_own`: this process has written the metrics, and nobody since.
+    """
     folder, steps = Path(config.run_dir), config.train.steps
     if step >= steps:
         say(f"nothing is left to do: the run is at step {step} of {steps}")
-    run_folder.continue_run(folder, config, step)
+    run_folder.continue_run(folder, config, step, is_own=is_own)
     remove_recordings(folder, after=step)
 
 

@@ -21,6 +21,7 @@ from skippipe_jax.runtime.state import Kept
 from skippipe_jax.runtime.transport import IN_A_TEAM_S
 from skippipe_jax.storage.layout import Checkpoint, is_committed, step_folder
 from skippipe_jax.storage.recording import keep_plan
+from skippipe_jax.storage.retrying import retried
 from skippipe_jax.storage.writer import NotCommitted
 from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.callbacks import own_callbacks
@@ -164,7 +165,8 @@ class Stretch:
             profiling = profiled(self.runtime, self._folder, step, self.host.index)
         record, batches = config.traces(iteration), self._batches(iteration)
         if record and self.host.index == 0 and not self.is_first:
-            keep_plan(self._folder, step, self.schedule.plan(iteration))
+            plan = self.schedule.plan(iteration)
+            retried(self._folder, lambda: keep_plan(self._folder, step, plan))
         with profiling:
             outcome = self.runtime.run(iteration, batches, stop=stop, record=record)
         if config.recovery.lost_stage == AVERAGE:
@@ -172,8 +174,8 @@ class Stretch:
         if self.runtime.counts(self._first):
             self._given_up.clear()
         self.read += len(self.schedule.plan(iteration).microbatches)
-        if outcome.recording is not None:
-            outcome.recording.save(self._folder, step, self.host.index)
+        if (recording := outcome.recording) is not None:
+            retried(self._folder, lambda: recording.save(self._folder, step, self.host.index))
         self.metrics.watch(step, outcome, compilations())
 
     def _batches(self, iteration: int) -> dict[int, Batch]:
@@ -214,7 +216,8 @@ class Stretch:
         self.report()
         if self._saved_step != step:
             self._save(step)
-        self._writer.wait()
+        while not self._writer.wait():
+            self._save(step)
 
     def report(self, leave: int = 0) -> None:
         """Tell callbacks of the iterations that have ended, all but the last `leave` of them.
@@ -240,7 +243,7 @@ class Stretch:
             return is_committed(step_folder(self._folder, step))
 
         if isinstance(self.host, Team) and from_host_0(
-            self.host, f"saves/{step}", is_there, IN_A_TEAM_S
+            self.host, f"saves/{step}", lambda: retried(self._folder, is_there), IN_A_TEAM_S
         ):
             return self.host.saved(step)
         stages = self.runtime.owned_stages() | self.runtime.given_stages(step)

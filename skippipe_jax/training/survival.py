@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_jax.cluster.agreement import DeadlinePassed, gather
+from skippipe_jax.cluster.agreement import DeadlinePassed, from_host_0, gather
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
@@ -24,8 +24,10 @@ from skippipe_jax.runtime.topology import spreads_of_host
 from skippipe_jax.runtime.transport import IN_A_TEAM_S
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.joined_folder import is_joined
-from skippipe_jax.storage.layout import Checkpoint, is_committed, open_checkpoint, step_folder
+from skippipe_jax.storage.layout import DATA, Checkpoint, is_committed, step_folder
+from skippipe_jax.storage.newest_whole import go_back
 from skippipe_jax.storage.reader import read_data_state
+from skippipe_jax.storage.retrying import retried
 from skippipe_jax.storage.writer import NotCommitted
 from skippipe_jax.training.callbacks import KeptLines
 from skippipe_jax.training.departure import HasLeft
@@ -34,6 +36,7 @@ from skippipe_jax.training.left_out import copies_read, steps_saved
 from skippipe_jax.training.lost_stages import how_remade
 from skippipe_jax.training.measured import told_by
 from skippipe_jax.training.messages import say, say_meanwhile
+from skippipe_jax.training.opening import parts_of
 from skippipe_jax.training.places import host_of_places, stages_for
 from skippipe_jax.training.recoveries import RecoveriesFile
 from skippipe_jax.training.regroup import regrouped, rules_of
@@ -57,6 +60,8 @@ class Holding:
         read: the microbatches that have been read.
         kept: the states that it holds, or takes from others; None where a run begins.
         checkpoint: the one that states come from where none are kept.
+        goes_back: whether they come from the newest that is intact for all hosts, which these have
+            yet to find.
         remains: what it has besides, to make a stage from that is lost.
     """
 
@@ -64,10 +69,13 @@ class Holding:
     kept: Kept | None = None
     checkpoint: Checkpoint | None = None
     remains: Remains = NO_REMAINS
+    goes_back: bool = False
 
 
 NOTHING = Holding(read=0, kept={})
 """Of a host without which others have gone on."""
+GOES_BACK = Holding(read=0, kept={}, goes_back=True)
+"""Of a host of a run that goes back to a checkpoint."""
 
 
 class Survival:
@@ -91,6 +99,8 @@ class Survival:
         self.plans = FoundPlans()
         self._store = partial(run_folder.first_to_write, trainer.folder)
         self._standby = Standby(trainer.config.replan.method)
+        # The last generation in which this host has led, and so written the metrics.
+        self._led = 0
 
     def close(self) -> None:
         """Search no more."""
@@ -123,11 +133,12 @@ class Survival:
             with _closed_by_an_error(self._settled):
                 read, _, _ = self._agreed(team, self._settled, Holding(read))
                 self._write(team, self._settled)
+                self._led = 1 if team.index == 0 else 0
                 stretch = Stretch(self._trainer, team, self._settled, read, checkpoint)
                 return self._replanned(stretch, team, self._settled)
         except TeamEnded:
             pass
-        holding = Holding(read, checkpoint=checkpoint)
+        holding = Holding(read) if checkpoint is None else GOES_BACK
         return self._opened(self._next(team), holding, time.monotonic())
 
     def going_on(self, act: Callable[[], None], stretch: Stretch) -> Stretch:
@@ -216,15 +227,14 @@ class Survival:
         if generation.is_last:
             raise DeadlinePassed(why_last(generation, trainer.config.recovery.lost_stage))
         is_fresh = team.index in team.fresh
-        if not (is_fresh or generation.is_rewound):
+        if not (is_fresh or generation.is_rewound or holding.goes_back):
             is_apart = trainer.config.averaging.is_outer
             require_same_step(trainer.steps_done, generation.step, is_apart=is_apart)
         if generation.is_rewound and not is_fresh:
-            if generation.step == 0 and not is_committed(step_folder(trainer.folder, 0)):
+            folder = step_folder(trainer.folder, 0)
+            if generation.step == 0 and not retried(trainer.folder, lambda: is_committed(folder)):
                 return Holding(read=0)  # Nothing has been saved yet.
-            checkpoint = open_checkpoint(trainer.folder, generation.step)
-            read = int(read_data_state(checkpoint)["microbatches"])
-            return Holding(read, kept={}, checkpoint=checkpoint)
+            return GOES_BACK
         return NOTHING if is_fresh else holding
 
     def _open(self, team: Team, holding: Holding, since_s: float) -> Stretch:
@@ -244,8 +254,9 @@ class Survival:
         settled = regrouped(trainer.config, self._settled, team, found, new)
         with _closed_by_an_error(settled):
             read, remains, goes_back = self._agreed(team, settled, holding)
-            if goes_back and trainer.config.averaging.is_outer and team.index not in team.fresh:
-                holding = gone_back(holding, trainer.folder, generation.step)
+            if goes_back:
+                team, holding = self._gone_back(team, settled, holding)
+                generation, read = team.generation, holding.read
             self._write(team, settled)
             if generation.lost or team.fresh:
                 self.recoveries.hear(
@@ -256,7 +267,10 @@ class Survival:
             if team.index == 0:
                 # Not before all have told something: a leader that was stopped wakes when others
                 # lead.
-                go_on(trainer.config, generation.step)
+                is_own = self._led == generation.number - 1
+                given = partial(go_on, trainer.config, generation.step, is_own=is_own)
+                retried(trainer.folder, given)
+                self._led = generation.number
                 self.lines.write_the_missing(trainer.folder)
             copies = copies_read(trainer.config, team)
             remains = replace(remains, copies=(*remains.copies, *copies))
@@ -297,7 +311,7 @@ class Survival:
         Newcomers are told of the team from now on.
         """
         own, text = holding.remains, None if settled.data is None else settled.data.fingerprint
-        goes_back = holding.checkpoint is not None
+        goes_back = holding.goes_back
         tell = (holding.read, own.squared_norms, own.updates, text, goes_back)
         told = gather(team, "read", lambda: tell, IN_A_TEAM_S).values()
         reads, norms, updates, texts, back = zip(*told, strict=True)
@@ -310,6 +324,39 @@ class Survival:
         squared_norms = None if known is None else tuple(known)
         return max(reads), Remains(own.copies, squared_norms, made), any(back)
 
+    def _gone_back(self, team: Team, settled: Settled, holding: Holding) -> tuple[Team, Holding]:
+        """The team and what this host has, where some of it go back to a checkpoint.
+
+        That is the newest which is intact for all, and may be older than the one that was decided:
+        then all of them go back to it.
+        """
+        trainer, number = self._trainer, team.generation.number
+        folder, is_fresh = trainer.folder, team.index in team.fresh
+        of_stages = parts_of(trainer.config, settled)
+        step, checkpoint = go_back(
+            folder,
+            team,
+            team.generation.step,
+            parts=None if is_fresh else lambda found: {*of_stages(found), DATA},
+            require_leads=lambda: run_folder.require_no_later(folder, number),
+            spare=settled.mirror,
+            timeout_s=IN_A_TEAM_S,
+        )
+        is_older = step < team.generation.step
+        if is_older:
+            team = team.gone_back(step)
+            trainer.steps_done = step
+            self.lines.forget(after=step)
+            self.recoveries.went_back(step)
+        # Of replicas that are apart, what is on its way is in the checkpoint, or in what is kept.
+        is_outer = trainer.config.averaging.is_outer
+        if checkpoint is not None and (holding.goes_back or is_older or is_outer):
+            read = int(read_data_state(checkpoint)["microbatches"])
+            remains = NO_REMAINS if is_older else holding.remains
+            holding = Holding(read, {}, checkpoint, remains)
+        read = from_host_0(team, "checkpoint/read", lambda: holding.read, IN_A_TEAM_S)
+        return team, replace(holding, read=read)
+
     def _write(self, team: Team, settled: Settled) -> None:
         """Leave a line in membership.jsonl."""
         # By the numbers of the run's own plan, which every generation knows.
@@ -317,17 +364,8 @@ class Survival:
         own = [node for node, host in enumerate(self._host_of) if host == here]
         told = gather(team, "member", lambda: team.here() | {"nodes": own}, IN_A_TEAM_S)
         if team.index == 0:
-            run_folder.append_generation(
-                self._trainer.folder, team.generation, settled.plan, list(told.values())
-            )
-
-
-def gone_back(holding: Holding, folder: Path, step: int) -> Holding:
-    """What a host has in its place that goes back to the checkpoint of a step, as others do.
-
-    What it holds is of the same step, but what is on its way is only in one of the two.
-    """
-    return replace(holding, kept={}, checkpoint=open_checkpoint(folder, step))
+            folder, given = self._trainer.folder, (team.generation, settled.plan, [*told.values()])
+            retried(folder, lambda: run_folder.append_generation(folder, *given))
 
 
 def why_last(generation: Generation, lost_stage: str) -> str:

@@ -11,6 +11,8 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from skippipe_sched.errors import InputError
+
 from skippipe_jax.cluster.agreement import from_host_0
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
@@ -20,6 +22,7 @@ from skippipe_jax.program.schedule import Schedule
 from skippipe_jax.runtime.compilation import keep_programs
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.storage.joined_folder import is_joined
+from skippipe_jax.storage.retrying import as_temporary
 from skippipe_jax.training.beginning import begin
 from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.departure import Departure, HasLeft
@@ -229,12 +232,22 @@ class Trainer:
         return self._set_up_stretch.looked_after == self.steps_done
 
     def _act(self, act: Callable[[], None]) -> None:
-        """Act; where hosts are lost meanwhile, or come back, with those that are there then."""
-        if self._survival is None:
-            return act()
-        stretch = self._survival.going_on(act, self._set_up_stretch)
-        if stretch is not self._stretch:
-            self._take_up(stretch)
+        """Act; where hosts are lost meanwhile, or come back, with those that are there then.
+
+        Raises:
+            TemporaryError: if the folder of the run cannot be used.
+        """
+        try:
+            if self._survival is None:
+                return act()
+            stretch = self._survival.going_on(act, self._set_up_stretch)
+            if stretch is not self._stretch:
+                self._take_up(stretch)
+        except (OSError, InputError) as error:
+            told = as_temporary(self.folder, error)
+            if told is error:
+                raise
+            raise told from error
 
     def _go_on(self) -> None:
         """What comes next: an iteration, or what follows one."""

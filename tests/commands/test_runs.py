@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import pytest
 import yaml
-from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError
+from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
 from skippipe_jax import evaluate, train
 from skippipe_jax.config import load_config, parse_config
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage import retrying, run_folder
 from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.training import progress
 from tests.commands.examples import CASE, Command, expect_one_error
@@ -248,21 +248,25 @@ def test_a_disk_that_is_full_may_have_room_later(
     def full(folder: Path, step: int, loss: float) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "best.json"))
 
+    monkeypatch.setattr(retrying, "PAUSES_S", (0.0,))
     monkeypatch.setattr(run_folder, "write_best", full)
     resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=5"
     result = command(train, *resumed, "--set", "validation.every=1")
     assert result.code == TRY_AGAIN_EXIT_CODE
-    line = "error: disk = 'run/best.json': cannot be written: No space left on device. Make room"
+    line = "error: run_dir = 'run': cannot be used: No space left on device (run/best.json). Mend"
     assert result.err.splitlines()[-1].startswith(line)
     assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize("line", ["garbage", "[1]", "{}", '{"step": "two"}'])
-def test_a_damaged_line_of_the_metrics_is_named(line: str, run: Path):
+def test_a_damaged_line_of_the_metrics_is_named_and_left_out(
+    line: str, run: Path, capsys: pytest.CaptureFixture[str]
+):
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[2]]))
-    with pytest.raises(InputError, match=r"run/metrics.jsonl, line 2 = .*Remove this line"):
-        run_folder.read_metrics(run)
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[2], ""]))
+    assert [found["step"] for found in run_folder.read_metrics(run)] == [1, 3]
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"warning: {run}/metrics.jsonl, line 2 = ")
 
 
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])

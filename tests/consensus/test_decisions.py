@@ -14,14 +14,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skippipe_jax.consensus.decisions import first_state
+from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
     Beat,
+    Decided,
+    Enter,
     Generation,
     Presence,
     Received,
     Tick,
     Told,
+    WentBack,
     Wish,
 )
 from skippipe_jax.consensus.leaving import ENOUGH, is_the_end
@@ -323,6 +326,47 @@ def test_a_lost_stage_ends_the_run_or_takes_it_back():
         if rewinds:
             assert covers(third.placement, frozenset({0, 2}))
             assert {len(own.applied) for own in simulation.live.values()} == {1}
+
+
+def rewound() -> tuple[Simulation, Generation]:
+    """Hosts 0 and 2 are left of four, and go back to the checkpoint of the first of two steps."""
+    simulation = stepped(4)
+    simulation.save(0)
+    step(simulation)
+    for host in (1, 3):
+        lose(simulation, host)
+        tick(simulation)
+        run(simulation)
+    third = simulation.decided[3]
+    assert (third.members, third.is_rewound, third.step) == ((0, 2), True, 1)
+    return simulation, third
+
+
+def test_all_go_back_further_where_the_checkpoint_is_damaged():
+    simulation, third = rewound()
+    for host in third.members:
+        simulation.tell(host, WentBack(third.number, 0))
+        own = simulation.live[host]
+        own.applied, own.stages = [], dict.fromkeys(own.served, [])
+    for host in third.members:
+        simulation.hold(host)
+    run(simulation)
+    assert {len(own.applied) for own in simulation.live.values()} == {1}, "step 1 is made again"
+    assert all(own.state.standing.saved == 0 for own in simulation.live.values())
+
+
+def test_who_has_gone_back_further_than_others_goes_on_with_them():
+    """It goes back with them again, by what they find then: the step has no totals to apply."""
+    simulation, third = rewound()
+    state, effects = advance(simulation.live[0].state, WentBack(third.number, 0))
+    assert not effects
+    # The others had not heard of it when they promised.
+    fourth = replace(third, number=4, is_rewound=False)
+    state, effects = advance(state, Received(2, Decided(fourth)))
+    assert effects == [Enter(fourth)]
+    assert state.standing.applied == third.step
+    sealed = replace(simulation.live[0].state, promised=(1, 2))
+    assert advance(sealed, WentBack(third.number, 0)) == (sealed, []), "it has told its step"
 
 
 def test_who_came_after_a_checkpoint_knows_of_it():

@@ -321,6 +321,26 @@ def test_a_lost_stage_takes_all_back_to_the_checkpoint(run: Run, undisturbed: Pa
     assert_trained_like(run.run_dir, undisturbed)
 
 
+@pytest.mark.nightly
+def test_a_lost_stage_takes_all_back_past_a_checkpoint_that_is_damaged(
+    paced: Run, undisturbed: Path
+):
+    run = paced
+    run.wait_until_step(4)
+    run.signal(2, signal.SIGKILL)
+    run.wait_until_members(0, 1, 3)
+    run.wait_until_saved(20)
+    [*_, path] = sorted((run.run_dir / CHECKPOINTS / step_name(20) / "stage_1").rglob("*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    run.signal(3, signal.SIGKILL)
+    run.wait_until_members(0, 1)
+    assert (run.generations()[-1]["rewound"], run.generations()[-1]["step"]) == (True, 10)
+    run.ends_well(0, 1)
+    assert (run.run_dir / CHECKPOINTS / f"{step_name(20)}.damaged").is_dir()
+    assert "was committed as" in run.output(0)
+    assert_trained_like(run.run_dir, undisturbed)
+
+
 # A step takes a quarter of a second where a host is lost.
 PACED = settings(
     network__mode="emulate", network__emulate_compute="true", plan__case__forward_s=0.02

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.storage import layout
 from skippipe_jax.storage.layout import DamagedCheckpoint, saved_steps
 from skippipe_jax.storage.mirror import Mirror
-from skippipe_jax.storage.newest_whole import newest_whole, prepare_run
+from skippipe_jax.storage.newest_whole import every_part, go_back, newest_whole, prepare_run
 from skippipe_jax.storage.reader import read_data_state, read_stage, step_of_stage
 from skippipe_jax.storage.writer import CheckpointWriter
 from tests.storage.checkpoints import LAYERS, abstract, assert_same, stage_state, write
@@ -134,6 +135,52 @@ def test_what_was_found_intact_is_not_read_twice_for_that(
     state = stage_state(201)
     assert_same(read_stage(checkpoint, LAYERS, 1, abstract(state)), state)
     assert read_data_state(checkpoint) == {"position": [20], "epoch": None}
+
+
+# Going back while a run trains.
+
+
+def leads() -> None:
+    """Nobody goes on without this leader."""
+
+
+def test_all_hosts_go_back_to_the_newest_that_is_whole_for_each(run_dir: Path):
+    write(run_dir, [30, 40])
+    damage(max(files_of(step(run_dir, 30) / "stage_1")))
+
+    def back(host: ThreadHost) -> tuple[int, bool]:
+        # The last host does not reach the folder.
+        folder = run_dir if host.index < 2 else run_dir / "elsewhere"
+        parts = (lambda checkpoint: [f"stage_{host.index}"]) if host.index < 2 else None
+        found, checkpoint = go_back(folder, host, 30, parts=parts, require_leads=leads)
+        return found, checkpoint is not None and checkpoint.intact == {f"stage_{host.index}"}
+
+    assert on_hosts(3, back) == [(20, True), (20, True), (20, False)]
+    # A later one of which those that decided knew nothing would be gone on from when it is resumed.
+    assert saved_steps(run_dir) == [20]
+    assert step(run_dir, 30).with_name("00000030.damaged").is_dir()
+
+
+def test_a_leader_without_which_others_go_on_removes_nothing(run_dir: Path):
+    write(run_dir, [30])
+    unfinished = layout.unfinished_folder(run_dir, 40, 9)
+    unfinished.mkdir()
+
+    def is_late() -> None:
+        raise TeamEnded
+
+    with pytest.raises(TeamEnded):
+        go_back(run_dir, ThreadHost(), 20, parts=every_part, require_leads=is_late)
+    assert saved_steps(run_dir) == [10, 20, 30]
+    assert unfinished.is_dir()
+
+
+def test_where_there_is_nothing_to_go_back_to_all_hosts_say_so(run_dir: Path):
+    for error in on_hosts(
+        2, lambda host: go_back(run_dir, host, 9, parts=every_part, require_leads=leads)
+    ):
+        assert isinstance(error, InputError)
+        assert "no checkpoint to go back to" in str(error)
 
 
 # Other readers.

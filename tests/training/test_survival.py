@@ -20,7 +20,7 @@ from skippipe_jax.config.replan import ReplanConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.training import survival
-from skippipe_jax.training.survival import Holding, Survival, gone_back
+from skippipe_jax.training.survival import GOES_BACK, Holding, Survival
 
 OWN, STEP = 1, 20
 KEPT: Any = {(0, None): "a state"}
@@ -72,11 +72,27 @@ def generation(number: int, **fields: Any) -> Generation:
 
 
 @pytest.fixture
-def checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Checkpoint:
-    saved = Checkpoint(tmp_path, 20, (1,), {})
-    monkeypatch.setattr(survival, "open_checkpoint", lambda folder, step: saved)
-    monkeypatch.setattr(survival, "read_data_state", lambda saved: {"microbatches": 80})
+def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Checkpoint]:
+    """The checkpoint that all hosts find, to which they go back: its last, if it is changed."""
+    saved = [Checkpoint(tmp_path, STEP, (1,), {})]
+    monkeypatch.setattr(survival, "parts_of", lambda *_: lambda checkpoint: {"stage_0"})
+    monkeypatch.setattr(survival, "read_data_state", lambda saved: {"microbatches": saved.step * 4})
+    monkeypatch.setattr(survival, "from_host_0", lambda team, name, make, timeout_s: make())
+    monkeypatch.setattr(Membership, "control", SimpleNamespace(went_back=lambda *told: None))
+
+    def go_back(*_: Any, parts: Any, **__: Any) -> tuple[int, Checkpoint | None]:
+        return saved[-1].step, None if parts is None else saved[-1]
+
+    monkeypatch.setattr(survival, "go_back", go_back)
     return saved
+
+
+def gone_back(openings: Openings, team: Generation, holding: Holding) -> tuple[int, Holding]:
+    """After which step a team goes on, of which a host had this, and what it has then."""
+    settled: Any = SimpleNamespace(mirror=None)
+    given = Team(openings._trainer.membership, team), settled, holding
+    after, holding = openings._gone_back(*given)
+    return after.generation.step, holding
 
 
 def test_a_host_goes_on_with_what_it_has(tmp_path: Path):
@@ -85,11 +101,36 @@ def test_a_host_goes_on_with_what_it_has(tmp_path: Path):
 
 
 def test_who_goes_back_to_a_checkpoint_does_so_although_its_team_ends_meanwhile(
-    checkpoint: Checkpoint, tmp_path: Path
+    found: list[Checkpoint], tmp_path: Path
 ):
     openings = Openings(tmp_path, generation(2, is_rewound=True), generation(3))
-    rewound = Holding(80, kept={}, checkpoint=checkpoint)
-    assert openings.after(Holding(104, KEPT)) == [rewound, rewound]
+    assert openings.after(Holding(104, KEPT)) == [GOES_BACK, GOES_BACK]
+    # It may have found out that an earlier one is the newest that is intact, and others not.
+    openings = Openings(tmp_path, generation(3))
+    openings._trainer.steps_done = STEP - 10
+    assert openings.after(GOES_BACK) == [GOES_BACK]
+    assert gone_back(openings, generation(3), GOES_BACK) == (STEP, Holding(80, {}, found[0]))
+
+
+def test_all_go_back_to_an_older_checkpoint_where_the_newest_is_damaged_for_one(
+    found: list[Checkpoint], tmp_path: Path
+):
+    older = Checkpoint(tmp_path, STEP - 10, (1,), {})
+    found.append(older)
+    openings = Openings(tmp_path)
+    openings.lines.lines.extend({"step": step, "loss": 1.0} for step in range(15))
+    lost = generation(2, is_rewound=True, lost=(1,))
+    openings.recoveries.begin_one(lost, "rewind", STEP + 4, 2.5)
+    expected = STEP - 10, Holding(40, {}, older)
+    assert gone_back(openings, lost, GOES_BACK) == expected
+    assert openings._trainer.steps_done == STEP - 10
+    assert openings.lines.lines[-1]["step"] == STEP - 10
+    told = openings.recoveries.told()
+    assert told is not None
+    assert (told["step"], told["steps_old"]) == (STEP - 10, 14)
+    # Also who has read the newest one already, of which another had not when hosts were lost.
+    assert gone_back(openings, generation(3), Holding(80, KEPT)) == expected
+    assert gone_back(openings, generation(3, fresh=(OWN,)), Holding(0, {}))[1].checkpoint is None
 
 
 @pytest.mark.parametrize("fresh", [(OWN,), (0,)], ids=["this host", "another"])
@@ -129,10 +170,11 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
 
 
 def test_a_resumed_run_that_loses_hosts_as_it_begins_begins_with_its_checkpoint(
-    checkpoint: Checkpoint, tmp_path: Path
+    found: list[Checkpoint], tmp_path: Path
 ):
-    before = Holding(80, checkpoint=checkpoint)
-    assert Openings(tmp_path, generation(2)).after(before) == [before]
+    openings = Openings(tmp_path, generation(2))
+    assert openings.after(GOES_BACK) == [GOES_BACK]
+    assert gone_back(openings, generation(2), GOES_BACK) == (STEP, Holding(80, {}, found[0]))
 
 
 def test_nobody_goes_on_from_a_step_with_the_state_after_another(tmp_path: Path):
@@ -143,14 +185,16 @@ def test_nobody_goes_on_from_a_step_with_the_state_after_another(tmp_path: Path)
 
 
 def test_a_host_whose_replicas_are_apart_may_be_ahead_and_keeps_what_it_has(
-    checkpoint: Checkpoint, tmp_path: Path
+    found: list[Checkpoint], tmp_path: Path
 ):
     openings: Any = Openings(tmp_path, generation(2))
+    assert gone_back(openings, generation(2), Holding(88, KEPT)) == (STEP, Holding(88, KEPT))
     openings._trainer.config.averaging = AveragingConfig(mode="outer")
     openings._trainer.steps_done = STEP + 2
     assert openings.after(Holding(88, KEPT)) == [Holding(88, KEPT)]
     # Unless another goes on from a checkpoint: then all do.
-    assert gone_back(Holding(88, KEPT), tmp_path, STEP) == Holding(88, {}, checkpoint)
+    back = gone_back(openings, generation(2), Holding(88, KEPT))
+    assert back == (STEP, Holding(80, {}, found[0]))
     openings = Openings(tmp_path, generation(2))
     openings._trainer.config.averaging = AveragingConfig(mode="outer")
     openings._trainer.steps_done = STEP - 1
@@ -164,7 +208,7 @@ def test_who_was_left_out_has_read_nothing_that_counts(tmp_path: Path):
 
 
 def test_who_is_apart_reads_no_checkpoint_and_takes_the_state_of_who_has(
-    checkpoint: Checkpoint, tmp_path: Path
+    found: list[Checkpoint], tmp_path: Path
 ):
     rewound = generation(2, is_rewound=True, fresh=(OWN,), apart=(OWN,))
     assert Openings(tmp_path, rewound).after(Holding(104, KEPT)) == [Holding(0, kept={})]
