@@ -125,8 +125,9 @@ class Survival:
                 self._write(team, self._settled)
                 stretch = Stretch(self._trainer, team, self._settled, read, checkpoint)
                 return self._replanned(stretch, team, self._settled)
-        except TeamEnded:
-            pass
+        except Exception as error:  # As in `_opened`.
+            if not (isinstance(error, TeamEnded) or self._is_of_a_loss(error, team)):
+                raise
         holding = Holding(read, checkpoint=checkpoint)
         return self._opened(self._next(team), holding, time.monotonic())
 
