@@ -98,7 +98,7 @@ class Attendance:
         self._loop.call_soon_threadsafe(self._mesh.broadcast, *message)
 
     def send(self, host: int, *message: Any) -> None:
-        """Send a message to another host; it is lost if there is no connection."""
+        """Send a message to another host, as `Mesh.send` does."""
         self._loop.call_soon_threadsafe(self._mesh.send, host, *message)
 
     def begin_control(self, state: State, listener: Listener, store: Store) -> None:
@@ -187,6 +187,7 @@ class Attendance:
             received=self._received,
             lost=self._misses,
             found=self._finds,
+            goes_on_without=self._goes_on_without,
             reception=self.reception,
             service=f"{sockets}/service" if sockets and place.index == 0 else None,
             keys=place.keys,
@@ -229,6 +230,9 @@ class Attendance:
     def _finds(self, host: int) -> None:
         if self._control is not None:
             self._control.is_there(host)
+
+    def _goes_on_without(self, host: int) -> bool:
+        return self._control is not None and self._control.goes_on_without(host)
 
     def _judge(self, culprit: int, text: str, code: int = LOST_HOST_EXIT_CODE) -> None:
         """End because of a host, by the first verdict that there is, and pass it on."""

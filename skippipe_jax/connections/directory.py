@@ -61,10 +61,11 @@ class Directory:
         self.has_begun = self.outlives = self.is_outside = True
         self.hello = replace(self.hello, comes_back=True)
 
-    def told(self) -> dict[str, Any]:
-        """What a host is told that is taken in."""
+    def told(self, received: int) -> dict[str, Any]:
+        """What a host is told that is taken in, from which so many messages have come."""
         own, addresses = self.hello, self.addresses | {self.hello.host: self.hello.address}
-        return Welcome(own.host, own.name, own.start, addresses).to_json()
+        told = Welcome(own.host, own.name, own.start, addresses, own.process, received)
+        return told.to_json()
 
     def learn(self, told: Welcome) -> None:
         """Take in what a host tells that has been called, but for what is known already."""

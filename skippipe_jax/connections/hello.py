@@ -19,11 +19,14 @@ from skippipe_jax.connections.addresses import join_address, require_numeric
 from skippipe_jax.connections.keys import LOOPBACK_ONLY
 from skippipe_jax.connections.links import WANTS_SECRET, Link
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Hosts of another number do not understand each other. Those of the first say no number."""
 
 NUMBER_BITS = 48
 """How large the number of a process is."""
+
+MOST_MESSAGES = 1 << 62
+"""So many messages one process does not send to another."""
 
 VERSIONED = ("skippipe-jax", "jax")
 """The packages of which all hosts need the same version: they compute the same, to the last bit."""
@@ -71,6 +74,8 @@ class Hello:
         start: tells this start of the run from others, once it has begun: the process of host 0.
         comes_back: whether it means a run that has begun, of which it was lost.
         spare: how many hosts may come to the run beside those.
+        met: the process of the host that is called, as it was when they were connected last.
+        received: the number of the last message that has come from that process.
     """
 
     host: int
@@ -82,6 +87,8 @@ class Hello:
     start: int = 0
     comes_back: bool = False
     spare: int = 0
+    met: int | None = None
+    received: int = 0
 
     @property
     def places(self) -> int:
@@ -111,6 +118,8 @@ class Hello:
                 "start": start,
                 "comes_back": bool(comes_back),
                 "spare": spare,
+                "met": met,
+                "received": received,
             } if protocol == PROTOCOL:
                 hosts, spare = checked.number(hosts, 1 << 16), checked.number(spare, 1 << 16)
                 return cls(
@@ -123,6 +132,8 @@ class Hello:
                     checked.number(start, 1 << NUMBER_BITS),
                     comes_back,
                     spare,
+                    None if met is None else checked.number(met, 1 << NUMBER_BITS),
+                    checked.number(received, MOST_MESSAGES),
                 )
         raise ValueError("is no hello")
 
@@ -172,12 +183,16 @@ class Welcome:
         name: of that host, for readers.
         start: see `Hello`; 0 before the run has begun.
         addresses: where hosts listen, as far as that host knows.
+        process: the number of its process.
+        received: that of the last message that has come there from the process that it welcomes.
     """
 
     host: int
     name: str
     start: int
     addresses: Mapping[int, str]
+    process: int
+    received: int
 
     def to_json(self) -> dict[str, Any]:
         """As it is told."""
@@ -191,7 +206,14 @@ class Welcome:
             ValueError: if it is none.
         """
         match given:
-            case {"host": host, "name": name, "start": start, "addresses": dict(addresses)}:
+            case {
+                "host": host,
+                "name": name,
+                "start": start,
+                "addresses": dict(addresses),
+                "process": process,
+                "received": received,
+            }:
                 return cls(
                     checked.number(host, hosts),
                     checked.name(name),
@@ -202,6 +224,8 @@ class Welcome:
                         )
                         for other, address in addresses.items()
                     },
+                    checked.number(process, 1 << NUMBER_BITS),
+                    checked.number(received, MOST_MESSAGES),
                 )
         raise ValueError("is no welcome")
 

@@ -33,6 +33,9 @@ SENT_NONSENSE = "it sent what no host sends"
 WANTS_SECRET = "it speaks to those only that have its secret"
 """How a connection in clear ends to a host that has one."""
 
+TAKES_NOTHING = "it takes nothing in any more"
+"""How a connection ends to a host that does not read."""
+
 MORE = b"+"
 MESSAGE_BYTES = 12 * MESSAGE_CHARACTERS
 
@@ -105,13 +108,31 @@ class Link:
 
     def send(self, *message: Any) -> None:
         """Send a message without waiting; to an end that has gone, nothing."""
+        self.send_lines(encoded(*message))
+
+    def send_lines(self, lines: bytes) -> None:
+        """Send messages as `encoded` gives them, without waiting; to an end that has gone, none."""
         if self.writer.is_closing():
             return
         if self.writer.transport.get_write_buffer_size() > MOST_WAITING:
-            return self.break_off("it takes nothing in any more")
-        text, size = json.dumps(message).encode(), LINE_BYTES // 2
-        lines = [text[start : start + size] for start in range(0, len(text), size)]
-        self.write(b"".join([*(MORE + line + b"\n" for line in lines[:-1]), lines[-1], b"\n"]))
+            return self.break_off(TAKES_NOTHING)
+        self.write(lines)
+
+    def break_when_silent(self, timeout_s: float) -> None:
+        """Have the kernel end the connection when the other end has not answered for so long."""
+        if self.writer.is_closing():
+            return
+        connection = self.writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        probe_s = max(1, round(timeout_s / 3))
+        for option, value in (
+            ("TCP_USER_TIMEOUT", round(1000 * timeout_s)),  # Not on all systems, as the others.
+            ("TCP_KEEPIDLE", probe_s),
+            ("TCP_KEEPINTVL", probe_s),
+            ("TCP_KEEPCNT", 3),
+        ):
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def break_off(self, why: str) -> None:
         """End the connection at once, with what waits to be sent."""
@@ -169,7 +190,7 @@ class Link:
         try:
             await asyncio.wait_for(self.writer.drain(), timeout_s)
         except (OSError, TimeoutError):
-            self.ending = "it takes nothing in any more"
+            self.ending = TAKES_NOTHING
 
     async def _line(self) -> bytes:
         """The next line, or what there is of it when the connection ends.
@@ -202,6 +223,13 @@ class Link:
         taken = bytes(self._came[:size])
         del self._came[:size]
         return taken
+
+
+def encoded(*message: Any) -> bytes:
+    """A message as it is sent: in several lines, if it is long."""
+    text, size = json.dumps(message).encode(), LINE_BYTES // 2
+    lines = [text[start : start + size] for start in range(0, len(text), size)]
+    return b"".join([*(MORE + line + b"\n" for line in lines[:-1]), lines[-1], b"\n"])
 
 
 async def open_link(
@@ -295,11 +323,12 @@ class Tasks:
         """Begin with none."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run it beside the others."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]

@@ -2,9 +2,11 @@
 
 Host 0 gathers the hosts: each says hello to it and is told where the others listen, and then each
 connects to those before it. Once a run outlives its hosts, a connection that breaks is
-made again by either end, and a host that is started again connects to all that live. Heartbeats go
-over all connections, so each host judges by itself who is there: whose port nobody listens on any
-more has gone, and who is silent for too long may have.
+made again by either end, and a host that is started again connects to all that live. What was sent
+over the one that broke is sent again, but for what the rules of `consensus` send again themselves.
+Heartbeats go over all connections, so each host judges by itself who is there: whose port nobody
+listens on any more has gone, and who is silent for too long may have. Before that, a connection
+that is silent is given up for a new one, as a network may have forgotten it.
 """
 
 from __future__ import annotations
@@ -19,16 +21,24 @@ from typing import Any
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import join_address
+from skippipe_jax.connections.calls import Calls
+from skippipe_jax.connections.channel import Channel, Channels
 from skippipe_jax.connections.directory import HOST_ID, Directory
 from skippipe_jax.connections.door import Door
-from skippipe_jax.connections.hello import Hello, admitted, refuse
+from skippipe_jax.connections.hello import MOST_MESSAGES, Hello, admitted, refuse
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.links import SENT_NONSENSE, Link, Tasks, open_link, reach
+from skippipe_jax.connections.links import (
+    HELLO_S,
+    SENT_NONSENSE,
+    TAKES_NOTHING,
+    Link,
+    Tasks,
+    encoded,
+    open_link,
+    reach,
+)
 from skippipe_jax.connections.pulse import BEATS, Pulse
 from skippipe_jax.connections.reception import Reception
-
-RECONNECT_S = 0.2
-"""How long to wait before a host whose connection broke is called again."""
 
 GONE = "its process is gone"
 
@@ -49,6 +59,7 @@ class Mesh:
         received: Callable[[int, list[Any]], bool],
         lost: Callable[[int, str], None],
         found: Callable[[int], None],
+        goes_on_without: Callable[[int], bool],
         reception: Reception,
         service: str | None,
         keys: Keys = LOOPBACK_ONLY,
@@ -57,16 +68,18 @@ class Mesh:
 
         `received` is called with each message and its source, and says whether a host sends that;
         `lost` with a host that is gone or silent, and how, `found` with one that is heard of again.
-        Newcomers come to the `reception`. JAX's coordination service listens on the unix socket
-        `service`, if this process has it. All have the `keys`.
+        `goes_on_without` says whether a host is no member: nothing is kept for it. Newcomers come
+        to the `reception`. JAX's coordination service listens on the unix socket `service`, if this
+        process has it. All have the `keys`.
         """
         self.directory = Directory(hello)
         self._heartbeat_timeout_s, self._connect_timeout_s = heartbeat_timeout_s, connect_timeout_s
         self._received, self._lost, self._found = received, lost, found
-        self._reception, self._keys = reception, keys
+        self._goes_on_without, self._reception, self._keys = goes_on_without, reception, keys
         self._links, self._pulse, self._tasks = dict[int, Link](), Pulse(), Tasks()
+        self._channels, self._calls = Channels(), Calls(self._call, heartbeat_timeout_s)
         self._door = Door(hello, self._refusal, self._come_in, self._receive, service, keys)
-        self._parted, self._called, self._is_closed = set[int](), set[int](), False
+        self._parted, self._is_closed = set[int](), False
         self._everybody_came, self._everybody_parted = asyncio.Event(), asyncio.Event()
 
     @property
@@ -82,6 +95,7 @@ class Mesh:
     def close(self) -> None:
         """Listen no more, end all connections, and make none again."""
         self._is_closed = True
+        self._calls.close()
         self._door.close()
         for link in self._links.values():
             link.writer.close()
@@ -100,7 +114,8 @@ class Mesh:
             await self.drained(1.0)
             raise
         self.directory.begin()
-        self.broadcast("welcome", self.directory.told())
+        for host, link in self._links.items():
+            link.send("welcome", self.directory.told(self._channels.to(host).received))
 
     async def join(self, coordinator: tuple[str, int], link: Link) -> None:
         """On another host: say hello to host 0 by a link, and then to all hosts before this one.
@@ -137,19 +152,45 @@ class Mesh:
         return True
 
     def send(self, host: int, *message: Any) -> None:
-        """Send a message to a host; it is lost if there is no connection."""
-        if host in self._links:
-            self._links[host].send(*message)
+        """Send a message to a host, by the next connection if there is none or it breaks.
+
+        It may be lost if others go on without the host, or if it is of the rules of `consensus`.
+        """
+        link, channel = self._links.get(host), self._channels.to(host)
+        if message[:1] == ("control",) or self._goes_on_without(host):
+            lines = encoded(*message)
+        else:
+            lines = channel.send(*message)
+        if link is not None:
+            link.send_lines(lines)
+        if channel.is_lost:
+            if link is not None:
+                link.break_off(TAKES_NOTHING)
+            self._miss(host, TAKES_NOTHING)
 
     def broadcast(self, *message: Any) -> None:
         """Send a message to all other hosts."""
-        for link in self._links.values():
-            link.send(*message)
+        own = self.directory.hello
+        for host in range(own.places if self.directory.outlives else own.hosts):
+            if host != own.host:
+                self.send(host, *message)
 
     def beat(self) -> None:
-        """Show all others that this host lives, and tell of those that were silent for too long."""
-        self.broadcast("beat")
-        for host in self._pulse.beat(set(self.directory.others) - self._parted):
+        """Show all others that this host lives, and tell of those that were silent for too long.
+
+        A connection over which nothing comes is broken off, and made again.
+        """
+        for host, channel in self._channels.of_hosts.items():
+            if self._goes_on_without(host):
+                channel.forget()
+            if host in self._links:
+                self._links[host].send("beat", channel.tell())
+        others = set(self.directory.others) - self._parted
+        to_call, silent = self._pulse.beat(others)
+        for host in to_call if self.directory.outlives else ():
+            if host in self._links:
+                self._links[host].break_off("nothing came over it")
+        for host in silent:
             self._miss(host, f"nothing was heard from it for {self._heartbeat_timeout_s:g} s")
 
     async def drained(self, timeout_s: float) -> None:
@@ -181,19 +222,26 @@ class Mesh:
         if timeout_s is None:
             # Host 0 waits for others, and says at the end of that time who has not come.
             timeout_s = self._connect_timeout_s + 10.0
-        told = await admitted(link, self.directory.hello, host, address, timeout_s)
+        hello = self.directory.hello
+        if host is not None:
+            known = self._channels.to(host)
+            hello = replace(hello, met=known.process, received=known.received)
+        told = await admitted(link, hello, host, address, timeout_s)
         self.directory.learn(told)
-        self._tasks.start(self._read(told.host, told.name, link))
+        channel = self._channels.to(told.host, told.process)
+        self._tasks.start(self._read(told.host, told.name, link, channel, told.received))
         for other in self.directory.others if self.directory.is_outside else ():
             if other != told.host:  # Each may know of more.
-                self._tasks.start(self._call_again(other, comes_back=True))
+                self._calls.begin(other, comes_back=True)
 
     async def _come_in(self, hello: Hello, link: Link) -> None:
         """Attend to a host that has been let in, until it has gone."""
         self.directory.addresses[hello.host] = hello.address
+        channel = self._channels.to(hello.host, hello.process)
         if self.directory.has_begun or self.directory.hello.host != 0:
-            link.send("welcome", self.directory.told())
-        await self._read(hello.host, hello.name, link)
+            link.send("welcome", self.directory.told(channel.received))
+        received = hello.received if hello.met == self.directory.hello.process else 0
+        await self._read(hello.host, hello.name, link, channel, received)
 
     async def _receive(self, link: Link, said: Sequence[Any]) -> InputError | None:
         """Attend to a newcomer; who has left is away, though nobody misses it."""
@@ -201,20 +249,34 @@ class Mesh:
         return await self._reception.attend(self.directory, away, link, said)
 
     def _refusal(self, hello: Hello) -> InputError | None:
-        is_there = hello.host in self._links and hello.host not in self.missed
+        host, channel = hello.host, self._channels.of_hosts.get(hello.host)
+        is_there = host in self._links and host not in self.missed
+        if channel is not None and channel.process == hello.process:
+            is_there = False  # Its connection has broken at its end alone.
+            if channel.is_lost:
+                problem = "it has taken in too little of what it was told"
+                return TemporaryError(HOST_ID, host, problem, "The others go on without it")
+        elif channel is not None and channel.process is not None and self._goes_on_without(host):
+            # Of two that come, all hosts let the same one in, whoever comes first to each.
+            is_there &= channel.process < hello.process
         return self.directory.refusal(hello, is_there=is_there)
 
-    async def _read(self, host: int, name: str, link: Link) -> None:
-        """Take in what comes over a link, until it ends."""
-        if self._is_closed:
+    async def _read(
+        self, host: int, name: str, link: Link, channel: Channel, received: int
+    ) -> None:
+        """Take in what comes over a link, until it ends; the other end has `received` so much."""
+        if self._is_closed or self._channels.to(host) is not channel:
             return link.writer.close()
         if (before := self._links.get(host)) is not None:
-            before.writer.close()
+            before.break_off("another has taken its place")
+        self._calls.end(host)
+        link.break_when_silent(self._heartbeat_timeout_s)
         self._links[host], self.directory.names[host] = link, name
+        link.send_lines(channel.resume(received))
         self._look_who_is_there()
         self._parted.discard(host)
         try:
-            await self._follow(host, link)
+            await self._follow(host, link, channel)
         finally:
             link.writer.close()
         if self._is_closed or self._links.get(host) is not link:
@@ -223,54 +285,60 @@ class Mesh:
         if host in self._parted:
             return
         if self.directory.outlives:
-            self._tasks.start(self._call_again(host))
+            self._calls.begin(host)
         elif self.directory.has_begun:
             self._lost(host, link.ending)
 
-    async def _follow(self, host: int, link: Link) -> None:
+    async def _follow(self, host: int, link: Link, channel: Channel) -> None:
         """Take in what comes over a link, until it ends."""
         while True:
-            if self._pulse.heard(host):
+            if not channel.is_lost and self._pulse.heard(host):
                 self._found(host)
-            match await link.receive():
+            message = await link.receive()
+            match message:
                 case None:
                     return
-                case ["beat"]:
+                case ["beat", int(received)]:
+                    channel.acknowledge(received)
                     continue
+                case [int(number), *said] if 0 < number < MOST_MESSAGES:
+                    if not channel.takes(number):
+                        continue  # It has come over another connection.
+                    if channel.has_to_tell:
+                        link.send("beat", channel.tell())
+                    message = said
+            match message:
                 case ["farewell"]:  # It waits for this host's, and ends the connection then.
                     self._parted.add(host)
                     self._look_who_is_there()
-                case [*message] if self._received(host, message):
+                case [*said] if self._received(host, said):
                     continue
                 case _:
                     link.ending = SENT_NONSENSE
                     return
 
-    async def _call_again(self, host: int, *, comes_back: bool = False) -> None:
-        """Call a host whose connection broke until it answers, or calls itself.
+    async def _call(self, host: int, comes_back: bool) -> bool:
+        """Call a host whose connection broke; whether there is nothing more to do.
 
         Of two hosts that live the later one makes the new connection, or the one that `comes_back`;
         the other only looks whether somebody listens there.
         """
-        if host in self._called or host not in self.directory.addresses:
-            return
-        self._called.add(host)
-        while host not in self._links and not self._is_closed:
-            # Where the network is cut, or the other thinks that the old connection lives, silence
-            # will tell.
-            with contextlib.suppress(OSError, TimeoutError, InputError):
-                address = self.directory.address(host)
-                try:
-                    link = await open_link(address, keys=self._keys)
-                except ConnectionRefusedError:
-                    self._miss(host, GONE)
-                    raise
-                if self.directory.hello.host > host or comes_back:
-                    await self._greet(host, link, address)
-                    break
-                link.writer.close()
-            await asyncio.sleep(RECONNECT_S)
-        self._called.discard(host)
+        if host in self._links or self._is_closed or host not in self.directory.addresses:
+            return True
+        is_caller = self.directory.hello.host > host or comes_back
+        # Where the network is cut, silence will tell.
+        with contextlib.suppress(OSError, TimeoutError, InputError):
+            address = self.directory.address(host)
+            try:
+                link = await open_link(address, keys=self._keys)
+            except ConnectionRefusedError:
+                self._miss(host, GONE)
+                raise
+            if is_caller and not self._channels.to(host).is_lost:
+                await self._greet(host, link, address, HELLO_S)
+                return True
+            link.writer.close()
+        return False
 
     def _miss(self, host: int, how: str) -> None:
         if self._pulse.miss(host):

@@ -6,10 +6,13 @@ others have sent before it blames them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection
 
 BEATS = 10
 """Heartbeats sent per heartbeat timeout, and how many may stay away before a host is silent."""
+
+BEATS_OF_LINK = BEATS // 3
+"""So many may stay away before a host is called by another connection: this one may be dead."""
 
 
 class Pulse:
@@ -37,9 +40,10 @@ class Pulse:
         self.missed.add(host)
         return is_new
 
-    def beat(self, hosts: Iterable[int]) -> Iterator[int]:
-        """Count one more beat; those of the hosts that have let too many pass in silence."""
+    def beat(self, hosts: Collection[int]) -> tuple[list[int], list[int]]:
+        """Count one more beat; the hosts to call again, and those that were silent for too long."""
         for host in hosts:
             self._silent_beats[host] = self._silent_beats.get(host, 0) + 1
-            if self._silent_beats[host] > BEATS:
-                yield host
+        silent = {host: self._silent_beats[host] for host in hosts}
+        to_call = [host for host, beats in silent.items() if beats == BEATS_OF_LINK + 1]
+        return to_call, [host for host, beats in silent.items() if beats > BEATS]

@@ -31,6 +31,7 @@ from typing import Any
 from skippipe_jax.consensus.apart import asks_store, can_decide
 from skippipe_jax.consensus.complaints import after_beat
 from skippipe_jax.consensus.generations import (
+    NO_BALLOT,
     Accepted,
     Apply,
     Ask,
@@ -177,7 +178,7 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
     cut_off = state.cut_off
     left = [host for host in state.members if state.is_left(host) and host not in cut_off]
     # A generation that only others wait for ends after a step; the last one has no other after it.
-    has_to_end = state.rounds > 0 or len(left) < len(state.members)
+    has_to_end = state.highest > NO_BALLOT or len(left) < len(state.members)
     goes_on = state.generation is not None and not state.generation.is_last
     if state.number and goes_on and has_to_end and state.host == min(left, default=None):
         state, more = _propose(state)
@@ -197,8 +198,8 @@ def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
         return state, []
     assert state.generation is not None, "has a number"
     if beat.number == state.number:
-        rounds = beat.promised[0] if source in state.members else 0
-        return replace(state, rounds=max(state.rounds, rounds)), []
+        ballot = beat.promised if source in state.members else NO_BALLOT
+        return replace(state, highest=max(state.highest, ballot)), []
     if beat.number == 0 and not state.generation.has(source, beat.process):
         apart = state.apart | {source} if beat.is_apart else state.apart - {source}
         return replace(state, waiting={**state.waiting, source: beat.process}, apart=apart), []
@@ -261,14 +262,17 @@ def _count(state: State, step: int, outcome: Any) -> tuple[State, list[Effect]]:
 
 def _propose(state: State) -> tuple[State, list[Effect]]:
     """Propose by a greater ballot than any that is known, or go on with such a proposal."""
+    # A host that does not hear enough others to decide would only outbid one that does.
+    if not (asks_store(state) or _can_decide(state, filter(state.is_left, state.members))):
+        return state, []
     proposal, number = state.proposal, state.number + 1
     is_dated = proposal is not None and (
-        proposal.ballot < max(state.promised, (state.rounds, -1))
+        proposal.ballot < max(state.promised, state.highest)
         or (proposal.generation is None and proposal.without != state.cut_off)
     )
     if proposal is None or is_dated:
-        proposal = Proposal((state.rounds + 1, state.host), state.cut_off)
-        state = replace(state, rounds=state.rounds + 1, proposal=proposal)
+        proposal = Proposal((state.highest[0] + 1, state.host), state.cut_off)
+        state = replace(state, highest=proposal.ballot, proposal=proposal)
     elif proposal.generation is None:
         state, effects = _promised(state)  # Who has not answered may be suspected by now.
         if effects:
@@ -302,7 +306,7 @@ def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
         leaves = state.host in state.leaving
         beat = Beat(state.number, state.process, state.promised, leaves=leaves)
         return state, [Send(source, beat)]
-    state = replace(state, promised=ask.ballot, rounds=max(state.rounds, ask.ballot[0]))
+    state = replace(state, promised=ask.ballot, highest=max(state.highest, ask.ballot))
     if ask.generation is None:
         promise = Promise(ask.number, ask.ballot, state.standing, state.accepted)
         return state, [Send(source, promise)]

@@ -383,7 +383,7 @@ class State:
         promised: the greatest ballot answered for the next generation.
         accepted: the next generation that was accepted last, and for which ballot.
         proposal: what it has under way itself.
-        rounds: the greatest round of any ballot for the next generation that it knows of.
+        highest: the greatest ballot for the next generation that it knows of.
         suspected: hosts that may be lost.
         waiting: hosts that are in none and want to be in the next, with their processes.
         apart: those of them that do not reach the folder of the run.
@@ -403,7 +403,7 @@ class State:
     promised: Ballot = NO_BALLOT
     accepted: tuple[Ballot, Generation] | None = None
     proposal: Proposal | None = None
-    rounds: int = 0
+    highest: Ballot = NO_BALLOT
     suspected: frozenset[int] = frozenset()
     waiting: Mapping[int, int] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()

@@ -9,6 +9,7 @@ as the run's own plan counts on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,8 @@ class Admission:
     """What it costs that a host comes, and what it saves.
 
     Attributes:
-        lost_s: seconds for which the others wait.
+        lost_s: seconds for which the others wait; infinite where no host could be reached that has
+            the state.
         saved: by which share iterations are shorter.
         is_spare: whether each of its stages is on several hosts already.
     """
@@ -46,10 +48,12 @@ class Admission:
 
     def pays(self, horizon_s: float) -> bool:
         """Whether the host is to come."""
-        return not self.is_spare or self.lost_s < self.saved * horizon_s
+        return self.lost_s < (self.saved * horizon_s if self.is_spare else math.inf)
 
     def why(self, horizon_s: float) -> str:
         """What a reader is told of a host that is not to come."""
+        if math.isinf(self.lost_s):
+            return "this host has reached none of those that have the state of its stage"
         return (
             f"it does not pay to join: the others would wait for {self.lost_s:.3g} s, and "
             f"iterations that are {self.saved:.2%} shorter save "
@@ -93,7 +97,7 @@ def admission(
     lost_s = sum(
         min(
             (way.latency_s + sizes[stage] / way.back for h, way in ways.items() if h in own),
-            default=0.0,
+            default=math.inf,
         )
         for stage, own in giving.items()
     )

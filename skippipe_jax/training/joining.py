@@ -8,11 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+
+from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.cluster.joining import joined
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
+from skippipe_jax.connections.directory import HOST_ID
 from skippipe_jax.connections.invitation import Place
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.program.compiler import hosts_of_nodes
@@ -54,25 +58,41 @@ def joined_by_address(
         while True:
             if not seeking.is_free(place):
                 say(f"meanwhile another has taken the place of host {place.host}")
-            elif (why := _why_not(seeking, place, measured)) is None:
-                break
-            else:
+            elif (why := _why_not(seeking, place, measured)) is not None:
                 seeking.wait(why)
+                if not {*seeking.invitation.members} <= measured.ways.keys():
+                    measured = replace(measured, ways=seeking.ways())
+            elif (host := _joined(held, seeking, place, measured)) is not None:
+                break
             before, place = place, seeking.place()
             if (before.host, before.stages) != (place.host, place.stages):
                 measured = _prepare(seeking, place)
-        measured.keep(seeking.folder)
-        with joined(
-            config.cluster,
-            seeking.asked,
-            seeking.invitation.hosts,
-            place.host,
-            last_addresses=seeking.addresses,
-            run=seeking.run,
-            is_newcomer=True,
-            spare=config.join.places,
-        ) as host:
-            yield config, host
+        yield config, host
+
+
+def _joined(
+    held: ExitStack, seeking: Seeking, place: Place, measured: Measured
+) -> Membership | None:
+    """The host of a place, as long as `held`; None if another has come to it before."""
+    measured.keep(seeking.folder)
+    config = seeking.config
+    coming = joined(
+        config.cluster,
+        seeking.asked,
+        seeking.invitation.hosts,
+        place.host,
+        last_addresses=seeking.addresses,
+        run=seeking.run,
+        is_newcomer=True,
+        spare=config.join.places,
+    )
+    try:
+        return held.enter_context(coming)
+    except InputError as error:
+        if error.field != HOST_ID or isinstance(error, TemporaryError):
+            raise
+        say(f"another has taken the place of host {place.host}: {error.problem}")
+        return None
 
 
 def _fingerprint(config: Config) -> str:

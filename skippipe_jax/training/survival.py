@@ -136,8 +136,9 @@ class Survival:
                 self._led = 1 if team.index == 0 else 0
                 stretch = Stretch(self._trainer, team, self._settled, read, checkpoint)
                 return self._replanned(stretch, team, self._settled)
-        except TeamEnded:
-            pass
+        except Exception as error:  # As in `_opened`.
+            if not (isinstance(error, TeamEnded) or self._is_of_a_loss(error, team)):
+                raise
         holding = Holding(read) if checkpoint is None else GOES_BACK
         return self._opened(self._next(team), holding, time.monotonic())
 

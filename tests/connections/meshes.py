@@ -53,6 +53,7 @@ class Host:
             received=self._received,
             lost=lambda host, how: self.lost.append((host, how)),
             found=lambda host: None,
+            goes_on_without=lambda host: False,
             reception=self.reception,
             service=None,
             keys=keys,

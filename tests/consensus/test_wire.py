@@ -292,7 +292,7 @@ def test_a_host_that_is_no_member_has_no_say():
         Counts(1, 1, (1.0,)),
     ):
         assert advance(state, Received(1, message)) == (state, [])
-    state, _ = advance(state, Presence(2, is_there=False))
+    state, _ = advance(state, Received(2, Beat(1, 2, (1, 2))))
     state, _ = advance(state, Tick())
     assert state.proposal is not None
     ballot = state.proposal.ballot

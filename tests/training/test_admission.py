@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import jax
@@ -57,6 +58,18 @@ def test_a_stage_of_a_single_host_is_always_worth_another():
     assert not found.is_spare
     assert found.pays(0.0)
     assert found.lost_s == pytest.approx(0.1 + 2000.0 / 100.0), "the only host that gives it"
+
+
+@pytest.mark.parametrize("members", [(0, 1, 2), (0, 1)], ids=["of two", "of one"])
+def test_it_never_pays_where_no_host_is_reached_that_has_the_state(
+    members: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(WAYS, 1)
+    monkeypatch.delitem(WAYS, 2)
+    found = coming(members)
+    assert found.lost_s == math.inf
+    assert not found.pays(1e9)
+    assert "has reached none of those that have the state" in found.why(1e9)
 
 
 def test_what_moves_of_a_stage_is_parameters_and_moments():

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.cluster.agreement import DeadlinePassed, HostFailed
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
@@ -223,6 +223,27 @@ def test_where_all_that_are_left_are_apart_the_run_ends(tmp_path: Path):
 def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path):
     first = Generation(2, (0, OWN, 2), (0, 0, 0), leader=0, step=0, is_rewound=True)
     assert Openings(tmp_path, first).after(Holding(12, KEPT)) == [Holding(0, kept=None)]
+
+
+def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    openings: Any = Openings(tmp_path, generation(2))
+    openings._settled = SimpleNamespace(plan=SimpleNamespace(stages=()), transfers=None)
+    trainer = openings._trainer
+    first = Team(trainer.membership, generation(1))
+    monkeypatch.setattr(Membership, "outlive", lambda *given, saved: first)
+    error: Exception = HostFailed("host 2 has failed at 'read': its device is lost")
+
+    def agreed(*given: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Survival, "_agreed", agreed)
+    Survival.begin(openings, trainer.membership, None, 80)
+    assert openings.held == [Holding(80)]
+    error = ValueError("is no fault of another host")
+    with pytest.raises(ValueError, match="no fault"):
+        Survival.begin(openings, trainer.membership, None, 80)
 
 
 def test_what_fails_because_a_host_dies_is_done_again_with_those_that_are_left(
