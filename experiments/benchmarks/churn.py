@@ -3,13 +3,15 @@
     python -m experiments.benchmarks.churn --hosts 6 --faults 30 --seed 0 --json churn.json
 
 The quickstart's model is trained in 3 stages of 2 replicas by real processes. Faults that the seed
-draws strike them: SIGKILL, SIGTERM, SIGSTOP for 5 seconds or for good, a link that is cut, and a
-partition of the network (these two need root and iproute2: hosts are network namespaces). Each is
-aimed at a phase of a step, a third of all at the leader. With some of them a second host is killed:
-the newcomer while it joins, or one that it takes its state from, or the leader. A host that was
-lost comes back by `join`, with a folder of its own, or by --resume, as the seed draws; always by
---resume where two others have joined or another is away, as too few would be left that can read a
-checkpoint. The next fault strikes when all are there again. In the end it is asserted that
+draws strike them: SIGKILL, SIGTERM, SIGSTOP for 5 seconds or for good, a link that is cut, a
+partition of the network, and a connection that goes silent while new ones work (these three need
+root and iproute2: hosts are network namespaces), connections that are reset, and a folder of the
+run that fails for three seconds. Each is aimed at a phase of a step, a third of all at the leader.
+With some of them a second host is killed: the newcomer while it joins, or one that it takes its
+state from, or the leader. A host that was lost comes back by `join`, with a folder of its own, or
+by --resume, as the seed draws; always by --resume where two others have joined or another is away,
+as too few would be left that can read a checkpoint. The next fault strikes when all are there
+again. In the end it is asserted that
 
     never all hosts ended, none ended by itself, nothing hung, and no output has a traceback
     replicas of a stage were the same, bit by bit, whenever a step counted

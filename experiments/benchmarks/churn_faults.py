@@ -23,6 +23,9 @@ KINDS = {
     "leave": "SIGTERM",
     "newcomer": "SIGKILL, and once more for who comes in its place, while it joins",
     "giver": "SIGKILL, and for one from which another takes its state in its place, or who leads",
+    "reset": "all connections of a host for messages are reset",
+    "silent": "the connection of two hosts for messages loses all, while new ones work",
+    "storage": "what a host does in the run's folder fails for 3 s",
 }
 SIGNALS = {
     "kill": "SIGKILL",
@@ -32,7 +35,11 @@ SIGNALS = {
     "newcomer": "SIGKILL",
     "giver": "SIGKILL",
 }
-OF_THE_NETWORK = frozenset(KINDS) - SIGNALS.keys()
+RESET, STORAGE = "reset", "storage"
+"""Faults that a host has happen to itself, without a signal."""
+STORAGE_S = 3.0
+"""So long the folder of the run fails."""
+OF_THE_NETWORK = frozenset({"cut", "partition", "silent"})
 WHILE_JOINING = {
     "newcomer": ((FETCH, AFTER), (ASK, BEFORE), (REGROUP, BEFORE), (REGROUP, AFTER)),
     "giver": ((ASK, BEFORE), (REGROUP, BEFORE)),
@@ -82,7 +89,7 @@ class Fault:
         if not self.hits_leader or leader not in self.order:
             first = next(host for host in self.order if host != leader and host in members)
         others = [host for host in self.order if host != first and host in members]
-        if self.kind == "cut":
+        if self.kind in ("cut", "silent"):
             return (first, others[0])
         struck = (first,)
         if self.kind == "partition":

@@ -13,12 +13,17 @@ of the process, one line of JSON each.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import errno
 import faulthandler
 import functools
 import hashlib
+import io
 import json
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +35,7 @@ import numpy as np
 from skippipe_sched.errors import run_command
 from skippipe_sched.problem.plan import Operation
 
+from experiments.benchmarks import churn_faults
 from experiments.benchmarks.churn_faults import AFTER, ASK, BEFORE, FETCH, REGROUP, aim_of
 from skippipe_jax import join, train
 from skippipe_jax.cluster.membership import Membership
@@ -52,6 +58,37 @@ CUT_S = 10.0
 """So long a host waits at most for its links to be cut, or another host to be killed."""
 
 
+class FailingFolder:
+    """The folders that hosts train in, which fail for a while as those of a network do."""
+
+    CALLS = (
+        *((io, "open"), (os, "open"), (os, "write"), (os, "fsync")),
+        *((os, "replace"), (os, "rename"), (os, "link")),
+    )
+
+    def __init__(self, folder: Path):
+        """`folder` holds those folders."""
+        self._starts = tuple(str(folder.resolve() / name) for name in ("run", "joined"))
+        self._until_s = 0.0
+        for module, name in self.CALLS:
+            setattr(module, name, self._failing(getattr(module, name)))
+
+    def begin(self) -> None:
+        """Fail from now on, for `STORAGE_S`."""
+        self._until_s = time.monotonic() + churn_faults.STORAGE_S
+
+    def _failing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def outer(file: Any, *given: Any, **named: Any) -> Any:
+            if time.monotonic() < self._until_s:
+                path = f"/proc/self/fd/{file}" if isinstance(file, int) else os.fspath(file)
+                if os.path.realpath(path).startswith(self._starts):
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+            return call(file, *given, **named)
+
+        return outer
+
+
 class Witness:
     """Notes what happens in this process, and strikes where it is told to."""
 
@@ -61,6 +98,34 @@ class Witness:
         path = folder / f"notes{host}-{os.getpid()}.jsonl"
         self._notes = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.step = 0
+        self.mesh: tuple[Mesh, asyncio.AbstractEventLoop] | None = None
+        self.failing = FailingFolder(folder)
+
+    def connections(self) -> list[tuple[int, asyncio.StreamWriter]]:
+        """Those for messages, by the other host."""
+        links = {} if self.mesh is None else self.mesh[0]._links
+        return [(host, link.writer) for host, link in [*links.items()]]
+
+    def ports(self) -> dict[int, list[int]]:
+        """The ports of connections for messages, at this end and at the other."""
+        found = {}
+        for host, writer in self.connections():
+            names = (writer.get_extra_info(name) for name in ("sockname", "peername"))
+            found[host] = [name[1] for name in names if name is not None]
+        return {host: ports for host, ports in found.items() if len(ports) == 2}
+
+    def reset(self) -> None:
+        """Reset all connections for messages: what waits to be sent or read is lost."""
+        if self.mesh is None:
+            return
+
+        def abort(writer: asyncio.StreamWriter) -> None:
+            if (own := writer.get_extra_info("socket")) is not None:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+        for _, writer in self.connections():
+            self.mesh[1].call_soon_threadsafe(abort, writer)
 
     def note(self, what: str, **more: Any) -> None:
         """Write a line, which outlives the process."""
@@ -80,10 +145,16 @@ class Witness:
             self._aim.rename(claimed)
         except FileNotFoundError:  # Another thread was here first.
             return
-        self.note("struck", phase=phase, edge=edge, step=self.step)
-        if aim["signal"] is not None:
-            os.kill(os.getpid(), signal.Signals[aim["signal"]])
-            return
+        self.note("struck", phase=phase, edge=edge, step=self.step, ports=self.ports())
+        match aim["act"]:
+            case None:
+                pass
+            case churn_faults.RESET:
+                return self.reset()
+            case churn_faults.STORAGE:
+                return self.failing.begin()
+            case name:
+                return os.kill(os.getpid(), signal.Signals[name])
         deadline = time.monotonic() + CUT_S
         while claimed.exists() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -189,6 +260,10 @@ def wrap_package(witness: Witness) -> None:
         witness.note("missed", host=host)
         inner(control, host)
 
+    def beaten(inner: Callable[..., None], mesh: Mesh) -> None:
+        witness.mesh = mesh, asyncio.get_running_loop()
+        inner(mesh)
+
     def sent(inner: Callable[..., None], mesh: Mesh, host: int, *message: Any) -> None:
         """A leader is also struck when it has told one member that a step counts, not the rest."""
         inner(mesh, host, *message)
@@ -217,6 +292,7 @@ def wrap_package(witness: Witness) -> None:
     witness.watch(Membership, "ask_in", ASK)
     wrap(Control, "is_missed", missed)
     wrap(Mesh, "send", sent)
+    wrap(Mesh, "beat", beaten)
 
 
 def main() -> int:

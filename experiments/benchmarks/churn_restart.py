@@ -13,7 +13,14 @@ from typing import Any
 
 from experiments.benchmarks import churn_measures, churn_process
 from experiments.benchmarks.churn_config import PER_STEP
-from experiments.benchmarks.churn_faults import OF_THE_NETWORK, SIGNALS, Fault, links_between
+from experiments.benchmarks.churn_faults import (
+    OF_THE_NETWORK,
+    RESET,
+    SIGNALS,
+    STORAGE,
+    Fault,
+    links_between,
+)
 from experiments.benchmarks.churn_strike import STOP_S
 from experiments.benchmarks.shaped_network import ShapedNetwork
 from skippipe_jax.storage.run_folder import METRICS
@@ -144,6 +151,8 @@ class Restarted:
             self._start()
 
     def _strike(self, fault: Fault) -> None:
+        if fault.kind in (RESET, STORAGE, "silent"):
+            return  # What happens inside a host, or to a connection, is no loss here.
         struck = fault.struck(0, range(self._count))
         first = self._processes[struck[0]]
         if fault.kind in OF_THE_NETWORK:

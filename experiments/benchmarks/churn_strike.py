@@ -13,7 +13,10 @@ from experiments.benchmarks.churn_faults import (
     ASK,
     BEFORE,
     FETCH,
+    RESET,
     SIGNALS,
+    STORAGE,
+    STORAGE_S,
     Fault,
     aim_of,
     links_between,
@@ -48,7 +51,8 @@ class Strike:
     def happen(self) -> dict[str, Any]:
         """Strike, and wait until all are back; how it went."""
         hosts, fault, first = self._hosts, self._fault, self.struck[0]
-        self._aim(first, fault.phase, fault.edge, SIGNALS.get(fault.kind))
+        act = fault.kind if fault.kind in (RESET, STORAGE) else SIGNALS.get(fault.kind)
+        self._aim(first, fault.phase, fault.edge, act)
         lost = [first] if fault.kind in ("kill", "leave", "newcomer", "giver") else []
         killed_before = self.second
         if killed_before is not None:
@@ -57,7 +61,7 @@ class Strike:
         note = self._struck(first, fault.phase, lost)
         at_s, step = note["at"], note["step"]
         lost = [first] if killed_before is None else [first, killed_before]
-        self._let_happen(lost, at_s)
+        self._let_happen(lost, at_s, note["ports"])
         if killed_before is not None:
             self._come_back(killed_before)
         aim_of(hosts.folder, first).with_suffix(".struck").unlink(missing_ok=True)
@@ -78,8 +82,11 @@ class Strike:
         result |= churn_records.recovery(hosts.notes, at_s, self._generation)
         return result | {"all_back_s": round(time.time() - at_s, 3)}
 
-    def _let_happen(self, lost: list[int], at_s: float) -> None:
-        """From when a host is struck until who was lost is started again; `lost` ones may end."""
+    def _let_happen(self, lost: list[int], at_s: float, ports: dict[str, list[int]]) -> None:
+        """From when a host is struck until who was lost is started again; `lost` ones may end.
+
+        `ports` are those of the connections that it had then, at both ends, by the other host.
+        """
         hosts, fault, first = self._hosts, self._fault, self.struck[0]
         match fault.kind:
             case "kill":
@@ -111,6 +118,13 @@ class Strike:
             case "stop":
                 hosts.rest(at_s + STOP_S)
                 hosts.signal(first, signal.SIGCONT)
+            case "reset":
+                pass
+            case "storage":
+                hosts.rest(at_s + STORAGE_S)
+            case "silent":
+                self._silence(ports)
+                hosts.rest(at_s + CUT_TIMEOUTS * self._heartbeat_timeout_s)
             case _:
                 self._cut(at_s, lost)
 
@@ -160,6 +174,16 @@ class Strike:
             hosts.failures.append(f"nobody went on while {kind} {[*self.struck]} lasted")
         hosts.network.set_paths(links, up=True)
 
+    def _silence(self, ports: dict[str, list[int]]) -> None:
+        """Have both directions of the connection between two hosts lose all."""
+        hosts, (first, other) = self._hosts, self.struck
+        assert hosts.network is not None, "links can be shaped"
+        if str(other) in ports:  # Else there is no connection yet.
+            own, there = ports[str(other)]
+            hosts.network.silence(first, other, (own, there))
+            hosts.network.silence(other, first, (there, own))
+        aim_of(hosts.folder, first).with_suffix(".struck").unlink()
+
     def _go_on(self, at_s: float, lost: Sequence[int]) -> None:
         what = "that the others go on without a host"
         self._hosts.wait(what, lambda: self._hosts.has_counted(at_s, self._generation), lost)
@@ -167,11 +191,14 @@ class Strike:
     def _come_back(self, host: int) -> None:
         self.came_by.append(self._hosts.start_again(host, self._fault.comes_by_join))
 
-    def _aim(self, host: int, phase: str, edge: str, signal_name: str | None) -> None:
-        """Have a host strike itself, or wait for what happens to others, as it comes to a phase."""
+    def _aim(self, host: int, phase: str, edge: str, act: str | None) -> None:
+        """Have a host strike itself by a signal or a fault of its own as it comes to a phase.
+
+        Without an act it waits for what happens to it or to others.
+        """
         aim = aim_of(self._hosts.folder, host)
         draft = aim.with_suffix(".draft")
-        draft.write_text(json.dumps({"phase": phase, "edge": edge, "signal": signal_name}))
+        draft.write_text(json.dumps({"phase": phase, "edge": edge, "act": act}))
         draft.rename(aim)
         self._aimed_s = time.time()
 
