@@ -177,7 +177,7 @@ def joining(living: Sequence[str], folder: Path, cluster: ClusterConfig) -> list
     """The command line of a host that joins others on this machine, by a folder of its own."""
     command = [sys.executable, "-m", "skippipe_jax.join", *living, "--run-dir", str(folder)]
     # What it needs before it is told the configuration of the run.
-    for name in ("bind_address", "secret", "insecure"):
+    for name in ("bind_address", "secret", "insecure", "insecure_transfers"):
         if value := getattr(cluster, name):
             command += ["--set", f"cluster.{name}={value}"]
     return command

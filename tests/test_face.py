@@ -17,6 +17,7 @@ import pytest
 
 import skippipe_jax as sp
 from docs.follow import blocks
+from skippipe_jax.cluster.ending import Phase
 from tests.training_runs import SMALL_CASE, arrays_of_checkpoint, assert_same_bits, write_config
 
 STEPS = 4
@@ -195,7 +196,9 @@ def test_steps_one_by_one_are_a_run(tmp_path: Path):
     with pytest.raises(RuntimeError, match="resume=True"):
         trainer.step()
     with sp.Trainer(config_in(parts), resume=True) as trainer:
+        assert trainer.membership.phase is Phase.SETUP
         trainer.setup()
+        assert trainer.membership.phase is Phase.TRAINING
         assert trainer.steps_done == 2
         while not trainer.is_over:
             trainer.step()

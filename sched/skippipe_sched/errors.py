@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import reprlib
 import signal
 import sys
 import threading
@@ -30,6 +32,43 @@ _PASSING = (
 )
 
 
+SHOWN_CHARACTERS = 200
+"""So much of a value a message shows."""
+
+
+class _Shown(reprlib.Repr):
+    """Writes a value as `repr` does, and no more of what lies in it than is shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxlevel = self.maxtuple = self.maxlist = self.maxdict = SHOWN_CHARACTERS
+        self.maxset = self.maxfrozenset = self.maxdeque = self.maxarray = SHOWN_CHARACTERS
+        self.maxstring = self.maxlong = self.maxother = 5 * SHOWN_CHARACTERS
+        self._left = SHOWN_CHARACTERS
+
+    def repr1(self, x: Any, level: int) -> str:
+        """Write what lies in the value; each takes one character at least."""
+        self._left -= 1
+        return super().repr1(x, level) if self._left >= 0 else self.fillvalue
+
+    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
+        """Write a mapping in its own order."""
+        first = itertools.islice(x.items(), self.maxdict)
+        parts = [
+            f"{self.repr1(key, level - 1)}: {self.repr1(own, level - 1)}" for key, own in first
+        ]
+        return "{" + ", ".join(parts) + "}"
+
+
+LINES = "\n\t"
+"""What a text of several lines has beside characters that are printed."""
+
+
+def printable(text: str, kept: str = "") -> str:
+    """A text of others in which nothing moves a terminal's cursor, but for what is `kept`."""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
 class InputError(ValueError):
     """Says which field is wrong, what it holds, why that is wrong, and what to do about it.
 
@@ -44,12 +83,11 @@ class InputError(ValueError):
         self.value = value
         self.problem = problem
         self.remedy = remedy
-        shown = repr(value)
-        if len(shown) > 200:
-            shown = shown[:197] + "..."
-        message = f"{field} = {shown}: {problem}. {remedy}."
+        shown = _Shown().repr(value)
+        if len(shown) > SHOWN_CHARACTERS:
+            shown = shown[: SHOWN_CHARACTERS - 3] + "..."
         # Keys and names come from the user too: whatever they hold, the message is one line.
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+        super().__init__(printable(f"{field} = {shown}: {problem}. {remedy}."))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let another process raise it anew."""

@@ -23,6 +23,10 @@ LARGEST_WHOLE, LARGEST_SEED = 2**31 - 1, 2**32 - 1
 UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
+MOST_REPEATED, FEW_VALUES = 10, 1000
+"""A YAML text may stand for so many times the values that are written in it, and for a few more."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML's safe loader, but a key given twice in one mapping is an error, and so is `!!int x`."""
 
@@ -37,6 +41,17 @@ class _StrictLoader(yaml.SafeLoader):
             seen.add(key.value)
         return node
 
+    def get_single_node(self) -> yaml.Node | None:
+        """Compose the text, but not what its aliases make much larger than it is."""
+        node = super().get_single_node()
+        if node is not None:
+            sizes: dict[int, float] = {}
+            size = _unfolded(node, sizes)
+            if size > MOST_REPEATED * len(sizes) + FEW_VALUES:
+                problem = f"its aliases make {size:.3g} values of {len(sizes)}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
@@ -44,6 +59,19 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(
                 problem=f"not a valid {node.tag.split(':')[-1]}", problem_mark=node.start_mark
             ) from error
+
+
+def _unfolded(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """How many values there are in a node, each alias counted as what it stands for.
+
+    `sizes` has the nodes that are known already; one that lies in itself has no end.
+    """
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (part for own in inner for part in (own if isinstance(own, tuple) else (own,)))
+        sizes[id(node)] = 1 + sum(_unfolded(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def read_text(path: Path, field: str) -> str:

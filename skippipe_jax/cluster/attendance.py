@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from skippipe_jax.cluster.board import Board
 from skippipe_jax.cluster.ending import (
-    CODES_OF_OTHERS,
+    CODES_OF_PEERS,
     LINGER_S,
     LOST_HOST_EXIT_CODE,
     REASON_CHARACTERS,
@@ -202,7 +202,7 @@ class Attendance:
                 self._mesh.send(source, "clock", sent, time.time())
             case ["clock", float(sent), float(theirs)] if math.isfinite(sent + theirs):
                 self._board.post(source, clock.key(source), clock.answered(sent, theirs))
-            case ["verdict", int(culprit), str(text), int(code)] if code in CODES_OF_OTHERS:
+            case ["verdict", int(culprit), str(text), int(code)] if code in CODES_OF_PEERS:
                 return self._hears_verdict(source, culprit, text[:REASON_CHARACTERS], code)
             case ["control", list(given)]:
                 return self._control is None or self._control.received(source, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import os
 import sys
 import threading
@@ -15,21 +16,21 @@ from skippipe_sched.errors import (
     INPUT_ERROR_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     TRY_AGAIN_EXIT_CODE,
+    InputError,
+    Terminated,
     as_input_error,
     code_of_interrupt,
 )
 
+from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.connections.links import say
 
 LOST_HOST_EXIT_CODE = TRY_AGAIN_EXIT_CODE
 """With this code a process ends because another host was lost, or it waited too long for something
 (run it again)."""
 
-ENDS_ALL = (INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE)
-"""By these a host ends for what counts for all: started again, they would end in the same way, or a
-user has interrupted the run."""
-
-CODES_OF_OTHERS = (*ENDS_ALL, LOST_HOST_EXIT_CODE)
+CODES_OF_PEERS = (INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, LOST_HOST_EXIT_CODE)
+"""By these a host may end because of another one."""
 
 REASON_CHARACTERS = 10_000
 """So much of what a host tells of its end the others take in."""
@@ -45,17 +46,59 @@ class Verdict(NamedTuple):
     exit_code: int = LOST_HOST_EXIT_CODE
 
 
-def exit_code_of(error: BaseException) -> int:
-    """The code by which a host ends that raises this error."""
-    if isinstance(error, KeyboardInterrupt):
-        return code_of_interrupt(error)
+class Phase(enum.Enum):
+    """How far a run has come, as a host of it knows."""
+
+    SETUP = "setup"
+    """What is wrong on one host keeps all from training."""
+    TRAINING = "training"
+    """The others have no part in what is wrong on one, and may go on or be started again."""
+
+
+class RunFailed(InputError):
+    """Says what is wrong with the run itself, whichever host is first to find it."""
+
+
+class ExitDecision(NamedTuple):
+    """How a host ends, and what its peers make of that.
+
+    Attributes:
+        code: by which it ends.
+        code_of_peers: by which those end that do not go on without it.
+        sentence: why, as it says itself; nothing where only a traceback tells.
+    """
+
+    code: int
+    code_of_peers: int
+    sentence: str
+
+
+def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecision:
+    """How a host ends that raises this error.
+
+    While a run is set up, wrong input ends all hosts alike; later it does only if the whole run has
+    failed. A user who interrupts one host ends all. Whatever else ends a host, its peers have lost
+    it, and so they have any that has `joined` a run. What storage refuses while a run trains, it
+    may allow later.
+    """
     told = as_input_error(error)
-    return 1 if told is None else told.exit_code
-
-
-def exit_code_of_others(code: int) -> int:
-    """The code by which the others end when a host ends by `code`."""
-    return code if code in ENDS_ALL else LOST_HOST_EXIT_CODE
+    code, sentence = 1, ""
+    if isinstance(error, KeyboardInterrupt):
+        code = code_of_interrupt(error)
+        by = "SIGTERM: " if isinstance(error, Terminated) else ""
+        sentence = f"{by}interrupted at once."
+    elif isinstance(error, DeadlinePassed):
+        code, sentence = LOST_HOST_EXIT_CODE, str(error)
+    elif told is not None:
+        code, sentence = told.exit_code, f"error: {told}"
+    elif isinstance(error, OSError) and error.filename is not None:
+        sentence = f"error: {error}"
+    of_storage = isinstance(error.__cause__ if told is error else error, OSError)
+    if of_storage and phase is Phase.TRAINING:
+        code = LOST_HOST_EXIT_CODE
+    is_of_all = phase is Phase.SETUP or isinstance(error, RunFailed)
+    ends_all = code == INTERRUPTED_EXIT_CODE or (code == INPUT_ERROR_EXIT_CODE and is_of_all)
+    return ExitDecision(code, code if ends_all and not joined else LOST_HOST_EXIT_CODE, sentence)
 
 
 async def say_and_exit(
@@ -82,13 +125,13 @@ async def say_and_exit(
 
 def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]) -> NoReturn:
     """End the host of this name by a fault of its own; what nobody has foreseen is shown whole."""
-    if (foreseen := as_input_error(error)) is not None:
-        say(f"error: {foreseen}")
-        say(f"{name} stops, exit code {foreseen.exit_code}. {told_in_time(last_words, 1)}".strip())
-        exit_at_once(foreseen.exit_code)
-    traceback.print_exception(error)
-    say(f"{name} stops, exit code 1. {told_in_time(last_words, 1)}".strip())
-    exit_at_once(1)
+    code, _, sentence = exit_decision(error, Phase.TRAINING, joined=False)
+    if sentence:
+        say(sentence)
+    else:
+        traceback.print_exception(error)
+    say(f"{name} stops, exit code {code}. {told_in_time(last_words, 1)}".strip())
+    exit_at_once(code)
 
 
 def told_in_time(last_words: Callable[[], str], code: int) -> str:

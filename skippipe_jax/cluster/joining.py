@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from skippipe_sched.errors import TemporaryError, Terminated, as_input_error
+from skippipe_sched.errors import TemporaryError, as_input_error
 
 from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.ending import (
-    LOST_HOST_EXIT_CODE,
     exit_at_once,
-    exit_code_of,
-    exit_code_of_others,
+    exit_decision,
     told_in_time,
 )
 from skippipe_jax.cluster.membership import Membership
@@ -49,9 +47,9 @@ def joined(
 
     A block that ends well leaves. One that raises ends the whole process, unless the host is alone:
     if the error came from a lost host then with `LOST_HOST_EXIT_CODE` and the message about that
-    host; else the error is printed, the others learn it, and the exit code is that of an
-    `InputError`, 130 for an interrupt and 1 for anything else. `DeadlinePassed` ends the process of
-    a host that is alone as well: its message is printed and the code is `LOST_HOST_EXIT_CODE`.
+    host; else the error is printed, the others learn it, and all end as `exit_decision` says.
+    `DeadlinePassed` ends the process of a host that is alone as well: its message is printed and
+    the code is `LOST_HOST_EXIT_CODE`.
 
     Args:
         config: the timeouts, and the secret where the environment has none.
@@ -121,19 +119,16 @@ def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = F
     if membership.count == 1:
         return
     membership.explain(error)
-    told, code = as_input_error(error), exit_code_of(error)
-    words = told_in_time(membership.last_words, code)
-    if told is not None:
-        say(f"error: {told} {words}".strip())
-    elif isinstance(error, KeyboardInterrupt):
-        by = "SIGTERM: " if isinstance(error, Terminated) else ""
-        say(f"{by}interrupted at once. {words}".strip())
+    decision = exit_decision(error, membership.phase, joined=is_newcomer)
+    words = told_in_time(membership.last_words, decision.code)
+    if decision.sentence:
+        say(f"{decision.sentence} {words}".strip())
     else:
         traceback.print_exception(error)
         if words:
             say(words)
-    ending = told or error
+    ending = as_input_error(error) or error
     reason = f"{type(ending).__name__}: {ending}".removesuffix(": ")
-    membership.fail(reason, LOST_HOST_EXIT_CODE if is_newcomer else exit_code_of_others(code))
+    membership.fail(reason, decision.code_of_peers)
     # Not by raising: at exit JAX waits for collectives and hosts that will never come.
-    exit_at_once(code)
+    exit_at_once(decision.code)

@@ -1,8 +1,8 @@
 """How this process joins the other hosts of a run, and how it learns that one of them is lost.
 
 The hosts are connected with each other (see `skippipe_jax.connections.mesh`). When one is lost,
-every other prints one message and ends with `LOST_HOST_EXIT_CODE`, or like that host where its
-input was wrong or a user interrupted it, until the run outlives its hosts. Who finds out first
+every other prints one message and ends with `LOST_HOST_EXIT_CODE`, or as `exit_decision` says where
+the host has found why it has to end itself, until the run outlives its hosts. Who finds out first
 tells the others, so that all name the same.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from skippipe_jax.cluster.agreement import barrier, gather
 from skippipe_jax.cluster.attendance import Attendance
 from skippipe_jax.cluster.board import NOBODY, Board, TeamEnded
-from skippipe_jax.cluster.ending import LINGER_S, LOST_HOST_EXIT_CODE, REASON_CHARACTERS
+from skippipe_jax.cluster.ending import LINGER_S, LOST_HOST_EXIT_CODE, REASON_CHARACTERS, Phase
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.succession import Counted, Succession
@@ -37,6 +37,9 @@ class Membership:
     All methods may be called from any thread.
 
     Attributes:
+        phase: how far the run has come, by which it is decided whom an error of this host ends. It
+            begins with `SETUP`; set it to `TRAINING` when all is ready. A run to which this host
+            comes later trains already.
         index: this host among the others, from 0.
         count: the number of hosts that the run begins with.
         is_distributed: whether one JAX has the devices of all hosts.
@@ -50,6 +53,7 @@ class Membership:
         self.index = index
         self.count = count
         self.is_distributed = is_distributed
+        self.phase = Phase.SETUP
         self._config = config
         self._board = Board()
         self._succession = Succession(self._board)
@@ -128,6 +132,7 @@ class Membership:
 
     def ask_in(self, rules: Rules, store: Store, timeout_s: float) -> Team | None:
         """Be taken in by those that go on with the run; None if that takes too long."""
+        self.phase = Phase.TRAINING
         state = State(self.index, self._attendance.process, rules)
         self._attendance.begin_control(state, self._succession, store)
         return self.next_team(Generation(0, (), (), 0, 0), timeout_s)

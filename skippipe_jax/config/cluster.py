@@ -51,6 +51,9 @@ class ClusterConfig:
             addresses only.
         insecure: whether hosts without a secret use other addresses nevertheless, with a warning:
             whoever reaches them is taken for one of the run. A secret in the environment wins.
+        insecure_transfers: whether hosts with a secret listen on public addresses too. What they
+            transfer goes in clear, whoever has the secret: say so only where a tunnel or a firewall
+            keeps others from these addresses.
     """
 
     host_of_node: tuple[int, ...] | None = None
@@ -63,6 +66,7 @@ class ClusterConfig:
     transfer_port: int | None = None
     secret: str | None = None
     insecure: bool = False
+    insecure_transfers: bool = False
 
     def __post_init__(self) -> None:
         """Refuse timeouts that no host could keep, and what is no runtime, address or port."""

@@ -1,8 +1,9 @@
 """By what a host knows the hosts of its run: the keys that follow from the secret of the run.
 
 All of them derive the same key and the same certificate from it, which both ends of a connection
-show and demand, by TLS 1.3. Hosts without a secret stay on their machine, unless they are told that
-the network is theirs alone.
+show and demand, by TLS 1.3; while one secret takes the place of another, they take the certificates
+of both. Hosts without a secret stay on their machine, unless they are told that the network is
+theirs alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import contextlib
 import ipaddress
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from skippipe_sched.errors import InputError
@@ -21,6 +23,19 @@ from skippipe_jax.connections.addresses import join_address
 from skippipe_jax.connections.secret import Secret, read_secret
 
 MAKE_ONE = "make a secret by skippipe keys FILE, and give all hosts of the run that file"
+
+PRIVATE = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),  # RFC 1918
+            *("127.0.0.0/8", "::1/128"),  # loopback
+            *("169.254.0.0/16", "fe80::/10"),  # of a link
+            *("100.64.0.0/10", "fc00::/7"),  # shared by carriers, and by networks over WireGuard
+        ),
+    )
+)
+"""Addresses that the internet does not route."""
 
 _PURPOSE = b"skippipe-jax: the Ed25519 key of a run"
 # Clocks differ, and that of a machine without a battery begins here.
@@ -38,8 +53,16 @@ class Keys:
         calling: how to open one to another host; None if it is in clear.
     """
 
-    def __init__(self, secret: Secret | None = None, *, insecure: bool = False):
+    def __init__(
+        self,
+        secret: Secret | None = None,
+        *,
+        insecure: bool = False,
+        insecure_transfers: bool = False,
+    ):
         """Have a secret or none; without one, other machines are believed if `insecure`.
+
+        With one, hosts use public addresses too if `insecure_transfers`.
 
         Raises:
             InputError: if the package is missing that makes keys of a secret.
@@ -48,12 +71,15 @@ class Keys:
         # The field and the value of messages.
         self._shown = ("cluster.secret", None) if secret is None else (secret.field, secret.shown)
         self._insecure, self._has_warned = insecure, False
+        self._insecure_transfers = insecure_transfers
         self.listening = self.calling = None
         if secret is not None:
-            key, certificate = derived(secret)
-            self.listening = _context(ssl.PROTOCOL_TLS_SERVER, key, certificate)
+            texts = [text for text in (secret.text, secret.other) if text is not None]
+            (key, own), *rest = [derived(replace(secret, text=text)) for text in texts]
+            others = [certificate for _, certificate in rest]
+            self.listening = _context(ssl.PROTOCOL_TLS_SERVER, key, own, others)
             self.listening.num_tickets = 0  # Nobody comes again by an old handshake.
-            self.calling = _context(ssl.PROTOCOL_TLS_CLIENT, key, certificate)
+            self.calling = _context(ssl.PROTOCOL_TLS_CLIENT, key, own, others)
 
     @classmethod
     def of(cls, config: ClusterConfig) -> Keys:
@@ -62,14 +88,32 @@ class Keys:
         Raises:
             InputError: if what they name is no secret.
         """
-        return cls(read_secret(config.secret), insecure=config.insecure)
+        return cls(
+            read_secret(config.secret),
+            insecure=config.insecure,
+            insecure_transfers=config.insecure_transfers,
+        )
 
     def require_allowed(self, address: str) -> None:
-        """Refuse an IP address of other machines, where nothing would tell hosts from strangers.
+        """Refuse an IP address to listen on, where strangers could do what only hosts should.
+
+        That is any of other machines without a secret. With one it is any public address: it does
+        not protect what hosts transfer.
 
         Raises:
             InputError: if that is so.
         """
+        if self.has_secret and not (self._insecure_transfers or _is_private(address)):
+            raise InputError(
+                "cluster.insecure_transfers",
+                False,
+                f"{address} is no private address, and what hosts transfer goes in clear, with a "
+                "secret or without",
+                "Make a private network by WireGuard and give hosts their addresses in it, as "
+                "experiments/launch/wireguard.sh and docs/cluster.md have it; or write "
+                "cluster.insecure_transfers: true, if a tunnel or a firewall keeps others from "
+                "this address",
+            )
         if not (self.has_secret or self._insecure or _is_loopback(address)):
             raise InputError(
                 "cluster.secret",
@@ -108,13 +152,15 @@ class Keys:
         return InputError(*self._shown, f"{where} answers in clear, so it has none", remedy)
 
 
-def _context(side: int, key: bytes, certificate: bytes) -> ssl.SSLContext:
+def _context(
+    side: int, key: bytes, certificate: bytes, others: Sequence[bytes] = ()
+) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # Hosts have the same certificate, wherever they are.
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_ecdh_curve(_CURVE)
-    context.load_verify_locations(cadata=certificate.decode())
+    context.load_verify_locations(cadata=b"".join([certificate, *others]).decode())
     with _readable(certificate) as its_path, _readable(key) as path:
         context.load_cert_chain(its_path, path)
     return context
@@ -145,7 +191,10 @@ def derived(secret: Secret) -> tuple[bytes, bytes]:
 
     seed = HKDF(hashes.SHA256(), length=32, salt=None, info=_PURPOSE).derive(secret.text.encode())
     key = Ed25519PrivateKey.from_private_bytes(seed)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a run of skippipe-jax")])
+    # OpenSSL finds a certificate by its name: those of two secrets may not have the same.
+    raw = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+    whose = f"a run of skippipe-jax, {raw.hex()[:32]}"
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, whose)])
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -177,6 +226,15 @@ def _readable(content: bytes) -> Iterator[str]:
 
 
 def _is_loopback(address: str) -> bool:
+    return _unmapped(address).is_loopback
+
+
+def _is_private(address: str) -> bool:
+    found = _unmapped(address)
+    return any(found in network for network in PRIVATE if network.version == found.version)
+
+
+def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     found = ipaddress.ip_address(address)
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
+    return mapped or found

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from skippipe_sched.errors import TemporaryError
+from skippipe_sched.errors import LINES, TemporaryError, printable
 
 from skippipe_jax.connections.addresses import join_address, parse_address
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
@@ -307,7 +307,8 @@ async def answered(address: str, keys: Keys = LOOPBACK_ONLY) -> Link | None:
 def say(text: str) -> None:
     """Print to stderr, whatever the main thread holds."""
     # Not through sys.stderr, whose lock the main thread may hold for ever.
-    os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+    # Other hosts have told part of it, by whom a terminal is not to be moved.
+    os.write(2, f"{printable(text, kept=LINES)}\n".encode(errors="backslashreplace"))
 
 
 def _is_flat(value: Any, levels: int) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import secrets
+import shlex
+import stat
+import sys
 from pathlib import Path
 
 from skippipe_sched import fields
@@ -20,6 +24,9 @@ FEWEST_CHARACTERS = 32
 """Whoever comes to the port of a host can try secrets for as long as he likes, far from it: shorter
 ones may have been thought up."""
 
+MOST_SECRETS = 2
+"""The first one of a file is shown to others, and each is taken from them."""
+
 _BYTES = 32
 
 
@@ -31,11 +38,13 @@ class Secret:
         field: by which configuration key or variable this host has it.
         shown: what is told of it in messages, which is never the secret.
         text: the secret.
+        other: one that is taken for it, while one takes the place of the other.
     """
 
     field: str
     shown: str
     text: str = dataclasses.field(repr=False)
+    other: str | None = dataclasses.field(default=None, repr=False)
 
 
 def make_secret(path: Path) -> None:
@@ -62,18 +71,37 @@ def read_secret(configured: str | None) -> Secret | None:
     """The secret that the environment or else the configuration gives this host; None if none does.
 
     Raises:
-        InputError: if what they name is no secret, or cannot be read.
+        InputError: if what they name is no secret, or two, or cannot be read.
     """
     if (text := os.environ.get(SECRET_VARIABLE)) is not None:
         return _checked(SECRET_VARIABLE, "(not shown)", text)
     named = os.environ.get(FILE_VARIABLE)
     path, where = (named, FILE_VARIABLE) if named else (configured, "cluster.secret")
-    return None if path is None else _checked(where, path, fields.read_text(Path(path), where))
+    if path is None:
+        return None
+    found = _checked(where, path, fields.read_text(Path(path), where))
+    _warn_of_readers(where, path)
+    return found
+
+
+@functools.cache  # which says it once
+def _warn_of_readers(where: str, path: str) -> None:
+    """Say that every user of this machine can read or change the file of a secret, if so."""
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        told = f"{where} = {path!r}: every user of this machine can use this secret (mode {mode:o})"
+        print(f"warning: {told}. Run chmod 600 {shlex.quote(path)}", file=sys.stderr, flush=True)
 
 
 def _checked(where: str, shown: str, text: str) -> Secret:
-    text = text.strip()
-    if len(text) < FEWEST_CHARACTERS or not text.isprintable() or " " in text:
-        problem = f"holds no secret, which is one word of {FEWEST_CHARACTERS} characters or more"
-        raise InputError(where, shown, problem, "Make one by skippipe keys FILE")
-    return Secret(where, shown, text)
+    found = [line.strip() for line in text.strip().split("\n")]
+    for one in found:
+        if len(one) < FEWEST_CHARACTERS or not one.isprintable() or " " in one:
+            problem = (
+                f"holds no secret, which is one word of {FEWEST_CHARACTERS} characters or more"
+            )
+            raise InputError(where, shown, problem, "Make one by skippipe keys FILE")
+    if len(found) > MOST_SECRETS:
+        problem = f"holds {len(found)} secrets, of which at most {MOST_SECRETS} are told apart"
+        raise InputError(where, shown, problem, "Keep the one that is shown and one that is taken")
+    return Secret(where, shown, *found)

@@ -21,6 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 # They stand in what is written around answers; no text can know them before.
 _BEGIN, _END = (f"<{secrets.token_hex(16)}>" for _ in range(2))
 
+MOST_CHARACTERS = 1 << 24
+"""No conversation is so long; a template with loops in one another may go on for ever."""
+
 TODAY = "strftime_now"
 """The function of templates that writes the time; here, the day that it is told."""
 
@@ -54,7 +57,7 @@ class ChatTemplate:
             call.identifier == _Answers.identifier
             for call in parsed.find_all(nodes.ExtensionAttribute)
         )
-        self._render = environment.from_string(parsed).render
+        self._generate = environment.from_string(parsed).generate
 
     def write(self, **variables: Any) -> list[tuple[str, bool]]:
         """What the template makes of `messages` and other variables, in pieces: text, is an answer.
@@ -62,8 +65,14 @@ class ChatTemplate:
         Raises:
             TemplateError: if the template says so, or it does what it must not.
         """
+        written, size = list[str](), 0
+        for part in self._generate(**variables):
+            written.append(part)
+            size += len(part)
+            if size > MOST_CHARACTERS:
+                raise TemplateError(f"it writes more than {MOST_CHARACTERS:,} characters")
         pieces, depth = [], 0
-        for piece in re.split(f"({_BEGIN}|{_END})", self._render(**variables)):
+        for piece in re.split(f"({_BEGIN}|{_END})", "".join(written)):
             if piece in (_BEGIN, _END):
                 depth += 1 if piece == _BEGIN else -1
             elif piece:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from skippipe_sched.errors import LINES, printable
 from tqdm import tqdm
 
 
 def say(text: str) -> None:
     """Print a line."""
-    print(text, flush=True)
+    print(printable(text, kept=LINES), flush=True)
 
 
 def say_meanwhile(text: str) -> None:
     """Say what takes so long, above the bar if there is one."""
-    tqdm.write(text, file=sys.stderr)
+    tqdm.write(printable(text, kept=LINES), file=sys.stderr)
 
 
 def on_host_0(host: int, tell: Callable[[str], None]) -> Callable[[str], None]:

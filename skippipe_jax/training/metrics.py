@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
 
+from skippipe_jax.cluster.ending import RunFailed
 from skippipe_jax.config import AveragingConfig, Config
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.models.footprint import bytes_passed, hop_bytes
@@ -146,7 +146,7 @@ class Metrics:
 
         Raises:
             RuntimeError: if a node held more microbatches than its memory.
-            InputError: if the loss or its gradient is no finite number any more.
+            RunFailed: if the loss or its gradient is no finite number any more.
         """
         while len(self.watched) > leave:
             step, watched = self.watched[0]
@@ -218,7 +218,7 @@ class Metrics:
     def _require_finite(self, step: int, loss: float, norm: float) -> None:
         """Refuse to go on after a loss, or a gradient, that is no finite number."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise InputError(
+            raise RunFailed(  # All hosts have the same totals.
                 "optimizer.learning_rate",
                 self.config.optimizer.learning_rate,
                 f"the loss of step {step} is {loss}, and the norm of its gradient {norm}",

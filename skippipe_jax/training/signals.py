@@ -23,7 +23,7 @@ def stop_signals(
 ) -> Iterator[list[signal.Signals]]:
     """Collects SIGINT and SIGTERM, or other signals, and tells of the first.
 
-    A second one ends the program at once.
+    A second one ends the program at once, as if it had come alone.
 
     Only a main thread gets signals: in another, nothing is collected.
     """
@@ -33,6 +33,8 @@ def stop_signals(
         return
 
     def receive(number: int, _: Any) -> None:
+        if received and number == signal.SIGTERM:
+            raise_terminated()  # Some schedulers send it when a grace begins, and when it ends.
         if received:
             raise KeyboardInterrupt
         received.append(signal.Signals(number))

@@ -15,6 +15,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.agreement import from_host_0
 from skippipe_jax.cluster.board import TeamEnded
+from skippipe_jax.cluster.ending import Phase
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
@@ -179,6 +180,7 @@ class Trainer:
             stretch = survival.come_back() if comes_back else survival.begin(host, checkpoint, read)
         self._take_up(stretch)
         self._begin_given()
+        host.phase = Phase.TRAINING
 
     def _take_up(self, stretch: Stretch) -> None:
         """Go on with a stretch, in which all do once more what follows the step before."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 
 import pytest
@@ -11,13 +13,15 @@ from skippipe_sched.errors import (
     INTERRUPTED_EXIT_CODE,
     TERMINATED_EXIT_CODE,
     InputError,
+    TemporaryError,
     Terminated,
 )
 
 from skippipe_jax.cluster import attendance, ending, joining
+from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.attendance import Attendance
 from skippipe_jax.cluster.board import Board
-from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, exit_code_of, exit_code_of_others
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, RunFailed, exit_decision
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
 
@@ -87,7 +91,47 @@ def test_last_words_that_fail_or_take_too_long_hold_up_nothing(monkeypatch: pyte
     assert words == "What to resume from could not be told within 0.5 s."
 
 
-def test_a_code_for_each_end():
-    assert exit_code_of(InputError("a", 1, "is wrong", "Mend it")) == INPUT_ERROR_EXIT_CODE
-    assert exit_code_of(Terminated()) == TERMINATED_EXIT_CODE == 143
-    assert exit_code_of_others(TERMINATED_EXIT_CODE) == LOST_HOST_EXIT_CODE
+WRONG = InputError("a", 1, "is wrong", "Mend it")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl")
+BROKEN = OSError(errno.EIO, os.strerror(errno.EIO), "run/step_7/data")
+SETUP, TRAINING = Phase.SETUP, Phase.TRAINING
+
+
+def stale() -> InputError:
+    """As the run's folder tells of what storage refuses."""
+    error = InputError("run_dir", "run", "cannot be written: Stale file handle", "Look there")
+    error.__cause__ = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "code", "of_peers", "sentence"),
+    [
+        (WRONG, SETUP, 2, 2, "error: a = 1: is wrong. Mend it."),
+        (WRONG, TRAINING, 2, 75, "error: a = 1: is wrong. Mend it."),
+        (RunFailed("a", 1, "is NaN", "Mend it"), TRAINING, 2, 2, "error: a = 1: is NaN. Mend it."),
+        (TemporaryError("a", 1, "is late", "Wait"), SETUP, 75, 75, "error: a = 1: is late. Wait."),
+        (FULL, SETUP, 75, 75, "error: disk = 'run/metrics.jsonl': "),
+        (FULL, TRAINING, 75, 75, "error: disk = 'run/metrics.jsonl': "),
+        (stale(), SETUP, 2, 2, "error: run_dir = 'run': cannot be written"),
+        (stale(), TRAINING, 75, 75, "error: run_dir = 'run': cannot be written"),
+        (BROKEN, SETUP, 1, 75, "error: [Errno 5] Input/output error: 'run/step_7/data'"),
+        (BROKEN, TRAINING, 75, 75, "error: [Errno 5] Input/output error: 'run/step_7/data'"),
+        (DeadlinePassed("in vain"), TRAINING, 75, 75, "in vain"),
+        (KeyboardInterrupt(), SETUP, 130, 130, "interrupted at once."),
+        (KeyboardInterrupt(), TRAINING, 130, 130, "interrupted at once."),
+        (Terminated("by SIGTERM"), SETUP, 143, 75, "SIGTERM: interrupted at once."),
+        (Terminated("by SIGTERM"), TRAINING, 143, 75, "SIGTERM: interrupted at once."),
+        (ZeroDivisionError("by nothing"), SETUP, 1, 75, ""),
+        (ZeroDivisionError("by nothing"), TRAINING, 1, 75, ""),
+    ],
+)
+def test_how_a_host_ends_and_what_its_peers_make_of_it(
+    error: BaseException, phase: Phase, code: int, of_peers: int, sentence: str
+):
+    decision = exit_decision(error, phase, joined=False)
+    assert decision[:2] == (code, of_peers)
+    assert decision.sentence.startswith(sentence)
+    assert bool(decision.sentence) == bool(sentence)
+    # Whatever ends a host that has joined a run ends no other.
+    assert exit_decision(error, phase, joined=True)[:2] == (code, 75)

@@ -152,8 +152,9 @@ def test_a_member_that_ends_for_what_counts_for_all_ends_all(monkeypatch: pytest
             socket.create_connection(address)
 
 
-def test_whatever_ends_a_newcomer_ends_no_other(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_newcomer", [True, False], ids=["newcomer", "comes back"])
+def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
+    is_newcomer: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     ended, newcomers = list[int](), list[Membership]()
     for place in ("attendance", "ending", "joining"):
@@ -167,7 +168,7 @@ def test_whatever_ends_a_newcomer_ends_no_other(
         def join() -> None:
             address = hosts[1].control_address
             given = CONFIG, address, 3, 2, False, [address], RUN
-            with joined(*given, is_newcomer=True) as host:
+            with joined(*given, is_newcomer=is_newcomer) as host:
                 newcomers.append(host)
                 assert host.ask_in(RULES, store, 60.0) is not None
                 raise InputError("data.path", "text", "is another here", "Mend that")
@@ -183,6 +184,7 @@ def test_whatever_ends_a_newcomer_ends_no_other(
         told = ""
         while told.count("is another here. Mend that.. The others go on.") < 2:
             told += capfd.readouterr().err
+            assert ended in ([], [2]), "its own process alone"
             await asyncio.sleep(0.05)
         await on_all([*hosts, *newcomers], end)
 

@@ -9,6 +9,8 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.cluster.agreement import DeadlinePassed, HostFailed
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 
+ILLEGAL = "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
+
 
 def following(error: BaseException, cause: Exception) -> BaseException:
     error.__cause__ = cause
@@ -20,6 +22,11 @@ def following(error: BaseException, cause: Exception) -> BaseException:
     [
         (jax.errors.JaxRuntimeError("INTERNAL: the peer closed the connection"), True),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        # Nobody need wait to learn that the device of this host has failed.
+        (jax.errors.JaxRuntimeError(f"INTERNAL: Failed to launch a kernel: {ILLEGAL}"), False),
+        (jax.errors.JaxRuntimeError("INTERNAL: CUDNN_STATUS_EXECUTION_FAILED"), False),
+        (jax.errors.JaxRuntimeError("INTERNAL: hipErrorLaunchFailure"), False),
+        (jax.errors.JaxRuntimeError(f"INTERNAL: NCCL operation has failed: {ILLEGAL}"), True),
         (ValueError("UNKNOWN: Gloo all-reduce failed"), True),
         (ConnectionResetError(), True),
         (DeadlinePassed("waited in vain"), True),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import ssl
 import stat
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from skippipe_jax.__main__ import parser
 from skippipe_jax.arguments import run_parsed
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, derived
+from skippipe_jax.connections.seal import Seal
 from skippipe_jax.connections.secret import (
     FILE_VARIABLE,
     SECRET_VARIABLE,
@@ -91,7 +94,9 @@ def test_the_environment_wins_over_the_configuration_and_text_over_a_path(
     assert read_secret(None) is None
 
 
-@pytest.mark.parametrize("content", ["", "\n", "thought up", "x" * 31, f"{'x' * 40}\n{'x' * 40}"])
+@pytest.mark.parametrize(
+    "content", ["", "\n", "thought up", "x" * 31, f"{'x' * 40} {'y' * 40}", f"{'x' * 40}\nshort"]
+)
 def test_what_is_no_secret_is_refused_and_not_shown(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -103,6 +108,35 @@ def test_what_is_no_secret_is_refused_and_not_shown(
     with pytest.raises(InputError, match=SECRET_VARIABLE) as caught:
         read_secret(None)
     assert not content.strip() or content.strip() not in str(caught.value)
+
+
+def test_of_two_secrets_the_first_is_shown_and_each_is_taken(tmp_path: Path):
+    found = read_secret(written(tmp_path / "secret", f"{'n' * 40}\n{'o' * 40}\n"))
+    assert found is not None
+    assert (found.text, found.other) == ("n" * 40, "o" * 40)
+    assert "n" * 40 not in repr(found)
+    assert "o" * 40 not in repr(found)
+    three = "\n".join(letter * 40 for letter in "abc")
+    with pytest.raises(InputError, match="holds 3 secrets, of which at most 2") as caught:
+        read_secret(written(tmp_path / "three", three))
+    assert "a" * 40 not in str(caught.value)
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o644, True), (0o602, True), (0o640, False)])
+def test_a_secret_that_every_user_can_read_or_change_is_warned_of_once(
+    mode: int, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "secret"
+    path.write_text(TEXT)
+    path.chmod(mode)
+    for _ in range(2):
+        assert read_secret(str(path)) is not None
+    told = capsys.readouterr().err
+    assert told.count("\n") == warns
+    assert TEXT not in told
+    if warns:
+        assert told.startswith(f"warning: cluster.secret = '{path}': every user of this machine")
+        assert told.endswith(f"(mode {mode:o}). Run chmod 600 {path}\n")
 
 
 def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -130,12 +164,78 @@ def test_a_secret_gives_the_same_certificate_everywhere_and_always():
     key, certificate = derived(Secret("cluster.secret", "a file", TEXT))
     assert (
         hashlib.sha256(key + certificate).hexdigest()
-        == "18d93c155cb5e163bcf04efab1f20527dade10a6c622c3533e05171d14ac6178"
+        == "a605d5f2fd1351a88ef58372739f1f967175e9ff8450d11ed58723a7b51cdd82"
     )
     assert TEXT.encode() not in key + certificate
     other_key, other = derived(Secret("cluster.secret", "a file", f"{TEXT}b"))
     assert other_key != key
     assert other != certificate
+
+
+def is_taken(caller: Keys, listener: Keys) -> bool:
+    """Whether both ends of a connection take each other for hosts of one run."""
+    assert caller.calling is not None
+    assert listener.listening is not None
+    ends = [Seal(caller.calling), Seal(listener.listening)]
+    said, through = b"", set[int]()
+    try:
+        for turn in range(6):  # By turns, each with what the other has said.
+            end = ends[turn % 2]
+            if turn % 2 in through:
+                end.opened(said)
+            elif end.shake(said):
+                through.add(turn % 2)
+            said = end.waiting()
+    except ssl.SSLError:
+        return False
+    return through == {0, 1}
+
+
+def test_a_secret_is_changed_host_by_host_while_all_others_take_it():
+    def keys(text: str, other: str | None = None) -> Keys:
+        second = None if other is None else other * 40
+        return Keys(Secret("cluster.secret", "a file", text * 40, second))
+
+    old, both, new_first, new = keys("o"), keys("o", "n"), keys("n", "o"), keys("n")
+    for one, other in pairwise([old, both, new_first, new]):
+        for caller, listener in product([one, other], repeat=2):
+            assert is_taken(caller, listener)
+    stranger = keys("s")
+    for own in (old, both, new_first, new):
+        assert not is_taken(stranger, own)
+        assert not is_taken(own, stranger)
+    assert not is_taken(old, new)
+
+
+# By public addresses.
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.88.0.1", "172.31.255.1", "192.168.1.1", "100.64.0.1", "127.0.0.1", "169.254.3.4"),
+        *("::1", "fe80::1%eth0", "fd00::1", "::ffff:10.88.0.1"),
+    ],
+)
+def test_hosts_with_a_secret_may_use_private_addresses(address: str):
+    Keys(Secret("cluster.secret", "a file", TEXT)).require_allowed(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["192.0.2.1", "172.32.0.1", "100.128.0.1", "2001:db8::1", "::ffff:192.0.2.1"]
+)
+def test_what_is_transferred_goes_to_no_public_address_unless_that_is_asked_for(
+    address: str, tmp_path: Path
+):
+    path = written(tmp_path / "secret", TEXT)
+    with pytest.raises(InputError, match=r"cluster\.insecure_transfers = False") as caught:
+        Keys.of(ClusterConfig(secret=path)).require_allowed(address)
+    assert address in caught.value.problem
+    assert "experiments/launch/wireguard.sh" in caught.value.remedy
+    Keys.of(ClusterConfig(secret=path, insecure_transfers=True)).require_allowed(address)
+    # Without a secret that is not enough.
+    with pytest.raises(InputError, match=r"cluster\.secret"):
+        Keys.of(ClusterConfig(insecure_transfers=True)).require_allowed(address)
 
 
 # Without one.
@@ -161,5 +261,4 @@ def test_hosts_without_a_secret_use_no_other_address_unless_told_to(address: str
     assert warning.startswith("warning: cluster.insecure: ")
     assert insecure.warning(address) is None  # It is said once.
     with_secret = Keys(Secret("cluster.secret", "a file", TEXT))
-    with_secret.require_allowed(address)
     assert with_secret.warning(address) is None

@@ -11,6 +11,7 @@ from skippipe_sched.errors import InputError
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from skippipe_jax.config import DataConfig, DocumentSource, parse_config, to_yaml
+from skippipe_jax.data import chat_template
 from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document
@@ -135,6 +136,16 @@ SAYS_ITSELF = """\
     {% endif %}
 {%- endfor %}
 """
+
+
+def test_a_template_that_writes_for_ever_is_refused(
+    with_template: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 1000)
+    forever = "{% for i in range(99999) %}{% for j in range(99999) %}more{% endfor %}{% endfor %}"
+    (with_template / "chat_template.jinja").write_text(forever)
+    with pytest.raises(InputError, match="writes more than 1,000 characters"):
+        encode_conversation(conversation(MESSAGES), SOURCE, load_tokenizer(str(with_template)))
 
 
 def test_what_a_template_says_is_generated_is_learnt(with_template):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
-from skippipe_sched.fields import UNITS_S, duration
+from skippipe_sched.fields import UNITS_S, duration, parse_yaml
 from skippipe_sched.figures.amounts import duration_text
 
 
@@ -26,3 +26,36 @@ def test_a_time_that_is_told_is_read_again(count, unit):
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(InputError, match=r"^--mtbf = "):
         duration(text, "--mtbf")
+
+
+def doubling(levels: int) -> str:
+    """A list whose last element has twice as many values in it with each level."""
+    lists = (f"- &a{level} [*a{level - 1}, *a{level - 1}]\n" for level in range(1, levels + 1))
+    return f"- &a0 [1, 2]\n{''.join(lists)}"
+
+
+@pytest.mark.parametrize(("text", "problem"), [(doubling(40), r"e\+"), ("&a [*a]", "make inf")])
+def test_aliases_that_stand_for_much_more_than_is_written_are_refused(text, problem):
+    with pytest.raises(InputError, match=f"not valid YAML at line 1.*aliases.*{problem}"):
+        parse_yaml(text, "--config", "config.yaml")
+
+
+def test_aliases_that_stand_for_little_are_taken():
+    assert parse_yaml(doubling(3), "--config", "config.yaml")[3][1][1] == [[1, 2], [1, 2]]
+    shared = "base: &base {steps: 1}\n" + "".join(f"r{n}: *base\n" for n in range(2000))
+    assert parse_yaml(shared, "--config", "config.yaml")["r1999"] == {"steps": 1}
+    assert len(parse_yaml(str([0] * 20_000), "--config", "config.yaml")) == 20_000
+
+
+def test_a_message_shows_the_beginning_of_a_value_however_much_lies_in_it():
+    value: list[object] = []
+    for _ in range(60):
+        value = [value, value]
+    shown = str(InputError("case", value, "is wrong", "Mend it"))
+    assert shown.startswith("case = [[[[")
+    assert len(shown) < 250
+    assert str(InputError("case", {"z": [1, (2.5,)], "a": {"b": "c"}}, "is wrong", "Mend it")) == (
+        "case = {'z': [1, (2.5,)], 'a': {'b': 'c'}}: is wrong. Mend it."
+    )
+    long = "x" * 10_000
+    assert str(InputError("a", long, "b", "c")) == f"a = '{'x' * 196}...: b. c."

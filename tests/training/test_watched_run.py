@@ -18,6 +18,7 @@ import wandb
 from skippipe_sched.errors import InputError
 from tensorboardX.proto import event_pb2
 
+from skippipe_jax.cluster.ending import RunFailed
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, LogConfig, load_config, parse_config
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, TrainingBatches
@@ -340,7 +341,7 @@ def test_an_iteration_without_a_target_is_told_of_and_the_run_goes_on(
 def test_a_loss_that_is_no_number_ends_a_run_without_the_guard_alone(config: Path, tmp_path: Path):
     # So far that products overflow, and squares do not: that a norm would bring back to zero.
     explosive = {"optimizer__learning_rate": 3e18, "train__steps": 3}
-    with pytest.raises(InputError, match="skip_above_norm") as caught:
+    with pytest.raises(RunFailed, match="skip_above_norm") as caught:
         train_here(config, tmp_path / "ended", **explosive)
     assert caught.value.field == "optimizer.learning_rate"
     train_here(config, tmp_path / "run", optimizer__skip_above_norm=1e6, **explosive)
