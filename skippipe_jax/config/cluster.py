@@ -26,7 +26,8 @@ class ClusterConfig:
             hosts exchange goes by transfer servers. `distributed`: one JAX (`jax.distributed`) has
             the devices of all hosts, so that its collectives can sum over them. `auto` is
             `distributed` under SLURM, on TPU pods and with `--distributed`, else `independent`.
-        heartbeat_timeout_s: seconds of silence after which a host is lost.
+        heartbeat_timeout_s: seconds of silence after which a host is lost. After a third of them
+            independent hosts connect anew.
         connect_timeout_s: seconds in which all hosts must have found each other; also the longest
             that a host which has finished waits for the others to finish.
         rejoin_s: seconds that independent hosts which are too few to go on without the others, or

@@ -33,7 +33,6 @@ from skippipe_jax.connections.links import (
     TAKES_NOTHING,
     Link,
     Tasks,
-    encoded,
     open_link,
     reach,
 )
@@ -156,11 +155,11 @@ class Mesh:
 
         It may be lost if others go on without the host, or if it is of the rules of `consensus`.
         """
-        link, channel = self._links.get(host), self._channels.to(host)
+        link = self._links.get(host)
         if message[:1] == ("control",) or self._goes_on_without(host):
-            lines = encoded(*message)
-        else:
-            lines = channel.send(*message)
+            return None if link is None else link.send(*message)
+        channel = self._channels.to(host)
+        lines = channel.send(*message)
         if link is not None:
             link.send_lines(lines)
         if channel.is_lost:
