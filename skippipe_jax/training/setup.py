@@ -43,6 +43,7 @@ from skippipe_jax.runtime.threads import give_collectives_threads
 from skippipe_jax.runtime.topology import require_meshes, sharding_of
 from skippipe_jax.runtime.transport import Transfers, open_transfers
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.joined_folder import is_joined, require_not_joined
 from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
 from skippipe_jax.storage.layout import latest_step
@@ -90,7 +91,7 @@ class Settled:
 def settle(
     config: Config,
     host: Membership,
-    hold: run_folder.Hold,
+    hold: Hold,
     *,
     resume: bool,
     config_folder: Path,
@@ -237,9 +238,7 @@ def data_config(config: Config) -> DataConfig:
     return with_tokenizer_of_run(config.data, Path(config.run_dir))
 
 
-def _opened_folder(
-    config: Config, mirror: Mirror | None, hold: run_folder.Hold, *, resume: bool
-) -> bool:
+def _opened_folder(config: Config, mirror: Mirror | None, hold: Hold, *, resume: bool) -> bool:
     """Refuse a folder that holds another run, or fetch the run from its copy.
 
     A run that is resumed is held before anything is fetched into it.

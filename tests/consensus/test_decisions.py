@@ -347,7 +347,7 @@ def test_all_go_back_further_where_the_checkpoint_is_damaged():
     for host in third.members:
         simulation.tell(host, WentBack(third.number, 0))
         own = simulation.live[host]
-        own.applied, own.stages = [], dict.fromkeys(own.served, [])
+        own.applied, own.stages = [], {stage: [] for stage in own.served}
     for host in third.members:
         simulation.hold(host)
     run(simulation)

@@ -18,6 +18,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, load_config
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.writer import CheckpointWriter
@@ -233,7 +234,7 @@ def train_in(folder: Path, run_dir: str, **changes: Any) -> None:
 def test_nothing_is_fetched_into_a_folder_that_another_holds(tmp_path: Path):
     url = f"file://{tmp_path}/copy"
     write(make_run(tmp_path / "run"), url, 1)
-    with run_folder.Hold(tmp_path / "found") as hold:
+    with Hold(tmp_path / "found") as hold:
         hold.take()
         with pytest.raises(TemporaryError, match="another training is writing it"):
             train_in(tmp_path, "found", checkpoint__copy_to=url)
@@ -258,11 +259,11 @@ def test_a_folder_is_held_that_vanishes_while_it_is_taken(
         lock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with run_folder.Hold(folder) as hold:
+    with Hold(folder) as hold:
         hold.take()
-        assert len(locked) == 2
+        assert len(locked) == 3, "twice, and to see that the lock excludes others"
         with pytest.raises(TemporaryError, match="another training"):
-            run_folder.Hold(folder).take()
+            Hold(folder).take()
 
 
 # What cannot be.
