@@ -87,10 +87,16 @@ class Stretch:
         # Others may still take these, until a step counts that was made without them.
         self._first = step + 1
         self._given_up = dict(kept or {})
-        with ExitStack() as opened:
-            self._open(trainer, settled, opened)
-            # What is open stays open, as nothing has failed.
-            self._opened = opened.pop_all()
+        try:
+            with ExitStack() as opened:
+                self._open(trainer, settled, opened)
+                # What is open stays open, as nothing has failed.
+                self._opened = opened.pop_all()
+        except BaseException:
+            self.runtime.close()
+            if settled.transfers is not None:
+                settled.transfers.close()
+            raise
 
     def _open(self, trainer: Trainer, settled: Settled, opened: ExitStack) -> None:
         """Open what follows the steps; what is opened last is closed first."""
@@ -245,7 +251,13 @@ class Stretch:
         if isinstance(self.host, Team) and from_host_0(
             self.host, f"saves/{step}", lambda: retried(self._folder, is_there), IN_A_TEAM_S
         ):
-            return self.host.saved(step)
+            self.host.saved(step)
+        else:
+            self._begin_checkpoint(step)
+        for callback in self._trainer.callbacks:
+            callback.after_save(self._trainer, step)
+
+    def _begin_checkpoint(self, step: int) -> None:
         stages = self.runtime.owned_stages() | self.runtime.given_stages(step)
         data, ages = self._data_state(step, stages), {}
         left_out = self.host.generation.left_out if isinstance(self.host, Team) else ()
@@ -253,8 +265,6 @@ class Stretch:
             kept, ages = kept_stages(self._config, self._stages, left_out, self._updates)
             stages |= kept
         self._writer.save(step, stages, data, ages, *self.runtime.own_states(step))
-        for callback in self._trainer.callbacks:
-            callback.after_save(self._trainer, step)
 
     def _data_state(self, step: int, stages: Collection[int]) -> dict[str, Any] | None:
         """How far the data has been read, on the host that saves stage 0, one of these `stages`."""

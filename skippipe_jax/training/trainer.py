@@ -280,13 +280,14 @@ class Trainer:
             return
         self._has_ended = True
         self._save_the_last()
-        self._end_steps()
         # Whoever is lost now has done its part.
+        with suppress(TeamEnded):
+            for callback in self.callbacks:
+                callback.end(self)
+        self._end_steps()
         with suppress(TeamEnded):
             if self.config.checkpoint.copy_to is not None:
                 from_host_0(self.host, "copied", lambda: None, COPYING_S)
-            for callback in self.callbacks:
-                callback.end(self)
 
     def close(self) -> None:
         """Let go of everything: the last checkpoint is written to its end, and no other begun."""
