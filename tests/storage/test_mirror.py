@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, load_config
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.hold import Hold
-from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.storage.layout import COMMITTED, saved_steps
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.callbacks import BestCheckpoint
@@ -191,6 +192,7 @@ def test_copying_that_fails_is_told_at_once_and_at_the_end(
     for step in (1, 2, 3):
         save(checkpoints, step)
         checkpoints.wait()
+        checkpoints._next_copy.result()
     checkpoints.close()
     first, second, third, last = capsys.readouterr().err.splitlines()
     for line in (first, second, third):
@@ -204,21 +206,59 @@ def test_copying_that_fails_is_told_at_once_and_at_the_end(
     assert Mirror(url).steps() == [3, 4]
 
 
-def test_nothing_is_removed_before_it_has_been_copied(tmp_path: Path):
-    class Watching(Mirror):
-        """Notes what there is to copy."""
+def test_on_a_slow_link_one_copy_waits_and_no_old_checkpoints_pile_up(tmp_path: Path):
+    class Slow(Mirror):
+        """Begins to copy, and goes on when it is told to."""
 
-        def update(self, run_dir, steps):
-            assert set(steps) <= set(saved_steps(run_dir))
+        def update(self, run_dir: Path, steps: Collection[int]) -> None:
+            begun.append(sorted(steps))
+            has_begun.set()
+            assert go_on.wait(60)
+            assert set(steps) <= set(saved_steps(run_dir)), "what is being copied is not removed"
             super().update(run_dir, steps)
-            seen.append(sorted(steps))
 
-    seen: list[list[int]] = []
-    checkpoints = writer(make_run(tmp_path / "run"), Watching(f"file://{tmp_path}/copy"))
-    save(checkpoints, *range(1, 9))
+    begun: list[list[int]] = []
+    has_begun, go_on = threading.Event(), threading.Event()
+    run_dir = make_run(tmp_path / "run")
+    checkpoints = writer(run_dir, Slow(f"file://{tmp_path}/copy"))
+    save(checkpoints, 1)
+    assert has_begun.wait(60)
+    save(checkpoints, *range(2, 9))
+    checkpoints.wait()
+    assert saved_steps(run_dir) == [1, 7, 8]
+    go_on.set()
     checkpoints.close()
-    assert len(seen) == 8
-    assert saved_steps(tmp_path / "run") == seen[-1] == [7, 8]
+    assert begun == [[1], [7, 8]]
+    assert saved_steps(run_dir) == Mirror(f"file://{tmp_path}/copy").steps() == [7, 8]
+
+
+def test_only_files_that_have_changed_are_sent_again(tmp_path: Path, url: str):
+    class Watched(Mirror):
+        """Notes which of the run's own files it sends."""
+
+        def _write(self, name: str, content: bytes) -> None:
+            super()._write(name, content)
+            if not name.endswith(COMMITTED):
+                sent.append(name)
+
+    sent: list[str] = []
+    run_dir = make_run(tmp_path / "run")
+    checkpoints = writer(run_dir, Watched(url))
+
+    def sent_with(step: int) -> list[str]:
+        sent.clear()
+        save(checkpoints, step)
+        checkpoints.wait()
+        checkpoints._next_copy.result()
+        return sorted(sent)
+
+    own = ["config.yaml", "metrics.jsonl", "plan.json", "tokenizer/tokenizer.json"]
+    assert sent_with(1) == own
+    assert sent_with(2) == []
+    run_folder.append_metrics(run_dir, {"step": 3})
+    assert sent_with(3) == ["metrics.jsonl"]
+    checkpoints.close()
+    assert files_at(url) == files_in(run_dir)
 
 
 # Two that resume one run, and one folder.
