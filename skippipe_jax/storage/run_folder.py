@@ -40,6 +40,7 @@ from skippipe_jax.storage.json_lines import (
 )
 from skippipe_jax.storage.layout import CHECKPOINTS, latest_step
 from skippipe_jax.storage.lease import LEASE
+from skippipe_jax.storage.retrying import unusable
 from skippipe_jax.storage.whole_file import PARTIAL, copy_beginning, write_whole
 
 PLAN, METRICS = "plan.json", "metrics.jsonl"
@@ -227,10 +228,13 @@ def first_to_write(folder: Path, generation: Generation) -> Generation:
     """Write a generation of hosts, unless one of its number is there; returns what is there.
 
     Of two hosts that have lost each other this decides which goes on: only one can make a file.
+
+    Raises:
+        TemporaryError: if the folder cannot be used.
     """
     decided = folder / GENERATIONS
     path = decided / f"{generation.start:x}-{generation.number}.json"
-    with accessible(folder):
+    try:
         decided.mkdir(exist_ok=True)
         own = decided / f"{path.name}.{secrets.token_hex(8)}{PARTIAL}"
         own.write_text(json.dumps(generation_to_json(generation)), encoding="utf-8")
@@ -239,6 +243,28 @@ def first_to_write(folder: Path, generation: Generation) -> Generation:
             os.link(own, path)
         own.unlink(missing_ok=True)
         return parse_generation(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:  # While a run trains, it may be over later.
+        raise unusable(folder, error) from error
+
+
+def makes_links(folder: Path) -> bool:
+    """Whether a folder lies on a file system by which `first_to_write` can decide.
+
+    Raises:
+        InputError: if the folder cannot be used.
+    """
+    own = folder / f"{secrets.token_hex(8)}{PARTIAL}"
+    link = folder / f"{own.name}.link{PARTIAL}"
+    with accessible(folder):
+        own.touch()
+    try:
+        os.link(own, link)
+    except OSError:
+        return False
+    finally:
+        own.unlink(missing_ok=True)
+        link.unlink(missing_ok=True)
+    return True
 
 
 def read_generations(folder: Path) -> list[Mapping[str, Any]]:

@@ -232,6 +232,19 @@ class CheckpointWriter:
         self._failures = 0
         return True
 
+    def complete_copy(self) -> None:
+        """Return when the copy has all that is held on to, or could not be written.
+
+        Whoever led before may have been lost while it copied.
+        """
+        self._copy_under_way.result()
+        self._next_copy.result()
+        if self._mirror is not None and self._not_copied(self._mirror):
+            self._copy(self._mirror)
+
+    def _not_copied(self, mirror: Copy) -> list[int]:
+        return sorted(self._kept(saved_steps(self._run_dir)) - mirror.copied)
+
     def close(self) -> None:
         """Wait for the last save and its copy, and end the background threads.
 
@@ -244,9 +257,8 @@ class CheckpointWriter:
             self._copying.shutdown()
         self._copy_under_way.result()
         self._next_copy.result()
-        here = saved_steps(self._run_dir)
-        if self._mirror is not None and (missing := self._kept(here) - self._mirror.copied):
-            warn(f"not copied to {self._mirror.url}: the checkpoints of steps {sorted(missing)}")
+        if self._mirror is not None and (missing := self._not_copied(self._mirror)):
+            warn(f"not copied to {self._mirror.url}: the checkpoints of steps {missing}")
 
     def _finish(
         self,

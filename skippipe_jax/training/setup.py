@@ -151,6 +151,8 @@ def settle(
         for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
             say_meanwhile(f"warning: {sentence}")
         _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
+        if host.count > 1 and not host.is_distributed:
+            _warn_of_missing_links(Path(config.run_dir))
         tell(host, "run", lambda: _description(config, schedule))
     if host.is_distributed:
         # The first look at devices is one that all hosts take together.
@@ -368,6 +370,15 @@ def _write_folder(
     if profile is not None:
         profile.save(folder / run_folder.CASE)
     keep_tokenizer(config.data, folder)
+
+
+def _warn_of_missing_links(folder: Path) -> None:
+    """Say so where the last two hosts of a run cannot decide which of them goes on."""
+    if not run_folder.makes_links(folder):
+        say_meanwhile(
+            f"warning: {folder} lies on a file system without hard links: when two hosts are left "
+            "and one of them is lost, the run ends with exit code 75"
+        )
 
 
 def _leave_plan(folder: Path, plan: Plan) -> None:

@@ -30,7 +30,7 @@ from skippipe_jax.training.metrics import Metrics, finite
 from skippipe_jax.training.opening import open_stages
 from skippipe_jax.training.profiled_steps import profiled
 from skippipe_jax.training.progress import Compilations
-from skippipe_jax.training.setup import Settled, data_config, open_writer
+from skippipe_jax.training.setup import COPYING_S, Settled, data_config, open_writer
 from skippipe_jax.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -218,12 +218,15 @@ class Stretch:
         self.looked_after = step
 
     def save_the_last(self, step: int) -> None:
-        """Report all steps, and return when the last one is saved."""
+        """Report all steps, and return when the last one is saved, and copied if it shall be."""
         self.report()
         if self._saved_step != step:
             self._save(step)
         while not self._writer.wait():
             self._save(step)
+        if self._config.checkpoint.copy_to is not None:
+            # If the leader is lost meanwhile, the next one goes on with it.
+            from_host_0(self.host, f"copied/{step}", self._writer.complete_copy, COPYING_S)
 
     def report(self, leave: int = 0) -> None:
         """Tell callbacks of the iterations that have ended, all but the last `leave` of them.

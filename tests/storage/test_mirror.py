@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,21 @@ def test_on_a_slow_link_one_copy_waits_and_no_old_checkpoints_pile_up(tmp_path: 
     checkpoints.close()
     assert begun == [[1], [7, 8]]
     assert saved_steps(run_dir) == Mirror(f"file://{tmp_path}/copy").steps() == [7, 8]
+
+
+def test_the_copy_that_a_lost_leader_has_begun_is_completed_by_the_next(tmp_path: Path, url: str):
+    run_dir = make_run(tmp_path / "run")
+    write(run_dir, url, 1)
+    alone = Membership(ClusterConfig(), 0, 1)
+    with closing(CheckpointWriter(run_dir, alone, stage_layers=(1,), keep=2)) as lost:
+        save(lost, 2)
+    mirror = Mirror(url)
+    mirror.steps()
+    checkpoints = writer(run_dir, mirror)
+    checkpoints.complete_copy()
+    assert Mirror(url).steps() == [1, 2]
+    assert files_at(url) == files_in(run_dir)
+    checkpoints.close()
 
 
 def test_only_files_that_have_changed_are_sent_again(tmp_path: Path, url: str):

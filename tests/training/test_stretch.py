@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig, Config
+from skippipe_jax.config.checkpoint import CheckpointConfig
 from skippipe_jax.config.run import ValidationConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage import run_folder
@@ -75,6 +78,29 @@ def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
     (folder / COMMITTED).touch()
     stretch._save(20)
     assert (declared, told) == ([20], [20])
+
+
+def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Where the leader is lost while it copies, those that are left open a stretch for the rest."""
+    copied: list[str] = []
+
+    def from_host_0(host: object, name: str, make: Callable[[], None], _: float) -> None:
+        make()
+        copied.append(name)
+        if len(copied) == 1:
+            raise TeamEnded
+
+    monkeypatch.setattr(stretch_module, "from_host_0", from_host_0)
+    stretch: Any = Ends(looked_after=20)
+    stretch._config = replace(CONFIG, checkpoint=CheckpointConfig(copy_to="file:///copy"))
+    stretch.host, stretch._saved_step, completed = None, 20, list[int]()
+    stretch._writer = SimpleNamespace(wait=lambda: True, complete_copy=lambda: completed.append(1))
+    with pytest.raises(TeamEnded):
+        stretch.save_the_last(20)
+    stretch.save_the_last(20)
+    assert (copied, completed) == (["copied/20"] * 2, [1, 1])
 
 
 def test_a_line_that_waits_is_forgotten_with_its_step_and_not_written_twice(tmp_path: Path):
