@@ -18,6 +18,9 @@ import pytest
 import skippipe_jax as sp
 from docs.follow import blocks
 from skippipe_jax.cluster.ending import Phase
+from skippipe_jax.runtime.runtime import Runtime
+from skippipe_jax.runtime.transport import Transfers
+from skippipe_jax.training import stretch
 from tests.training_runs import SMALL_CASE, arrays_of_checkpoint, assert_same_bits, write_config
 
 STEPS = 4
@@ -168,8 +171,8 @@ def test_callbacks_are_told_in_order(tmp_path: Path):
         ("validation", 4),
         ("step", 4),
         ("save", 4),
-        "close",
         ("end", [3, 4]),
+        "close",
     ]
 
 
@@ -181,6 +184,42 @@ def test_an_error_of_a_callback_leaves_the_last_checkpoint_and_lets_the_folder_g
     assert sp.Run(tmp_path / "run").steps == [3]
     ending = sp.Trainer(config_in(tmp_path), resume=True).run()
     assert ending == sp.Ending(STEPS, None)
+
+
+def test_a_state_that_is_no_number_is_not_saved_although_its_error_is_caught(tmp_path: Path):
+    """The step at which that shows is one that saves."""
+    overrides = "optimizer.learning_rate=3e18", "optimizer.warmup_steps=0", "checkpoint.every=1"
+    trainer = sp.Trainer(config_in(tmp_path, *overrides, "train.steps=9"))
+
+    def train() -> None:
+        while not trainer.is_over:
+            trainer.step()
+
+    # Caught within the block, and at its end, where it would be saved.
+    for act in (train, lambda: trainer.__exit__(None)):
+        with pytest.raises(sp.InputError, match="loss of step"):
+            act()
+    run = sp.Run(tmp_path / "run")
+    assert run.steps[-1] == run.metrics[-1]["step"] < trainer.steps_done
+
+
+def test_what_is_open_is_closed_where_validation_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    closed: list[str] = []
+    for kind in (Runtime, Transfers):
+        close = kind.close
+
+        def noted(self: Any, close: Any = close) -> None:
+            closed.append(type(self).__name__)
+            close(self)
+
+        monkeypatch.setattr(kind, "close", noted)
+    config = config_in(tmp_path, validation={"every": 2, "sequences": 2})
+    monkeypatch.setattr(stretch, "Validation", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sp.Trainer(config).setup()
+    assert closed == ["Runtime", "Transfers"]
 
 
 # Step by step.

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = (ROOT / "skippipe_jax", ROOT / "sched" / "skippipe_sched")
 MOST_MODULES_AT_THE_TOP = 15
-LONGEST_FILE, LONGEST_CLASS = 450, 255
+LONGEST_FILE, LONGEST_CLASS = 460, 255
 # Longer ones, and why. Whoever makes one short takes it off the list.
 LONG_FILES: dict[str, str] = {}
 LONG_CLASSES = {

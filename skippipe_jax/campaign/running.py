@@ -17,7 +17,7 @@ from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError
 from tqdm import tqdm
 
 from skippipe_jax.campaign.tries import Tries
-from skippipe_jax.storage.run_folder import locked
+from skippipe_jax.storage.hold import locked
 
 # Two runs at once on one thread each are quicker, on two cores, than one after the other on two.
 AT_ONCE = 2

@@ -68,6 +68,11 @@ class Membership:
         return self._attendance.is_outside
 
     @property
+    def process(self) -> int:
+        """The number of this process among all of a run; that of host 0 is the run's start."""
+        return self._attendance.process
+
+    @property
     def address(self) -> str:
         """The IP address by which the others reach this host, and on which it listens."""
         return self._attendance.address

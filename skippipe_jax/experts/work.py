@@ -29,7 +29,7 @@ from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Averaging, Place, Training, data_of
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.estimate import what_is_planned
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.whole_file import write_whole
 from skippipe_jax.training.first_weights import find_weights
 
@@ -47,7 +47,7 @@ def train(place: Place) -> dict[str, Any]:
         InputError: if the configuration, the text or a model cannot be used, before anything
             trains; or if a run fails.
     """
-    with run_folder.Hold(place.folder, "folder") as hold:
+    with Hold(place.folder, "folder") as hold:
         hold.take()
         prepare(place)
         require_usable(place)
@@ -62,7 +62,7 @@ def train(place: Place) -> dict[str, Any]:
 
 def probe(place: Place) -> dict[str, float]:
     """Train the probed seed, and the probes from it; returns how hard each domain is."""
-    with run_folder.Hold(place.folder, "folder") as hold:
+    with Hold(place.folder, "folder") as hold:
         hold.take()
         prepare(place)
         require_usable(place)

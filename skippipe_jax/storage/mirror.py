@@ -50,6 +50,8 @@ class Mirror:
         """
         self.url = url
         self.copied: frozenset[int] = frozenset()
+        # What is here of the run's own files, as it was when this has written it.
+        self._written: dict[str, tuple[int, int, int]] = {}
         try:
             self._files, root = fsspec.url_to_fs(url)
         except Exception as error:  # whatever the file system raises
@@ -105,7 +107,7 @@ class Mirror:
         return steps
 
     def update(self, run_dir: Path, steps: Collection[int]) -> None:
-        """Copy the run's own files, and those of its checkpoints of `steps` that are not here yet.
+        """Copy the run's own files that have changed, and its checkpoints of `steps` not here yet.
 
         Other checkpoints that are here, what broken copies have left, and plans that the run does
         not follow any more, are removed after that.
@@ -113,7 +115,11 @@ class Mirror:
         missing = sorted(set(steps) & set(saved_steps(run_dir)) - set(self.steps()))
         own = {path.relative_to(run_dir).as_posix(): path for path in run_folder.own_files(run_dir)}
         for name, path in own.items():
-            self._write(name, path.read_bytes())
+            status = path.stat()
+            state = status.st_ino, status.st_mtime_ns, status.st_size
+            if self._written.get(name) != state:
+                self._write(name, path.read_bytes())
+                self._written[name] = state
         for path in self._files.find(f"{self._root}/{run_folder.PLANS}"):
             if PurePosixPath(path).relative_to(self._root).as_posix() not in own:
                 self._files.rm(path)

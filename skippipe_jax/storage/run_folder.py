@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import json
 import os
@@ -11,14 +10,14 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError, TemporaryError, kind_of
+from skippipe_sched.errors import InputError
 from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.timing.simulate import simulate_plan
@@ -29,6 +28,7 @@ from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.consensus.wire import generation_to_json, parse_generation
 from skippipe_jax.program.schedule import OWN, Schedule
+from skippipe_jax.storage.accessible import accessible
 from skippipe_jax.storage.json_lines import (
     LEFT_OUT,
     add_line,
@@ -39,6 +39,8 @@ from skippipe_jax.storage.json_lines import (
     read_lines,
 )
 from skippipe_jax.storage.layout import CHECKPOINTS, latest_step
+from skippipe_jax.storage.lease import LEASE
+from skippipe_jax.storage.retrying import unusable
 from skippipe_jax.storage.whole_file import PARTIAL, copy_beginning, write_whole
 
 PLAN, METRICS = "plan.json", "metrics.jsonl"
@@ -61,7 +63,7 @@ other also find out which goes on."""
 
 def require_new(folder: Path) -> None:
     """Refuse a folder that holds a run already."""
-    with _accessible(folder):
+    with accessible(folder):
         is_used = (folder / CONFIG).exists() or latest_step(folder) is not None
     if is_used:
         raise InputError(
@@ -72,83 +74,6 @@ def require_new(folder: Path) -> None:
         )
 
 
-class Hold:
-    """Keeps a run folder for one training at a time, on whatever machines that share it.
-
-    The hold is a lock on the folder itself, which the system lets go when the process ends; file
-    systems that know no locks on folders, such as NFS, give none.
-    """
-
-    def __init__(self, folder: Path, field: str = "run_dir"):
-        """Hold nothing yet; `take` does. `field` is what names the folder."""
-        self.folder = folder
-        self.field = field
-        self._descriptor: int | None = None
-        self._made: list[Path] = []
-
-    def __enter__(self) -> Hold:
-        """Whatever is taken is let go on leaving."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let the folder go; one that was made for the hold vanishes if it is still empty."""
-        if self._descriptor is not None:
-            for folder in self._made:
-                with suppress(OSError):  # It holds something, or somebody has removed it.
-                    folder.rmdir()
-            os.close(self._descriptor)
-
-    def take(self) -> None:
-        """Hold the folder, which is made if there is none.
-
-        Raises:
-            TemporaryError: if another training holds it.
-        """
-        while self._descriptor is None:
-            with _accessible(self.folder, self.field):
-                way = (self.folder, *self.folder.parents)
-                self._made = [folder for folder in way if not folder.exists()]
-                self.folder.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(self.folder, os.O_RDONLY)
-            try:
-                self._lock(descriptor)
-                # Another that held it may have let it vanish before it was locked here.
-                if _is_at(self.folder, descriptor):
-                    self._descriptor = descriptor
-            finally:
-                if self._descriptor is None:
-                    os.close(descriptor)
-
-    def _lock(self, descriptor: int) -> None:
-        if not locked(descriptor):
-            raise TemporaryError(
-                self.field,
-                str(self.folder),
-                "another training is writing it",
-                f"Wait for its end or stop it, or give another folder: --set {self.field}=...",
-            )
-
-
-def locked(descriptor: int) -> bool:
-    """Whether this process, and those that it gives the descriptor to, now hold it alone.
-
-    File systems that know no locks let everyone have it.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    return True
-
-
-def _is_at(folder: Path, descriptor: int) -> bool:
-    """Whether what is open is what the name means."""
-    return folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())
-
-
 def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
     """Create the folder of a new run, or give the run in it other plans to go on under.
 
@@ -157,7 +82,7 @@ def start_run(folder: Path, config: Config, schedule: Schedule) -> None:
     """
     # What takes time comes first: whoever interrupts it finds the run with the plans that it had.
     pictures = {name: gantt(plan, simulate_plan(plan)) for name, plan in schedule.plans.items()}
-    with _accessible(folder):
+    with accessible(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / PLANS).exists():  # Of a start that was cut short, or what the run leaves.
             shutil.rmtree(folder / PLANS)
@@ -180,7 +105,7 @@ def continue_run(folder: Path, config: Config, step: int, *, is_own: bool = Fals
     Raises:
         InputError: if the folder cannot be used.
     """
-    with _accessible(folder):
+    with accessible(folder):
         write_whole(folder / CONFIG, to_yaml(config))
         path = folder / METRICS
         end, _ = end_of_step(path, step)
@@ -196,7 +121,7 @@ def last_step(folder: Path) -> int:
     Raises:
         InputError: if the file cannot be read.
     """
-    with _accessible(folder):
+    with accessible(folder):
         return end_of_step(folder / METRICS, sys.maxsize)[1]
 
 
@@ -206,7 +131,7 @@ def metrics_of(folder: Path, step: int) -> dict[str, Any] | None:
     Raises:
         InputError: if the file cannot be read.
     """
-    with _accessible(folder):
+    with accessible(folder):
         return line_of_step(folder / METRICS, step)
 
 
@@ -229,7 +154,9 @@ def own_files(folder: Path) -> list[Path]:
     # These are not even looked into: folders of checkpoints come and go meanwhile.
     tops = [path for path in sorted(folder.iterdir()) if path.name not in elsewhere]
     found = (path for top in tops for path in (sorted(top.rglob("*")) if top.is_dir() else [top]))
-    return [path for path in found if path.is_file() and path.suffix != PARTIAL]
+    return [
+        path for path in found if path.is_file() and path.suffix != PARTIAL and path.name != LEASE
+    ]
 
 
 def append_generation(
@@ -256,17 +183,17 @@ def append_generation(
         remade = [asdict(made) for made in generation.remade]
         line |= {"lost": list(generation.lost), "remade": remade}
     if generation.number > 1:
-        with _accessible(folder):
+        with accessible(folder):
             (folder / GENERATIONS).mkdir(exist_ok=True)
             plan.save(folder / GENERATIONS / f"plan-{generation.number}.json")
     # Last: whoever reads the line finds the plan.
-    with _accessible(folder):
+    with accessible(folder):
         add_line_to(folder / MEMBERSHIP, line)
 
 
 def append_recovery(folder: Path, line: Mapping[str, Any]) -> None:
     """Add to recoveries.jsonl how the run has come over the loss of a stage."""
-    with _accessible(folder):
+    with accessible(folder):
         add_line_to(folder / RECOVERIES, line)
 
 
@@ -301,10 +228,13 @@ def first_to_write(folder: Path, generation: Generation) -> Generation:
     """Write a generation of hosts, unless one of its number is there; returns what is there.
 
     Of two hosts that have lost each other this decides which goes on: only one can make a file.
+
+    Raises:
+        TemporaryError: if the folder cannot be used.
     """
     decided = folder / GENERATIONS
     path = decided / f"{generation.start:x}-{generation.number}.json"
-    with _accessible(folder):
+    try:
         decided.mkdir(exist_ok=True)
         own = decided / f"{path.name}.{secrets.token_hex(8)}{PARTIAL}"
         own.write_text(json.dumps(generation_to_json(generation)), encoding="utf-8")
@@ -313,6 +243,28 @@ def first_to_write(folder: Path, generation: Generation) -> Generation:
             os.link(own, path)
         own.unlink(missing_ok=True)
         return parse_generation(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:  # While a run trains, it may be over later.
+        raise unusable(folder, error) from error
+
+
+def makes_links(folder: Path) -> bool:
+    """Whether a folder lies on a file system by which `first_to_write` can decide.
+
+    Raises:
+        InputError: if the folder cannot be used.
+    """
+    own = folder / f"{secrets.token_hex(8)}{PARTIAL}"
+    link = folder / f"{own.name}.link{PARTIAL}"
+    with accessible(folder):
+        own.touch()
+    try:
+        os.link(own, link)
+    except OSError:
+        return False
+    finally:
+        own.unlink(missing_ok=True)
+        link.unlink(missing_ok=True)
+    return True
 
 
 def read_generations(folder: Path) -> list[Mapping[str, Any]]:
@@ -387,13 +339,13 @@ class MetricsWriter:
     def __init__(self, folder: Path):
         """Open the file that is there now, or a new one."""
         self._folder = folder
-        with _accessible(folder):
+        with accessible(folder):
             self._file = self._opened()
             self._status = os.fstat(self._file.fileno())
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one iteration; a crash loses at most this line. May be repeated where it fails."""
-        with _accessible(self._folder):
+        with accessible(self._folder):
             try:
                 add_line(self._file.fileno(), line)
             except OSError as error:
@@ -427,7 +379,7 @@ def write_parent(folder: Path, told: Mapping[str, Any] | None) -> None:
     Raises:
         InputError: if the folder cannot be written.
     """
-    with _accessible(folder):
+    with accessible(folder):
         if told is None:
             (folder / PARENT).unlink(missing_ok=True)
         else:
@@ -472,18 +424,3 @@ def _read_line(text: str, field: str) -> dict[str, Any]:
 def write_best(folder: Path, step: int, loss: float) -> None:
     """Note which checkpoint has the lowest held-out loss."""
     write_whole(folder / BEST, json.dumps({"step": step, "validation_loss": loss}) + "\n")
-
-
-@contextmanager
-def _accessible(folder: Path, field: str = "run_dir") -> Iterator[None]:
-    """Says which folder it is that cannot be read or written."""
-    try:
-        yield
-    except OSError as error:
-        where = "" if error.filename in (None, str(folder)) else f" ({error.filename})"
-        raise kind_of(error)(
-            field,
-            str(folder),
-            f"cannot be used: {error.strerror}{where}",
-            "Give another folder, or mend that",
-        ) from error

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -109,7 +110,8 @@ class CheckpointWriter:
         """Write below ``run_dir``, holding on to the last ``keep`` checkpoints.
 
         Those of every ``keep_every`` steps are kept for good. On host 0, ``mirror`` is brought up
-        to date after each checkpoint, before older ones are removed. A checkpoint is whole with
+        to date after a checkpoint; where that takes longer than until the next one, after the last
+        that is there by then. What is being copied is not removed. A checkpoint is whole with
         a stage for each of ``stage_layers``, their blocks, and the state of the data. Hosts wait
         ``timeout_s`` at most for one another's parts. Those of another ``generation`` may write the
         same steps meanwhile; where there are generations two checkpoints are held on to at least,
@@ -131,7 +133,9 @@ class CheckpointWriter:
         self._step, self._attempt, self._failures = -1, 1, 0
         # Slow links hold up neither training nor the next checkpoint.
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_copy")
-        self._copies: list[Future[None]] = []
+        self._copy_under_way = self._next_copy = _done()
+        self._being_copied: set[int] = set()
+        self._removing = threading.Lock()
 
     def save(
         self,
@@ -228,6 +232,19 @@ class CheckpointWriter:
         self._failures = 0
         return True
 
+    def complete_copy(self) -> None:
+        """Return when the copy has all that is held on to, or could not be written.
+
+        Whoever led before may have been lost while it copied.
+        """
+        self._copy_under_way.result()
+        self._next_copy.result()
+        if self._mirror is not None and self._not_copied(self._mirror):
+            self._copy(self._mirror)
+
+    def _not_copied(self, mirror: Copy) -> list[int]:
+        return sorted(self._kept(saved_steps(self._run_dir)) - mirror.copied)
+
     def close(self) -> None:
         """Wait for the last save and its copy, and end the background threads.
 
@@ -238,11 +255,10 @@ class CheckpointWriter:
         finally:
             self._background.shutdown()
             self._copying.shutdown()
-        for copy in self._copies:
-            copy.result()
-        here = saved_steps(self._run_dir)
-        if self._mirror is not None and (missing := self._kept(here) - self._mirror.copied):
-            warn(f"not copied to {self._mirror.url}: the checkpoints of steps {sorted(missing)}")
+        self._copy_under_way.result()
+        self._next_copy.result()
+        if self._mirror is not None and (missing := self._not_copied(self._mirror)):
+            warn(f"not copied to {self._mirror.url}: the checkpoints of steps {missing}")
 
     def _finish(
         self,
@@ -298,23 +314,25 @@ class CheckpointWriter:
             declare_whole(folder, whole, self._stage_layers, files, left_out, own)
 
         retried(self._run_dir, declare)
-        try:
-            remove_unfinished(self._run_dir, up_to=(step, self._generation))
-            if self._mirror is None:
-                self._remove_old()
-        except OSError as error:  # The next checkpoint removes them.
-            warn(f"old checkpoints in {self._run_dir} are not removed: {error.strerror}")
-        if self._mirror is not None:
-            self._copies.append(self._copying.submit(self._copy, self._mirror))
+        self._remove_old(step)
+        if self._mirror is not None and (self._next_copy.running() or self._next_copy.done()):
+            # One that waits copies this checkpoint too.
+            self._copy_under_way = self._next_copy
+            self._next_copy = self._copying.submit(self._copy, self._mirror)
 
     def _copy(self, mirror: Copy) -> None:
         """Bring the copy up to date, and only then remove what it may have been copying."""
         try:
             # Where the run was fetched from there, it has not brought all of its checkpoints.
-            mirror.update(self._run_dir, self._kept([*saved_steps(self._run_dir), *mirror.steps()]))
+            there = mirror.steps()
+            with self._removing:
+                steps = self._kept([*saved_steps(self._run_dir), *there])
+                self._being_copied = steps
+            mirror.update(self._run_dir, steps)
         except Exception as error:
             # Training goes on whatever a remote file system raises, and the next copy tries again.
             warn(f"checkpoints not copied to {mirror.url}: {type(error).__name__}: {error}")
+        self._being_copied = set()
         self._remove_old()
 
     def _kept(self, steps: Iterable[int]) -> set[int]:
@@ -328,10 +346,17 @@ class CheckpointWriter:
             or (self._keep_every is not None and step % self._keep_every == 0)
         }
 
-    def _remove_old(self) -> None:
-        steps = saved_steps(self._run_dir)
-        for old in set(steps) - self._kept(steps):
-            remove(step_folder(self._run_dir, old))
+    def _remove_old(self, step: int | None = None) -> None:
+        """Remove old checkpoints, and what was not finished before that of `step`, which is."""
+        try:
+            if step is not None:
+                remove_unfinished(self._run_dir, up_to=(step, self._generation))
+            with self._removing:
+                steps = saved_steps(self._run_dir)
+                for old in set(steps) - self._kept(steps) - self._being_copied:
+                    remove(step_folder(self._run_dir, old))
+        except OSError as error:  # The next checkpoint tries again.
+            warn(f"old checkpoints in {self._run_dir} are not removed: {error.strerror}")
 
 
 def write_checkpoint(
@@ -387,6 +412,12 @@ def _written(act: Callable[[], T]) -> T:
         if failure is None and reason is None:
             raise
         raise NotWritten(reason if failure is None else failure.strerror) from error
+
+
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def _discard(folder: Path, parts: Iterable[str]) -> None:

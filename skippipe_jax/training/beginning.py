@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.storage.newest_whole import prepare_run
 from skippipe_jax.storage.reader import read_data_state
@@ -49,7 +49,7 @@ def begin(
     if host.is_outside:
         return Beginning(settle_alone(config, host))
     folder = Path(config.run_dir)
-    hold = holding.enter_context(run_folder.Hold(folder))
+    hold = holding.enter_context(Hold(folder))
     settled = settle(config, host, hold, resume=resume, config_folder=config_folder)
     parts = parts_of(config, settled)
     checkpoint = prepare_run(folder, host, parts=parts, spare=settled.mirror)
@@ -59,4 +59,6 @@ def begin(
     beginning = Beginning(settled, checkpoint, read)
     if host.index == 0 and resume:
         go_on(config, beginning.step)
+    if host.count > 1 and not host.is_distributed:
+        hold.share(host.process)
     return beginning

@@ -152,9 +152,10 @@ class Metrics:
             step, watched = self.watched[0]
             # If this raises, the step may still come to count, and is told of then.
             finished = self.wait_for(watched, step)
-            self.watched.popleft()
             self._check_memory(finished)
             line = self._line(finished)
+            # Not before it is found good: else nothing would keep a later call from saving it.
+            self.watched.popleft()
             self.asked_to_stop = bool(finished.totals[STOP] > 0)
             yield line
 

@@ -24,8 +24,9 @@ from skippipe_jax.connections.newcomer import Newcomer, NobodyListens
 from skippipe_jax.connections.pauses import LONGEST_S
 from skippipe_jax.connections.reception import JOINING
 from skippipe_jax.connections.ways import Way
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.joined_folder import configurations, keep, known_before, name_of_run
-from skippipe_jax.storage.run_folder import CONFIG, Hold
+from skippipe_jax.storage.run_folder import CONFIG
 from skippipe_jax.training.messages import say
 from skippipe_jax.training.signals import run_interruptibly
 

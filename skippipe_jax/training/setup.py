@@ -43,6 +43,7 @@ from skippipe_jax.runtime.threads import give_collectives_threads
 from skippipe_jax.runtime.topology import require_meshes, sharding_of
 from skippipe_jax.runtime.transport import Transfers, open_transfers
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.joined_folder import is_joined, require_not_joined
 from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
 from skippipe_jax.storage.layout import latest_step
@@ -90,7 +91,7 @@ class Settled:
 def settle(
     config: Config,
     host: Membership,
-    hold: run_folder.Hold,
+    hold: Hold,
     *,
     resume: bool,
     config_folder: Path,
@@ -150,6 +151,8 @@ def settle(
         for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
             say_meanwhile(f"warning: {sentence}")
         _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
+        if host.count > 1 and not host.is_distributed:
+            _warn_of_missing_links(Path(config.run_dir))
         tell(host, "run", lambda: _description(config, schedule))
     if host.is_distributed:
         # The first look at devices is one that all hosts take together.
@@ -237,9 +240,7 @@ def data_config(config: Config) -> DataConfig:
     return with_tokenizer_of_run(config.data, Path(config.run_dir))
 
 
-def _opened_folder(
-    config: Config, mirror: Mirror | None, hold: run_folder.Hold, *, resume: bool
-) -> bool:
+def _opened_folder(config: Config, mirror: Mirror | None, hold: Hold, *, resume: bool) -> bool:
     """Refuse a folder that holds another run, or fetch the run from its copy.
 
     A run that is resumed is held before anything is fetched into it.
@@ -369,6 +370,15 @@ def _write_folder(
     if profile is not None:
         profile.save(folder / run_folder.CASE)
     keep_tokenizer(config.data, folder)
+
+
+def _warn_of_missing_links(folder: Path) -> None:
+    """Say so where the last two hosts of a run cannot decide which of them goes on."""
+    if not run_folder.makes_links(folder):
+        say_meanwhile(
+            f"warning: {folder} lies on a file system without hard links: when two hosts are left "
+            "and one of them is lost, the run ends with exit code 75"
+        )
 
 
 def _leave_plan(folder: Path, plan: Plan) -> None:

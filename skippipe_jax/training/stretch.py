@@ -30,7 +30,7 @@ from skippipe_jax.training.metrics import Metrics, finite
 from skippipe_jax.training.opening import open_stages
 from skippipe_jax.training.profiled_steps import profiled
 from skippipe_jax.training.progress import Compilations
-from skippipe_jax.training.setup import Settled, data_config, open_writer
+from skippipe_jax.training.setup import COPYING_S, Settled, data_config, open_writer
 from skippipe_jax.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -87,10 +87,16 @@ class Stretch:
         # Others may still take these, until a step counts that was made without them.
         self._first = step + 1
         self._given_up = dict(kept or {})
-        with ExitStack() as opened:
-            self._open(trainer, settled, opened)
-            # What is open stays open, as nothing has failed.
-            self._opened = opened.pop_all()
+        try:
+            with ExitStack() as opened:
+                self._open(trainer, settled, opened)
+                # What is open stays open, as nothing has failed.
+                self._opened = opened.pop_all()
+        except BaseException:
+            self.runtime.close()
+            if settled.transfers is not None:
+                settled.transfers.close()
+            raise
 
     def _open(self, trainer: Trainer, settled: Settled, opened: ExitStack) -> None:
         """Open what follows the steps; what is opened last is closed first."""
@@ -212,12 +218,15 @@ class Stretch:
         self.looked_after = step
 
     def save_the_last(self, step: int) -> None:
-        """Report all steps, and return when the last one is saved."""
+        """Report all steps, and return when the last one is saved, and copied if it shall be."""
         self.report()
         if self._saved_step != step:
             self._save(step)
         while not self._writer.wait():
             self._save(step)
+        if self._config.checkpoint.copy_to is not None:
+            # If the leader is lost meanwhile, the next one goes on with it.
+            from_host_0(self.host, f"copied/{step}", self._writer.complete_copy, COPYING_S)
 
     def report(self, leave: int = 0) -> None:
         """Tell callbacks of the iterations that have ended, all but the last `leave` of them.
@@ -245,7 +254,13 @@ class Stretch:
         if isinstance(self.host, Team) and from_host_0(
             self.host, f"saves/{step}", lambda: retried(self._folder, is_there), IN_A_TEAM_S
         ):
-            return self.host.saved(step)
+            self.host.saved(step)
+        else:
+            self._begin_checkpoint(step)
+        for callback in self._trainer.callbacks:
+            callback.after_save(self._trainer, step)
+
+    def _begin_checkpoint(self, step: int) -> None:
         stages = self.runtime.owned_stages() | self.runtime.given_stages(step)
         data, ages = self._data_state(step, stages), {}
         left_out = self.host.generation.left_out if isinstance(self.host, Team) else ()
@@ -253,8 +268,6 @@ class Stretch:
             kept, ages = kept_stages(self._config, self._stages, left_out, self._updates)
             stages |= kept
         self._writer.save(step, stages, data, ages, *self.runtime.own_states(step))
-        for callback in self._trainer.callbacks:
-            callback.after_save(self._trainer, step)
 
     def _data_state(self, step: int, stages: Collection[int]) -> dict[str, Any] | None:
         """How far the data has been read, on the host that saves stage 0, one of these `stages`."""

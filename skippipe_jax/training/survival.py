@@ -23,6 +23,7 @@ from skippipe_jax.runtime.state import Kept
 from skippipe_jax.runtime.topology import spreads_of_host
 from skippipe_jax.runtime.transport import IN_A_TEAM_S
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.layout import DATA, Checkpoint, is_committed, step_folder
 from skippipe_jax.storage.newest_whole import go_back
@@ -99,12 +100,14 @@ class Survival:
         self.plans = FoundPlans()
         self._store = partial(run_folder.first_to_write, trainer.folder)
         self._standby = Standby(trainer.config.replan.method)
+        self._hold = Hold(trainer.folder)
         # The last generation in which this host has led, and so written the metrics.
         self._led = 0
 
     def close(self) -> None:
-        """Search no more."""
+        """Search no more, and let the folder go."""
         self._standby.close()
+        self._hold.release()
 
     def come_back(self) -> Stretch:
         """Take part again in a run that lives, of which this host was lost.
@@ -365,6 +368,7 @@ class Survival:
         own = [node for node, host in enumerate(self._host_of) if host == here]
         told = gather(team, "member", lambda: team.here() | {"nodes": own}, IN_A_TEAM_S)
         if team.index == 0:
+            self._hold.take(shared_by=team.generation.start)
             folder, given = self._trainer.folder, (team.generation, settled.plan, [*told.values()])
             retried(folder, lambda: run_folder.append_generation(folder, *given))
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.agreement import from_host_0
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.ending import Phase
 from skippipe_jax.cluster.membership import Membership
@@ -29,7 +28,6 @@ from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.departure import Departure, HasLeft
 from skippipe_jax.training.messages import on_host_0, say_meanwhile
 from skippipe_jax.training.progress import CompilationCounter
-from skippipe_jax.training.setup import COPYING_S
 from skippipe_jax.training.signals import STOPPING, stop_signals
 from skippipe_jax.training.stretch import Stretch
 from skippipe_jax.training.survival import Survival
@@ -282,13 +280,11 @@ class Trainer:
             return
         self._has_ended = True
         self._save_the_last()
-        self._end_steps()
         # Whoever is lost now has done its part.
         with suppress(TeamEnded):
-            if self.config.checkpoint.copy_to is not None:
-                from_host_0(self.host, "copied", lambda: None, COPYING_S)
             for callback in self.callbacks:
                 callback.end(self)
+        self._end_steps()
 
     def close(self) -> None:
         """Let go of everything: the last checkpoint is written to its end, and no other begun."""

@@ -20,6 +20,7 @@ from skippipe_sched.problem.case import parse_case
 from skippipe_jax import evaluate, train
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.storage import retrying, run_folder
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.layout import saved_steps
 from skippipe_jax.training import progress
 from tests.commands.examples import CASE, Command, expect_one_error
@@ -228,7 +229,7 @@ def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
     words = "another training is writing it", "give another folder"
     resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=4"
     new = "--config", "config.yaml", "--set", "run_dir=new"
-    with run_folder.Hold(run) as hold, run_folder.Hold(Path("new")) as other:
+    with Hold(run) as hold, Hold(Path("new")) as other:
         hold.take()
         other.take()
         # The other may be at its end, or stopped and killed later.

@@ -14,7 +14,7 @@ from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.interop.huggingface import CONFIG as HF_CONFIG
-from skippipe_jax.storage.run_folder import Hold
+from skippipe_jax.storage.hold import Hold
 from tests.commands.examples import expect_one_error
 from tests.experts.conftest import Run
 from tests.experts.examples import CONFIG, place_in, write_config

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, load_config
 from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.storage.hold import Hold
+from skippipe_jax.storage.layout import COMMITTED, saved_steps
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.callbacks import BestCheckpoint
@@ -190,6 +193,7 @@ def test_copying_that_fails_is_told_at_once_and_at_the_end(
     for step in (1, 2, 3):
         save(checkpoints, step)
         checkpoints.wait()
+        checkpoints._next_copy.result()
     checkpoints.close()
     first, second, third, last = capsys.readouterr().err.splitlines()
     for line in (first, second, third):
@@ -203,21 +207,74 @@ def test_copying_that_fails_is_told_at_once_and_at_the_end(
     assert Mirror(url).steps() == [3, 4]
 
 
-def test_nothing_is_removed_before_it_has_been_copied(tmp_path: Path):
-    class Watching(Mirror):
-        """Notes what there is to copy."""
+def test_on_a_slow_link_one_copy_waits_and_no_old_checkpoints_pile_up(tmp_path: Path):
+    class Slow(Mirror):
+        """Begins to copy, and goes on when it is told to."""
 
-        def update(self, run_dir, steps):
-            assert set(steps) <= set(saved_steps(run_dir))
+        def update(self, run_dir: Path, steps: Collection[int]) -> None:
+            begun.append(sorted(steps))
+            has_begun.set()
+            assert go_on.wait(60)
+            assert set(steps) <= set(saved_steps(run_dir)), "what is being copied is not removed"
             super().update(run_dir, steps)
-            seen.append(sorted(steps))
 
-    seen: list[list[int]] = []
-    checkpoints = writer(make_run(tmp_path / "run"), Watching(f"file://{tmp_path}/copy"))
-    save(checkpoints, *range(1, 9))
+    begun: list[list[int]] = []
+    has_begun, go_on = threading.Event(), threading.Event()
+    run_dir = make_run(tmp_path / "run")
+    checkpoints = writer(run_dir, Slow(f"file://{tmp_path}/copy"))
+    save(checkpoints, 1)
+    assert has_begun.wait(60)
+    save(checkpoints, *range(2, 9))
+    checkpoints.wait()
+    assert saved_steps(run_dir) == [1, 7, 8]
+    go_on.set()
     checkpoints.close()
-    assert len(seen) == 8
-    assert saved_steps(tmp_path / "run") == seen[-1] == [7, 8]
+    assert begun == [[1], [7, 8]]
+    assert saved_steps(run_dir) == Mirror(f"file://{tmp_path}/copy").steps() == [7, 8]
+
+
+def test_the_copy_that_a_lost_leader_has_begun_is_completed_by_the_next(tmp_path: Path, url: str):
+    run_dir = make_run(tmp_path / "run")
+    write(run_dir, url, 1)
+    alone = Membership(ClusterConfig(), 0, 1)
+    with closing(CheckpointWriter(run_dir, alone, stage_layers=(1,), keep=2)) as lost:
+        save(lost, 2)
+    mirror = Mirror(url)
+    mirror.steps()
+    checkpoints = writer(run_dir, mirror)
+    checkpoints.complete_copy()
+    assert Mirror(url).steps() == [1, 2]
+    assert files_at(url) == files_in(run_dir)
+    checkpoints.close()
+
+
+def test_only_files_that_have_changed_are_sent_again(tmp_path: Path, url: str):
+    class Watched(Mirror):
+        """Notes which of the run's own files it sends."""
+
+        def _write(self, name: str, content: bytes) -> None:
+            super()._write(name, content)
+            if not name.endswith(COMMITTED):
+                sent.append(name)
+
+    sent: list[str] = []
+    run_dir = make_run(tmp_path / "run")
+    checkpoints = writer(run_dir, Watched(url))
+
+    def sent_with(step: int) -> list[str]:
+        sent.clear()
+        save(checkpoints, step)
+        checkpoints.wait()
+        checkpoints._next_copy.result()
+        return sorted(sent)
+
+    own = ["config.yaml", "metrics.jsonl", "plan.json", "tokenizer/tokenizer.json"]
+    assert sent_with(1) == own
+    assert sent_with(2) == []
+    run_folder.append_metrics(run_dir, {"step": 3})
+    assert sent_with(3) == ["metrics.jsonl"]
+    checkpoints.close()
+    assert files_at(url) == files_in(run_dir)
 
 
 # Two that resume one run, and one folder.
@@ -233,7 +290,7 @@ def train_in(folder: Path, run_dir: str, **changes: Any) -> None:
 def test_nothing_is_fetched_into_a_folder_that_another_holds(tmp_path: Path):
     url = f"file://{tmp_path}/copy"
     write(make_run(tmp_path / "run"), url, 1)
-    with run_folder.Hold(tmp_path / "found") as hold:
+    with Hold(tmp_path / "found") as hold:
         hold.take()
         with pytest.raises(TemporaryError, match="another training is writing it"):
             train_in(tmp_path, "found", checkpoint__copy_to=url)
@@ -258,11 +315,11 @@ def test_a_folder_is_held_that_vanishes_while_it_is_taken(
         lock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with run_folder.Hold(folder) as hold:
+    with Hold(folder) as hold:
         hold.take()
-        assert len(locked) == 2
+        assert len(locked) == 3, "twice, and to see that the lock excludes others"
         with pytest.raises(TemporaryError, match="another training"):
-            run_folder.Hold(folder).take()
+            Hold(folder).take()
 
 
 # What cannot be.

@@ -13,7 +13,7 @@ from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections.invitation import Files, Invitation, Place
 from skippipe_jax.connections.newcomer import Newcomer, NobodyListens
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.storage.run_folder import Hold
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.training import inviting, newcomer
 from skippipe_jax.training.callbacks import KeptLines
 from skippipe_jax.training.inviting import Inviting

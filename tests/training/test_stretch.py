@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from skippipe_jax.config import Config
+import pytest
+
+from skippipe_jax.cluster.board import TeamEnded
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
+from skippipe_jax.config import ClusterConfig, Config
+from skippipe_jax.config.checkpoint import CheckpointConfig
 from skippipe_jax.config.run import ValidationConfig
+from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.layout import COMMITTED, step_folder
+from skippipe_jax.training import stretch as stretch_module
 from skippipe_jax.training.callbacks import KeptLines
 from skippipe_jax.training.stretch import Stretch
 
@@ -50,6 +60,47 @@ def test_a_step_that_was_validated_is_told_of_at_once():
     stretch = Ends(20, 21, looked_after=20)
     stretch.report()
     assert [line["step"] for line in stretch.told.lines] == [20, 21]
+
+
+def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever leads now may know only now that it is the best."""
+    monkeypatch.setattr(stretch_module, "from_host_0", lambda host, name, make, _: make())
+    declared: list[int] = []
+    monkeypatch.setattr(Team, "saved", lambda self, step: declared.append(step))
+    stretch = Ends(looked_after=19)
+    stretch.host = Team(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    stretch._folder, told = tmp_path, list[int]()
+    stretch._trainer.callbacks = [SimpleNamespace(after_save=lambda _, step: told.append(step))]
+    folder = step_folder(tmp_path, 20)
+    folder.mkdir(parents=True)
+    (folder / COMMITTED).touch()
+    stretch._save(20)
+    assert (declared, told) == ([20], [20])
+
+
+def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Where the leader is lost while it copies, those that are left open a stretch for the rest."""
+    copied: list[str] = []
+
+    def from_host_0(host: object, name: str, make: Callable[[], None], _: float) -> None:
+        make()
+        copied.append(name)
+        if len(copied) == 1:
+            raise TeamEnded
+
+    monkeypatch.setattr(stretch_module, "from_host_0", from_host_0)
+    stretch: Any = Ends(looked_after=20)
+    stretch._config = replace(CONFIG, checkpoint=CheckpointConfig(copy_to="file:///copy"))
+    stretch.host, stretch._saved_step, completed = None, 20, list[int]()
+    stretch._writer = SimpleNamespace(wait=lambda: True, complete_copy=lambda: completed.append(1))
+    with pytest.raises(TeamEnded):
+        stretch.save_the_last(20)
+    stretch.save_the_last(20)
+    assert (copied, completed) == (["copied/20"] * 2, [1, 1])
 
 
 def test_a_line_that_waits_is_forgotten_with_its_step_and_not_written_twice(tmp_path: Path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.agreement import DeadlinePassed, HostFailed
 from skippipe_jax.cluster.board import TeamEnded
@@ -18,6 +19,7 @@ from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.recovery import RecoveryConfig
 from skippipe_jax.config.replan import ReplanConfig
 from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.training import survival
 from skippipe_jax.training.survival import GOES_BACK, Holding, Survival
@@ -167,6 +169,25 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
     assert told is not None
     known = 2.25 if OWN in fresh else 2.5
     assert (told["step_before"], told["loss_before"]) == (24, known)
+
+
+def test_whoever_leads_keeps_the_folder_from_other_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(survival, "gather", lambda team, name, make, timeout_s: {0: make()})
+    monkeypatch.setattr(survival.run_folder, "append_generation", lambda *_: None)
+    monkeypatch.setattr(Team, "here", lambda self: {})
+    openings: Any = Openings(tmp_path)
+    host = openings._trainer.membership
+    follows, leads = (Generation(2, (OWN, 2), (0, 0), leader, STEP) for leader in (2, OWN))
+    settled = SimpleNamespace(plan=None)
+    openings._write(Team(host, follows), settled)
+    with Hold(tmp_path) as other:
+        other.take()
+    openings._write(Team(host, leads), settled)
+    with Hold(tmp_path) as other, pytest.raises(TemporaryError, match="another training"):
+        other.take()
+    openings.close()
 
 
 def test_a_resumed_run_that_loses_hosts_as_it_begins_begins_with_its_checkpoint(
