@@ -19,7 +19,7 @@ from skippipe_jax.config.recovery import SKIP, STOP
 from skippipe_jax.consensus.generations import Rules
 from skippipe_jax.program.compiler import compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule
-from skippipe_jax.runtime.transport import open_transfers
+from skippipe_jax.runtime.transport import Transfers
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.training.lost_stages import remakes_of
 from skippipe_jax.training.places import (
@@ -108,10 +108,11 @@ def regrouped(
     config: Config,
     settled: Settled,
     team: Team,
+    transfers: Transfers,
     found: Plan | None = None,
     new: Mapping[int, NewNode] | None = None,
 ) -> Settled:
-    """What the hosts of a team go on with; all of them call this together.
+    """What the hosts of a team go on with, over these transfer servers of this host.
 
     `settled` is what all hosts of the run have settled, and `found` the plan of their placement, if
     it is not the quick one. What hosts have measured that came to spare places is `new`, by their
@@ -139,4 +140,4 @@ def regrouped(
     programs = {name: of_hosts[team.index] for name, of_hosts in compiled.items()}
     regrouped = replace(settled, schedule=schedule, host_of=host_of, programs=programs)
     data = settled.data or open_data(config, regrouped.plan, programs[OWN])
-    return replace(regrouped, data=data, transfers=open_transfers(config, team))
+    return replace(regrouped, data=data, transfers=transfers)

@@ -21,7 +21,7 @@ from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.state import Kept
 from skippipe_jax.runtime.topology import spreads_of_host
-from skippipe_jax.runtime.transport import IN_A_TEAM_S
+from skippipe_jax.runtime.transport import IN_A_TEAM_S, Transfers, open_servers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.layout import Checkpoint, is_committed, open_checkpoint, step_folder
@@ -38,6 +38,7 @@ from skippipe_jax.training.places import host_of_places, stages_for
 from skippipe_jax.training.recoveries import RecoveriesFile
 from skippipe_jax.training.regroup import regrouped, rules_of
 from skippipe_jax.training.replanning import FoundPlans, Replanning
+from skippipe_jax.training.report import GenerationReport, SessionPlan, exchange_reports
 from skippipe_jax.training.search_process import Preparing, Standby
 from skippipe_jax.training.setup import Settled, go_on
 from skippipe_jax.training.stretch import Stretch
@@ -120,10 +121,11 @@ class Survival:
         step, stages = self._trainer.steps_done, self._settled.plan.stages
         team = membership.outlive(self._rules, self._store, stages, step, saved=step)
         try:
-            with _closed_by_an_error(self._settled):
-                read, _, _ = self._agreed(team, self._settled, Holding(read))
-                self._write(team, self._settled)
-                stretch = Stretch(self._trainer, team, self._settled, read, checkpoint)
+            with _closed_by_an_error(self._settled.transfers):
+                agreed = self._agreed(team, self._settled, Holding(read))
+                self._write(team, self._settled, agreed)
+                given = agreed.microbatches_read, checkpoint
+                stretch = Stretch(self._trainer, team, self._settled, *given)
                 return self._replanned(stretch, team, self._settled)
         except TeamEnded:
             pass
@@ -241,12 +243,15 @@ class Survival:
         team.require_goes_on()  # Nothing is opened for one that has ended.
         found = self.plans.of_team(team, IN_A_TEAM_S)
         new = told_by(team, trainer.folder, self._host_of, len(self._settled.host_of), IN_A_TEAM_S)
-        settled = regrouped(trainer.config, self._settled, team, found, new)
-        with _closed_by_an_error(settled):
-            read, remains, goes_back = self._agreed(team, settled, holding)
-            if goes_back and trainer.config.averaging.is_outer and team.index not in team.fresh:
+        transfers = open_servers(team)
+        with _closed_by_an_error(transfers):
+            settled = regrouped(trainer.config, self._settled, team, transfers, found, new)
+            agreed = self._agreed(team, settled, holding)
+            transfers.connect(agreed.endpoints)
+            is_outer, is_fresh = trainer.config.averaging.is_outer, team.index in team.fresh
+            if agreed.restores_checkpoint and is_outer and not is_fresh:
                 holding = gone_back(holding, trainer.folder, generation.step)
-            self._write(team, settled)
+            self._write(team, settled, agreed)
             if generation.lost or team.fresh:
                 self.recoveries.hear(
                     gather(team, "recovery", self.recoveries.told, IN_A_TEAM_S).values()
@@ -259,9 +264,11 @@ class Survival:
                 go_on(trainer.config, generation.step)
                 self.lines.write_the_missing(trainer.folder)
             copies = copies_read(trainer.config, team)
-            remains = replace(remains, copies=(*remains.copies, *copies))
-            given = holding.checkpoint, holding.kept, remains
-            stretch = Stretch(trainer, team, settled, read, *given)
+            remains = Remains(
+                (*holding.remains.copies, *copies), agreed.squared_norms, agreed.optimizer_updates
+            )
+            given = agreed.microbatches_read, holding.checkpoint, holding.kept, remains
+            stretch = Stretch(trainer, team, settled, *given)
         stretch.awaiting = self.lines.awaiting
         if team.index == 0:
             of = max(team.count, trainer.membership.count)
@@ -290,35 +297,35 @@ class Survival:
                 stretch.follow(Replanning(config, team, self.plans, *given))
         return stretch
 
-    def _agreed(self, team: Team, settled: Settled, holding: Holding) -> tuple[int, Remains, bool]:
-        """The microbatches that have been read, and what remains: as who knows it tells the rest.
+    def _agreed(self, team: Team, settled: Settled, holding: Holding) -> SessionPlan:
+        """What the hosts go on by, from what each of them reports.
 
-        Also whether a host goes on from a checkpoint. Who takes the state of others knows neither.
         Newcomers are told of the team from now on.
         """
-        own, text = holding.remains, None if settled.data is None else settled.data.fingerprint
-        goes_back = holding.checkpoint is not None
-        tell = (holding.read, own.squared_norms, own.updates, text, goes_back)
-        told = gather(team, "read", lambda: tell, IN_A_TEAM_S).values()
-        reads, norms, updates, texts, back = zip(*told, strict=True)
-        known_text = min((of_host for of_host in texts if of_host is not None), default=None)
-        serves = partial(stages_for, self._rules, team.generation)
-        self._inviting.entered(team.generation, serves, known_text)
-        self._trainer.membership.reception.inviting = self._inviting
-        known = next((of_host for of_host in norms if of_host is not None), None)
-        made = max((count for count in updates if count is not None), default=None)
-        squared_norms = None if known is None else tuple(known)
-        return max(reads), Remains(own.copies, squared_norms, made), any(back)
-
-    def _write(self, team: Team, settled: Settled) -> None:
-        """Leave a line in membership.jsonl."""
         # By the numbers of the run's own plan, which every generation knows.
         here = self._trainer.membership.index
-        own = [node for node, host in enumerate(self._host_of) if host == here]
-        told = gather(team, "member", lambda: team.here() | {"nodes": own}, IN_A_TEAM_S)
+        nodes = [node for node, host in enumerate(self._host_of) if host == here]
+        assert settled.transfers is not None, "the hosts have met"
+        report = GenerationReport(
+            member=team.here() | {"nodes": nodes},
+            endpoint=settled.transfers.endpoint,
+            microbatches_read=holding.read,
+            restores_checkpoint=holding.checkpoint is not None,
+            squared_norms=holding.remains.squared_norms,
+            optimizer_updates=holding.remains.updates,
+            data_fingerprint=None if settled.data is None else settled.data.fingerprint,
+        )
+        agreed = exchange_reports(team, report, IN_A_TEAM_S)
+        serves = partial(stages_for, self._rules, team.generation)
+        self._inviting.entered(team.generation, serves, agreed.data_fingerprint)
+        self._trainer.membership.reception.inviting = self._inviting
+        return agreed
+
+    def _write(self, team: Team, settled: Settled, agreed: SessionPlan) -> None:
+        """Leave a line in membership.jsonl."""
         if team.index == 0:
             run_folder.append_generation(
-                self._trainer.folder, team.generation, settled.plan, list(told.values())
+                self._trainer.folder, team.generation, settled.plan, agreed.members
             )
 
 
@@ -369,11 +376,11 @@ def _get_ready(config: Config, settled: Settled, here: int) -> None:
 
 
 @contextmanager
-def _closed_by_an_error(settled: Settled) -> Iterator[None]:
+def _closed_by_an_error(transfers: Transfers | None) -> Iterator[None]:
     """The transfer servers of a team that ends before it has begun give their ports back."""
     try:
         yield
     except BaseException:
-        if settled.transfers is not None:
-            settled.transfers.close()
+        if transfers is not None:
+            transfers.close()
         raise

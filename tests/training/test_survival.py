@@ -20,6 +20,7 @@ from skippipe_jax.config.replan import ReplanConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.training import survival
+from skippipe_jax.training.report import GenerationReport, plan_session
 from skippipe_jax.training.survival import Holding, Survival, gone_back
 
 OWN, STEP = 1, 20
@@ -98,13 +99,13 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
 ):
     """Any of them may lead when the first step is made after it."""
     for name, stub in (
-        ("_agreed", lambda *_: (0, survival.NO_REMAINS, False)),
+        ("_agreed", lambda *_: plan_session([GenerationReport()])),
         ("_write", lambda *_: None),
         ("_replanned", lambda self, stretch, *_: stretch),
     ):
         monkeypatch.setattr(Survival, name, stub)
-    no_transfers = SimpleNamespace(transfers=None)
-    monkeypatch.setattr(survival, "regrouped", lambda *_: no_transfers)
+    monkeypatch.setattr(survival, "open_servers", lambda *_: SimpleNamespace(connect=print))
+    monkeypatch.setattr(survival, "regrouped", lambda *_: None)
     monkeypatch.setattr(survival, "Stretch", lambda *_: SimpleNamespace())
     theirs = {"step_before": 24, "loss_before": 2.25}
 

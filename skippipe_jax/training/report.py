@@ -1,0 +1,81 @@
+"""What the hosts of a generation tell each other once, as it begins, and what follows from that.
+
+Each host tells one `GenerationReport`, and `plan_session` derives from those of all hosts what each
+of them goes on by. It is a pure function, so all hosts come to the same, in one exchange: over slow
+links every further one would make a membership change longer by the latency of the slowest link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from skippipe_jax.cluster.agreement import Host, gather
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationReport:
+    """What one host tells all others; every value is one that JSON can hold.
+
+    Attributes:
+        member: the host, its process, its address and its nodes, as in membership.jsonl.
+        endpoint: of its transfer servers.
+        microbatches_read: before the next step; 0 on a host that takes the state of others.
+        restores_checkpoint: whether it goes on from a checkpoint.
+        squared_norms: of the gradients of each stage's blocks at the last step, if it knows them.
+        optimizer_updates: how many the optimizer has made, if it knows that.
+        data_fingerprint: of the text that it reads, if it reads any.
+    """
+
+    member: Mapping[str, Any] = field(default_factory=dict)
+    endpoint: Mapping[str, Any] = field(default_factory=dict)
+    microbatches_read: int = 0
+    restores_checkpoint: bool = False
+    squared_norms: Sequence[float] | None = None
+    optimizer_updates: int | None = None
+    data_fingerprint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionPlan:
+    """What all hosts of a generation go on by.
+
+    Attributes:
+        members: what each host tells of itself, the leader first.
+        endpoints: of the transfer servers of each host.
+        microbatches_read: before the next step.
+        restores_checkpoint: whether a host goes on from a checkpoint.
+        squared_norms, optimizer_updates: as in a report; None where no host knows them.
+        data_fingerprint: of the text that the run reads; None where no host reads any.
+    """
+
+    members: Sequence[Mapping[str, Any]]
+    endpoints: Sequence[Mapping[str, Any]]
+    microbatches_read: int
+    restores_checkpoint: bool
+    squared_norms: tuple[float, ...] | None
+    optimizer_updates: int | None
+    data_fingerprint: str | None
+
+
+def plan_session(reports: Sequence[GenerationReport]) -> SessionPlan:
+    """What follows from the reports of all hosts, the leader's first."""
+    norms = [own.squared_norms for own in reports if own.squared_norms is not None]
+    updates = [own.optimizer_updates for own in reports if own.optimizer_updates is not None]
+    texts = [own.data_fingerprint for own in reports if own.data_fingerprint is not None]
+    return SessionPlan(
+        members=[own.member for own in reports],
+        endpoints=[own.endpoint for own in reports],
+        microbatches_read=max(own.microbatches_read for own in reports),
+        restores_checkpoint=any(own.restores_checkpoint for own in reports),
+        squared_norms=tuple(norms[0]) if norms else None,
+        optimizer_updates=max(updates, default=None),
+        data_fingerprint=min(texts, default=None),
+    )
+
+
+def exchange_reports(host: Host, report: GenerationReport, timeout_s: float) -> SessionPlan:
+    """Tell all hosts a report, hear theirs, and plan; all hosts call this together."""
+    told = gather(host, "report", lambda: asdict(report), timeout_s)
+    return plan_session([GenerationReport(**told[index]) for index in range(host.count)])

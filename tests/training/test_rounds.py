@@ -1,0 +1,67 @@
+"""How many messages have to come one after another for a run to go on without a lost host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skippipe_jax.training.trainer import Trainer
+from tests.thread_cluster import Host, Lost, Network, train
+from tests.training_runs import settings, write_config
+
+PATIENCE_S = 60.0
+STEPS = 6
+# Host 0 has stage 0, and hosts 1 and 2 have a replica of stage 1 each.
+CASE = {
+    "nodes": 3,
+    "locations": ["here"],
+    "links": [],
+    "forward_s": 0.1,
+    "stages": [1, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+    "memory": 2,
+}
+# Of the nine exchanges that follow one another, and the clock.
+ONE_WAY_OF_OPENING = 20
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    network = Network(3)
+    yield network
+    network.close()
+
+
+def test_a_run_goes_on_without_a_lost_host_in_few_round_trips(network: Network, tmp_path: Path):
+    config = write_config(
+        tmp_path,
+        plan={"case": CASE, "method": "balanced"},
+        train={"steps": STEPS},
+        validation={"every": STEPS, "sequences": 4},
+        trace="every 2",
+        replan={"budget_s": 0},
+        run_dir=str(tmp_path / "run"),
+    )
+    hosts = [Host(config, index, network, []) for index in range(3)]
+
+    def is_lost(trainer: Trainer, step: int) -> None:
+        if step == 2:
+            network.lose(2)
+            raise Lost
+
+    told: dict[int, tuple[int, list[str]]] = {}
+
+    def counts(trainer: Trainer, step: int) -> None:
+        own = hosts[trainer.membership.index].membership
+        if trainer.host.count == 2:
+            told.setdefault(own.index, (own.depth, [*own.puts]))
+
+    hosts[2].after_step = is_lost
+    for host in hosts[:2]:
+        host.after_step = counts
+    train(hosts, PATIENCE_S)
+    assert [host.trainer.steps_done for host in hosts[:2]] == [STEPS, STEPS]
+    assert max(depth for depth, _ in told.values()) <= ONE_WAY_OF_OPENING, told
