@@ -19,7 +19,6 @@ from skippipe_jax.config.recovery import SKIP, STOP
 from skippipe_jax.consensus.generations import Rules
 from skippipe_jax.program.compiler import compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule
-from skippipe_jax.runtime.transport import Transfers
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.training.lost_stages import remakes_of
 from skippipe_jax.training.places import (
@@ -29,7 +28,7 @@ from skippipe_jax.training.places import (
     with_places,
     with_stages,
 )
-from skippipe_jax.training.setup import Settled, open_data
+from skippipe_jax.training.setup import Settled
 
 
 def rules_of(config: Config, settled: Settled) -> Rules:
@@ -108,11 +107,10 @@ def regrouped(
     config: Config,
     settled: Settled,
     team: Team,
-    transfers: Transfers,
     found: Plan | None = None,
     new: Mapping[int, NewNode] | None = None,
 ) -> Settled:
-    """What the hosts of a team go on with, over these transfer servers of this host.
+    """What the hosts of a team go on with, but for what they have yet to agree on.
 
     `settled` is what all hosts of the run have settled, and `found` the plan of their placement, if
     it is not the quick one. What hosts have measured that came to spare places is `new`, by their
@@ -138,6 +136,4 @@ def regrouped(
     host_of = tuple(rank[places[node]] for node in kept)
     compiled = compile_plans(plans, host_of)
     programs = {name: of_hosts[team.index] for name, of_hosts in compiled.items()}
-    regrouped = replace(settled, schedule=schedule, host_of=host_of, programs=programs)
-    data = settled.data or open_data(config, regrouped.plan, programs[OWN])
-    return replace(regrouped, data=data, transfers=transfers)
+    return replace(settled, schedule=schedule, host_of=host_of, programs=programs)

@@ -26,6 +26,8 @@ class GenerationReport:
         squared_norms: of the gradients of each stage's blocks at the last step, if it knows them.
         optimizer_updates: how many the optimizer has made, if it knows that.
         data_fingerprint: of the text that it reads, if it reads any.
+        device_kinds: what JAX calls each of its devices.
+        held_out_microbatches: that it has read of the held-out text, if it reads any.
     """
 
     member: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +37,8 @@ class GenerationReport:
     squared_norms: Sequence[float] | None = None
     optimizer_updates: int | None = None
     data_fingerprint: str | None = None
+    device_kinds: Sequence[str] = ()
+    held_out_microbatches: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ class SessionPlan:
         restores_checkpoint: whether a host goes on from a checkpoint.
         squared_norms, optimizer_updates: as in a report; None where no host knows them.
         data_fingerprint: of the text that the run reads; None where no host reads any.
+        device_kinds: of each host.
+        held_out_microbatches: how many there are.
     """
 
     members: Sequence[Mapping[str, Any]]
@@ -57,6 +63,8 @@ class SessionPlan:
     squared_norms: tuple[float, ...] | None
     optimizer_updates: int | None
     data_fingerprint: str | None
+    device_kinds: Sequence[Sequence[str]]
+    held_out_microbatches: int
 
 
 def plan_session(reports: Sequence[GenerationReport]) -> SessionPlan:
@@ -72,6 +80,11 @@ def plan_session(reports: Sequence[GenerationReport]) -> SessionPlan:
         squared_norms=tuple(norms[0]) if norms else None,
         optimizer_updates=max(updates, default=None),
         data_fingerprint=min(texts, default=None),
+        device_kinds=[own.device_kinds for own in reports],
+        held_out_microbatches=next(
+            (own.held_out_microbatches for own in reports if own.held_out_microbatches is not None),
+            0,
+        ),
     )
 
 

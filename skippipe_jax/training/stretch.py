@@ -29,7 +29,7 @@ from skippipe_jax.training.metrics import Metrics, finite
 from skippipe_jax.training.opening import open_stages
 from skippipe_jax.training.profiled_steps import profiled
 from skippipe_jax.training.progress import Compilations
-from skippipe_jax.training.setup import Settled, data_config, open_writer
+from skippipe_jax.training.setup import Settled, open_writer
 from skippipe_jax.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -97,7 +97,10 @@ class Stretch:
         self.metrics = Metrics(config, self.schedule, self.runtime, trainer.steps_done)
         self._validation = None
         if config.validation.every:
-            self._validation = Validation(config, data_config(config), self.runtime, self.host)
+            assert settled.agreed is not None, "all hosts have reported"
+            count = settled.agreed.held_out_microbatches
+            given = settled.held_out, count, self.runtime, self.host
+            self._validation = Validation(config, *given)
         self._reader = None if data is None else ReadAhead(data.__getitem__, config.data.prefetch)
         if self._reader is not None:
             opened.enter_context(closing(self._reader))

@@ -17,6 +17,7 @@ from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.state import Kept
@@ -38,10 +39,11 @@ from skippipe_jax.training.places import host_of_places, stages_for
 from skippipe_jax.training.recoveries import RecoveriesFile
 from skippipe_jax.training.regroup import regrouped, rules_of
 from skippipe_jax.training.replanning import FoundPlans, Replanning
-from skippipe_jax.training.report import GenerationReport, SessionPlan, exchange_reports
+from skippipe_jax.training.report import SessionPlan, exchange_reports
 from skippipe_jax.training.search_process import Preparing, Standby
-from skippipe_jax.training.setup import Settled, go_on
+from skippipe_jax.training.setup import Settled, data_config, go_on, own_report
 from skippipe_jax.training.stretch import Stretch
+from skippipe_jax.training.validation import read_held_out
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
@@ -123,10 +125,11 @@ class Survival:
         try:
             with _closed_by_an_error(self._settled.transfers):
                 agreed = self._agreed(team, self._settled, Holding(read))
-                self._write(team, self._settled, agreed)
-                given = agreed.microbatches_read, checkpoint
-                stretch = Stretch(self._trainer, team, self._settled, *given)
-                return self._replanned(stretch, team, self._settled)
+                settled = replace(self._settled, agreed=agreed)
+                self._write(team, settled)
+                read = agreed.microbatches_read
+                stretch = Stretch(self._trainer, team, settled, read, checkpoint)
+                return self._replanned(stretch, team, settled)
         except TeamEnded:
             pass
         holding = Holding(read, checkpoint=checkpoint)
@@ -243,15 +246,17 @@ class Survival:
         team.require_goes_on()  # Nothing is opened for one that has ended.
         found = self.plans.of_team(team, IN_A_TEAM_S)
         new = told_by(team, trainer.folder, self._host_of, len(self._settled.host_of), IN_A_TEAM_S)
+        self._read_text(team)
         transfers = open_servers(team)
         with _closed_by_an_error(transfers):
-            settled = regrouped(trainer.config, self._settled, team, transfers, found, new)
-            agreed = self._agreed(team, settled, holding)
+            agreed = self._agreed(team, replace(self._settled, transfers=transfers), holding)
             transfers.connect(agreed.endpoints)
+            settled = regrouped(trainer.config, self._settled, team, found, new)
+            settled = replace(settled, transfers=transfers, agreed=agreed)
             is_outer, is_fresh = trainer.config.averaging.is_outer, team.index in team.fresh
             if agreed.restores_checkpoint and is_outer and not is_fresh:
                 holding = gone_back(holding, trainer.folder, generation.step)
-            self._write(team, settled, agreed)
+            self._write(team, settled)
             if generation.lost or team.fresh:
                 self.recoveries.hear(
                     gather(team, "recovery", self.recoveries.told, IN_A_TEAM_S).values()
@@ -297,6 +302,15 @@ class Survival:
                 stretch.follow(Replanning(config, team, self.plans, *given))
         return stretch
 
+    def _read_text(self, team: Team) -> None:
+        """Read the text of the run once a data node is served here."""
+        config, placement = self._trainer.config, team.generation.placement
+        serves_data = 0 in self._rules.serves(placement, self._trainer.membership.index)
+        if serves_data and self._settled.data is None:
+            text = data_config(config)
+            data, held_out = TrainingBatches(text), read_held_out(config, text)
+            self._settled = replace(self._settled, data=data, held_out=held_out)
+
     def _agreed(self, team: Team, settled: Settled, holding: Holding) -> SessionPlan:
         """What the hosts go on by, from what each of them reports.
 
@@ -306,14 +320,14 @@ class Survival:
         here = self._trainer.membership.index
         nodes = [node for node, host in enumerate(self._host_of) if host == here]
         assert settled.transfers is not None, "the hosts have met"
-        report = GenerationReport(
+        report = replace(
+            own_report(settled),
             member=team.here() | {"nodes": nodes},
             endpoint=settled.transfers.endpoint,
             microbatches_read=holding.read,
             restores_checkpoint=holding.checkpoint is not None,
             squared_norms=holding.remains.squared_norms,
             optimizer_updates=holding.remains.updates,
-            data_fingerprint=None if settled.data is None else settled.data.fingerprint,
         )
         agreed = exchange_reports(team, report, IN_A_TEAM_S)
         serves = partial(stages_for, self._rules, team.generation)
@@ -321,11 +335,12 @@ class Survival:
         self._trainer.membership.reception.inviting = self._inviting
         return agreed
 
-    def _write(self, team: Team, settled: Settled, agreed: SessionPlan) -> None:
+    def _write(self, team: Team, settled: Settled) -> None:
         """Leave a line in membership.jsonl."""
         if team.index == 0:
+            assert settled.agreed is not None, "all hosts have reported"
             run_folder.append_generation(
-                self._trainer.folder, team.generation, settled.plan, agreed.members
+                self._trainer.folder, team.generation, settled.plan, settled.agreed.members
             )
 
 

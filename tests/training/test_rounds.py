@@ -9,7 +9,7 @@ import pytest
 
 from skippipe_jax.training.trainer import Trainer
 from tests.thread_cluster import Host, Lost, Network, train
-from tests.training_runs import settings, write_config
+from tests.training_runs import write_config
 
 PATIENCE_S = 60.0
 STEPS = 6
@@ -24,8 +24,8 @@ CASE = {
     "microbatches_per_data_node": 2,
     "memory": 2,
 }
-# Of the nine exchanges that follow one another, and the clock.
-ONE_WAY_OF_OPENING = 20
+# A report, and the word that all are ready.
+ONE_WAY_OF_OPENING = 2
 
 
 @pytest.fixture

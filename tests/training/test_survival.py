@@ -21,6 +21,7 @@ from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.training import survival
 from skippipe_jax.training.report import GenerationReport, plan_session
+from skippipe_jax.training.setup import Settled
 from skippipe_jax.training.survival import Holding, Survival, gone_back
 
 OWN, STEP = 1, 20
@@ -41,7 +42,8 @@ class Openings(Survival):
         trainer: Any = SimpleNamespace(
             folder=folder, config=config, membership=host, steps_done=STEP
         )
-        settled: Any = SimpleNamespace(host_of=(0, OWN, 2))
+        unused: Any = None
+        settled = Settled(unused, (0, OWN, 2), {}, None, (), None, None, None)
         super().__init__(trainer, settled)
         self.teams = [Team(host, generation) for generation in generations]
         self.held: list[Holding] = []
@@ -105,7 +107,8 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
     ):
         monkeypatch.setattr(Survival, name, stub)
     monkeypatch.setattr(survival, "open_servers", lambda *_: SimpleNamespace(connect=print))
-    monkeypatch.setattr(survival, "regrouped", lambda *_: None)
+    monkeypatch.setattr(Survival, "_read_text", lambda *_: None)
+    monkeypatch.setattr(survival, "regrouped", lambda _, settled, *__: settled)
     monkeypatch.setattr(survival, "Stretch", lambda *_: SimpleNamespace())
     theirs = {"step_before": 24, "loss_before": 2.25}
 
