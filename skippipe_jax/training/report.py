@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from skippipe_jax.cluster.agreement import Host, gather
+from skippipe_jax.consensus.generations import Generation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,10 @@ class GenerationReport:
         data_fingerprint: of the text that it reads, if it reads any.
         device_kinds: what JAX calls each of its devices.
         held_out_microbatches: that it has read of the held-out text, if it reads any.
+        measured: what it has measured, as `Measured` tells it, if it has.
+        known_plans: the digests of the plans that it has found, or heard of.
+        recovery: its line of recoveries.jsonl that is yet to be written, if there is one.
+        metrics_tail: its last lines of metrics.
     """
 
     member: Mapping[str, Any] = field(default_factory=dict)
@@ -39,6 +44,10 @@ class GenerationReport:
     data_fingerprint: str | None = None
     device_kinds: Sequence[str] = ()
     held_out_microbatches: int | None = None
+    measured: Mapping[str, Any] | None = None
+    known_plans: Sequence[str] = ()
+    recovery: dict[str, Any] | None = None
+    metrics_tail: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,11 @@ class SessionPlan:
         data_fingerprint: of the text that the run reads; None where no host reads any.
         device_kinds: of each host.
         held_out_microbatches: how many there are.
+        measured: as in a report, by host.
+        plan_source: the host that tells the plan of the generation to those that lack it; None
+            where none lacks it, or none knows it.
+        is_plan_known: whether a host knows the plan of the generation.
+        recoveries, metrics_tails: as in the report of each host.
     """
 
     members: Sequence[Mapping[str, Any]]
@@ -65,10 +79,20 @@ class SessionPlan:
     data_fingerprint: str | None
     device_kinds: Sequence[Sequence[str]]
     held_out_microbatches: int
+    measured: Mapping[int, Mapping[str, Any]]
+    plan_source: int | None
+    is_plan_known: bool
+    recoveries: Sequence[dict[str, Any] | None]
+    metrics_tails: Sequence[Sequence[Mapping[str, Any]]]
 
 
-def plan_session(reports: Sequence[GenerationReport]) -> SessionPlan:
-    """What follows from the reports of all hosts, the leader's first."""
+def plan_session(generation: Generation | None, reports: Sequence[GenerationReport]) -> SessionPlan:
+    """What follows from the reports of all hosts of a generation, the leader's first.
+
+    The generation is None where hosts are always the same.
+    """
+    wanted = "" if generation is None else generation.plan
+    knowing = [host for host, own in enumerate(reports) if wanted in own.known_plans]
     norms = [own.squared_norms for own in reports if own.squared_norms is not None]
     updates = [own.optimizer_updates for own in reports if own.optimizer_updates is not None]
     texts = [own.data_fingerprint for own in reports if own.data_fingerprint is not None]
@@ -85,10 +109,20 @@ def plan_session(reports: Sequence[GenerationReport]) -> SessionPlan:
             (own.held_out_microbatches for own in reports if own.held_out_microbatches is not None),
             0,
         ),
+        measured={
+            host: own.measured for host, own in enumerate(reports) if own.measured is not None
+        },
+        plan_source=knowing[0] if 0 < len(knowing) < len(reports) else None,
+        is_plan_known=bool(knowing),
+        recoveries=[own.recovery for own in reports],
+        metrics_tails=[own.metrics_tail for own in reports],
     )
 
 
-def exchange_reports(host: Host, report: GenerationReport, timeout_s: float) -> SessionPlan:
+def exchange_reports(
+    host: Host, generation: Generation | None, report: GenerationReport, timeout_s: float
+) -> SessionPlan:
     """Tell all hosts a report, hear theirs, and plan; all hosts call this together."""
     told = gather(host, "report", lambda: asdict(report), timeout_s)
-    return plan_session([GenerationReport(**told[index]) for index in range(host.count)])
+    reports = [GenerationReport(**told[index]) for index in range(host.count)]
+    return plan_session(generation, reports)

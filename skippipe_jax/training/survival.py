@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_jax.cluster.agreement import DeadlinePassed, gather
+from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
@@ -33,7 +33,7 @@ from skippipe_jax.training.departure import HasLeft
 from skippipe_jax.training.inviting import Inviting
 from skippipe_jax.training.left_out import copies_read, steps_saved
 from skippipe_jax.training.lost_stages import how_remade
-from skippipe_jax.training.measured import told_by
+from skippipe_jax.training.measured import Measured, new_nodes
 from skippipe_jax.training.messages import say, say_meanwhile
 from skippipe_jax.training.places import host_of_places, stages_for
 from skippipe_jax.training.recoveries import RecoveriesFile
@@ -244,13 +244,14 @@ class Survival:
         trainer.steps_done = generation.step
         self.lines.forget(after=generation.step)
         team.require_goes_on()  # Nothing is opened for one that has ended.
-        found = self.plans.of_team(team, IN_A_TEAM_S)
-        new = told_by(team, trainer.folder, self._host_of, len(self._settled.host_of), IN_A_TEAM_S)
         self._read_text(team)
         transfers = open_servers(team)
         with _closed_by_an_error(transfers):
             agreed = self._agreed(team, replace(self._settled, transfers=transfers), holding)
             transfers.connect(agreed.endpoints)
+            found = self.plans.of_team(team, agreed, IN_A_TEAM_S)
+            told = {team.hosts[at]: Measured.parse(own) for at, own in agreed.measured.items()}
+            new = new_nodes(told, self._host_of, len(self._settled.host_of))
             settled = regrouped(trainer.config, self._settled, team, found, new)
             settled = replace(settled, transfers=transfers, agreed=agreed)
             is_outer, is_fresh = trainer.config.averaging.is_outer, team.index in team.fresh
@@ -258,11 +259,9 @@ class Survival:
                 holding = gone_back(holding, trainer.folder, generation.step)
             self._write(team, settled)
             if generation.lost or team.fresh:
-                self.recoveries.hear(
-                    gather(team, "recovery", self.recoveries.told, IN_A_TEAM_S).values()
-                )
+                self.recoveries.hear(agreed.recoveries)
             if 0 in team.fresh:  # Whoever leads has no lines of its own.
-                self.lines.hear(gather(team, "lines", self.lines.told, IN_A_TEAM_S).values())
+                self.lines.hear(agreed.metrics_tails)
             if team.index == 0:
                 # Not before all have told something: a leader that was stopped wakes when others
                 # lead.
@@ -328,8 +327,12 @@ class Survival:
             restores_checkpoint=holding.checkpoint is not None,
             squared_norms=holding.remains.squared_norms,
             optimizer_updates=holding.remains.updates,
+            measured=Measured.kept(self._trainer.folder),
+            known_plans=self.plans.names,
+            recovery=self.recoveries.told(),
+            metrics_tail=self.lines.told() if 0 in team.fresh else [],
         )
-        agreed = exchange_reports(team, report, IN_A_TEAM_S)
+        agreed = exchange_reports(team, team.generation, report, IN_A_TEAM_S)
         serves = partial(stages_for, self._rules, team.generation)
         self._inviting.entered(team.generation, serves, agreed.data_fingerprint)
         self._trainer.membership.reception.inviting = self._inviting

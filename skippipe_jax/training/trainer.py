@@ -170,7 +170,7 @@ class Trainer:
         settled, checkpoint, read = beginning.settled, beginning.checkpoint, beginning.read
         if host.count == 1 or host.is_distributed:
             timeout_s = config.cluster.connect_timeout_s
-            agreed = exchange_reports(host, own_report(settled), timeout_s)
+            agreed = exchange_reports(host, None, own_report(settled), timeout_s)
             stretch = Stretch(self, host, replace(settled, agreed=agreed), read, checkpoint)
         else:
             survival = self._holding.enter_context(closing(Survival(self, settled)))

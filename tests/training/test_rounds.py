@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skippipe_jax.consensus.decisions import advance, first_state
+from skippipe_jax.consensus.generations import (
+    Enter,
+    Generation,
+    Presence,
+    Received,
+    Rules,
+    Send,
+    Tick,
+)
 from skippipe_jax.training.trainer import Trainer
 from tests.thread_cluster import Host, Lost, Network, train
 from tests.training_runs import write_config
@@ -24,8 +35,9 @@ CASE = {
     "microbatches_per_data_node": 2,
     "memory": 2,
 }
-# A report, and the word that all are ready.
-ONE_WAY_OF_OPENING = 2
+# Ask, promise, ask, accepted, decided; then a report, and the word that all are ready.
+DECIDING, OPENING = 5, 2
+MOST_ROUND_TRIPS = 6
 
 
 @pytest.fixture
@@ -64,4 +76,32 @@ def test_a_run_goes_on_without_a_lost_host_in_few_round_trips(network: Network, 
         host.after_step = counts
     train(hosts, PATIENCE_S)
     assert [host.trainer.steps_done for host in hosts[:2]] == [STEPS, STEPS]
-    assert max(depth for depth, _ in told.values()) <= ONE_WAY_OF_OPENING, told
+    assert {depth for depth, _ in told.values()} == {OPENING}, told
+    assert DECIDING + OPENING <= 2 * MOST_ROUND_TRIPS
+
+
+def test_hosts_decide_on_the_next_generation_in_few_messages():
+    first = Generation(1, (0, 1, 2), (7, 7, 7), 0, 4, placement=((0,), (1, 2)))
+
+    def serves(placement: Any, host: int) -> frozenset[int]:
+        return frozenset(stage for stage, hosts in enumerate(placement) if host in hosts)
+
+    rules = Rules((0, 1, 2), lambda *_: True, lambda placement, *_: placement, dict, serves=serves)
+    states = {host: first_state(host, rules, first, 0) for host in (0, 1, 2)}
+    for host in (0, 1):
+        states[host], _ = advance(states[host], Presence(2, is_there=False))
+    states[0], effects = advance(states[0], Tick())
+    depth, under_way = 0, [(0, effect) for effect in effects]
+    entered: dict[int, int] = {}
+    while under_way:
+        depth += 1
+        arriving, under_way = under_way, []
+        for source, effect in arriving:
+            if isinstance(effect, Send) and effect.target != 2:
+                target = effect.target
+                states[target], more = advance(states[target], Received(source, effect.message))
+                under_way += [(target, one) for one in more]
+                if any(isinstance(one, Enter) for one in more):
+                    entered[target] = depth
+    assert max(entered.values()) == DECIDING
+    assert entered.keys() == {0, 1}

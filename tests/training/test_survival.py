@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from skippipe_jax.config.replan import ReplanConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.training import survival
-from skippipe_jax.training.report import GenerationReport, plan_session
+from skippipe_jax.training.report import GenerationReport, SessionPlan, plan_session
 from skippipe_jax.training.setup import Settled
 from skippipe_jax.training.survival import Holding, Survival, gone_back
 
@@ -101,25 +100,28 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
 ):
     """Any of them may lead when the first step is made after it."""
     for name, stub in (
-        ("_agreed", lambda *_: plan_session([GenerationReport()])),
         ("_write", lambda *_: None),
         ("_replanned", lambda self, stretch, *_: stretch),
     ):
         monkeypatch.setattr(Survival, name, stub)
-    monkeypatch.setattr(survival, "open_servers", lambda *_: SimpleNamespace(connect=print))
+    monkeypatch.setattr(
+        survival, "open_servers", lambda *_: SimpleNamespace(connect=print, endpoint={})
+    )
     monkeypatch.setattr(Survival, "_read_text", lambda *_: None)
     monkeypatch.setattr(survival, "regrouped", lambda _, settled, *__: settled)
     monkeypatch.setattr(survival, "Stretch", lambda *_: SimpleNamespace())
     theirs = {"step_before": 24, "loss_before": 2.25}
 
-    def gather(team: Team, name: str, own: Callable[[], Any], *_: Any) -> dict[int, Any]:
-        other = {"recovery": None if 0 in fresh else theirs, "lines": []}[name]
-        return {0: other, 1: own()}
+    def exchange(
+        team: Team, generation: Generation, own: GenerationReport, timeout_s: float
+    ) -> SessionPlan:
+        other = GenerationReport(recovery=None if 0 in fresh else theirs)
+        return plan_session(generation, [other, own])
 
-    monkeypatch.setattr(survival, "gather", gather)
+    monkeypatch.setattr(survival, "exchange_reports", exchange)
+    monkeypatch.setattr(Team, "here", lambda _: {})
     monkeypatch.setattr(Team, "has_ended", False)
     openings: Any = Openings(tmp_path)
-    openings.plans = SimpleNamespace(of_team=lambda *_: None)
     openings.lines.lines.append({"step": 24, "loss": 2.5})
     trainer = openings._trainer
     trainer.steps_done = 24
