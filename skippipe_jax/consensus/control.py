@@ -25,6 +25,7 @@ from skippipe_jax.consensus.generations import (
     Send,
     State,
     Stored,
+    TextMissing,
     Tick,
     Told,
     Wish,
@@ -125,6 +126,15 @@ class Control:
     def is_the_end(self) -> bool:
         """Whether so many hosts are told to leave that the run has to end. For any thread."""
         return is_the_end(self._state)
+
+    def lacks_text(self) -> None:
+        """This host has not the text of the run, or has another. Any thread may call this."""
+
+        def tell() -> None:
+            self._happens(TextMissing())
+            self._happens(Tick())  # So that the others hear of it at once.
+
+        self._loop.call_soon_threadsafe(tell)
 
     def wishes(self, wish: Wish) -> None:
         """Go on under another placement when the next step counts. Any thread may call this."""

@@ -62,6 +62,11 @@ def rules_of(config: Config, settled: Settled) -> Rules:
         lacking = {host for host in apart if 0 not in serves(placement, host)}
         return {node for node, host in enumerate(host_of) if host in lacking}
 
+    def without_text(placement: Placement, hosts: Collection[int]) -> Placement:
+        barred = {node for node, host in enumerate(host_of) if host in hosts}
+        kept = tuple(node for node in placement[0] if node not in barred)
+        return with_stages(settled.plan, (kept, *placement[1:]), placement[0])
+
     def safest(placement: Placement, hosts: frozenset[int], apart: Collection[int]) -> Placement:
         without_text = lacking_text(placement, apart)
         return secured(settled.plan.stages, placement, host_of, hosts, without_text)
@@ -92,6 +97,7 @@ def rules_of(config: Config, settled: Settled) -> Rules:
         remakes=remakes_of(config, len(settled.plan.stages)),
         is_apart=is_joined(Path(config.run_dir)),
         safest=safest,
+        without_text=without_text,
         placed_without=placed if config.recovery.lost_stage == SKIP else None,
     )
 

@@ -26,7 +26,9 @@ class GenerationReport:
         restores_checkpoint: whether it goes on from a checkpoint.
         squared_norms: of the gradients of each stage's blocks at the last step, if it knows them.
         optimizer_updates: how many the optimizer has made, if it knows that.
-        data_fingerprint: of the text that it reads, if it reads any.
+        serves_data: whether a data node is served there.
+        data_fingerprint: of the text that it has read, if it has read any.
+        run_fingerprint: of the text that the run reads, if it has heard of that before.
         device_kinds: what JAX calls each of its devices.
         held_out_microbatches: that it has read of the held-out text, if it reads any.
         measured: what it has measured, as `Measured` tells it, if it has.
@@ -41,9 +43,11 @@ class GenerationReport:
     restores_checkpoint: bool = False
     squared_norms: Sequence[float] | None = None
     optimizer_updates: int | None = None
+    serves_data: bool = False
     data_fingerprint: str | None = None
+    run_fingerprint: str | None = None
     device_kinds: Sequence[str] = ()
-    held_out_microbatches: int | None = None
+    held_out_microbatches: int = 0
     measured: Mapping[str, Any] | None = None
     known_plans: Sequence[str] = ()
     recovery: dict[str, Any] | None = None
@@ -60,7 +64,8 @@ class SessionPlan:
         microbatches_read: before the next step.
         restores_checkpoint: whether a host goes on from a checkpoint.
         squared_norms, optimizer_updates: as in a report; None where no host knows them.
-        data_fingerprint: of the text that the run reads; None where no host reads any.
+        data_fingerprint: of the text that the run reads; None where no host knows it.
+        without_text: the hosts that serve a data node, and have not that text.
         device_kinds: of each host.
         held_out_microbatches: how many there are.
         measured: as in a report, by host.
@@ -77,6 +82,7 @@ class SessionPlan:
     squared_norms: tuple[float, ...] | None
     optimizer_updates: int | None
     data_fingerprint: str | None
+    without_text: Sequence[int]
     device_kinds: Sequence[Sequence[str]]
     held_out_microbatches: int
     measured: Mapping[int, Mapping[str, Any]]
@@ -95,7 +101,9 @@ def plan_session(generation: Generation | None, reports: Sequence[GenerationRepo
     knowing = [host for host, own in enumerate(reports) if wanted in own.known_plans]
     norms = [own.squared_norms for own in reports if own.squared_norms is not None]
     updates = [own.optimizer_updates for own in reports if own.optimizer_updates is not None]
-    texts = [own.data_fingerprint for own in reports if own.data_fingerprint is not None]
+    known = [own.run_fingerprint for own in reports if own.run_fingerprint is not None]
+    read = [own.data_fingerprint for own in reports if own.data_fingerprint is not None]
+    text = known[0] if known else min(read, default=None)
     return SessionPlan(
         members=[own.member for own in reports],
         endpoints=[own.endpoint for own in reports],
@@ -103,10 +111,15 @@ def plan_session(generation: Generation | None, reports: Sequence[GenerationRepo
         restores_checkpoint=any(own.restores_checkpoint for own in reports),
         squared_norms=tuple(norms[0]) if norms else None,
         optimizer_updates=max(updates, default=None),
-        data_fingerprint=min(texts, default=None),
+        data_fingerprint=text,
+        without_text=[
+            host
+            for host, own in enumerate(reports)
+            if own.serves_data and (own.data_fingerprint is None or own.data_fingerprint != text)
+        ],
         device_kinds=[own.device_kinds for own in reports],
         held_out_microbatches=next(
-            (own.held_out_microbatches for own in reports if own.held_out_microbatches is not None),
+            (own.held_out_microbatches for own in reports if own.serves_data),
             0,
         ),
         measured={

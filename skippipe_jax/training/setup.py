@@ -7,6 +7,7 @@ hosts read there what it has written. All that can be wrong with the input is fo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,8 +189,10 @@ def settle_alone(config: Config, host: Membership) -> Settled:
         return Settled(schedule, host_of, {}, None, (), None, None, None)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
-    data = open_data(config, schedule.plans[OWN], programs[OWN])
-    held_out = () if data is None else read_held_out(config, data_config(config))
+    data, held_out = None, ()
+    with suppress(InputError):  # Who is given a data node tries again, and then says why.
+        data = open_data(config, schedule.plans[OWN], programs[OWN])
+        held_out = () if data is None else read_held_out(config, data_config(config))
     return Settled(schedule, host_of, programs, data, held_out, None, None, None)
 
 
@@ -207,8 +210,9 @@ def own_report(settled: Settled) -> GenerationReport:
     data = settled.data
     return GenerationReport(
         device_kinds=[device.device_kind for device in jax.local_devices()],
+        serves_data=data is not None,
         data_fingerprint=None if data is None else data.fingerprint,
-        held_out_microbatches=None if data is None else len(settled.held_out),
+        held_out_microbatches=len(settled.held_out),
     )
 
 

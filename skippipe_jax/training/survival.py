@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skippipe_sched.errors import InputError
+
 from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
@@ -124,7 +126,8 @@ class Survival:
         team = membership.outlive(self._rules, self._store, stages, step, saved=step)
         try:
             with _closed_by_an_error(self._settled.transfers):
-                agreed = self._agreed(team, self._settled, Holding(read))
+                serves_data = self._settled.data is not None
+                agreed = self._agreed(team, self._settled, Holding(read), serves_data=serves_data)
                 settled = replace(self._settled, agreed=agreed)
                 self._write(team, settled)
                 read = agreed.microbatches_read
@@ -244,10 +247,14 @@ class Survival:
         trainer.steps_done = generation.step
         self.lines.forget(after=generation.step)
         team.require_goes_on()  # Nothing is opened for one that has ended.
-        self._read_text(team)
+        serves_data = 0 in self._rules.serves(generation.placement, trainer.membership.index)
+        if serves_data:
+            self._read_text()
         transfers = open_servers(team)
         with _closed_by_an_error(transfers):
-            agreed = self._agreed(team, replace(self._settled, transfers=transfers), holding)
+            settled = replace(self._settled, transfers=transfers)
+            agreed = self._agreed(team, settled, holding, serves_data=serves_data)
+            self._require_text(team, agreed)
             transfers.connect(agreed.endpoints)
             found = self.plans.of_team(team, agreed, IN_A_TEAM_S)
             told = {team.hosts[at]: Measured.parse(own) for at, own in agreed.measured.items()}
@@ -301,16 +308,46 @@ class Survival:
                 stretch.follow(Replanning(config, team, self.plans, *given))
         return stretch
 
-    def _read_text(self, team: Team) -> None:
-        """Read the text of the run once a data node is served here."""
-        config, placement = self._trainer.config, team.generation.placement
-        serves_data = 0 in self._rules.serves(placement, self._trainer.membership.index)
-        if serves_data and self._settled.data is None:
+    def _read_text(self) -> None:
+        """Read the text of the run, if it is here and has not been read yet."""
+        config = self._trainer.config
+        if self._settled.data is not None:
+            return
+        try:
             text = data_config(config)
             data, held_out = TrainingBatches(text), read_held_out(config, text)
-            self._settled = replace(self._settled, data=data, held_out=held_out)
+        except InputError as error:
+            return say(f"warning: the text of the run is not here: {error}")
+        self._settled = replace(self._settled, data=data, held_out=held_out)
 
-    def _agreed(self, team: Team, settled: Settled, holding: Holding) -> SessionPlan:
+    def _require_text(self, team: Team, agreed: SessionPlan) -> None:
+        """Return if all hosts that serve a data node have the text that the run reads.
+
+        Raises:
+            TeamEnded: once the hosts go on with others that read it.
+            InputError: if this host has not the text, and there is no other stage.
+            DeadlinePassed: if the hosts go on with nobody for ``cluster.rejoin_s``.
+        """
+        if not agreed.without_text:
+            return
+        if team.index in agreed.without_text:
+            config = self._trainer.config
+            problem = "this is not the text that the run reads"
+            if len(team.generation.placement) == 1:
+                remedy = "Give this host the same files as the others have"
+                raise InputError("data.source", config.data.source, problem, remedy)
+            say(
+                f"warning: data.source is {config.data.source}: {problem}. This host serves other "
+                "stages, like one without text"
+            )
+            self._settled = replace(self._settled, data=None, held_out=())
+            self._trainer.membership.control.lacks_text()
+        self._next(team)
+        raise TeamEnded
+
+    def _agreed(
+        self, team: Team, settled: Settled, holding: Holding, *, serves_data: bool
+    ) -> SessionPlan:
         """What the hosts go on by, from what each of them reports.
 
         Newcomers are told of the team from now on.
@@ -322,6 +359,8 @@ class Survival:
         report = replace(
             own_report(settled),
             member=team.here() | {"nodes": nodes},
+            serves_data=serves_data,
+            run_fingerprint=self._inviting.text,
             endpoint=settled.transfers.endpoint,
             microbatches_read=holding.read,
             restores_checkpoint=holding.checkpoint is not None,

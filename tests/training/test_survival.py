@@ -66,7 +66,8 @@ class Openings(Survival):
 def no_other_places(monkeypatch: pytest.MonkeyPatch):
     """Nobody comes beside these hosts, and nobody decides by rules."""
     monkeypatch.setattr(survival, "host_of_places", lambda config, host_of: host_of)
-    monkeypatch.setattr(survival, "rules_of", lambda *_: None)
+    rules = SimpleNamespace(serves=lambda *_: ())
+    monkeypatch.setattr(survival, "rules_of", lambda *_: rules)
 
 
 def generation(number: int, **fields: Any) -> Generation:
@@ -107,7 +108,6 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
     monkeypatch.setattr(
         survival, "open_servers", lambda *_: SimpleNamespace(connect=print, endpoint={})
     )
-    monkeypatch.setattr(Survival, "_read_text", lambda *_: None)
     monkeypatch.setattr(survival, "regrouped", lambda _, settled, *__: settled)
     monkeypatch.setattr(survival, "Stretch", lambda *_: SimpleNamespace())
     theirs = {"step_before": 24, "loss_before": 2.25}
