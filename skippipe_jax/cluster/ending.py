@@ -20,6 +20,7 @@ from skippipe_sched.errors import (
 )
 
 from skippipe_jax.connections.links import say
+from skippipe_jax.connections.threads import STDERR
 
 LOST_HOST_EXIT_CODE = TRY_AGAIN_EXIT_CODE
 """With this code a process ends because another host was lost, or it waited too long for something
@@ -86,7 +87,7 @@ def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]
         say(f"error: {foreseen}")
         say(f"{name} stops, exit code {foreseen.exit_code}. {told_in_time(last_words, 1)}".strip())
         exit_at_once(foreseen.exit_code)
-    traceback.print_exception(error)
+    say("".join(traceback.format_exception(error)).rstrip())
     say(f"{name} stops, exit code 1. {told_in_time(last_words, 1)}".strip())
     exit_at_once(1)
 
@@ -120,6 +121,7 @@ def exit_at_once(code: int) -> NoReturn:
 
 
 def _flush() -> None:
+    STDERR.drain(LINGER_S / 2)
     with contextlib.suppress(OSError, ValueError):  # a closed stream has no reader to lose
         sys.stdout.flush()
         sys.stderr.flush()
