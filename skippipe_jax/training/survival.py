@@ -135,6 +135,9 @@ class Survival:
                 return self._replanned(stretch, team, settled)
         except TeamEnded:
             pass
+        except Exception as error:  # As in `_opened`.
+            if not self._is_of_a_loss(error, team):
+                raise
         holding = Holding(read, checkpoint=checkpoint)
         return self._opened(self._next(team), holding, time.monotonic())
 
