@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from skippipe_jax.training.profiled_steps import profiled
 from skippipe_jax.training.progress import Compilations
 from skippipe_jax.training.setup import Settled, open_writer
 from skippipe_jax.training.validation import Validation
+from skippipe_jax.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
@@ -110,6 +111,12 @@ class Stretch:
         self._writer = open_writer(config, self.host, cut, settled.mirror)
         skipped = self.metrics.skipped_updates
         self.callbacks = own_callbacks(trainer, self.host, self._writer, skipped)
+        self._watched: Callable[[], AbstractContextManager[None]] = nullcontext
+        if isinstance(self.host, Team):
+            planned_s = max(plan.predicted.iteration_s for plan in self.schedule.plans.values())
+            given = self.runtime.exchange.loop, planned_s, config.network.deadline_s
+            watchdog = opened.enter_context(closing(Watchdog(*given, trainer.membership.stop)))
+            self._watched = watchdog.iteration
         for callback in self.callbacks:
             opened.callback(callback.close)
         opened.callback(self.runtime.close)
@@ -165,10 +172,11 @@ class Stretch:
         profiling = nullcontext()
         if config.log.profiles(step):
             profiling = profiled(self.runtime, self._folder, step, self.host.index)
-        record, batches = config.traces(iteration), self._batches(iteration)
+        record = config.traces(iteration)
         if record and self.host.index == 0 and not self.is_first:
             keep_plan(self._folder, step, self.schedule.plan(iteration))
-        with profiling:
+        with profiling, self._watched():
+            batches = self._batches(iteration)
             outcome = self.runtime.run(iteration, batches, stop=stop, record=record)
         if config.recovery.lost_stage == AVERAGE:
             self._squared_norms = outcome.sums().squared_norms
