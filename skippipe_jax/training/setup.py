@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +331,19 @@ def open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches |
     if not set(plan.stages[0]) & set(program.nodes):
         return None
     return TrainingBatches(data)
+
+
+def with_text(config: Config, settled: Settled) -> Settled:
+    """The same with the text of the run, if it is here."""
+    if settled.data is not None:
+        return settled
+    try:
+        text = data_config(config)
+        data, held_out = TrainingBatches(text), read_held_out(config, text)
+    except InputError as error:
+        say(f"warning: the text of the run is not here: {error}")
+        return settled
+    return replace(settled, data=data, held_out=held_out)
 
 
 def _require_reaching_collectives(config: Config, host: Membership) -> None:

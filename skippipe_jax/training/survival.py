@@ -19,7 +19,6 @@ from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.state import Kept
@@ -43,9 +42,8 @@ from skippipe_jax.training.regroup import regrouped, rules_of
 from skippipe_jax.training.replanning import FoundPlans, Replanning
 from skippipe_jax.training.report import SessionPlan, exchange_reports
 from skippipe_jax.training.search_process import Preparing, Standby
-from skippipe_jax.training.setup import Settled, data_config, go_on, own_report
+from skippipe_jax.training.setup import Settled, go_on, own_report, with_text
 from skippipe_jax.training.stretch import Stretch
-from skippipe_jax.training.validation import read_held_out
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
@@ -252,7 +250,7 @@ class Survival:
         team.require_goes_on()  # Nothing is opened for one that has ended.
         serves_data = 0 in self._rules.serves(generation.placement, trainer.membership.index)
         if serves_data:
-            self._read_text()
+            self._settled = with_text(trainer.config, self._settled)
         transfers = open_servers(team)
         with _closed_by_an_error(transfers):
             settled = replace(self._settled, transfers=transfers)
@@ -310,18 +308,6 @@ class Survival:
                 given = standing, own, host_of, self._trainer, self._standby
                 stretch.follow(Replanning(config, team, self.plans, *given))
         return stretch
-
-    def _read_text(self) -> None:
-        """Read the text of the run, if it is here and has not been read yet."""
-        config = self._trainer.config
-        if self._settled.data is not None:
-            return
-        try:
-            text = data_config(config)
-            data, held_out = TrainingBatches(text), read_held_out(config, text)
-        except InputError as error:
-            return say(f"warning: the text of the run is not here: {error}")
-        self._settled = replace(self._settled, data=data, held_out=held_out)
 
     def _require_text(self, team: Team, agreed: SessionPlan) -> None:
         """Return if all hosts that serve a data node have the text that the run reads.

@@ -24,7 +24,7 @@ from skippipe_jax.consensus.generations import (
     Tick,
 )
 from skippipe_jax.storage.run_folder import read_metrics
-from skippipe_jax.training import survival
+from skippipe_jax.training import setup
 from skippipe_jax.training.report import GenerationReport, plan_session
 from skippipe_jax.training.trainer import Trainer
 from tests.thread_cluster import Host, Lost, Network, train
@@ -143,7 +143,7 @@ def test_a_host_without_the_text_does_not_take_over_the_data_stage(
             replace(config.data, path=str(other)) if current_thread() is hosts[1] else config.data
         )
 
-    monkeypatch.setattr(survival, "data_config", at_the_same_path)
+    monkeypatch.setattr(setup, "data_config", at_the_same_path)
     lost_after(hosts[0], 2, network)
     train(hosts, PATIENCE_S)
     lines = [json.loads(line) for line in (tmp_path / "run/membership.jsonl").open()]
