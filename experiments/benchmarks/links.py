@@ -259,14 +259,12 @@ def serve(host: int, hosts: int, address: str) -> int:
     number and the seconds of each transfer to itself.
     """
 
-    def exchange(servers: str) -> list[str]:
-        _say(servers)
-        return json.loads(sys.stdin.readline())
-
     device = jax.local_devices()[0]
     here = {host: sharding_of((device,))}
     requests = {other: f"{address}:0" for other in range(hosts) if other != host}
-    transfers = Transfers(host, device.client, requests, address, exchange)
+    transfers = Transfers(host, device.client, requests, address)
+    _say(transfers.endpoint)
+    transfers.connect(json.loads(sys.stdin.readline()))
     links = transfers.links(here)
 
     def receive(hop: Hop, iteration: int, size: int) -> tuple[int, float]:

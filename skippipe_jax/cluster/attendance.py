@@ -15,9 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.board import Board
 from skippipe_jax.cluster.ending import (
     CODES_OF_PEERS,
@@ -38,10 +41,17 @@ from skippipe_jax.connections.meeting import Meeting
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.pulse import BEATS
 from skippipe_jax.connections.reception import Reception
+from skippipe_jax.connections.threads import STDERR, DaemonThreads
 from skippipe_jax.consensus.control import Control, Listener, Store
-from skippipe_jax.consensus.generations import State
+from skippipe_jax.consensus.generations import Generation, State
 
 T = TypeVar("T")
+
+ANSWERS_S = 10.0
+"""How long the event loop may take to do what another thread asks for, beside what that takes."""
+
+STORES_AGAIN_S = 1.0
+"""So long after storage has failed it is asked again to decide on a generation."""
 
 
 class Attendance:
@@ -107,30 +117,46 @@ class Attendance:
 
     def part(self, patience_s: float) -> None:
         """Say farewell, and end the thread when the others have as well, or after some seconds."""
-        self._done(self._mesh.part(patience_s))
+        self._done(self._mesh.part(patience_s), patience_s)
         self._loop.call_soon_threadsafe(self._verdict.cancel)
-        self._thread.join()
+        self._thread.join(ANSWERS_S)
 
     def tell_failure(self, reason: str, code: int) -> None:
         """Tell the others that this host ends by its own fault, and why."""
-        self._done(self._tell_failure(f"{self.name} failed: {reason}", code))
+        with suppress(DeadlinePassed):
+            self._done(self._tell_failure(f"{self.name} failed: {reason}", code))
 
     def end(self, reason: str) -> NoReturn:
         """End the process because of something that this host has found."""
         ending = self._end(Verdict(f"{self.name}: {reason}"))
         if self._count == 1:
             asyncio.run(ending)
-        self._done(ending)
+        with suppress(DeadlinePassed):
+            self._done(ending)
         exit_at_once(LOST_HOST_EXIT_CODE)
 
-    def _done(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def _done(self, coroutine: Coroutine[Any, Any, T], patience_s: float = 0.0) -> T:
+        """What a coroutine returns on the event loop, which may take `patience_s`.
+
+        Raises:
+            DeadlinePassed: if the loop hangs, or has ended.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(patience_s + ANSWERS_S)
+        except FutureTimeout as late:
+            if future.done():
+                raise
+            future.cancel()
+            problem = f"has not answered for {patience_s + ANSWERS_S:g} s"
+            raise DeadlinePassed(f"the thread that watches the other hosts {problem}") from late
 
     def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
         """Meet the other hosts and watch them from now on; returns when all are there.
 
         With addresses where they listened last, those that still do; none may.
         """
+        STDERR.begin()
         entered: Future[None] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._attend(place, sockets, last_addresses, entered)),
@@ -264,7 +290,16 @@ class Attendance:
 
     async def _begin_control(self, state: State, listener: Listener, store: Store) -> None:
         self._mesh.directory.outlives = True
-        self._control = Control(state, self._mesh.send, listener, store)
+
+        def stored(generation: Generation) -> Generation:
+            while True:
+                try:
+                    return store(generation)
+                except OSError as error:
+                    say(f"the run's folder does not take generation {generation.number}: {error}")
+                    time.sleep(STORES_AGAIN_S)
+
+        self._control = Control(state, self._mesh.send, listener, stored, DaemonThreads())
         for host in self._mesh.missed:
             self._control.is_missed(host)
 
@@ -276,5 +311,5 @@ class Attendance:
         """End the process: a host that watches no longer would hang at the next loss."""
         error = context.get("exception")
         if error is None or isinstance(error, OSError):
-            return loop.default_exception_handler(context)
+            return say(f"{context['message']}: {error!r}")
         exit_by_fault(error, self.name, self.last_words)

@@ -24,6 +24,7 @@ from skippipe_sched.errors import (
 
 from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.connections.links import say
+from skippipe_jax.connections.threads import STDERR
 
 LOST_HOST_EXIT_CODE = TRY_AGAIN_EXIT_CODE
 """With this code a process ends because another host was lost, or it waited too long for something
@@ -126,10 +127,7 @@ async def say_and_exit(
 def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]) -> NoReturn:
     """End the host of this name by a fault of its own; what nobody has foreseen is shown whole."""
     code, _, sentence = exit_decision(error, Phase.TRAINING, joined=False)
-    if sentence:
-        say(sentence)
-    else:
-        traceback.print_exception(error)
+    say(sentence or "".join(traceback.format_exception(error)).rstrip())
     say(f"{name} stops, exit code {code}. {told_in_time(last_words, 1)}".strip())
     exit_at_once(code)
 
@@ -163,6 +161,7 @@ def exit_at_once(code: int) -> NoReturn:
 
 
 def _flush() -> None:
+    STDERR.drain(LINGER_S / 2)
     with contextlib.suppress(OSError, ValueError):  # a closed stream has no reader to lose
         sys.stdout.flush()
         sys.stderr.flush()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import ssl
 import time
@@ -16,6 +15,7 @@ from skippipe_sched.errors import LINES, TemporaryError, printable
 from skippipe_jax.connections.addresses import join_address, parse_address
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.seal import ALERT, HANDSHAKE, Seal
+from skippipe_jax.connections.threads import STDERR
 
 MESSAGE_CHARACTERS = 1 << 20
 """The longest key and value together."""
@@ -308,7 +308,7 @@ def say(text: str) -> None:
     """Print to stderr, whatever the main thread holds."""
     # Not through sys.stderr, whose lock the main thread may hold for ever.
     # Other hosts have told part of it, by whom a terminal is not to be moved.
-    os.write(2, f"{printable(text, kept=LINES)}\n".encode(errors="backslashreplace"))
+    STDERR.put(f"{printable(text, kept=LINES)}\n".encode(errors="backslashreplace"))
 
 
 def _is_flat(value: Any, levels: int) -> bool:

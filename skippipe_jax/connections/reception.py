@@ -18,6 +18,7 @@ from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol
 from skippipe_jax.connections.invitation import Files, Invitation, Place
 from skippipe_jax.connections.links import Link
+from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.connections.ways import MOST_BYTES, MOST_QUESTIONS, answer
 
 MOST_NEWCOMERS = 16
@@ -93,7 +94,8 @@ async def _give(
     inviting: Inviting, directory: Directory, away: Collection[int], link: Link
 ) -> InputError | None:
     try:
-        files = await asyncio.to_thread(inviting.files)
+        loop = asyncio.get_running_loop()
+        files = await loop.run_in_executor(DaemonThreads(), inviting.files)
     except InputError as error:  # Its folder is there again later, or other hosts have it.
         return TemporaryError(error.field, error.value, error.problem, error.remedy)
     own = directory.hello

@@ -3,7 +3,9 @@
 They train like all others, and leave to those what only who reaches the folder can do: to lead, as
 the leader writes there; to read a checkpoint, so when all go back to one they take their states
 from others; and to go on alone. Where all that are left are apart, the run ends. They may lack the
-run's text, too: none serves the data stage that has not come to serve it.
+run's text, too: none serves the data stage that has not come to serve it. A host that is to serve
+that stage, and finds that its text is none or another, tells so: no step counts until it serves
+another stage.
 """
 
 from __future__ import annotations
@@ -46,6 +48,14 @@ def leader_of(members: Iterable[int], holding: Iterable[int], apart: Collection[
     everybody, with_state = frozenset(members), frozenset(holding)
     choices = (with_state.difference(apart), everybody.difference(apart), with_state, everybody)
     return min(next(some for some in choices if some))
+
+
+def reading_without_text(state: State, hosts: Iterable[int], placement: Any) -> frozenset[int]:
+    """Those of some hosts that serve the data stage under a placement, and lack the run's text."""
+    serves = state.rules.serves
+    return frozenset(
+        host for host in state.textless.intersection(hosts) if DATA_STAGE in serves(placement, host)
+    )
 
 
 def is_readable(rules: Rules, before: Any, placement: Any, apart: Iterable[int]) -> bool:

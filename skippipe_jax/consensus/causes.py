@@ -13,10 +13,12 @@ def cause(
     new: Collection[int],
     cut_off: Collection[int],
     going: Collection[int],
+    without_text: Collection[int] = (),
 ) -> str:
     """Why the last generation ends: whom the following one does without, and who comes back.
 
-    `cut_off` are members that do not hear others, `going` those that were told to leave.
+    `cut_off` are members that do not hear others, `going` those that were told to leave, and those
+    `without_text` would have had to read it.
     """
 
     def how(host: int) -> str:
@@ -30,6 +32,7 @@ def cause(
         f"host {host} {'joined' if host in following.apart else 'came back'}"
         for host in sorted(new)
     ]
+    causes += [f"host {host} has not the text of the run" for host in sorted(without_text)]
     if causes:
         return ", ".join(causes)
     if going:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any, Protocol
 
 from skippipe_jax.consensus import wire
@@ -25,6 +26,7 @@ from skippipe_jax.consensus.generations import (
     Send,
     State,
     Stored,
+    TextMissing,
     Tick,
     Told,
     WentBack,
@@ -69,8 +71,13 @@ class Control:
         send: Callable[..., None],
         listener: Listener,
         store: Store,
+        storing: Executor | None = None,
     ):
-        """Begin with a state; `send` takes a host and the parts of a message to it."""
+        """Begin with a state; `send` takes a host and the parts of a message to it.
+
+        `store` is called by `storing`, by default a pool of threads that the process waits for.
+        """
+        self._storing, self._stores = storing, dict[int, asyncio.Task[None]]()
         self._state = state
         self._send = send
         self._listener = listener
@@ -131,6 +138,15 @@ class Control:
         """Whether so many hosts are told to leave that the run has to end. For any thread."""
         return is_the_end(self._state)
 
+    def lacks_text(self) -> None:
+        """This host has not the text of the run, or has another. Any thread may call this."""
+
+        def tell() -> None:
+            self._happens(TextMissing())
+            self._happens(Tick())  # So that the others hear of it at once.
+
+        self._loop.call_soon_threadsafe(tell)
+
     def wishes(self, wish: Wish) -> None:
         """Go on under another placement when the next step counts. Any thread may call this."""
         self._loop.call_soon_threadsafe(self._happens, wish)
@@ -152,8 +168,17 @@ class Control:
                     self._listener.enters(generation)
                 case LeftOut(generation):
                     self._listener.is_left_out(generation)
-                case Writes(generation):
-                    self._happens(Stored(self._store(generation)))
+                case Writes(generation) if generation.number not in self._stores:
+                    task = self._loop.create_task(self._write(generation))
+                    task.add_done_callback(_raise_its_error)
+                    self._stores[generation.number] = task
+                case Writes():
+                    pass  # Storage has yet to answer, and may hang.
+
+    async def _write(self, generation: Generation) -> None:
+        stored = await self._loop.run_in_executor(self._storing, self._store, generation)
+        del self._stores[generation.number]
+        self._happens(Stored(stored))
 
 
 def _raise_its_error(task: asyncio.Task[None]) -> None:

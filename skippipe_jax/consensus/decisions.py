@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from skippipe_jax.consensus.apart import asks_store, can_decide
+from skippipe_jax.consensus.apart import asks_store, can_decide, reading_without_text
 from skippipe_jax.consensus.complaints import after_beat
 from skippipe_jax.consensus.generations import (
     NO_BALLOT,
@@ -56,6 +56,7 @@ from skippipe_jax.consensus.generations import (
     Standing,
     State,
     Stored,
+    TextMissing,
     Tick,
     Told,
     WentBack,
@@ -108,6 +109,8 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
             return _tell_decided(state, generation)
         case Tick():
             return _tick(state)
+        case TextMissing():
+            return replace(state, textless=state.textless | {state.host}), []
         case Told():
             return replace(state, leaving={state.host: 0} | dict(state.leaving)), []
         case Wish():
@@ -170,7 +173,8 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
     if leaves:
         state = _hears_leaving(state, state.host)
     is_apart = state.rules.is_apart
-    beat = Beat(state.number, state.process, state.promised, missed, leaves, is_apart)
+    lacks_text = state.host in state.textless
+    beat = Beat(state.number, state.process, state.promised, missed, leaves, is_apart, lacks_text)
     effects = state.to_others(beat, state.rules.hosts)
     if state.takes_part and state.totals is not None:
         state, more = _contribute(state)
@@ -179,7 +183,10 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
     left = [host for host in state.members if state.is_left(host) and host not in cut_off]
     # A generation that only others wait for ends after a step; the last one has no other after it.
     has_to_end = state.highest > NO_BALLOT or len(left) < len(state.members)
-    goes_on = state.generation is not None and not state.generation.is_last
+    generation = state.generation
+    if generation is not None and reading_without_text(state, left, generation.placement):
+        has_to_end = True  # No step of it can be made.
+    goes_on = generation is not None and not generation.is_last
     if state.number and goes_on and has_to_end and state.host == min(left, default=None):
         state, more = _propose(state)
         effects += more
@@ -189,7 +196,12 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
 def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
     """Tell a host that is behind; one that is in no generation waits for the next."""
     missed = [host for host in beat.missed if host in state.rules.hosts]
-    state = replace(state, complaints=after_beat(state.complaints, source, missed))
+    others = state.textless - {source}
+    state = replace(
+        state,
+        complaints=after_beat(state.complaints, source, missed),
+        textless=others | {source} if beat.lacks_text else others,
+    )
     if beat.leaves:
         state = _hears_leaving(state, source)
     elif source in state.leaving:  # It has been started again.
@@ -303,8 +315,9 @@ def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
     if source not in state.members or source != ask.ballot[1]:
         return state, []
     if ask.ballot < state.promised:
-        leaves = state.host in state.leaving
-        beat = Beat(state.number, state.process, state.promised, leaves=leaves)
+        leaves, lacks_text = (state.host in hosts for hosts in (state.leaving, state.textless))
+        own = state.number, state.process, state.promised
+        beat = Beat(*own, leaves=leaves, lacks_text=lacks_text)
         return state, [Send(source, beat)]
     state = replace(state, promised=ask.ballot, highest=max(state.highest, ask.ballot))
     if ask.generation is None:
@@ -392,6 +405,7 @@ def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]
         waiting={host: own for host, own in state.waiting.items() if host not in members},
         leaving=state.leaving,
         apart=state.apart,
+        textless=state.textless,
     )
     return entered, effects
 

@@ -161,7 +161,7 @@ class Beat:
 
     `promised` is the greatest ballot for the next generation that it has answered, `missed` are
     the hosts that it does not hear, and it `leaves` if it was told to. `is_apart` tells that it
-    does not reach the folder of the run.
+    does not reach the folder of the run, `lacks_text` that it has not the text that the run reads.
     """
 
     number: int
@@ -170,6 +170,7 @@ class Beat:
     missed: tuple[int, ...] = ()
     leaves: bool = False
     is_apart: bool = False
+    lacks_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,11 @@ class Told:
 
 
 @dataclass(frozen=True)
+class TextMissing:
+    """This host has not the text that the run reads, or has another."""
+
+
+@dataclass(frozen=True)
 class Wish:
     """To go on after the generation of that `number` under a placement, by the plan of a digest.
 
@@ -273,7 +279,7 @@ class Wish:
     plan: str
 
 
-Event = Received | Presence | Held | Saved | Stored | Tick | Told | WentBack | Wish
+Event = Received | Presence | Held | Saved | Stored | Tick | Told | TextMissing | WentBack | Wish
 
 
 # Effects.
@@ -340,6 +346,7 @@ class Rules:
         serves: the stages that a host serves under a placement.
         remakes: what stages are made from that nobody holds, if the run does not go back for them.
         is_apart: whether this host alone does not reach the folder of the run.
+        without_text: a placement, in which some hosts serve other stages than the data stage.
     """
 
     hosts: tuple[int, ...]
@@ -354,6 +361,9 @@ class Rules:
     is_apart: bool = field(default=False, kw_only=True)
     placed_without: Callable[..., Any] | None = field(default=None, kw_only=True)
     safest: Callable[..., Any] = field(default=lambda placement, *_: placement, kw_only=True)
+    without_text: Callable[[Any, Collection[int]], Any] = field(
+        default=lambda placement, _: placement, kw_only=True
+    )
 
 
 @dataclass(frozen=True)
@@ -387,6 +397,7 @@ class State:
         suspected: hosts that may be lost.
         waiting: hosts that are in none and want to be in the next, with their processes.
         apart: those of them that do not reach the folder of the run.
+        textless: hosts that have not the text of the run.
         complaints: which of the others miss which.
         leaving: hosts that were told to leave, and how often each was heard of since.
         wish: as the leader, what it would go on under.
@@ -407,6 +418,7 @@ class State:
     suspected: frozenset[int] = frozenset()
     waiting: Mapping[int, int] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
+    textless: frozenset[int] = frozenset()
     complaints: Complaints = field(default_factory=dict)
     leaving: Mapping[int, int] = field(default_factory=dict)
     wish: Wish | None = None

@@ -27,10 +27,10 @@ def is_the_end(state: State) -> bool:
     if not told or state.generation is None:
         return False
     staying = frozenset(state.members) - told
-    apart = state.generation.apart
+    apart = {*state.generation.apart, *state.textless}
     most_go = 2 * len(told) > len(state.members)
     # Those that are apart could not save what they train.
-    if most_go or staying <= {*apart}:
+    if most_go or staying <= {*state.generation.apart}:
         return True
     left_out = state.generation.left_out
     return covering(state.rules, state.generation.placement, staying, apart, left_out) is None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from skippipe_jax.consensus import lost_stages
-from skippipe_jax.consensus.apart import apart_of, leader_of
+from skippipe_jax.consensus.apart import apart_of, leader_of, reading_without_text
 from skippipe_jax.consensus.causes import cause
 from skippipe_jax.consensus.generations import Generation, Promise, State
 from skippipe_jax.consensus.holders import chosen, covering, held_after, holders_of, read_by
@@ -19,6 +19,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     """The generation of those that have promised, and of those that wait to be taken in."""
     last, rules = state.generation, state.rules
     assert last is not None, "a member's"
+    before = last.placement
     going_on = frozenset(promises)
     new = {host: process for host, process in state.joining.items() if host not in going_on}
     furthest = max((own.standing for own in promises.values()), key=lambda own: own.applied)
@@ -27,8 +28,12 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     leaving = going(state)
     everybody = going_on | new.keys()
     apart = apart_of(state, sorted(everybody), new)
+    without_text = state.textless & everybody
+    if reading := reading_without_text(state, everybody, last.placement):
+        last = replace(last, placement=rules.without_text(last.placement, reading), plan="")
+    unreading = {*apart, *without_text}
     left_out = still_left_out(rules, last, everybody)
-    choice = chosen(rules, last, held, everybody, leaving, apart, wish, left_out)
+    choice = chosen(rules, last, held, everybody, leaving, unreading, wish, left_out)
     if choice is not None:
         everybody = choice.members
     members = tuple(sorted(everybody))
@@ -61,27 +66,31 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
             plan=choice.plan,
             left_out=left_out,
         )
-    following = replace(following, cause=cause(last, following, new, without, leaving))
+    following = replace(following, cause=cause(last, following, new, without, leaving, reading))
     if set(apart) == set(members):
         return replace(following, is_last=True)  # Nobody could write what they would train.
-    if choice is not None:
+    # Nobody may have read yet what the last one was to go back to, so nobody could hand it on.
+    is_unread = last.is_rewound and furthest.applied == last.step
+    is_moved = choice is not None and choice.placement != before
+    if choice is not None and not (is_unread and is_moved):
         return following
-    following = replace(following, lost=lost_stages.lost(rules, last, held))
-    try:
-        if rules.placed_without is not None:
-            return without_lost(rules, last, following, held)
-        return lost_stages.remade(rules, following, held, promises)
-    except CannotBeRemade as error:
-        following = replace(following, cause=f"{following.cause}{error}")
+    if choice is None:
+        following = replace(following, lost=lost_stages.lost(rules, last, held))
+        try:
+            if rules.placed_without is not None:
+                return without_lost(rules, last, following, held)
+            return lost_stages.remade(rules, following, held, promises)
+        except CannotBeRemade as error:
+            following = replace(following, cause=f"{following.cause}{error}")
     leader = leader_of(members, going_on, apart)
     following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)
-    reading = frozenset(members).difference(apart)
-    placement = rules.placed(last.placement, reading, ()) if rules.rewinds else None
+    reaching = frozenset(members).difference(apart)
+    placement = rules.placed(last.placement, reaching, without_text) if rules.rewinds else None
     if placement is not None:  # Those that are apart may have to be given a stage besides.
-        placement = covering(rules, placement, frozenset(members), apart)
+        placement = covering(rules, placement, frozenset(members), unreading)
     if placement is None:
         return replace(following, is_last=True)
-    holders = read_by(rules, placement, reading) if apart else ()
+    holders = read_by(rules, placement, reaching) if apart else ()
     if not all(holders):  # Those that reach the folder are too few to serve all stages.
         return replace(following, is_last=True)
     return replace(following, placement=placement, holders=holders, is_rewound=True)

@@ -212,7 +212,7 @@ _PARSERS: dict[str, tuple[Callable[..., Message], tuple[Callable[[Any], Any], ..
     "Promise": (Promise, (_number, _ballot, _standing, _optional(_accepted))),
     "Accepted": (Accepted, (_number, _ballot)),
     "Decided": (Decided, (_generation,)),
-    "Beat": (Beat, (_number, _number, _ballot, _numbers, _flag, _flag)),
+    "Beat": (Beat, (_number, _number, _ballot, _numbers, _flag, _flag, _flag)),
     "Contribution": (Contribution, (_number, _number, _sums)),
     "Counts": (Counts, (_number, _number, _sums)),
 }

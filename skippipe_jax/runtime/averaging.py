@@ -119,7 +119,7 @@ class LiveAveraging:
     def _when_summed(self, replica: int, start_s: float) -> None:
         # All arrays of a sum come at once.
         array = self.replicas.summed_array(replica)
-        self.loop.when_ready(array, lambda at_s: self._summed(replica, start_s, at_s))
+        self.loop.when_computed(array, lambda at_s: self._summed(replica, start_s, at_s))
 
     def _summed(self, replica: int, start_s: float, at_s: float) -> None:
         if self.emulation is not None:

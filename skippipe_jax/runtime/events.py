@@ -28,12 +28,15 @@ class EventLoop:
 
     Attributes:
         last_event_s: when the event that was taken last happened.
+        events: how many have been taken.
     """
 
     def __init__(self, deadline_s: float):
         """Between two events lie `deadline_s` at most, unless something is computed here."""
         self.deadline_s = deadline_s
         self.last_event_s = time.perf_counter()
+        self.events = 0
+        self._computing, self._is_waiting = 0, False
         self._happened: queue.SimpleQueue[tuple[float, Then]] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, Then]] = []
         self._timer_count = itertools.count()
@@ -45,6 +48,21 @@ class EventLoop:
     def post(self, then: Then) -> None:
         """Call `then` in its turn. Any thread may call this."""
         self._happened.put((time.perf_counter(), then))
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether an event is handled, or something is computed here. Any thread may ask."""
+        return self._computing > 0 or not self._is_waiting
+
+    def when_computed(self, array: jax.Array, then: Then) -> None:
+        """Call `then` once an array is there that this host computes, as `when_ready` does."""
+
+        def computed(at_s: float) -> None:
+            self._computing -= 1
+            then(at_s)
+
+        self._computing += 1
+        self.when_ready(array, computed)
 
     def when_ready(self, array: jax.Array, then: Then) -> None:
         """Call `then` once an array is there; an error that comes in its place is raised."""
@@ -74,6 +92,7 @@ class EventLoop:
                 something is computed here, which may take as long as it likes.
         """
         self.last_event_s, then = self._next(what_is_waited_for)
+        self.events += 1
         then(self.last_event_s)
 
     def _next(self, what_is_waited_for: Callable[[], str | None]) -> tuple[float, Then]:
@@ -88,10 +107,13 @@ class EventLoop:
             if is_late and (waits := what_is_waited_for()) is not None:
                 raise DeadlinePassed(waits)
             until = min([max(deadline, now + 1.0), *(entry[0] for entry in self._timers[:1])])
+            self._is_waiting = True
             try:
                 return self._happened.get(timeout=max(0.0, until - now))
             except queue.Empty:
                 continue
+            finally:
+                self._is_waiting = False
 
 
 def seconds_since(moment_s: float) -> float:

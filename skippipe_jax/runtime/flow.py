@@ -170,7 +170,7 @@ class Flow:
         result, at_the_end = self.operations.dispatch(operation, value, leaves=leaves is not None)
         if leaves is not None and self._goes_at_once(leaves):
             self.exchange.give(leaves, self.iteration, result)
-        self.loop.when_ready(
+        self.loop.when_computed(
             at_the_end,
             lambda at_s: self._computed(Run(operation, arrived_s, start_s, at_s), result),
         )

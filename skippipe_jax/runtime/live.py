@@ -114,7 +114,7 @@ class LiveIteration(Iteration):
         local = add_up(self.topology, parts, self.stop, busy_s, noted)
         like = jax.ShapeDtypeStruct(local.shape, local.dtype)
         if self.team is not None:
-            self.loop.when_ready(local, lambda _: self._contribute(np.asarray(local)))
+            self.loop.when_computed(local, lambda _: self._contribute(np.asarray(local)))
         elif not self.topology.sums_totals_by_links:
             summed = sum_by_collective(self.topology, local)
             self.loop.when_ready(summed, lambda _: self._finish(summed))

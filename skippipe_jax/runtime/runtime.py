@@ -8,17 +8,17 @@ others in an iteration (`outer_iteration`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import NoReturn, TypeVar
 
-import jax
 import numpy as np
 from jaxtyping import PyTree
 from skippipe_sched.problem.plan import Plan
 
-from skippipe_jax.cluster.agreement import barrier, gather
+from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
@@ -75,7 +75,7 @@ class Runtime:
         topology: Topology,
         links: Mapping[int, HostLink],
         origin: Origin | None = None,
-        clock_offset_s: float = 0.0,
+        clock_offset: Future[float] | None = None,
         team: Team | None = None,
         kept: Kept | None = None,
         copies: Collection[Copy] = (),
@@ -85,7 +85,7 @@ class Runtime:
         """Make the state of the stages served here: from `origin`, or drawn from the seed.
 
         `programs` are this host's, by the names of the plans of `schedule`; `links[h]` leads to
-        host h. `clock_offset_s` is what to add to this host's clock for host 0's. In a `team`,
+        host h. `clock_offset` is what to add to this host's clock for host 0's. In a `team`,
         steps count as `generations` has it, states that are `kept` are gone on with, and so are
         `copies` of stages of others. Replicas that are apart go on after `step`, each as it is in
         `own_origin`, if there is one.
@@ -95,7 +95,7 @@ class Runtime:
         self.schedule = schedule
         self.programs = programs
         self.topology = topology
-        self.clock_offset_s = clock_offset_s
+        self._clock_offset = clock_offset
         stages = len(topology.plan.stages)
         functions = functions_of_run(config, stages)
         cut = config.model.layers_of_stages(stages)
@@ -263,7 +263,9 @@ class Runtime:
             return self._dispatch(self.programs[name], batches, stop)
         plan = self.schedule.plans[name]
         given = self.exchange, self.operations, plan, self.programs[name], iteration
-        clock = Clock.with_offset(self.clock_offset_s) if record else None
+        offset = self._clock_offset
+        offset_s = 0.0 if offset is None or not record else offset.result()
+        clock = Clock.with_offset(offset_s) if record else None
         is_exact = self.config.averaging.is_exact(iteration + 1)
         emulation = self.emulations.get((name, is_exact))
         if not is_exact:
@@ -310,6 +312,7 @@ def open_runtime(
     schedule: Schedule,
     programs: Mapping[str, Program],
     host_of: Sequence[int],
+    kinds: Sequence[Sequence[str]],
     host: Membership | Team,
     transfers: Transfers,
     origin: Origin | None,
@@ -318,20 +321,18 @@ def open_runtime(
     own_origin: OwnOrigin | None = None,
     step: int = 0,
 ) -> Runtime:
-    """The runtime of this host; all hosts call this together.
+    """The runtime of this host, of which each has told the `kinds` of its devices.
 
-    In a team, states that are `kept` are gone on with, and those of stages that a host newly serves
-    come from others; those of stages that were lost are made from what others hold, and from what
-    `remains` of them. Replicas that are apart go on after `step`.
+    All hosts call this together. In a team, states that are `kept` are gone on with, and those of
+    stages that a host newly serves come from others; those of stages that were lost are made from
+    what others hold, and from what `remains` of them. Replicas that are apart go on after `step`.
     """
     plan = schedule.plans[OWN]
     cut = config.model.layers_of_stages(len(plan.stages))
     for (stage, _), state in (kept or {}).items():
         settle(config, cut[stage], state, step)
-    timeout_s = patience_s(config, host)
-    kinds = gather(host, "devices", lambda: [d.device_kind for d in jax.local_devices()], timeout_s)
     meshes = config.node.meshes(plan.case)
-    devices = devices_of_nodes(host_of, list(kinds.values()), meshes)
+    devices = devices_of_nodes(host_of, kinds, meshes)
     numbers = HopNumbers(programs[OWN].first_free_hop)
     topology = Topology.of(
         config, plan, host.index, host_of, devices, numbers, in_one_jax=host.is_distributed
@@ -343,7 +344,7 @@ def open_runtime(
     links = transfers.links(shardings, first, apart)
     for other, numbers in offered(topology, programs.values()).items():
         links[other].expect(numbers)
-    clock_offset_s = host.clock_offset_s() if config.trace != "never" else 0.0
+    clock_offset = _clock_offset(host) if config.trace != "never" else None
     if team is not None:
         handovers = Handovers(topology, config, team.holders)
         if handovers.handovers or team.generation.remade:
@@ -368,7 +369,7 @@ def open_runtime(
             anew = {made.stage for made in team.generation.remade}
             own = {of: state for of, state in (kept or {}).items() if of[0] not in anew}
             kept = exchanged(handovers, make, remade, own, links, team)
-    given = schedule, programs, topology, links, origin, clock_offset_s
+    given = schedule, programs, topology, links, origin, clock_offset
     # Others are of stages that come back from a checkpoint, and have been given.
     copies = remains.copies if config.recovery.lost_stage == BUDDY else ()
     runtime = Runtime(
@@ -376,10 +377,24 @@ def open_runtime(
     )
     # Nobody waits in a collective, or for activations, of a host that still reads or compiles; and
     # nobody updates a state that another still takes.
-    barrier(host, "runtime", timeout_s)
+    barrier(host, "runtime", patience_s(config, host))
     if topology.in_one_jax:
         open_collectives(topology)
     return runtime
+
+
+def _clock_offset(host: Membership | Team) -> Future[float]:
+    """What to add to this host's clock for host 0's, which takes round trips nobody waits for."""
+    offset: Future[float] = Future()
+
+    def measure() -> None:
+        try:
+            offset.set_result(host.clock_offset_s())
+        except Exception as error:
+            offset.set_exception(error)
+
+    threading.Thread(target=measure, name="skippipe-clock", daemon=True).start()
+    return offset
 
 
 def _raise_team_ended(_: float) -> NoReturn:

@@ -6,12 +6,11 @@ What `receive` returns may still be on its way. Between nodes of one host `jax.d
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,14 +189,13 @@ class Transfers:
         backend: Any,
         requests: Mapping[int, str],
         arrays: str,
-        exchange: Callable[[str], Sequence[str]],
     ):
-        """All hosts call this together, for the client of JAX's `backend` that has their devices.
+        """Open them, for the client of JAX's `backend` that has this host's devices.
 
         The server for host h takes requests at `requests[h]`, "IP:PORT", where port 0 means any,
-        and arrays on any port of the IP address `arrays`. `exchange` tells all hosts a text (where
-        these servers are reached, and the key of what they send) and returns everyone's, by host.
+        and arrays on any port of the IP address `arrays`.
         """
+        self._host = host
         # Another in each generation of hosts: what was asked for in one means nothing in the next.
         self.key = secrets.token_bytes(16)
         self._opened: list[HostLink] = []
@@ -213,17 +211,20 @@ class Transfers:
             )
             for other, address in requests.items()
         }
-        reached = {other: server.address() for other, server in self.servers.items()}
-        try:
-            here = json.dumps({"key": self.key.hex(), "reached": reached})
-            told = exchange(here) if reached else []
-        except BaseException:
-            self.servers.clear()
-            for address in reached.values():
-                _wait_until_free(*parse_address("address", address))
-            raise
-        others = {other: json.loads(told[other]) for other in self.servers}
-        self.addresses = {other: there["reached"][str(host)] for other, there in others.items()}
+        self.addresses: dict[int, str] = {}
+        self.keys: dict[int, bytes] = {}
+
+    @property
+    def endpoint(self) -> dict[str, Any]:
+        """Where these servers are reached, by host, and the key of what they send: for JSON."""
+        reached = {str(other): server.address() for other, server in self.servers.items()}
+        return {"key": self.key.hex(), "reached": reached}
+
+    def connect(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
+        """Know the `endpoint` of every host, before `links` are made."""
+        others = {other: endpoints[other] for other in self.servers}
+        here = str(self._host)
+        self.addresses = {other: there["reached"][here] for other, there in others.items()}
         self.keys = {other: bytes.fromhex(there["key"]) for other, there in others.items()}
 
     def links(
@@ -266,12 +267,19 @@ def patience_s(config: Config, host: Membership | Team) -> float:
     return IN_A_TEAM_S if isinstance(host, Team) else config.cluster.connect_timeout_s
 
 
+def open_servers(host: Membership | Team) -> Transfers:
+    """The transfer servers of this host, which does not know those of others yet."""
+    backend = jax.local_devices()[0].client
+    return Transfers(host.index, backend, host.transfer_addresses(), host.address)
+
+
 def open_transfers(config: Config, host: Membership | Team) -> Transfers:
     """The transfer servers of this host; all hosts call this together."""
-
-    def exchange(here: str) -> list[str]:
-        told = gather(host, "transfer_server", lambda: here, patience_s(config, host))
-        return [told[index] for index in range(host.count)]
-
-    backend = jax.local_devices()[0].client
-    return Transfers(host.index, backend, host.transfer_addresses(), host.address, exchange)
+    transfers = open_servers(host)
+    try:
+        told = gather(host, "transfers", lambda: transfers.endpoint, patience_s(config, host))
+        transfers.connect([told[index] for index in range(host.count)])
+    except BaseException:
+        transfers.close()
+        raise
+    return transfers

@@ -16,8 +16,6 @@ from skippipe_sched.problem.links import Link
 from skippipe_sched.problem.more_nodes import NewNode
 from skippipe_sched.problem.plan import Plan
 
-from skippipe_jax.cluster.agreement import gather
-from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.connections.ways import Way
 from skippipe_jax.profiling.stages import BACKWARD, FORWARD, measure_stage, shapes_of_stages
@@ -57,11 +55,11 @@ class Measured:
         """Write it into the folder of this host."""
         write_whole(folder / MEASURED, json.dumps(self.to_json()) + "\n")
 
-    @classmethod
-    def kept(cls, folder: Path) -> Measured:
-        """What was kept there; nothing if nothing was."""
+    @staticmethod
+    def kept(folder: Path) -> dict[str, Any] | None:
+        """What was kept there, as it is told; None if nothing was."""
         path = folder / MEASURED
-        return cls.parse(json.loads(path.read_text())) if path.exists() else cls()
+        return json.loads(path.read_text()) if path.exists() else None
 
 
 def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> float | None:
@@ -76,21 +74,6 @@ def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> flo
     timed = measure_stage(config, shape, here, STAGE_S)
     both_s = timed[FORWARD].median_s + timed[BACKWARD].median_s
     return both_s / (1.0 + case.backward_ratio) / case.stage_cost[stage]
-
-
-def told_by(
-    team: Team, folder: Path, host_of: Sequence[int], first: int, hear_s: float
-) -> dict[int, NewNode]:
-    """The nodes from the `first` spare one on of a team, all of which calls this together.
-
-    Those who have come to spare places tell what they have measured. `folder` is this host's;
-    nobody waits for longer than `hear_s`.
-    """
-    if max(team.hosts) <= max(host_of[:first]):
-        return {}
-    told = gather(team, "measured", Measured.kept(folder).to_json, hear_s)
-    measured = {team.hosts[place]: Measured.parse(given) for place, given in told.items()}
-    return new_nodes(measured, host_of, first)
 
 
 def new_nodes(

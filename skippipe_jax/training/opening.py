@@ -86,8 +86,10 @@ def open_stages(
                 "replicas differ from those that were saved, in number or in how they average, or "
                 "not all were saved: they go on from the outer parameters"
             )
-    given = settled.schedule, settled.programs, settled.host_of
     assert settled.transfers is not None, "the hosts have met"
+    assert settled.agreed is not None, "all hosts have reported"
+    kinds = settled.agreed.device_kinds
+    given = settled.schedule, settled.programs, settled.host_of, kinds
     states = origin, kept, remains, own_origin
     runtime = open_runtime(config, *given, host, settled.transfers, *states, step=step)
     if first is not None:

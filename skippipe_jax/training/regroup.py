@@ -19,7 +19,6 @@ from skippipe_jax.config.recovery import SKIP, STOP
 from skippipe_jax.consensus.generations import Rules
 from skippipe_jax.program.compiler import compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule
-from skippipe_jax.runtime.transport import open_transfers
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.training.lost_stages import remakes_of
 from skippipe_jax.training.places import (
@@ -29,7 +28,7 @@ from skippipe_jax.training.places import (
     with_places,
     with_stages,
 )
-from skippipe_jax.training.setup import Settled, open_data
+from skippipe_jax.training.setup import Settled
 
 
 def rules_of(config: Config, settled: Settled) -> Rules:
@@ -63,6 +62,11 @@ def rules_of(config: Config, settled: Settled) -> Rules:
         lacking = {host for host in apart if 0 not in serves(placement, host)}
         return {node for node, host in enumerate(host_of) if host in lacking}
 
+    def without_text(placement: Placement, hosts: Collection[int]) -> Placement:
+        barred = {node for node, host in enumerate(host_of) if host in hosts}
+        kept = tuple(node for node in placement[0] if node not in barred)
+        return with_stages(settled.plan, (kept, *placement[1:]), placement[0])
+
     def safest(placement: Placement, hosts: frozenset[int], apart: Collection[int]) -> Placement:
         without_text = lacking_text(placement, apart)
         return secured(settled.plan.stages, placement, host_of, hosts, without_text)
@@ -93,6 +97,7 @@ def rules_of(config: Config, settled: Settled) -> Rules:
         remakes=remakes_of(config, len(settled.plan.stages)),
         is_apart=is_joined(Path(config.run_dir)),
         safest=safest,
+        without_text=without_text,
         placed_without=placed if config.recovery.lost_stage == SKIP else None,
     )
 
@@ -111,7 +116,7 @@ def regrouped(
     found: Plan | None = None,
     new: Mapping[int, NewNode] | None = None,
 ) -> Settled:
-    """What the hosts of a team go on with; all of them call this together.
+    """What the hosts of a team go on with, but for what they have yet to agree on.
 
     `settled` is what all hosts of the run have settled, and `found` the plan of their placement, if
     it is not the quick one. What hosts have measured that came to spare places is `new`, by their
@@ -137,6 +142,4 @@ def regrouped(
     host_of = tuple(rank[places[node]] for node in kept)
     compiled = compile_plans(plans, host_of)
     programs = {name: of_hosts[team.index] for name, of_hosts in compiled.items()}
-    regrouped = replace(settled, schedule=schedule, host_of=host_of, programs=programs)
-    data = settled.data or open_data(config, regrouped.plan, programs[OWN])
-    return replace(regrouped, data=data, transfers=open_transfers(config, team))
+    return replace(settled, schedule=schedule, host_of=host_of, programs=programs)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from skippipe_sched.problem.plan import Plan, parse_plan
 
-from skippipe_jax.cluster.agreement import gather, hear, tell
+from skippipe_jax.cluster.agreement import hear, tell
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.config.resume import digest
@@ -35,6 +35,7 @@ from skippipe_jax.training.other_plans import (
     placement_of,
 )
 from skippipe_jax.training.plan_search import PlanSearch
+from skippipe_jax.training.report import SessionPlan
 from skippipe_jax.training.search_process import Standby
 
 if TYPE_CHECKING:
@@ -56,34 +57,44 @@ class FoundPlans:
 
     def keep(self, plan: Plan) -> str | None:
         """Know a plan, and return its digest; None for one that is too large to be told."""
-        if len(_packed(plan)) > MESSAGE_CHARACTERS - ROOM_CHARACTERS:
+        packed = _packed(plan)
+        if len(packed) > MESSAGE_CHARACTERS - ROOM_CHARACTERS:
             return None
         name = digest(plan.to_json())
-        self._plans[name] = plan
+        self._plans[name] = _unpacked(packed)  # As all others get it.
         return name
 
-    def of_team(self, team: Team, timeout_s: float) -> Plan | None:
-        """The plan of a team's generation, once one who knows it has told it.
+    @property
+    def names(self) -> list[str]:
+        """The digests of those that are known here."""
+        return [*self._plans]
+
+    def of_team(self, team: Team, agreed: SessionPlan, timeout_s: float) -> Plan | None:
+        """The plan of a team's generation; one who knows it tells it to those who do not.
 
         All hosts of the team call this together. None where the generation has none, or nobody who
         is left knows it: they then go on by the quick plan.
         """
-        name = team.generation.plan
-        if not name:
+        name, source = team.generation.plan, agreed.plan_source
+        if not name or not agreed.is_plan_known:
             return None
-        knows = gather(team, "knows_plan", lambda: name in self._plans, timeout_s)
-        knowing = [host for host, is_known in sorted(knows.items()) if is_known]
-        if not knowing:
-            return None
-        if team.index == knowing[0]:
+        if team.index == source:
             tell(team, "found_plan", lambda: _packed(self._plans[name]))
-        packed = hear(team, "found_plan", knowing[:1], timeout_s)[knowing[0]]
-        self._plans = {name: parse_plan(json.loads(zlib.decompress(base64.b64decode(packed))))}
-        return self._plans[name]
+        if name not in self._plans:
+            assert source is not None, "another host knows it"
+            plan = _unpacked(hear(team, "found_plan", [source], timeout_s)[source])
+        else:
+            plan = self._plans[name]
+        self._plans = {name: plan}
+        return plan
 
 
 def _packed(plan: Plan) -> str:
     return base64.b64encode(zlib.compress(json.dumps(plan.to_json()).encode())).decode()
+
+
+def _unpacked(packed: str) -> Plan:
+    return parse_plan(json.loads(zlib.decompress(base64.b64decode(packed))))
 
 
 class Replanning(Callback):

@@ -7,7 +7,8 @@ hosts read there what it has written. All that can be wrong with the input is fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from skippipe_jax.config import (
 from skippipe_jax.config.attention import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
-from skippipe_jax.data.batches import TrainingBatches, check_vocabulary, tokenizer_of
+from skippipe_jax.data.batches import Batch, TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.attention import fault_of, implementation_of
 from skippipe_jax.models.in_flight import short_of_memory
@@ -54,7 +55,9 @@ from skippipe_jax.storage.writer import CheckpointWriter
 from skippipe_jax.training.first_weights import Weights, about_tokenizer, find_weights
 from skippipe_jax.training.messages import on_host_0, say, say_meanwhile
 from skippipe_jax.training.planning import make_plans, require_patience
+from skippipe_jax.training.report import GenerationReport, SessionPlan
 from skippipe_jax.training.trackers import require_trackers
+from skippipe_jax.training.validation import read_held_out
 
 # How long hosts wait for host 0 while it fetches a run from its copy, or completes the copy.
 COPYING_S = 3600.0
@@ -69,18 +72,22 @@ class Settled:
         host_of: the host of each node.
         programs: those of this host, by the names of the plans.
         data: the microbatches of the run, if a data node is served here.
+        held_out: those of its held-out text, if a data node is served here.
         weights: those that a new run begins with, if it is told where they come from.
         transfers: the transfer servers of this host, once it has met the others.
         mirror: the copy of the run folder, on the host that begins as 0, if there shall be one.
+        agreed: what follows from what all hosts have reported, once they have.
     """
 
     schedule: Schedule
     host_of: tuple[int, ...]
     programs: Mapping[str, Program]
     data: TrainingBatches | None
+    held_out: tuple[Batch, ...]
     weights: Weights | None
     transfers: Transfers | None
     mirror: Mirror | None
+    agreed: SessionPlan | None = None
 
     @property
     def plan(self) -> Plan:
@@ -138,6 +145,7 @@ def settle(
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     # On what text, and from what weights?
     data = open_data(config, plan, programs[OWN])
+    held_out = () if data is None else read_held_out(config, data_config(config))
     config.model.layers_of_stages(len(plan.stages))
     if not host.is_distributed:
         _require_attention(config)
@@ -163,7 +171,7 @@ def settle(
     _say_what_is_too_long(config, host, min(data_hosts), data)
     if transfers is None:
         transfers = open_transfers(config, host)
-    return Settled(schedule, host_of, programs, data, weights, transfers, mirror)
+    return Settled(schedule, host_of, programs, data, held_out, weights, transfers, mirror)
 
 
 def settle_alone(config: Config, host: Membership) -> Settled:
@@ -181,11 +189,14 @@ def settle_alone(config: Config, host: Membership) -> Settled:
     _give_threads(config, host, host_of.count(host.index), case)
     _require_attention(config)
     if host.index >= host.count:  # Which stage it serves the others say.
-        return Settled(schedule, host_of, {}, None, None, None, None)
+        return Settled(schedule, host_of, {}, None, (), None, None, None)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
-    data = open_data(config, schedule.plans[OWN], programs[OWN])
-    return Settled(schedule, host_of, programs, data, None, None, None)
+    data, held_out = None, ()
+    with suppress(InputError):  # Who is given a data node tries again, and then says why.
+        data = open_data(config, schedule.plans[OWN], programs[OWN])
+        held_out = () if data is None else read_held_out(config, data_config(config))
+    return Settled(schedule, host_of, programs, data, held_out, None, None, None)
 
 
 def go_on(config: Config, step: int, *, is_own: bool = False) -> None:
@@ -198,6 +209,17 @@ def go_on(config: Config, step: int, *, is_own: bool = False) -> None:
         say(f"nothing is left to do: the run is at step {step} of {steps}")
     run_folder.continue_run(folder, config, step, is_own=is_own)
     remove_recordings(folder, after=step)
+
+
+def own_report(settled: Settled) -> GenerationReport:
+    """What this host tells all others of its devices and its text."""
+    data = settled.data
+    return GenerationReport(
+        device_kinds=[device.device_kind for device in jax.local_devices()],
+        serves_data=data is not None,
+        data_fingerprint=None if data is None else data.fingerprint,
+        held_out_microbatches=len(settled.held_out),
+    )
 
 
 def open_writer(
@@ -313,6 +335,19 @@ def open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches |
     if not set(plan.stages[0]) & set(program.nodes):
         return None
     return TrainingBatches(data)
+
+
+def with_text(config: Config, settled: Settled) -> Settled:
+    """The same with the text of the run, if it is here."""
+    if settled.data is not None:
+        return settled
+    try:
+        text = data_config(config)
+        data, held_out = TrainingBatches(text), read_held_out(config, text)
+    except InputError as error:
+        say(f"warning: the text of the run is not here: {error}")
+        return settled
+    return replace(settled, data=data, held_out=held_out)
 
 
 def _require_reaching_collectives(config: Config, host: Membership) -> None:

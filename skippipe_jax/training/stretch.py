@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +30,9 @@ from skippipe_jax.training.metrics import Metrics, finite
 from skippipe_jax.training.opening import open_stages
 from skippipe_jax.training.profiled_steps import profiled
 from skippipe_jax.training.progress import Compilations
-from skippipe_jax.training.setup import COPYING_S, Settled, data_config, open_writer
+from skippipe_jax.training.setup import COPYING_S, Settled, open_writer
 from skippipe_jax.training.validation import Validation
+from skippipe_jax.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import Trainer
@@ -104,7 +105,10 @@ class Stretch:
         self.metrics = Metrics(config, self.schedule, self.runtime, trainer.steps_done)
         self._validation = None
         if config.validation.every:
-            self._validation = Validation(config, data_config(config), self.runtime, self.host)
+            assert settled.agreed is not None, "all hosts have reported"
+            count = settled.agreed.held_out_microbatches
+            given = settled.held_out, count, self.runtime, self.host
+            self._validation = Validation(config, *given)
         self._reader = None if data is None else ReadAhead(data.__getitem__, config.data.prefetch)
         if self._reader is not None:
             opened.enter_context(closing(self._reader))
@@ -114,6 +118,12 @@ class Stretch:
         self._writer = open_writer(config, self.host, cut, settled.mirror)
         skipped = self.metrics.skipped_updates
         self.callbacks = own_callbacks(trainer, self.host, self._writer, skipped)
+        self._watched: Callable[[], AbstractContextManager[None]] = nullcontext
+        if isinstance(self.host, Team):
+            planned_s = max(plan.predicted.iteration_s for plan in self.schedule.plans.values())
+            given = self.runtime.exchange.loop, planned_s, config.network.deadline_s
+            watchdog = opened.enter_context(closing(Watchdog(*given, trainer.membership.stop)))
+            self._watched = watchdog.iteration
         for callback in self.callbacks:
             opened.callback(callback.close)
         opened.callback(self.runtime.close)
@@ -169,11 +179,12 @@ class Stretch:
         profiling = nullcontext()
         if config.log.profiles(step):
             profiling = profiled(self.runtime, self._folder, step, self.host.index)
-        record, batches = config.traces(iteration), self._batches(iteration)
+        record = config.traces(iteration)
         if record and self.host.index == 0 and not self.is_first:
             plan = self.schedule.plan(iteration)
             retried(self._folder, lambda: keep_plan(self._folder, step, plan))
-        with profiling:
+        with profiling, self._watched():
+            batches = self._batches(iteration)
             outcome = self.runtime.run(iteration, batches, stop=stop, record=record)
         if config.recovery.lost_stage == AVERAGE:
             self._squared_norms = outcome.sums().squared_norms

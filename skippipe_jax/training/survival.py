@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_jax.cluster.agreement import DeadlinePassed, from_host_0, gather
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster.agreement import DeadlinePassed, from_host_0
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
@@ -21,7 +23,7 @@ from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.state import Kept
 from skippipe_jax.runtime.topology import spreads_of_host
-from skippipe_jax.runtime.transport import IN_A_TEAM_S
+from skippipe_jax.runtime.transport import IN_A_TEAM_S, Transfers, open_servers
 from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.joined_folder import is_joined
@@ -35,15 +37,16 @@ from skippipe_jax.training.departure import HasLeft
 from skippipe_jax.training.inviting import Inviting
 from skippipe_jax.training.left_out import copies_read, steps_saved
 from skippipe_jax.training.lost_stages import how_remade
-from skippipe_jax.training.measured import told_by
+from skippipe_jax.training.measured import Measured, new_nodes
 from skippipe_jax.training.messages import say, say_meanwhile
 from skippipe_jax.training.opening import parts_of
 from skippipe_jax.training.places import host_of_places, stages_for
 from skippipe_jax.training.recoveries import RecoveriesFile
 from skippipe_jax.training.regroup import regrouped, rules_of
 from skippipe_jax.training.replanning import FoundPlans, Replanning
+from skippipe_jax.training.report import SessionPlan, exchange_reports
 from skippipe_jax.training.search_process import Preparing, Standby
-from skippipe_jax.training.setup import Settled, go_on
+from skippipe_jax.training.setup import Settled, go_on, own_report, with_text
 from skippipe_jax.training.stretch import Stretch
 
 if TYPE_CHECKING:
@@ -133,12 +136,15 @@ class Survival:
         step, stages = self._trainer.steps_done, self._settled.plan.stages
         team = membership.outlive(self._rules, self._store, stages, step, saved=step)
         try:
-            with _closed_by_an_error(self._settled):
-                read, _, _ = self._agreed(team, self._settled, Holding(read))
-                self._write(team, self._settled)
+            with _closed_by_an_error(self._settled.transfers):
+                serves_data = self._settled.data is not None
+                agreed = self._agreed(team, self._settled, Holding(read), serves_data=serves_data)
+                settled = replace(self._settled, agreed=agreed)
+                self._write(team, settled)
                 self._led = 1 if team.index == 0 else 0
-                stretch = Stretch(self._trainer, team, self._settled, read, checkpoint)
-                return self._replanned(stretch, team, self._settled)
+                read = agreed.microbatches_read
+                stretch = Stretch(self._trainer, team, settled, read, checkpoint)
+                return self._replanned(stretch, team, settled)
         except Exception as error:  # As in `_opened`.
             if not (isinstance(error, TeamEnded) or self._is_of_a_loss(error, team)):
                 raise
@@ -253,21 +259,29 @@ class Survival:
         trainer.steps_done = generation.step
         self.lines.forget(after=generation.step)
         team.require_goes_on()  # Nothing is opened for one that has ended.
-        found = self.plans.of_team(team, IN_A_TEAM_S)
-        new = told_by(team, trainer.folder, self._host_of, len(self._settled.host_of), IN_A_TEAM_S)
-        settled = regrouped(trainer.config, self._settled, team, found, new)
-        with _closed_by_an_error(settled):
-            read, remains, goes_back = self._agreed(team, settled, holding)
-            if goes_back:
+        serves_data = 0 in self._rules.serves(generation.placement, trainer.membership.index)
+        if serves_data:
+            self._settled = with_text(trainer.config, self._settled)
+        transfers = open_servers(team)
+        with _closed_by_an_error(transfers):
+            settled = replace(self._settled, transfers=transfers)
+            agreed = self._agreed(team, settled, holding, serves_data=serves_data)
+            self._require_text(team, agreed)
+            transfers.connect(agreed.endpoints)
+            found = self.plans.of_team(team, agreed, IN_A_TEAM_S)
+            told = {team.hosts[at]: Measured.parse(own) for at, own in agreed.measured.items()}
+            new = new_nodes(told, self._host_of, len(self._settled.host_of))
+            settled = regrouped(trainer.config, self._settled, team, found, new)
+            settled = replace(settled, transfers=transfers, agreed=agreed)
+            if generation.lost or team.fresh:
+                self.recoveries.hear(agreed.recoveries)
+            if 0 in team.fresh:  # Whoever leads has no lines of its own.
+                self.lines.hear(agreed.metrics_tails)
+            read = agreed.microbatches_read
+            if agreed.restores_checkpoint:
                 team, holding = self._gone_back(team, settled, holding)
                 generation, read = team.generation, holding.read
             self._write(team, settled)
-            if generation.lost or team.fresh:
-                self.recoveries.hear(
-                    gather(team, "recovery", self.recoveries.told, IN_A_TEAM_S).values()
-                )
-            if 0 in team.fresh:  # Whoever leads has no lines of its own.
-                self.lines.hear(gather(team, "lines", self.lines.told, IN_A_TEAM_S).values())
             if team.index == 0:
                 # Not before all have told something: a leader that was stopped wakes when others
                 # lead.
@@ -277,9 +291,11 @@ class Survival:
                 self._led = generation.number
                 self.lines.write_the_missing(trainer.folder)
             copies = copies_read(trainer.config, team)
-            remains = replace(remains, copies=(*remains.copies, *copies))
-            given = holding.checkpoint, holding.kept, remains
-            stretch = Stretch(trainer, team, settled, read, *given)
+            remains = Remains(
+                (*holding.remains.copies, *copies), agreed.squared_norms, agreed.optimizer_updates
+            )
+            given = read, holding.checkpoint, holding.kept, remains
+            stretch = Stretch(trainer, team, settled, *given)
         stretch.awaiting = self.lines.awaiting
         if team.index == 0:
             of = max(team.count, trainer.membership.count)
@@ -308,25 +324,62 @@ class Survival:
                 stretch.follow(Replanning(config, team, self.plans, *given))
         return stretch
 
-    def _agreed(self, team: Team, settled: Settled, holding: Holding) -> tuple[int, Remains, bool]:
-        """The microbatches that have been read, and what remains: as who knows it tells the rest.
+    def _require_text(self, team: Team, agreed: SessionPlan) -> None:
+        """Return if all hosts that serve a data node have the text that the run reads.
 
-        Also whether a host goes on from a checkpoint. Who takes the state of others knows neither.
+        Raises:
+            TeamEnded: once the hosts go on with others that read it.
+            InputError: if this host has not the text, and there is no other stage.
+            DeadlinePassed: if the hosts go on with nobody for ``cluster.rejoin_s``.
+        """
+        if not agreed.without_text:
+            return
+        if team.index in agreed.without_text:
+            config = self._trainer.config
+            problem = "this is not the text that the run reads"
+            if len(team.generation.placement) == 1:
+                remedy = "Give this host the same files as the others have"
+                raise InputError("data.source", config.data.source, problem, remedy)
+            say(
+                f"warning: data.source is {config.data.source}: {problem}. This host serves other "
+                "stages, like one without text"
+            )
+            self._settled = replace(self._settled, data=None, held_out=())
+            self._trainer.membership.control.lacks_text()
+        self._next(team)
+        raise TeamEnded
+
+    def _agreed(
+        self, team: Team, settled: Settled, holding: Holding, *, serves_data: bool
+    ) -> SessionPlan:
+        """What the hosts go on by, from what each of them reports.
+
         Newcomers are told of the team from now on.
         """
-        own, text = holding.remains, None if settled.data is None else settled.data.fingerprint
-        goes_back = holding.goes_back
-        tell = (holding.read, own.squared_norms, own.updates, text, goes_back)
-        told = gather(team, "read", lambda: tell, IN_A_TEAM_S).values()
-        reads, norms, updates, texts, back = zip(*told, strict=True)
-        known_text = min((of_host for of_host in texts if of_host is not None), default=None)
+        # By the numbers of the run's own plan, which every generation knows.
+        here = self._trainer.membership.index
+        nodes = [node for node, host in enumerate(self._host_of) if host == here]
+        assert settled.transfers is not None, "the hosts have met"
+        report = replace(
+            own_report(settled),
+            member=team.here() | {"nodes": nodes},
+            serves_data=serves_data,
+            run_fingerprint=self._inviting.text,
+            endpoint=settled.transfers.endpoint,
+            microbatches_read=holding.read,
+            restores_checkpoint=holding.goes_back,
+            squared_norms=holding.remains.squared_norms,
+            optimizer_updates=holding.remains.updates,
+            measured=Measured.kept(self._trainer.folder),
+            known_plans=self.plans.names,
+            recovery=self.recoveries.told(),
+            metrics_tail=self.lines.told() if 0 in team.fresh else [],
+        )
+        agreed = exchange_reports(team, team.generation, report, IN_A_TEAM_S)
         serves = partial(stages_for, self._rules, team.generation)
-        self._inviting.entered(team.generation, serves, known_text)
+        self._inviting.entered(team.generation, serves, agreed.data_fingerprint)
         self._trainer.membership.reception.inviting = self._inviting
-        known = next((of_host for of_host in norms if of_host is not None), None)
-        made = max((count for count in updates if count is not None), default=None)
-        squared_norms = None if known is None else tuple(known)
-        return max(reads), Remains(own.copies, squared_norms, made), any(back)
+        return agreed
 
     def _gone_back(self, team: Team, settled: Settled, holding: Holding) -> tuple[Team, Holding]:
         """The team and what this host has, where some of it go back to a checkpoint.
@@ -363,14 +416,12 @@ class Survival:
 
     def _write(self, team: Team, settled: Settled) -> None:
         """Leave a line in membership.jsonl."""
-        # By the numbers of the run's own plan, which every generation knows.
-        here = self._trainer.membership.index
-        own = [node for node, host in enumerate(self._host_of) if host == here]
-        told = gather(team, "member", lambda: team.here() | {"nodes": own}, IN_A_TEAM_S)
         if team.index == 0:
+            assert settled.agreed is not None, "all hosts have reported"
             self._hold.take(shared_by=team.generation.start)
-            folder, given = self._trainer.folder, (team.generation, settled.plan, [*told.values()])
-            retried(folder, lambda: run_folder.append_generation(folder, *given))
+            folder, members = self._trainer.folder, settled.agreed.members
+            given = folder, team.generation, settled.plan, members
+            retried(folder, lambda: run_folder.append_generation(*given))
 
 
 def why_last(generation: Generation, lost_stage: str) -> str:
@@ -412,11 +463,11 @@ def _get_ready(config: Config, settled: Settled, here: int) -> None:
 
 
 @contextmanager
-def _closed_by_an_error(settled: Settled) -> Iterator[None]:
+def _closed_by_an_error(transfers: Transfers | None) -> Iterator[None]:
     """The transfer servers of a team that ends before it has begun give their ports back."""
     try:
         yield
     except BaseException:
-        if settled.transfers is not None:
-            settled.transfers.close()
+        if transfers is not None:
+            transfers.close()
         raise

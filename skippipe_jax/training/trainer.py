@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skippipe_sched.errors import InputError
@@ -28,6 +28,8 @@ from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.departure import Departure, HasLeft
 from skippipe_jax.training.messages import on_host_0, say_meanwhile
 from skippipe_jax.training.progress import CompilationCounter
+from skippipe_jax.training.report import exchange_reports
+from skippipe_jax.training.setup import own_report
 from skippipe_jax.training.signals import STOPPING, stop_signals
 from skippipe_jax.training.stretch import Stretch
 from skippipe_jax.training.survival import Survival
@@ -170,7 +172,9 @@ class Trainer:
         self._compilations = self._holding.enter_context(counter)
         settled, checkpoint, read = beginning.settled, beginning.checkpoint, beginning.read
         if host.count == 1 or host.is_distributed:
-            stretch = Stretch(self, host, settled, read, checkpoint)
+            timeout_s = config.cluster.connect_timeout_s
+            agreed = exchange_reports(host, None, own_report(settled), timeout_s)
+            stretch = Stretch(self, host, replace(settled, agreed=agreed), read, checkpoint)
         else:
             survival = self._holding.enter_context(closing(Survival(self, settled)))
             self._survival = survival

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from skippipe_jax.cluster.agreement import hear, tell
@@ -10,32 +12,37 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.transport import patience_s
+
+
+def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
+    """The held-out text of a run that validates; none of one that does not.
+
+    Raises:
+        InputError: if there is too little text.
+    """
+    if not config.validation.every:
+        return ()
+    size = data.microbatch_size
+    limit = -(-config.validation.sequences // size)
+    return tuple(held_out_batches(data, size, limit))
 
 
 class Validation:
     """Computes the held-out loss; all hosts make one, and use it at the same steps."""
 
-    def __init__(self, config: Config, data: DataConfig, runtime: Runtime, host: Membership | Team):
-        """Read the held-out text where a data node is served.
-
-        Raises:
-            InputError: if there is too little text.
-        """
+    def __init__(
+        self,
+        config: Config,
+        batches: Sequence[Batch],
+        count: int,
+        runtime: Runtime,
+        host: Membership | Team,
+    ):
+        """Over `count` microbatches, which are these `batches` where a data node is served."""
         self.host = host
         self.deadline_s = config.network.deadline_s
         topology = runtime.topology
         self.data_hosts = sorted({topology.host_of[node] for node in topology.plan.stages[0]})
-        batches: list[Batch] = []
-        if host.index in self.data_hosts:
-            size = data.microbatch_size
-            limit = -(-config.validation.sequences // size)
-            batches = list(held_out_batches(data, size, limit))
-        # How many there are depends on the text, which other hosts need not have.
-        name, first = "validation/microbatches", self.data_hosts[0]
-        if host.index == first:
-            tell(host, name, lambda: len(batches))
-        count = hear(host, name, [first], patience_s(config, host))[first]
         self.held_out = runtime.held_out(count)
         self.batches = {number: batches[number] for number in self.held_out.microbatches}
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +66,9 @@ def main() -> None:
 
     requests = {1 - host: f"{address}:0"}
     device = jax.local_devices()[0]
-    transfers = Transfers(host, device.client, requests, address, partial(said, "servers"))
+    transfers = Transfers(host, device.client, requests, address)
+    told = said("servers", json.dumps(transfers.endpoint))
+    transfers.connect([json.loads(endpoint) for endpoint in told])
     links = transfers.links({node: topology.spread(node).first for node in topology.nodes})
     loop = EventLoop(DEADLINE_S)
     exchange = Exchange(loop, topology, links)

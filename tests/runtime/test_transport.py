@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.connections.addresses import require_free
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.topology import sharding_of
@@ -37,13 +38,11 @@ def open_both(*ports: int, first: int = 0) -> list[tuple[Transfers, HostLink]]:
     device = jax.local_devices()[0]
 
     def opened(host: ThreadHost) -> tuple[Transfers, HostLink]:
-        def exchange(here: str) -> list[str]:
-            host.put(str(host.index), here)
-            return [host.get(str(other), 30.0) for other in range(HOSTS)]
-
         other = 1 - host.index
         requests = {other: f"127.0.0.1:{ports[host.index]}"}
-        transfers = Transfers(host.index, device.client, requests, "127.0.0.1", exchange)
+        transfers = Transfers(host.index, device.client, requests, "127.0.0.1")
+        told = gather(host, "endpoints", lambda: transfers.endpoint, 30.0)
+        transfers.connect([told[index] for index in range(HOSTS)])
         return transfers, transfers.links({host.index: sharding_of((device,))}, first)[other]
 
     both: list[tuple[Transfers, HostLink]] = []

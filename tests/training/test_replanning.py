@@ -20,6 +20,7 @@ from skippipe_jax.consensus.generations import Generation, Wish
 from skippipe_jax.training import search_process
 from skippipe_jax.training.plan_search import is_of
 from skippipe_jax.training.replanning import SEVERAL, FoundPlans, Replanning
+from skippipe_jax.training.report import GenerationReport, plan_session
 from skippipe_jax.training.search_process import Standby
 from tests.sched.examples import plan_of
 
@@ -101,7 +102,8 @@ def test_a_better_plan_is_searched_for_and_proposed(
     # run is not there, and stays where it was.
     assert wish.placement == ((0, 1, 2), (3,))
     of_it = replace(SECOND, members=(0,), plan=wish.plan)
-    found = leader.plans.of_team(team_of(of_it), 1.0)
+    knows = plan_session(of_it, [GenerationReport(known_plans=leader.plans.names)])
+    found = leader.plans.of_team(team_of(of_it), knows, 1.0)
     assert found is not None
     assert found.stages == ((0, 1), (2,))
     assert found.predicted.iteration_s < 0.9 * STANDING.predicted.iteration_s
@@ -132,8 +134,16 @@ def test_the_best_plan_is_proposed_by_which_nobody_reads_that_may_lack_the_text(
 
 def test_a_plan_that_nobody_knows_is_none():
     alone = replace(SECOND, members=(0,))
-    assert FoundPlans().of_team(team_of(alone), 1.0) is None
-    assert FoundPlans().of_team(team_of(replace(alone, plan="another's")), 1.0) is None
+    for generation in (alone, replace(alone, plan="another's")):
+        agreed = plan_session(generation, [GenerationReport()])
+        assert FoundPlans().of_team(team_of(generation), agreed, 1.0) is None
+
+
+def test_a_plan_is_told_to_those_alone_who_lack_it():
+    knows, lacks = GenerationReport(known_plans=["found"]), GenerationReport()
+    generation = replace(SECOND, plan="found")
+    assert plan_session(generation, [knows, knows]).plan_source is None
+    assert plan_session(generation, [lacks, knows, knows]).plan_source == 1
 
 
 def test_no_search_begins_where_hosts_are_as_they_were(leaders: list[Leader]):

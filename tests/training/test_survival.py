@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import pytest
 from skippipe_sched.errors import TemporaryError
 
-from skippipe_jax.cluster.agreement import DeadlinePassed, HostFailed
+from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
@@ -22,6 +21,8 @@ from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.hold import Hold
 from skippipe_jax.storage.layout import Checkpoint
 from skippipe_jax.training import survival
+from skippipe_jax.training.report import GenerationReport, SessionPlan, plan_session
+from skippipe_jax.training.setup import Settled
 from skippipe_jax.training.survival import GOES_BACK, Holding, Survival
 
 OWN, STEP = 1, 20
@@ -42,7 +43,8 @@ class Openings(Survival):
         trainer: Any = SimpleNamespace(
             folder=folder, config=config, membership=host, steps_done=STEP
         )
-        settled: Any = SimpleNamespace(host_of=(0, OWN, 2))
+        unused: Any = None
+        settled = Settled(unused, (0, OWN, 2), {}, None, (), None, None, None)
         super().__init__(trainer, settled)
         self.teams = [Team(host, generation) for generation in generations]
         self.held: list[Holding] = []
@@ -66,7 +68,8 @@ class Openings(Survival):
 def no_other_places(monkeypatch: pytest.MonkeyPatch):
     """Nobody comes beside these hosts, and nobody decides by rules."""
     monkeypatch.setattr(survival, "host_of_places", lambda config, host_of: host_of)
-    monkeypatch.setattr(survival, "rules_of", lambda *_: None)
+    rules = SimpleNamespace(serves=lambda *_: ())
+    monkeypatch.setattr(survival, "rules_of", lambda *_: rules)
 
 
 def generation(number: int, **fields: Any) -> Generation:
@@ -141,24 +144,27 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
 ):
     """Any of them may lead when the first step is made after it."""
     for name, stub in (
-        ("_agreed", lambda *_: (0, survival.NO_REMAINS, False)),
         ("_write", lambda *_: None),
         ("_replanned", lambda self, stretch, *_: stretch),
     ):
         monkeypatch.setattr(Survival, name, stub)
-    no_transfers = SimpleNamespace(transfers=None)
-    monkeypatch.setattr(survival, "regrouped", lambda *_: no_transfers)
+    monkeypatch.setattr(
+        survival, "open_servers", lambda *_: SimpleNamespace(connect=print, endpoint={})
+    )
+    monkeypatch.setattr(survival, "regrouped", lambda _, settled, *__: settled)
     monkeypatch.setattr(survival, "Stretch", lambda *_: SimpleNamespace())
     theirs = {"step_before": 24, "loss_before": 2.25}
 
-    def gather(team: Team, name: str, own: Callable[[], Any], *_: Any) -> dict[int, Any]:
-        other = {"recovery": None if 0 in fresh else theirs, "lines": []}[name]
-        return {0: other, 1: own()}
+    def exchange(
+        team: Team, generation: Generation, own: GenerationReport, timeout_s: float
+    ) -> SessionPlan:
+        other = GenerationReport(recovery=None if 0 in fresh else theirs)
+        return plan_session(generation, [other, own])
 
-    monkeypatch.setattr(survival, "gather", gather)
+    monkeypatch.setattr(survival, "exchange_reports", exchange)
+    monkeypatch.setattr(Team, "here", lambda _: {})
     monkeypatch.setattr(Team, "has_ended", False)
     openings: Any = Openings(tmp_path)
-    openings.plans = SimpleNamespace(of_team=lambda *_: None)
     openings.lines.lines.append({"step": 24, "loss": 2.5})
     trainer = openings._trainer
     trainer.steps_done = 24
@@ -246,25 +252,26 @@ def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path):
     assert Openings(tmp_path, first).after(Holding(12, KEPT)) == [Holding(0, kept=None)]
 
 
-def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_host_that_dies_while_all_open_the_first_time_does_not_end_the_others(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    openings: Any = Openings(tmp_path, generation(2))
-    openings._settled = SimpleNamespace(plan=SimpleNamespace(stages=()), transfers=None)
-    trainer = openings._trainer
-    first = Team(trainer.membership, generation(1))
-    monkeypatch.setattr(Membership, "outlive", lambda *given, saved: first)
-    error: Exception = HostFailed("host 2 has failed at 'read': its device is lost")
+    openings = Openings(tmp_path, generation(2))
+    first = Team(openings._trainer.membership, generation(1))
+    monkeypatch.setattr(Membership, "outlive", lambda *_, **__: first)
+    error: Exception = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
 
-    def agreed(*given: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Survival, "_agreed", agreed)
-    Survival.begin(openings, trainer.membership, None, 80)
-    assert openings.held == [Holding(80)]
+    monkeypatch.setattr(Survival, "_agreed", fail)
+    openings._settled = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        data=None, transfers=None, plan=SimpleNamespace(stages=())
+    )
+    openings.begin(openings._trainer.membership, checkpoint, 80)
+    assert openings.held == [GOES_BACK]
     error = ValueError("is no fault of another host")
     with pytest.raises(ValueError, match="no fault"):
-        Survival.begin(openings, trainer.membership, None, 80)
+        openings.begin(openings._trainer.membership, checkpoint, 80)
 
 
 def test_what_fails_because_a_host_dies_is_done_again_with_those_that_are_left(

@@ -1,0 +1,141 @@
+"""What the hosts of a generation tell each other once, as it begins, and what follows from that.
+
+Each host tells one `GenerationReport`, and `plan_session` derives from those of all hosts what each
+of them goes on by. It is a pure function, so all hosts come to the same, in one exchange: over slow
+links every further one would make a membership change longer by the latency of the slowest link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from skippipe_jax.cluster.agreement import Host, gather
+from skippipe_jax.consensus.generations import Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationReport:
+    """What one host tells all others; every value is one that JSON can hold.
+
+    Attributes:
+        member: the host, its process, its address and its nodes, as in membership.jsonl.
+        endpoint: of its transfer servers.
+        microbatches_read: before the next step; 0 on a host that takes the state of others.
+        restores_checkpoint: whether it goes on from a checkpoint.
+        squared_norms: of the gradients of each stage's blocks at the last step, if it knows them.
+        optimizer_updates: how many the optimizer has made, if it knows that.
+        serves_data: whether a data node is served there.
+        data_fingerprint: of the text that it has read, if it has read any.
+        run_fingerprint: of the text that the run reads, if it has heard of that before.
+        device_kinds: what JAX calls each of its devices.
+        held_out_microbatches: that it has read of the held-out text, if it reads any.
+        measured: what it has measured, as `Measured` tells it, if it has.
+        known_plans: the digests of the plans that it has found, or heard of.
+        recovery: its line of recoveries.jsonl that is yet to be written, if there is one.
+        metrics_tail: its last lines of metrics.
+    """
+
+    member: Mapping[str, Any] = field(default_factory=dict)
+    endpoint: Mapping[str, Any] = field(default_factory=dict)
+    microbatches_read: int = 0
+    restores_checkpoint: bool = False
+    squared_norms: Sequence[float] | None = None
+    optimizer_updates: int | None = None
+    serves_data: bool = False
+    data_fingerprint: str | None = None
+    run_fingerprint: str | None = None
+    device_kinds: Sequence[str] = ()
+    held_out_microbatches: int = 0
+    measured: Mapping[str, Any] | None = None
+    known_plans: Sequence[str] = ()
+    recovery: dict[str, Any] | None = None
+    metrics_tail: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionPlan:
+    """What all hosts of a generation go on by.
+
+    Attributes:
+        members: what each host tells of itself, the leader first.
+        endpoints: of the transfer servers of each host.
+        microbatches_read: before the next step.
+        restores_checkpoint: whether a host goes on from a checkpoint.
+        squared_norms, optimizer_updates: as in a report; None where no host knows them.
+        data_fingerprint: of the text that the run reads; None where no host knows it.
+        without_text: the hosts that serve a data node, and have not that text.
+        device_kinds: of each host.
+        held_out_microbatches: how many there are.
+        measured: as in a report, by host.
+        plan_source: the host that tells the plan of the generation to those that lack it; None
+            where none lacks it, or none knows it.
+        is_plan_known: whether a host knows the plan of the generation.
+        recoveries, metrics_tails: as in the report of each host.
+    """
+
+    members: Sequence[Mapping[str, Any]]
+    endpoints: Sequence[Mapping[str, Any]]
+    microbatches_read: int
+    restores_checkpoint: bool
+    squared_norms: tuple[float, ...] | None
+    optimizer_updates: int | None
+    data_fingerprint: str | None
+    without_text: Sequence[int]
+    device_kinds: Sequence[Sequence[str]]
+    held_out_microbatches: int
+    measured: Mapping[int, Mapping[str, Any]]
+    plan_source: int | None
+    is_plan_known: bool
+    recoveries: Sequence[dict[str, Any] | None]
+    metrics_tails: Sequence[Sequence[Mapping[str, Any]]]
+
+
+def plan_session(generation: Generation | None, reports: Sequence[GenerationReport]) -> SessionPlan:
+    """What follows from the reports of all hosts of a generation, the leader's first.
+
+    The generation is None where hosts are always the same.
+    """
+    wanted = "" if generation is None else generation.plan
+    knowing = [host for host, own in enumerate(reports) if wanted in own.known_plans]
+    norms = [own.squared_norms for own in reports if own.squared_norms is not None]
+    updates = [own.optimizer_updates for own in reports if own.optimizer_updates is not None]
+    known = [own.run_fingerprint for own in reports if own.run_fingerprint is not None]
+    read = [own.data_fingerprint for own in reports if own.data_fingerprint is not None]
+    text = known[0] if known else min(read, default=None)
+    return SessionPlan(
+        members=[own.member for own in reports],
+        endpoints=[own.endpoint for own in reports],
+        microbatches_read=max(own.microbatches_read for own in reports),
+        restores_checkpoint=any(own.restores_checkpoint for own in reports),
+        squared_norms=tuple(norms[0]) if norms else None,
+        optimizer_updates=max(updates, default=None),
+        data_fingerprint=text,
+        without_text=[
+            host
+            for host, own in enumerate(reports)
+            if own.serves_data and (own.data_fingerprint is None or own.data_fingerprint != text)
+        ],
+        device_kinds=[own.device_kinds for own in reports],
+        held_out_microbatches=next(
+            (own.held_out_microbatches for own in reports if own.serves_data),
+            0,
+        ),
+        measured={
+            host: own.measured for host, own in enumerate(reports) if own.measured is not None
+        },
+        plan_source=knowing[0] if 0 < len(knowing) < len(reports) else None,
+        is_plan_known=bool(knowing),
+        recoveries=[own.recovery for own in reports],
+        metrics_tails=[own.metrics_tail for own in reports],
+    )
+
+
+def exchange_reports(
+    host: Host, generation: Generation | None, report: GenerationReport, timeout_s: float
+) -> SessionPlan:
+    """Tell all hosts a report, hear theirs, and plan; all hosts call this together."""
+    told = gather(host, "report", lambda: asdict(report), timeout_s)
+    reports = [GenerationReport(**told[index]) for index in range(host.count)]
+    return plan_session(generation, reports)

@@ -1,0 +1,82 @@
+"""A host whose training thread hangs leaves, so that the others can go on without it.
+
+Its event loop shows them that it lives, so they would wait for it until `network.deadline_s` ends
+them all. Who only waits for others does not hang: the thread handles an event, or something is
+computed here, and nothing comes of it. Time is counted in looks, so a process that was stopped for
+a while does not count that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from skippipe_jax.runtime.events import EventLoop
+
+LOOK_S = 1.0
+"""So often a host looks whether its training thread makes progress."""
+
+MULTIPLE = 20.0
+"""So many times an iteration a training thread may take without progress."""
+
+LEAST_S = 60.0
+"""It may take so long at least, and `SHARE` of `network.deadline_s` at most."""
+
+SHARE = 0.8
+
+
+class Watchdog:
+    """Watches the iterations of a host, beside the thread that runs them."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        planned_s: float,
+        deadline_s: float,
+        hangs: Callable[[str], object],
+        look_s: float = LOOK_S,
+    ):
+        """Look every `look_s`; call `hangs` once, with a sentence, from another thread.
+
+        `loop` is that of the iterations, of which the plan says that each takes `planned_s`.
+        """
+        self._loop, self._hangs, self._look_s = loop, hangs, look_s
+        self._longest_s, self._most_s = planned_s, SHARE * deadline_s
+        # The first one compiles, which may take as long as it likes.
+        self._iterations, self._is_iterating = 0, False
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch, name="skippipe-watchdog", daemon=True).start()
+
+    @property
+    def limit_s(self) -> float:
+        """How long an iteration may make no progress."""
+        return min(max(LEAST_S, MULTIPLE * self._longest_s), self._most_s)
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Watch what is done in the block."""
+        began_s = time.monotonic()
+        self._is_iterating = self._iterations > 0
+        try:
+            yield
+        finally:
+            if self._is_iterating:
+                self._longest_s = max(self._longest_s, time.monotonic() - began_s)
+            self._is_iterating = False
+            self._iterations += 1
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._is_closed.set()
+
+    def _watch(self) -> None:
+        silent_s, before = 0.0, None
+        while not self._is_closed.wait(self._look_s):
+            now = self._iterations, self._loop.events
+            is_stuck = self._is_iterating and self._loop.is_at_work and now == before
+            silent_s, before = silent_s + self._look_s if is_stuck else 0.0, now
+            if silent_s > self.limit_s:
+                self._hangs(f"its training thread has made no progress for {silent_s:.0f} s")
+                return

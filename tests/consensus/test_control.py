@@ -1,0 +1,57 @@
+"""What drives the rules on an event loop, which may wait for nothing that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skippipe_jax.connections.threads import DaemonThreads
+from skippipe_jax.consensus import control
+from skippipe_jax.consensus.control import Control
+from skippipe_jax.consensus.decisions import first_state
+from skippipe_jax.consensus.generations import Generation, Rules
+
+RULES = Rules(
+    (0, 1),
+    lambda *_: True,
+    lambda placement, *_: placement,
+    dict,
+    has_store=True,
+    serves=lambda placement, host: frozenset({0}),
+)
+FIRST = Generation(1, (0, 1), (7, 7), 0, 4, placement=())
+
+
+def test_a_host_shows_that_it_lives_while_storage_hangs(monkeypatch: pytest.MonkeyPatch):
+    """Of two hosts one is lost. Storage is to decide on what follows, and does not answer."""
+    monkeypatch.setattr(control, "TICK_S", 0.01)
+    asks = list[Generation]()
+    answers = threading.Event()
+
+    def store(generation: Generation) -> Generation:
+        asks.append(generation)
+        assert answers.wait(20.0), "the loop waits for storage"
+        return generation
+
+    async def live() -> None:
+        beats, entered = asyncio.Queue[Any](), asyncio.Queue[Generation]()
+        listener: Any = SimpleNamespace(enters=entered.put_nowait)
+
+        def send(host: int, kind: str, message: list[Any]) -> None:
+            if message[0] == "Beat" and asks:
+                beats.put_nowait(message)
+
+        own = Control(first_state(0, RULES, FIRST, 0), send, listener, store, DaemonThreads())
+        own.is_missed(1)
+        for _ in range(5):
+            await asyncio.wait_for(beats.get(), 10.0)
+        assert (len(asks), entered.empty()) == (1, True), "it is asked once at a time"
+        answers.set()
+        assert (await asyncio.wait_for(entered.get(), 10.0)).members == (0,)
+        own._ticking.cancel()
+
+    asyncio.run(live())

@@ -1,0 +1,167 @@
+"""How many messages have to come one after another for a run to go on without a lost host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import current_thread
+from typing import Any
+
+import pytest
+from skippipe_sched.problem.plan import load_plan
+
+from skippipe_jax.config import Config, DataConfig
+from skippipe_jax.consensus.decisions import advance, first_state
+from skippipe_jax.consensus.generations import (
+    Enter,
+    Generation,
+    Presence,
+    Received,
+    Rules,
+    Send,
+    Tick,
+)
+from skippipe_jax.storage.run_folder import read_metrics
+from skippipe_jax.training import setup
+from skippipe_jax.training.report import GenerationReport, plan_session
+from skippipe_jax.training.trainer import Trainer
+from tests.thread_cluster import Host, Lost, Network, train
+from tests.training_runs import write_config
+
+PATIENCE_S = 60.0
+STEPS = 6
+# Host 0 has stage 0, and hosts 1 and 2 have a replica of stage 1 each.
+CASE = {
+    "nodes": 3,
+    "locations": ["here"],
+    "links": [],
+    "forward_s": 0.1,
+    "stages": [1, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 2,
+    "memory": 2,
+}
+# Ask, promise, ask, accepted, decided; then a report, and the word that all are ready.
+DECIDING, OPENING = 5, 2
+MOST_ROUND_TRIPS = 6
+
+
+def configured(folder: Path) -> Path:
+    return write_config(
+        folder,
+        plan={"case": CASE, "method": "balanced"},
+        train={"steps": STEPS},
+        validation={"every": STEPS, "sequences": 4},
+        trace="every 2",
+        replan={"budget_s": 0},
+        run_dir=str(folder / "run"),
+    )
+
+
+def lost_after(host: Host, step: int, network: Network) -> None:
+    """The host is lost after a step."""
+
+    def is_lost(trainer: Trainer, done: int) -> None:
+        if done == step:
+            network.lose(host.membership.index)
+            raise Lost
+
+    host.after_step = is_lost
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    network = Network(3)
+    yield network
+    network.close()
+
+
+def test_a_run_goes_on_without_a_lost_host_in_few_round_trips(network: Network, tmp_path: Path):
+    hosts = [Host(configured(tmp_path), index, network, []) for index in range(3)]
+    told: dict[int, tuple[int, list[str]]] = {}
+
+    def counts(trainer: Trainer, step: int) -> None:
+        own = hosts[trainer.membership.index].membership
+        if trainer.host.count == 2:
+            told.setdefault(own.index, (own.depth, [*own.puts]))
+
+    lost_after(hosts[2], 2, network)
+    for host in hosts[:2]:
+        host.after_step = counts
+    train(hosts, PATIENCE_S)
+    assert [host.trainer.steps_done for host in hosts[:2]] == [STEPS, STEPS]
+    assert {depth for depth, _ in told.values()} == {OPENING}, told
+    assert DECIDING + OPENING <= 2 * MOST_ROUND_TRIPS
+
+
+def test_hosts_decide_on_the_next_generation_in_few_messages():
+    first = Generation(1, (0, 1, 2), (7, 7, 7), 0, 4, placement=((0,), (1, 2)))
+
+    def serves(placement: Any, host: int) -> frozenset[int]:
+        return frozenset(stage for stage, hosts in enumerate(placement) if host in hosts)
+
+    rules = Rules((0, 1, 2), lambda *_: True, lambda placement, *_: placement, dict, serves=serves)
+    states = {host: first_state(host, rules, first, 0) for host in (0, 1, 2)}
+    for host in (0, 1):
+        states[host], _ = advance(states[host], Presence(2, is_there=False))
+    states[0], effects = advance(states[0], Tick())
+    depth, under_way = 0, [(0, effect) for effect in effects]
+    entered: dict[int, int] = {}
+    while under_way:
+        depth += 1
+        arriving, under_way = under_way, []
+        for source, effect in arriving:
+            if isinstance(effect, Send) and effect.target != 2:
+                target = effect.target
+                states[target], more = advance(states[target], Received(source, effect.message))
+                under_way += [(target, one) for one in more]
+                if any(isinstance(one, Enter) for one in more):
+                    entered[target] = depth
+    assert max(entered.values()) == DECIDING
+    assert entered.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("lacking", ["another text", "no text"])
+def test_a_host_without_the_text_does_not_take_over_the_data_stage(
+    network: Network,
+    tmp_path: Path,
+    lacking: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    """Host 0 is lost, which alone reads. Host 1 is to read next, and has not the same text."""
+    config = configured(tmp_path)
+    other = tmp_path / "other"
+    if lacking == "another text":
+        other.write_bytes((tmp_path / "text").read_bytes().swapcase())
+    hosts = [Host(config, index, network, []) for index in range(3)]
+
+    def at_the_same_path(config: Config) -> DataConfig:
+        return (
+            replace(config.data, path=str(other)) if current_thread() is hosts[1] else config.data
+        )
+
+    monkeypatch.setattr(setup, "data_config", at_the_same_path)
+    lost_after(hosts[0], 2, network)
+    train(hosts, PATIENCE_S)
+    lines = [json.loads(line) for line in (tmp_path / "run/membership.jsonl").open()]
+    assert [line["cause"] for line in lines] == ["", "host 1 has not the text of the run"]
+    assert [own["nodes"] for own in lines[-1]["members"]] == [[1], [2]]
+    plan = load_plan(tmp_path / "run/generations/plan-3.json")
+    assert plan.stages == ((1,), (0,)), "host 2 reads"
+    steps = [line["step"] for line in read_metrics(tmp_path / "run")]
+    assert steps == list(range(1, STEPS + 1))
+    told = capfd.readouterr().out
+    assert "this is not the text that the run reads" in told
+    assert ("the text of the run is not here" in told) == (lacking == "no text")
+
+
+def test_who_reads_another_text_than_the_run_does_counts_as_without():
+    run = GenerationReport(run_fingerprint="run")
+    other: Any = {"serves_data": True}
+    reports = [run, GenerationReport(data_fingerprint="run", **other), GenerationReport(**other)]
+    reports += [GenerationReport(data_fingerprint="another", **other)]
+    agreed = plan_session(None, reports)
+    assert (agreed.data_fingerprint, agreed.without_text) == ("run", [2, 3])
