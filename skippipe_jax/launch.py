@@ -42,6 +42,9 @@ SETTLED_S = 60.0
 MOST_FAULTS = 5
 """So often a host is started again that has ended by a fault of its own."""
 
+FORGIVEN_S = 3600.0
+"""Once a host has lived for so long, its faults before count no more."""
+
 HAS_LEFT = 128 + signal.SIGTERM
 """So a host ends that was told to leave: the others go on without it, or have ended as it has."""
 
@@ -58,7 +61,8 @@ PORTS = range(61440, 65536)
 EPILOG = (
     "With --respawn a host that is lost is started again, by itself, and with --resume once the "
     "run has begun: when a signal has ended it or it ends with 75, as often as that happens; "
-    f"{MOST_FAULTS} times after a fault of its own (1, others). That is {FIRST_PAUSE_S:g} s later, "
+    f"{MOST_FAULTS} times after a fault of its own (1, others), and as often again once it has "
+    f"lived for {FORGIVEN_S / 60:g} min. That is {FIRST_PAUSE_S:g} s later, "
     "and twice as much later each time that it ends within a minute of its start, "
     f"{LONGEST_PAUSE_S:g} s at most. It is not after 0, 2, 130 and 143, nor once this command was "
     "told to stop or the run is trained. When a host stays away, 75 counts as a fault of others. "
@@ -414,6 +418,8 @@ class Tries:
         """
         if _as_of_a_shell(code) in FOR_GOOD:
             return None
+        if lived_s >= FORGIVEN_S:
+            self._faults = 0
         if code > 0 and (misses_others or code != TRY_AGAIN_EXIT_CODE):
             self._faults += 1
             if self._faults > MOST_FAULTS:

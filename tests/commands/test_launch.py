@@ -204,6 +204,14 @@ def test_how_often_a_host_is_started_again(code: int, misses_others: bool, most:
     assert [pause_s is not None for pause_s in pauses] == [True] * most + [False] * (100 - most)
 
 
+def test_faults_are_forgotten_once_a_host_has_lived_for_long():
+    tries = Tries()
+    for _ in range(100):
+        assert tries.pause_s(1, launch.FORGIVEN_S, misses_others=False) is not None
+    tried = [tries.pause_s(1, SETTLED_S, misses_others=False) for _ in range(MOST_FAULTS)]
+    assert [pause_s is not None for pause_s in tried] == [True] * (MOST_FAULTS - 1) + [False]
+
+
 @pytest.fixture
 def signals() -> Iterator[None]:
     """What these signals do here is put back."""
