@@ -37,9 +37,7 @@ class Membership:
     All methods may be called from any thread.
 
     Attributes:
-        phase: how far the run has come, by which it is decided whom an error of this host ends. It
-            begins with `SETUP`; set it to `TRAINING` when all is ready. A run to which this host
-            comes later trains already.
+        phase: how far the run has come; set it to `TRAINING` when all is ready to train.
         index: this host among the others, from 0.
         count: the number of hosts that the run begins with.
         is_distributed: whether one JAX has the devices of all hosts.
