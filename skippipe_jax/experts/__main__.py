@@ -27,7 +27,8 @@ export     write every expert as a Hugging Face model to FOLDER/huggingface
 
 Two runs train at a time (at_once). Ctrl-C stops after a checkpoint of each; the same command goes
 on, also after a crash, and nothing is trained twice: runs are known by a digest of all that they
-come from.
+are told. Nothing is trained either while there are runs of another text, case or plan than those
+files hold now; they are named.
 """
 
 

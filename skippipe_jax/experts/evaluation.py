@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -97,9 +98,17 @@ def _each_once(members: Iterable[Member]) -> list[Member]:
 def _own_flops(place: Place, member: Member) -> float:
     folder = place.run_dir(member)
     config = run_folder.saved_config(folder, "folder")
-    plan, data = run_folder.saved_plan(folder), config.data
-    each = iteration_flops(config.model, plan, data.microbatch_size, data.sequence_length)
-    return float(member.steps * each)
+    schedule, data = run_folder.saved_schedule(folder), config.data
+    taken = Counter(map(schedule.name, range(member.steps)))
+    return float(
+        sum(
+            count
+            * iteration_flops(
+                config.model, schedule.plans[name], data.microbatch_size, data.sequence_length
+            )
+            for name, count in taken.items()
+        )
+    )
 
 
 def results_of(place: Place, arms: Sequence[Arm]) -> dict[str, Any]:

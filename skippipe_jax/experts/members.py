@@ -53,7 +53,7 @@ class Member:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that it comes from."""
+        """Of all that it and those before it are told, by the names of files."""
         parent = self.parent.digest if isinstance(self.parent, Member) else self.parent
         return digest_of([self.tree, parent])
 

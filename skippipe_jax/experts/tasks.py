@@ -158,7 +158,8 @@ class Training:
     def found(self) -> str:
         """Its last loss."""
         last = run_folder.read_metrics(self.place.run_dir(self.member))[-1]
-        return f"loss {last['loss']:.4f} after {last['step']} iterations"
+        loss = "none" if last["loss"] is None else f"{last['loss']:.4f}"
+        return f"loss {loss} after {last['step']} iterations"
 
     def _is_trained(self) -> bool:
         return latest_step(self.place.run_dir(self.member)) == self.member.steps

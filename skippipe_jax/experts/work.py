@@ -17,7 +17,6 @@ from skippipe_jax.campaign.running import Task, run_all
 from skippipe_jax.data.batches import (
     TrainingBatches,
     check_vocabulary,
-    held_out_batches,
     tokenizer_of,
 )
 from skippipe_jax.data.tokenizer import load_tokenizer
@@ -27,6 +26,8 @@ from skippipe_jax.experts.members import EXPERT, Arm, Member, Members, naming
 from skippipe_jax.experts.nodes import kept_division, on_nodes, require_case
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Averaging, Place, Training, data_of
+from skippipe_jax.experts.unchanged import Texts, require_unchanged
+from skippipe_jax.inference.scores import text_of
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.storage.hold import Hold
@@ -50,13 +51,19 @@ def train(place: Place) -> dict[str, Any]:
     with Hold(place.folder, "folder") as hold:
         hold.take()
         prepare(place)
-        require_usable(place)
+        texts = require_usable(place)
+        probes = probings(place) if place.config.is_probed else []
+        if not all(task.is_done() for task in probes):
+            # Which other runs there are is not known before.
+            require_unchanged(place, probes, texts)
         hard = probed(place) if place.config.is_probed else None
         arms = arms_of(place, hard)
+        tasks = [*trainings(place, arms), *averagings(place, arms)]
+        require_unchanged(place, [*probes, *tasks], texts)
         # On nodes of their own the lanes of an arm have them for themselves.
         for arm in arms if place.config.nodes else []:
             _run(place, trainings(place, [arm]), max(1, len(arm.lanes)))
-        _run(place, [*trainings(place, arms), *averagings(place, arms)])
+        _run(place, tasks)
         return compare(place, arms, hard)
 
 
@@ -65,7 +72,7 @@ def probe(place: Place) -> dict[str, float]:
     with Hold(place.folder, "folder") as hold:
         hold.take()
         prepare(place)
-        require_usable(place)
+        require_unchanged(place, probings(place), require_usable(place))
         return probed(place)
 
 
@@ -105,8 +112,10 @@ def prepare(place: Place) -> None:
     write_whole(written, json.dumps({"by": module}))
 
 
-def require_usable(place: Place) -> None:
+def require_usable(place: Place) -> Texts:
     """Refuse what any of the runs, or the comparison, could not use; nothing has been trained.
+
+    Returns which text there is.
 
     Raises:
         InputError: naming what cannot be used.
@@ -135,26 +144,31 @@ def require_usable(place: Place) -> None:
         problem = "their tokenizers differ, so what they say cannot be mixed"
         remedy = "Give all sizes one data.tokenizer"
         raise InputError("sizes", ", ".join(tokenizers.values()), problem, remedy)
-    _require_text(place, each)
+    texts = _require_text(place, each)
     if config.nodes is not None:
         require_case(config, config.nodes)
+    return texts
 
 
-def _require_text(place: Place, members: Iterable[Member]) -> None:
+def _require_text(place: Place, members: Iterable[Member]) -> Texts:
     """Refuse a domain without text, in training or held out, for priors or for scores."""
     asked = place.asked()
     data = data_of(next(iter(members)).config().data, asked)
     with naming(place.config.names):
-        for domain, part, _ in asked["parts"]:
-            next(held_out_batches(data, 1, 1, part=part, domain=domain))
+        held_out = {
+            (domain, part): text_of(data, domain, part, sequences)
+            for domain, part, sequences in asked["parts"]
+        }
+    training = {}
     for member in {own.domains: own for own in members}.values():
         with naming(member.domains):
-            TrainingBatches(member.config().data)
+            training[member.domains] = TrainingBatches(member.config().data).fingerprint
+    return Texts(training, held_out)
 
 
 def probed(place: Place) -> dict[str, float]:
     """How hard each domain is, measured where it has not been."""
-    _run(place, trainings_of(place, Members(place.config).probes().values()))
+    _run(place, probings(place))
     found = difficulty.measured(place)
     write_whole(place.folder / DIFFICULTY, json.dumps(found, indent=1) + "\n")
     return found
@@ -189,6 +203,11 @@ def trainings_of(place: Place, members: Iterable[Member]) -> list[Training]:
     needed = {run.name: run for own in asked for run in own.lineage()}
     names = {own.name for own in asked}
     return [Training(place, run, scored=name in names) for name, run in needed.items()]
+
+
+def probings(place: Place) -> list[Training]:
+    """The training of the probes, and of their seed."""
+    return trainings_of(place, Members(place.config).probes().values())
 
 
 def averagings(place: Place, arms: Iterable[Arm]) -> list[Averaging]:
@@ -239,7 +258,7 @@ def _known_difficulty(place: Place) -> dict[str, float] | None:
     """
     if not place.config.is_probed:
         return None
-    _require_done(trainings_of(place, Members(place.config).probes().values()))
+    _require_done(probings(place))
     return difficulty.measured(place)
 
 

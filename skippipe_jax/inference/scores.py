@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from skippipe_jax.config import DataConfig
 from skippipe_jax.data.batches import (
     NOT_COUNTED,
+    Batch,
     document_starts,
     held_out_batches,
     tokenizer_of,
@@ -103,25 +105,47 @@ def score(model: Scorer, data: DataConfig, domain: str, part: str, sequences: in
     if data.sequence_length > model.context:
         problem = f"is longer than the model's context of {model.context} tokens"
         raise InputError("data.sequence_length", data.sequence_length, problem, "Shorten it")
-    size = min(data.microbatch_size, sequences)
-    batches = held_out_batches(data, size, -(-sequences // size), part=part, domain=domain)
-    text = hashlib.blake2b(b"%d" % data.sequence_length, digest_size=16)
+    text = hashlib.blake2b(digest_size=16)
+    batches = _batches(data, domain, part, sequences, text)
     parts: list[tuple[np.ndarray, ...]] = []
-    rows = 0
-    for batch in tqdm(batches, unit="batch", disable=None, leave=False, desc=domain):
+    for batch, own, resets in tqdm(batches, unit="batch", disable=None, leave=False, desc=domain):
         counted = batch["targets"] != NOT_COUNTED
-        # Rows without a target only fill up the last batch.
-        own = np.flatnonzero(counted.any(axis=1))[: sequences - rows]
-        rows += len(own)
-        resets = document_starts(batch, tokenizer.begin)
-        for row in own:
-            for array in (batch["tokens"], batch["targets"], resets):
-                text.update(array[row].data)
         parts.append((model.log_probabilities(batch)[own], counted[own], resets[own]))
     log_probabilities, counted, resets = map(np.concatenate, zip(*parts, strict=True))
     return Scores(
         log_probabilities, counted, resets, text.hexdigest(), tokenizer.digest, domain, part
     )
+
+
+def text_of(data: DataConfig, domain: str, part: str, sequences: int) -> str:
+    """The `text` of the scores that `score` would give of any model.
+
+    Raises:
+        InputError: as `held_out_batches` does.
+    """
+    text = hashlib.blake2b(digest_size=16)
+    for _ in _batches(data, domain, part, sequences, text):
+        pass
+    return text.hexdigest()
+
+
+def _batches(
+    data: DataConfig, domain: str, part: str, sequences: int, text: Any
+) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
+    """Each batch, which of its rows are scored, and where documents start; `text` hashes them."""
+    text.update(b"%d" % data.sequence_length)
+    begin = load_tokenizer(tokenizer_of(data)).begin
+    size = min(data.microbatch_size, sequences)
+    rows = 0
+    for batch in held_out_batches(data, size, -(-sequences // size), part=part, domain=domain):
+        # Rows without a target only fill up the last batch.
+        own = np.flatnonzero((batch["targets"] != NOT_COUNTED).any(axis=1))[: sequences - rows]
+        rows += len(own)
+        resets = document_starts(batch, begin)
+        for row in own:
+            for array in (batch["tokens"], batch["targets"], resets):
+                text.update(array[row].data)
+        yield batch, own, resets
 
 
 def require_same_text(scores: Mapping[str, Scores]) -> None:

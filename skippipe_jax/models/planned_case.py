@@ -27,6 +27,8 @@ from skippipe_jax.models.in_flight import holding, most_in_flight, rooms, ways_o
 
 # Of what follows from the configuration: a figure that is rounded is none to be warned of.
 TOLERANCE = 0.05
+LEFT_OPEN = ("activation_bytes", "gradient_bytes", "stage_bytes", "averaging", "memory")
+"""What a case may leave to the configuration, or say `auto`."""
 
 
 def cases_of(config: Config, config_folder: Path) -> Sequence[Case]:
@@ -37,14 +39,42 @@ def cases_of(config: Config, config_folder: Path) -> Sequence[Case]:
     Raises:
         InputError: if there is no case, or for what is wrong with it.
     """
-    given, folder = config.plan.case, config_folder
+    return candidates_of(config, *_given(config, config_folder))
+
+
+def is_of_case(config: Config, config_folder: Path, case: Case) -> bool:
+    """Whether a case is one of `cases_of`, but for what is left open there.
+
+    Another version of this program may have filled that in otherwise.
+
+    Raises:
+        InputError: as `cases_of` does.
+    """
+    given, folder = _given(config, config_folder)
+    cases = candidates_of(config, given, folder)
+    left_open = {key for key in LEFT_OPEN if given.get(key, AUTO) == AUTO}
+    if _nodes_without_memory(given, len(cases[0].nodes)):
+        left_open.add("memory")
+
+    def told(own: Case) -> str:
+        source = {key: value for key, value in own.source.items() if key not in left_open}
+        if "memory" in left_open and isinstance(source["nodes"], list):
+            source["nodes"] = [{**node, "memory": AUTO} for node in source["nodes"]]
+        return json.dumps(source, sort_keys=True)
+
+    return told(case) in map(told, cases)
+
+
+def _given(config: Config, config_folder: Path) -> tuple[Any, Path]:
+    """What `plan.case` says, and the folder in which its link table would lie."""
+    given = config.plan.case
     if given is None:
         raise InputError(
             "plan.case", None, "there is no plan to train by", "Give plan.case or plan.file"
         )
     if isinstance(given, str):
-        given, folder = fields.load_yaml(Path(given), "case"), Path(given).parent
-    return candidates_of(config, given, folder)
+        return fields.load_yaml(Path(given), "case"), Path(given).parent
+    return given, config_folder
 
 
 def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence[Case]:

@@ -16,12 +16,15 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.experts import evaluation, work
 from skippipe_jax.experts.evaluation import CACHED, OWN, WAYS, losses_of, results_of, scored_models
-from skippipe_jax.experts.members import Arm, Members
+from skippipe_jax.experts.members import Arm, Member, Members
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import DONE, Place, Training, asked_of, data_of
 from skippipe_jax.inference.scores import Scores
+from skippipe_jax.models.flops import iteration_flops
+from skippipe_jax.storage import run_folder
+from skippipe_jax.training.planning import make_plans
 from tests.ensemble import by_hand
-from tests.experts.examples import place_in
+from tests.experts.examples import CONFIG, place_in
 
 DECAY = 0.3
 ROWS, LENGTH = {FOR_PRIORS: 5, FOR_SCORES: 4}, 12
@@ -185,6 +188,24 @@ def test_results_have_perplexities_their_means_and_what_they_cost(place: Place, 
     assert sizes["members"]["tables"] | {"begins_with": ""} == {
         "size": "L", "steps": 4, "begins_with": "",
     }  # fmt: skip
+
+
+def test_training_takes_the_operations_of_the_plans_that_its_recipe_asks_for(tmp_path: Path):
+    """Of five iterations two visit both stages."""
+    run = CONFIG["run"] | {"recipe": {"full_every": 2}}
+    run["plan"] = {"method": "balanced", "case": run["plan"]["case"] | {"path_length": 1}}
+    place = place_in(tmp_path, run=run, seeds={"steps": 5})
+    seed = Members(place.config).seed("S")
+    assert isinstance(seed, Member)
+    config = seed.config()
+    schedule = make_plans(config, tmp_path, None)
+    run_folder.start_run(place.run_dir(seed), config, schedule)
+    each = {
+        name: iteration_flops(config.model, plan, 2, 16) for name, plan in schedule.plans.items()
+    }
+    assert each["full"] > each["plan"]
+    expected = 3 * each["plan"] + 2 * each["full"]
+    assert evaluation.training_flops(place, [seed]) == expected
 
 
 def test_a_mean_of_parameters_is_scored_as_a_model_of_its_own(place: Place, arms: list[Arm]):

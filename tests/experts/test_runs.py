@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from skippipe_sched.errors import InputError
 
+from skippipe_jax.campaign.running import Task
 from skippipe_jax.config import MixtureConfig
 from skippipe_jax.config.data import FOR_SCORES
 from skippipe_jax.experts import work
@@ -151,6 +154,35 @@ def files_of(folder: Path) -> dict[str, int]:
         for part in ("runs", "scores", "logs")
         for path in (folder / "experts" / part).rglob("*")
     }
+
+
+@pytest.mark.parametrize("domain", ["prose", "tables"])
+def test_a_changed_text_is_refused_before_anything_trains(
+    domain: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    monkeypatch.chdir(folder)
+
+    def run_all(tasks: Sequence[Task], *_: Any) -> None:
+        assert all(task.is_done() for task in tasks), "something trains"
+
+    monkeypatch.setattr(work, "run_all", run_all)
+    for document in (folder / "text" / domain).iterdir():
+        document.write_text(document.read_text() + "?")
+    with pytest.raises(InputError, match="of another text") as refused:
+        work.train(place_of(folder))
+    assert refused.value.field == "folder"
+    made = {f"{own.parent.name}/{own.name}" for own in (folder / "experts").glob("[rs]*s/*")}
+    if domain == "tables":  # Nothing is trained on it, and probes score their own domain alone.
+        made = {own for own in made if own.startswith("scores/") and "/probe-" not in own}
+    assert made
+    assert set(refused.value.problem.partition(": ")[2].split(", ")) == made
+    # They are named for who removes them.
+    for name in made:
+        shutil.rmtree(folder / "experts" / name)
+    with pytest.raises(AssertionError, match="something trains"):
+        work.train(place_of(folder))
 
 
 def test_it_is_compared_again_by_a_process_of_its_own(trained: Path):

@@ -10,14 +10,14 @@ import pytest
 import yaml
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.gantt import gantt
-from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.paper import shapes
 from experiments.paper.jobs import REPOSITORY
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.models.llama import parameter_count, stage_shapes
-from skippipe_jax.models.planned_case import cases_of, differing_sizes
+from skippipe_jax.models.planned_case import cases_of, differing_sizes, is_of_case
 from skippipe_jax.training.planning import plan_of
 
 MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
@@ -98,6 +98,33 @@ def test_a_case_in_a_file_is_filled_in_too(tmp_path: Path):
     (tmp_path / "mine.csv").write_text(links)
     (tmp_path / "case.yaml").write_text(yaml.safe_dump(OPEN | {"links": "mine.csv"}))
     assert case_of(config_of(str(tmp_path / "case.yaml"))).activation_bytes == HOP
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({}, True),
+        ({"forward_s": 0.2}, False),
+        ({"links": [["Belgium", "Iowa", 50, 0.5]]}, False),
+        ({"memory": 3}, False),
+        ({"activation_bytes": 1e5}, False),
+    ],
+)
+def test_a_case_is_known_again_until_what_it_says_changes(change: dict[str, Any], is_same: bool):
+    saved = json.loads(json.dumps(dict(case_of(config_of(OPEN)).source)))
+    case = parse_case(saved)
+    assert is_of_case(config_of(OPEN | change), Path(), case) == is_same
+
+
+def test_a_case_is_known_again_though_what_it_leaves_open_is_filled_in_otherwise():
+    given = OPEN | {"memory": "auto", "nodes": [{"memory_bytes": 1e9}] * 5}
+    saved = dict(case_of(config_of(given)).source)
+    assert is_of_case(config_of(given), Path(), parse_case(saved))
+    nodes = [{**node, "memory": node["memory"] + 1} for node in saved["nodes"]]
+    other = parse_case(saved | {"nodes": nodes, "stage_bytes": 1.0})
+    assert is_of_case(config_of(given), Path(), other)
+    nodes = [{**node, "memory_bytes": 2e9} for node in saved["nodes"]]
+    assert not is_of_case(config_of(given), Path(), parse_case(saved | {"nodes": nodes}))
 
 
 def test_a_figure_of_its_own_is_compared():

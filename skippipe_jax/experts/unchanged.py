@@ -1,0 +1,99 @@
+"""What has been trained and scored already, held against the text and the cases that there are now.
+
+Runs and scores are known by what their configuration says, which names files. So they stay where
+they are when a file changes, and are of another text then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.plan import load_plan
+
+from skippipe_jax.experts.members import Member
+from skippipe_jax.experts.tasks import Averaging, Place, Scored, Training
+from skippipe_jax.models.planned_case import is_of_case
+from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.layout import DamagedCheckpoint, open_checkpoint, saved_steps
+from skippipe_jax.storage.reader import read_data_state
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Which text there is now.
+
+    Attributes:
+        training: the fingerprint of what is trained on, by its domains.
+        held_out: the digest of what is scored, by domain and part.
+    """
+
+    training: Mapping[tuple[str, ...], str]
+    held_out: Mapping[tuple[str, str], str]
+
+
+def require_unchanged(place: Place, tasks: Sequence[Training | Averaging], texts: Texts) -> None:
+    """Refuse to go on where tasks have left something of another text or another case.
+
+    A run counts so, too, that began with such a one. Each task comes after those that it needs.
+
+    Raises:
+        InputError: naming the folders of all these runs and scores.
+    """
+    changed: dict[str, Path] = {}
+    scores: dict[str, Path] = {}
+    for task in tasks:
+        is_changed = any(name in changed for name in task.needs)
+        if isinstance(task, Training):
+            folder = place.run_dir(task.member)
+            if folder.exists() and (is_changed or _has_changed(place, task.member, texts)):
+                changed[task.name] = folder
+            is_changed = task.name in changed
+        model = task.model
+        if model.is_scored() and (is_changed or _were_of_others(model, texts)):
+            scores[task.name] = model.folder
+    if changed or scores:
+        folders = *changed.values(), *scores.values()
+        names = (str(folder.relative_to(place.folder)) for folder in folders)
+        raise InputError(
+            "folder",
+            place.config.folder,
+            f"was made of another text or another case than there is now: {', '.join(names)}",
+            "Remove these there, bring back what has changed, or give another folder: "
+            "--set folder=...",
+        )
+
+
+def _has_changed(place: Place, member: Member, texts: Texts) -> bool:
+    """Whether the folder of a run holds one of another text, or of another case."""
+    run = place.run_dir(member)
+    fingerprint = _fingerprint(run)
+    if fingerprint not in (None, texts.training[member.domains]):
+        return True
+    config = member.config()
+    if not run_folder.is_run(run) or config.plan.measure:
+        return False
+    plan = run_folder.saved_plan(run)
+    if config.plan.file is not None:
+        return load_plan(Path(config.plan.file)).to_json() != plan.to_json()
+    return not is_of_case(config, place.configs, plan.case)
+
+
+def _fingerprint(run: Path) -> str | None:
+    """That of the text that a run has read; None where no checkpoint tells it."""
+    for step in reversed(saved_steps(run)):
+        try:
+            return read_data_state(open_checkpoint(run, step))["fingerprint"]
+        except DamagedCheckpoint:
+            continue  # As the run does that goes on.
+    return None
+
+
+def _were_of_others(model: Scored, texts: Texts) -> bool:
+    """Whether the scores of a model are of another text."""
+    return any(
+        model.scores(domain, part).text != texts.held_out[domain, part]
+        for domain, part, _ in model.asked["parts"]
+    )
