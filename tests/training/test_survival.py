@@ -180,13 +180,11 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
 def test_whoever_leads_keeps_the_folder_from_other_trainings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(survival, "gather", lambda team, name, make, timeout_s: {0: make()})
     monkeypatch.setattr(survival.run_folder, "append_generation", lambda *_: None)
-    monkeypatch.setattr(Team, "here", lambda self: {})
     openings: Any = Openings(tmp_path)
     host = openings._trainer.membership
     follows, leads = (Generation(2, (OWN, 2), (0, 0), leader, STEP) for leader in (2, OWN))
-    settled = SimpleNamespace(plan=None)
+    settled: Any = SimpleNamespace(plan=None, agreed=SimpleNamespace(members=[]))
     openings._write(Team(host, follows), settled)
     with Hold(tmp_path) as other:
         other.take()
@@ -253,8 +251,9 @@ def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path):
 
 
 def test_a_host_that_dies_while_all_open_the_first_time_does_not_end_the_others(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    checkpoint: Any = "a checkpoint"
     openings = Openings(tmp_path, generation(2))
     first = Team(openings._trainer.membership, generation(1))
     monkeypatch.setattr(Membership, "outlive", lambda *_, **__: first)
