@@ -281,6 +281,8 @@ class Membership:
             return
         # A death shows at once; only a host that hangs takes the whole timeout.
         time.sleep(LINGER_S)
+        if self._attendance.control is not None:
+            return  # No lost host ends this one any more, and whoever goes on has waited before.
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
         own = self._attendance.name
         say(f"{own} is finding out whether a lost host is behind this error: {summary}")

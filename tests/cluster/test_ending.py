@@ -17,7 +17,7 @@ from skippipe_sched.errors import (
     Terminated,
 )
 
-from skippipe_jax.cluster import attendance, ending, joining
+from skippipe_jax.cluster import attendance, ending, joining, membership
 from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.attendance import Attendance
 from skippipe_jax.cluster.board import Board
@@ -91,6 +91,19 @@ def test_last_words_that_fail_or_take_too_long_hold_up_nothing(monkeypatch: pyte
     words = told_in_time(lambda: str(held.wait(20.0)), LOST_HOST_EXIT_CODE)
     held.set()
     assert words == "What to resume from could not be told within 0.5 s."
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_only_a_host_that_a_lost_one_could_end_waits_to_find_out_which_it_is(
+    outlives: bool, monkeypatch: pytest.MonkeyPatch
+):
+    waited_s: list[float] = []
+    monkeypatch.setattr(membership.time, "sleep", waited_s.append)
+    host = Membership(ClusterConfig(heartbeat_timeout_s=100.0), 1, 3)
+    if outlives:
+        monkeypatch.setattr(host._attendance, "_control", object())
+    host.explain(ConnectionResetError("it has gone"))
+    assert (sum(waited_s) < 10.0) == outlives
 
 
 WRONG = InputError("a", 1, "is wrong", "Mend it")
