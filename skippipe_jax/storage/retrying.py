@@ -8,7 +8,8 @@ again; the others go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,19 +63,27 @@ def unusable(folder: Path, failure: OSError) -> TemporaryError:
     )
 
 
-def as_temporary(folder: Path, error: Exception) -> Exception:
-    """An error as a host ends by it while it trains: what its run folder caused may be over later.
+@contextmanager
+def temporary_failures(folder: Path) -> Iterator[None]:
+    """Raise what the run folder causes in a block as an error that may be over later.
 
-    Others come back as they are.
+    Other errors are raised as they are.
+
+    Raises:
+        TemporaryError: if the folder cannot be used.
     """
-    failure = failure_of_storage(error)
-    if failure is None or isinstance(error, TemporaryError):
-        return error
+    try:
+        yield
+    except (OSError, InputError) as error:
+        failure = failure_of_storage(error)
+        if failure is None or isinstance(error, TemporaryError) or not _is_of(folder, error):
+            raise
+        raise unusable(folder, failure) from error
+
+
+def _is_of(folder: Path, error: OSError | InputError) -> bool:
+    """Whether an error speaks of a run folder, or of a file in it."""
     if isinstance(error, InputError):
-        is_of_folder = error.field == "run_dir"
-    else:
-        named = failure.filename
-        is_of_folder = isinstance(named, str) and Path(named).absolute().is_relative_to(
-            folder.absolute()
-        )
-    return unusable(folder, failure) if is_of_folder else error
+        return error.field == "run_dir"
+    named = error.filename
+    return isinstance(named, str) and Path(named).absolute().is_relative_to(folder.absolute())

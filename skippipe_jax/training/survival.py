@@ -30,7 +30,7 @@ from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.layout import DATA, Checkpoint, is_committed, step_folder
 from skippipe_jax.storage.newest_whole import go_back
 from skippipe_jax.storage.reader import read_data_state
-from skippipe_jax.storage.retrying import retried
+from skippipe_jax.storage.retrying import retried, temporary_failures
 from skippipe_jax.storage.writer import NotCommitted
 from skippipe_jax.training.callbacks import KeptLines
 from skippipe_jax.training.departure import HasLeft
@@ -118,6 +118,10 @@ class Survival:
         Raises:
             DeadlinePassed: if the others do not take this host in.
         """
+        with temporary_failures(self._trainer.folder):
+            return self._come_back()
+
+    def _come_back(self) -> Stretch:
         config, membership = self._trainer.config, self._trainer.membership
         _get_ready(config, self._settled, membership.index)
         patience_s, since_s = config.cluster.rejoin_s, time.monotonic()

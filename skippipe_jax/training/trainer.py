@@ -11,8 +11,6 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from skippipe_sched.errors import InputError
-
 from skippipe_jax.cluster.board import TeamEnded
 from skippipe_jax.cluster.ending import Phase
 from skippipe_jax.cluster.membership import Membership
@@ -22,7 +20,7 @@ from skippipe_jax.program.schedule import Schedule
 from skippipe_jax.runtime.compilation import keep_programs
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.storage.joined_folder import is_joined
-from skippipe_jax.storage.retrying import as_temporary
+from skippipe_jax.storage.retrying import temporary_failures
 from skippipe_jax.training.beginning import begin
 from skippipe_jax.training.callback import Callback
 from skippipe_jax.training.departure import Departure, HasLeft
@@ -241,17 +239,12 @@ class Trainer:
         Raises:
             TemporaryError: if the folder of the run cannot be used.
         """
-        try:
+        with temporary_failures(self.folder):
             if self._survival is None:
                 return act()
             stretch = self._survival.going_on(act, self._set_up_stretch)
             if stretch is not self._stretch:
                 self._take_up(stretch)
-        except (OSError, InputError) as error:
-            told = as_temporary(self.folder, error)
-            if told is error:
-                raise
-            raise told from error
 
     def _go_on(self) -> None:
         """What comes next: an iteration, or what follows one."""

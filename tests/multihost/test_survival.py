@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -338,6 +339,31 @@ def test_a_lost_stage_takes_all_back_past_a_checkpoint_that_is_damaged(
     run.ends_well(0, 1)
     assert (run.run_dir / CHECKPOINTS / f"{step_name(20)}.damaged").is_dir()
     assert "was committed as" in run.output(0)
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_host_whose_folder_fails_goes_on_later_or_ends_alone(
+    paced: Run, undisturbed: Path, is_over: bool
+):
+    """A limit on the size of its files lets the leader write a part of a line, and no more."""
+    run = paced
+    run.wait_until_step(12)
+    leader = run.processes.processes[run.process_of[0]].pid
+    before = resource.prlimit(leader, resource.RLIMIT_FSIZE)
+    size = (run.run_dir / run_folder.METRICS).stat().st_size + 40
+    resource.prlimit(leader, resource.RLIMIT_FSIZE, (size, before[1]))
+    run.wait_until(lambda: "File too large; tried again in" in run.output(0))
+    if is_over:
+        resource.prlimit(leader, resource.RLIMIT_FSIZE, before)
+        run.ends_well(0, 1, 2, 3)
+        assert run.members() == [[0, 1, 2, 3]]
+    else:
+        run.wait_until_members(1, 2, 3)
+        run.ends_well(1, 2, 3)
+        assert run.processes.exit_code(run.process_of[0], PATIENCE_S) == LOST_HOST_EXIT_CODE
+        assert "Traceback" not in run.output(0)
     assert_trained_like(run.run_dir, undisturbed)
 
 

@@ -18,7 +18,7 @@ from skippipe_jax.config import Config, load_config
 from skippipe_jax.storage import retrying, run_folder
 from skippipe_jax.storage import writer as writer_module
 from skippipe_jax.storage.layout import saved_steps
-from skippipe_jax.storage.retrying import as_temporary, retried
+from skippipe_jax.storage.retrying import retried, temporary_failures
 from skippipe_jax.training.trainer import Trainer
 from tests.training_runs import SMALL_CASE, write_config
 
@@ -89,6 +89,17 @@ def test_a_run_whose_folder_stays_unusable_ends_with_the_code_to_start_it_again(
     assert pauses == [*retrying.PAUSES_S]
 
 
+def test_what_nothing_tries_again_ends_a_run_with_that_code_too(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(folder: Path) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+    monkeypatch.setattr(writer_module, "is_committed", fails)
+    with pytest.raises(TemporaryError, match=r"run_dir = .*Input/output error"):
+        Trainer(config).run()
+
+
 def test_what_is_no_fault_of_the_folder_is_not_tried_again(tmp_path: Path, pauses: list[float]):
     for error in (
         InputError("run_dir", "x", "is wrong", "Change it"),
@@ -97,8 +108,15 @@ def test_what_is_no_fault_of_the_folder_is_not_tried_again(tmp_path: Path, pause
     ):
         with pytest.raises(type(error)):
             retried(tmp_path, failing_with(error))
-        assert as_temporary(tmp_path, error) is error
+        assert ends_by(tmp_path, error) is error
     assert pauses == []
+
+
+def ends_by(folder: Path, error: Exception) -> BaseException:
+    """By which error training ends in which this one is raised."""
+    with pytest.raises(Exception) as caught, temporary_failures(folder):  # noqa: PT011
+        raise error
+    return caught.value
 
 
 def failing_with(error: Exception) -> Callable[[], None]:
@@ -111,8 +129,8 @@ def failing_with(error: Exception) -> Callable[[], None]:
 def test_only_what_lies_in_the_folder_of_the_run_counts_as_its_fault(tmp_path: Path):
     run = tmp_path / "run"
     own, other = (OSError(errno.EIO, "fails", str(path)) for path in (run / "a", tmp_path / "b"))
-    assert isinstance(as_temporary(run, own), TemporaryError)
-    assert as_temporary(run, other) is other
+    assert isinstance(ends_by(run, own), TemporaryError)
+    assert ends_by(run, other) is other
     told = InputError("run_dir", str(run), "cannot be used", "Mend it")
     told.__cause__ = OSError(errno.EACCES, "denied")
-    assert isinstance(as_temporary(run, told), TemporaryError)
+    assert isinstance(ends_by(run, told), TemporaryError)
