@@ -131,10 +131,8 @@ class Survival:
                 read = agreed.microbatches_read
                 stretch = Stretch(self._trainer, team, settled, read, checkpoint)
                 return self._replanned(stretch, team, settled)
-        except TeamEnded:
-            pass
         except Exception as error:  # As in `_opened`.
-            if not self._is_of_a_loss(error, team):
+            if not (isinstance(error, TeamEnded) or self._is_of_a_loss(error, team)):
                 raise
         holding = Holding(read, checkpoint=checkpoint)
         return self._opened(self._next(team), holding, time.monotonic())

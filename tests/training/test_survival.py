@@ -187,28 +187,6 @@ def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path):
     assert Openings(tmp_path, first).after(Holding(12, KEPT)) == [Holding(0, kept=None)]
 
 
-def test_a_host_that_dies_while_all_open_the_first_time_does_not_end_the_others(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    openings = Openings(tmp_path, generation(2))
-    first = Team(openings._trainer.membership, generation(1))
-    monkeypatch.setattr(Membership, "outlive", lambda *_, **__: first)
-    error: Exception = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(Survival, "_agreed", fail)
-    openings._settled = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-        data=None, transfers=None, plan=SimpleNamespace(stages=())
-    )
-    openings.begin(openings._trainer.membership, checkpoint, 80)
-    assert openings.held == [Holding(80, checkpoint=checkpoint)]
-    error = ValueError("is no fault of another host")
-    with pytest.raises(ValueError, match="no fault"):
-        openings.begin(openings._trainer.membership, checkpoint, 80)
-
-
 def test_what_fails_because_a_host_dies_is_done_again_with_those_that_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
