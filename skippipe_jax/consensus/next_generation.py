@@ -70,7 +70,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     if set(apart) == set(members):
         return replace(following, is_last=True)  # Nobody could write what they would train.
     # Nobody may have read yet what the last one was to go back to, so nobody could hand it on.
-    is_unread = last.is_rewound and furthest.applied == last.step
+    is_unread = last.is_rewound and furthest.outcome is None
     is_moved = choice is not None and choice.placement != before
     if choice is not None and not (is_unread and is_moved):
         return following

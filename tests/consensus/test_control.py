@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from skippipe_jax.cluster import attendance
+from skippipe_jax.cluster.board import Board
+from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus import control
 from skippipe_jax.consensus.control import Control
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import Generation, Rules
+from tests.thread_cluster import Network, ThreadAttendance
 
 RULES = Rules(
     (0, 1),
@@ -55,3 +60,25 @@ def test_a_host_shows_that_it_lives_while_storage_hangs(monkeypatch: pytest.Monk
         own._ticking.cancel()
 
     asyncio.run(live())
+
+
+def test_storage_that_fails_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(attendance, "STORES_AGAIN_S", 0.0)
+    errors = [OSError(116, "Stale file handle")]
+
+    def store(generation: Generation) -> Generation:
+        if errors:
+            raise errors.pop()
+        return generation
+
+    network, entered = Network(2), queue.SimpleQueue[Generation]()
+    listener: Any = SimpleNamespace(enters=entered.put)
+    own = ThreadAttendance(ClusterConfig(), 0, Board(), network)
+    own.begin_control(first_state(0, RULES, FIRST, 0), listener, store)
+    network.lose(1)
+    assert entered.get(timeout=20.0).members == (0,)
+    network.close()
+    said = "the run's folder does not take generation 2: [Errno 116] Stale file handle"
+    assert said in capfd.readouterr().err

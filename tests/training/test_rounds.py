@@ -123,7 +123,9 @@ def test_hosts_decide_on_the_next_generation_in_few_messages():
     assert entered.keys() == {0, 1}
 
 
-@pytest.mark.parametrize("lacking", ["another text", "no text"])
+@pytest.mark.parametrize(
+    "lacking", ["another text", pytest.param("no text", marks=pytest.mark.nightly)]
+)
 def test_a_host_without_the_text_does_not_take_over_the_data_stage(
     network: Network,
     tmp_path: Path,

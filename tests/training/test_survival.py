@@ -250,7 +250,7 @@ def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path):
     assert Openings(tmp_path, first).after(Holding(12, KEPT)) == [Holding(0, kept=None)]
 
 
-def test_a_host_that_dies_while_all_open_the_first_time_does_not_end_the_others(
+def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     checkpoint: Any = "a checkpoint"
