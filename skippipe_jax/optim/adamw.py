@@ -47,25 +47,53 @@ def _decay(config: OptimizerConfig, start: int, end: int) -> optax.Schedule:
     return rate
 
 
-def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
     """The update of one stage, without clipping: that needs the norm over all stages.
 
-    Its moments are in `moment_dtype`, whatever the parameters are.
+    It is Optax's, which gives the same bits. Its moments are in `moment_dtype`, whatever the
+    parameters are. Where an update `is_skipped`, the state stays as it was, and what is to be added
+    to the parameters means nothing.
     """
-    transformation = optax.adamw(
-        learning_rate_schedule(config, steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=functools.partial(decays, embeddings=config.decay_embeddings, head=config.decay_head),
+    decayed = functools.partial(decays, embeddings=config.decay_embeddings, head=config.decay_head)
+    transformation = optax.chain(
+        _scale_by_adam(config),
+        optax.add_decayed_weights(config.weight_decay, decayed),
+        optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
     )
 
     def init(params: Any) -> optax.OptState:
         # Left to Optax, moments begin in the parameters' dtype, and the first update widens them.
         return transformation.init(optax.tree.cast(params, config.moment_dtype))
 
-    return optax.GradientTransformation(init, transformation.update)
+    def update(updates: Any, state: Any, params: Any = None, *, is_skipped: Any = False) -> Any:
+        new: Any
+        updates, new = transformation.update(updates, state, params, is_skipped=is_skipped)
+        return updates, (*new[:-1], optax.tree.where(is_skipped, state[-1], new[-1]))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """That of Optax, in which an update may be skipped.
+
+    The choice is made before moments are used: made of their old and new values afterwards, it
+    would take XLA copies of both moments on a processor, and several times as long.
+    """
+    b1, b2 = config.beta1, config.beta2
+
+    def update(updates: Any, state: Any, params: Any = None, *, is_skipped: Any = False) -> Any:
+        new: Any = optax.ScaleByAdamState(
+            optax.safe_increment(state.count),
+            optax.tree.update_moment(updates, state.mu, b1, 1),
+            optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2),
+        )
+        new = optax.tree.where(is_skipped, state, new)
+        mean = optax.tree.bias_correction(new.mu, b1, new.count)
+        of_squares = optax.tree.bias_correction(new.nu, b2, new.count)
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + config.epsilon), mean, of_squares)
+        return updates, new
+
+    return optax.GradientTransformationExtraArgs(optax.scale_by_adam().init, update)
 
 
 def updates_made(optimizer_state: optax.OptState) -> int:

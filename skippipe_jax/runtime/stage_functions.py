@@ -266,13 +266,14 @@ def stage_functions(
             optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Device)
         held = parameters, optimizer_state
         wide, wide_state = rounding.widened(held)
-        updates, new_state = transformation.update(mean, wide_state, wide)
-        updated = optax.apply_updates(wide, updates), new_state
+        is_skipped = skips_update(optimizer, totals, microbatch_tokens)
+        updates, new_state = transformation.update(mean, wide_state, wide, is_skipped=is_skipped)
+        added = optax.apply_updates(wide, updates)
+        updated = optax.tree.where(is_skipped, wide, added), new_state
         if rounding.rounds(held):
             assert draw is not None, "rounding by chance is drawn by something"
             updated = rounding.rounded_like(updated, held, draw, update_count(optimizer_state))
-        is_skipped = skips_update(optimizer, totals, microbatch_tokens)
-        of_parameters, of_state = optax.tree.where(is_skipped, held, updated)
+        of_parameters, of_state = updated
         return of_parameters, stored(of_state), zero_gradients(parameters)
 
     def held_out(parameters: Parameters, activations: Array, targets: Array):

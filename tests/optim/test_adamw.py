@@ -124,6 +124,29 @@ def test_update_equals_adamw_by_hand():
     assert updates_made(state) == 6
 
 
+def test_updates_are_those_of_optax_and_one_that_is_skipped_leaves_the_state_as_it_was():
+    own, theirs = (
+        adamw(CONFIG, steps=10),
+        optax.adamw(
+            learning_rate_schedule(CONFIG, 10),
+            b1=CONFIG.beta1,
+            b2=CONFIG.beta2,
+            eps=CONFIG.epsilon,
+            weight_decay=CONFIG.weight_decay,
+        ),
+    )
+    parameters = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)}
+    state = other = own.init(parameters)
+    for number in range(3):
+        gradients = jax.tree.map(lambda leaf, n=number: leaf * (n - 1.5), parameters)
+        updates, state = jax.jit(own.update)(gradients, state, parameters)
+        expected, other = jax.jit(theirs.update)(gradients, other, parameters)
+        jax.tree.map(np.testing.assert_array_equal, (updates, state), (expected, other))
+    wrong = jax.tree.map(lambda leaf: leaf * jnp.nan, parameters)
+    _, after = jax.jit(own.update)(wrong, state, parameters, is_skipped=jnp.bool_(True))
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
 def test_parameters_in_bfloat16_would_hardly_move():
     """Why training refuses them: most updates are rounded away."""
     config = OptimizerConfig(learning_rate=1e-5, warmup_steps=0, final_ratio=1.0)
