@@ -40,6 +40,14 @@ settings.load_profile("default")
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+@pytest.fixture(scope="session", autouse=True)
+def print_at_once() -> None:
+    """Have hosts of these processes print as they say it, where a test looks for it."""
+    from skippipe_jax.connections.threads import STDERR
+
+    STDERR.begin = lambda: None
+
 # Linux allows a process 65,530 memory maps, of which a compiled program takes several.
 MAX_MEMORY_MAPS = 30_000
 MEMORY_MAPS = Path("/proc/self/maps")
