@@ -48,6 +48,7 @@ def print_at_once() -> None:
 
     STDERR.begin = lambda: None
 
+
 # Linux allows a process 65,530 memory maps, of which a compiled program takes several.
 MAX_MEMORY_MAPS = 30_000
 MEMORY_MAPS = Path("/proc/self/maps")

@@ -435,8 +435,6 @@ GOOD = json.dumps(metrics_line(1)) + "\n"
 @pytest.mark.parametrize(
     ("metrics", "field"),
     [
-        (GOOD + "{\n", "metrics.jsonl, line 2"),
-        (GOOD + "[]\n", "metrics.jsonl, line 2"),
         ('{"step": 1}\n', "metrics.jsonl, line 1, loss"),
         (GOOD.replace("5.0", "NaN"), "metrics.jsonl, line 1, loss"),
         (GOOD.replace("5.0", '"low"'), "metrics.jsonl, line 1, loss"),
@@ -444,7 +442,6 @@ GOOD = json.dumps(metrics_line(1)) + "\n"
         (json.dumps(metrics_line(1, predicted_seconds=0)) + "\n", "predicted_seconds"),
         (json.dumps(metrics_line(1, bytes_per_link=[])) + "\n", "metrics.jsonl, bytes_per_link"),
         (json.dumps(metrics_line(1, bytes_per_link={"0-1": "x"})) + "\n", "bytes_per_link.0-1"),
-        (b"\xff\n", "metrics.jsonl"),
         (None, "metrics.jsonl"),
     ],
 )
@@ -460,6 +457,19 @@ def test_damaged_metrics_are_named(tmp_path, monkeypatch, capsys, metrics, field
     assert error.startswith("error: ")
     assert f"{field} = " in error
     assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("line", [b"{\n", b"[]\n", b"\xff\n"])
+def test_a_line_of_metrics_that_cannot_be_read_is_named_and_left_out(
+    tmp_path, monkeypatch, capsys, line
+):
+    folder = start_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_bytes(GOOD.encode() + line)
+    assert run_main(monkeypatch, folder) == 0
+    error = capsys.readouterr().err
+    assert error.startswith("warning: ")
+    assert "metrics.jsonl, line 2" in error
+    assert (folder / "report.html").exists()
 
 
 def test_a_folder_without_a_run_and_damaged_recordings_end_with_code_2(
