@@ -93,7 +93,7 @@ class Tensor:
     leaf: str
     row: int | None
 
-    def view(self, leaves: Mapping[str, Num[np.ndarray, "..."]]) -> Num[np.ndarray, "..."]:
+    def view(self, leaves: Mapping[str, Num[np.ndarray, "*_"]]) -> Num[np.ndarray, "*_"]:
         """The part of a stage's parameters, by path, that is this tensor, in their layout."""
         array = leaves[self.leaf] if self.row is None else leaves[self.leaf][self.row]
         return array.T if self.leaf.endswith("/kernel") else array
