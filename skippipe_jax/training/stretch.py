@@ -76,6 +76,7 @@ class Stretch:
         # that devices have work while the host reads.
         self._ahead = config.averaging.iterations_apart
         self._saved_step = step if self.is_first else -1
+        self._copied_step: int | None = None
         self._validated_step = self.looked_after
         self.awaiting: Mapping[str, Any] | None = None
         self.schedule, self.read = settled.schedule, read
@@ -235,9 +236,10 @@ class Stretch:
             self._save(step)
         while not self._writer.wait():
             self._save(step)
-        if self._config.checkpoint.copy_to is not None:
+        if self._config.checkpoint.copy_to is not None and self._copied_step != step:
             # If the leader is lost meanwhile, the next one goes on with it.
             from_host_0(self.host, f"copied/{step}", self._writer.complete_copy, COPYING_S)
+            self._copied_step = step  # A team can tell only once what has this name.
 
     def report(self, leave: int = 0) -> None:
         """Tell callbacks of the iterations that have ended, all but the last `leave` of them.

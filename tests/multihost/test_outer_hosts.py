@@ -55,6 +55,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.nightly
 def test_hosts_that_resume_in_the_middle_of_averaging_equal_one_process(
     config: Path, tmp_path: Path
 ):

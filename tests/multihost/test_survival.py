@@ -481,6 +481,7 @@ def test_a_lost_stage_ends_the_run_where_that_is_asked_for(config: Path, tmp_pat
         assert "Traceback" not in run.output(0)
 
 
+@pytest.mark.nightly
 def test_a_host_that_is_stopped_is_left_out_and_comes_back(run: Run, undisturbed: Path):
     run.wait_until_step(4)
     run.signal(0, signal.SIGSTOP)

@@ -189,7 +189,7 @@ def test_replicas_that_go_apart_equal_the_oracle(data: st.DataObject):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.nightly)])
 def test_fragments_that_overlap_equal_the_oracle(dtype: str):
     """Two are under way at once, one of three replicas is visited by nothing."""
     plan = plan_of([[0, 1], [2, 3, 4]], [[0, 2], [1, 3], [0, 3], [1, 2]])

@@ -125,6 +125,7 @@ def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: si
     assert_same_run(run, finished)
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_killed_goes_on(run: Run, finished: Run):
     kill_at = random.Random(0).randrange(1, 12)
     run.start()

@@ -104,6 +104,7 @@ def test_how_long_an_iteration_may_take():
     own.close()
 
 
+@pytest.mark.nightly
 def test_the_others_go_on_without_a_host_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
