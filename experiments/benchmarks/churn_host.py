@@ -102,7 +102,7 @@ class Witness:
         self.failing = FailingFolder(folder)
 
     def connections(self) -> list[tuple[int, asyncio.StreamWriter]]:
-        """Those for messages, by the other host."""
+        """Return the connections for messages, each with the other host."""
         links = {} if self.mesh is None else self.mesh[0]._links
         return [(host, link.writer) for host, link in [*links.items()]]
 

@@ -409,7 +409,7 @@ def write_config(
 def bandwidth_deviation(
     case: Case, rates: Float[np.ndarray, "hosts hosts"]
 ) -> tuple[float, tuple[int, int]]:
-    """How far the bandwidth of a pair is from the rate of its link, as a share, at most.
+    """Return the largest deviation of a bandwidth from the rate of its link, as a share.
 
     And from which host to which that is so.
     """

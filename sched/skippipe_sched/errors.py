@@ -33,7 +33,7 @@ _PASSING = (
 
 
 SHOWN_CHARACTERS = 200
-"""So much of a value a message shows."""
+"""Bounds of what a message shows of a value."""
 
 
 class _Shown(reprlib.Repr):
@@ -61,7 +61,7 @@ class _Shown(reprlib.Repr):
 
 
 LINES = "\n\t"
-"""What a text of several lines has beside characters that are printed."""
+"""Characters kept in a text of several lines, besides those that are printed."""
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -62,7 +62,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _unfolded(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """How many values there are in a node, each alias counted as what it stands for.
+    """Count the values in a node, each alias as what it stands for.
 
     `sizes` has the nodes that are known already; one that lies in itself has no end.
     """
