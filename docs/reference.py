@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from skippipe_jax.__main__ import PLANNING, parser, parsers
+from skippipe_jax.cli.main import parser, parsers
 from skippipe_jax.config import Config, schema
 from skippipe_jax.config.keys import Section, sections
 from skippipe_jax.experts.config import ExpertsConfig
@@ -80,20 +80,8 @@ def _anchor(name: str) -> str:
 def commands() -> str:
     """What every command says when it is asked for --help, as Markdown."""
     return "\n".join(
-        f"## {command.prog}\n\nThe same as `{_as_module(command.prog)}`.\n\n"
-        f"```text\n{_help(command)}```\n"
-        for command in parsers(parser())
+        f"## {command.prog}\n\n```text\n{_help(command)}```\n" for command in parsers(parser())
     )
-
-
-def _as_module(prog: str) -> str:
-    """How a command is started where no script is installed."""
-    _, name, *rest = prog.split()
-    if name in {command.name for command in PLANNING}:
-        module = f"skippipe_sched {name}"
-    else:
-        module = "skippipe_jax completion" if name == "completion" else f"skippipe_jax.{name}"
-    return " ".join(["python -m", module, *rest])
 
 
 def _help(parser: argparse.ArgumentParser) -> str:

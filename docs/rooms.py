@@ -72,7 +72,7 @@ class Room:
             tree = ast.parse(file_of(self.modules[0]).read_text(encoding="utf-8"))
             return ast.get_docstring(tree) or ""
         names = ", ".join(module.partition(".")[2] for module in self.modules)
-        return f"{names}: each a parser and one call."
+        return f"{names}: start the commands of cli."
 
     def holds(self, module: str) -> bool:
         """Whether a module is one of the room's."""
@@ -90,6 +90,8 @@ def floors_of_contracts() -> list[list[Room]]:
         if contract["type"] != "layers":
             continue
         [package] = contract["containers"]
+        if "." in package:  # The layers within a room.
+            continue
         for layer in contract["layers"]:
             members = [f"{package}.{name.strip()}" for name in layer.split("|")]
             rooms = [Room(package, (name,)) for name in members if _is_package(name)]

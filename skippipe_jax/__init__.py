@@ -12,47 +12,62 @@ if TYPE_CHECKING:
     from skippipe_sched.errors import InputError
     from skippipe_sched.problem.plan import Plan, load_plan
 
-    from skippipe_jax.config import Config, load_config, parse_config
-    from skippipe_jax.config.sampling import Sampling
+    from skippipe_jax.cluster.joining import connect
+    from skippipe_jax.config import Config, load_config
+    from skippipe_jax.config.sampling import Sampling as SamplingParams
     from skippipe_jax.inference.ensemble import Ensemble
+    from skippipe_jax.inference.load import load_model
     from skippipe_jax.inference.run import Run
-    from skippipe_jax.inference.staged_model import StagedModel
-    from skippipe_jax.training.callback import Callback
+    from skippipe_jax.inference.staged_model import StagedModel as Model
+    from skippipe_jax.storage.records import StepMetrics
+    from skippipe_jax.training.callbacks.base import Callback, RunView
     from skippipe_jax.training.planning import make_plan
-    from skippipe_jax.training.trainer import Ending, Trainer
+    from skippipe_jax.training.trainer import RunResult, Trainer
 
 __all__ = [
     "Callback",
     "Config",
-    "Ending",
     "Ensemble",
     "InputError",
+    "Model",
     "Plan",
     "Run",
-    "Sampling",
-    "StagedModel",
+    "RunResult",
+    "RunView",
+    "SamplingParams",
+    "StepMetrics",
     "Trainer",
+    "connect",
     "load_config",
+    "load_model",
     "load_plan",
     "make_plan",
-    "parse_config",
 ]
 
-_PLACES = {
-    "Callback": "skippipe_jax.training.callback",
+_MODULES = {
+    "Callback": "skippipe_jax.training.callbacks.base",
     "Config": "skippipe_jax.config",
-    "Ending": "skippipe_jax.training.trainer",
     "Ensemble": "skippipe_jax.inference.ensemble",
     "InputError": "skippipe_sched.errors",
+    "Model": "skippipe_jax.inference.staged_model:StagedModel",
     "Plan": "skippipe_sched.problem.plan",
     "Run": "skippipe_jax.inference.run",
-    "Sampling": "skippipe_jax.config.sampling",
-    "StagedModel": "skippipe_jax.inference.staged_model",
+    "RunResult": "skippipe_jax.training.trainer",
+    "RunView": "skippipe_jax.training.callbacks.base",
+    "SamplingParams": "skippipe_jax.config.sampling:Sampling",
+    "StepMetrics": "skippipe_jax.storage.records",
     "Trainer": "skippipe_jax.training.trainer",
+    "connect": "skippipe_jax.cluster.joining",
     "load_config": "skippipe_jax.config",
+    "load_model": "skippipe_jax.inference.load",
     "load_plan": "skippipe_sched.problem.plan",
     "make_plan": "skippipe_jax.training.planning",
-    "parse_config": "skippipe_jax.config",
+}
+_FORMER = {
+    "Ending": "RunResult",
+    "Sampling": "SamplingParams",
+    "StagedModel": "Model",
+    "parse_config": "Config.from_dict",
 }
 
 end_quietly_on_interrupt()
@@ -60,11 +75,14 @@ end_quietly_on_interrupt()
 
 def __getattr__(name: str) -> Any:
     """Load what is offered when it is first used."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_PLACES[name]), name)
+    if name not in _MODULES:
+        now = f"; it is now {_FORMER[name]}" if name in _FORMER else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{now}")
+    module, _, own = _MODULES[name].partition(":")
+    value = globals()[name] = getattr(import_module(module), own or name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """List what is offered."""
+    return __all__

@@ -34,8 +34,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 enforce_shapes()
 # How long an example takes depends on what runs beside it, so none has a deadline. A default run
 # repeats the examples of the last one; `--hypothesis-profile nightly` draws new ones.
-settings.register_profile("default", deadline=None, derandomize=True)
-settings.register_profile("nightly", deadline=None, print_blob=True)
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("nightly", deadline=None, max_examples=200, print_blob=True)
 settings.load_profile("default")
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,9 +44,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session", autouse=True)
 def print_at_once() -> None:
     """Have hosts of these processes print as they say it, where a test looks for it."""
-    from skippipe_jax.connections.threads import STDERR
+    from skippipe_jax import log
 
-    STDERR.begin = lambda: None
+    log.configure = lambda: None
 
 
 # Linux allows a process 65,530 memory maps, of which a compiled program takes several.

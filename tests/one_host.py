@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from skippipe_sched.problem.plan import Plan
 
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
@@ -19,4 +20,5 @@ def open_alone(config: Config, plan: Plan, devices: int) -> Runtime:
     device_of = [(Device(0, node % devices, "cpu"),) for node in range(len(host_of))]
     numbers = HopNumbers(program.first_free_hop)
     topology = Topology.of(config, plan, 0, host_of, device_of, numbers)
-    return Runtime(config, Schedule(config.recipe, {OWN: plan}), {OWN: program}, topology, {})
+    schedule, alone = Schedule(config.recipe, {OWN: plan}), Membership(config.cluster, 0, 1)
+    return Runtime(config, schedule, {OWN: program}, topology, {}, alone)

@@ -17,7 +17,8 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, ModelConfig, parse_config
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import stage_shapes
-from skippipe_jax.storage.writer import CheckpointWriter
+from skippipe_jax.storage.checkpoint import CheckpointItems
+from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
 
 
 def random_model(config: ModelConfig, stages: int, seed: int = 0) -> StagedModel:
@@ -43,8 +44,12 @@ def save_checkpoint(folder: Path, parameters: Sequence[Any], step: int) -> None:
     """A checkpoint that holds these parameters of each stage."""
     alone = Membership(ClusterConfig(), 0, 1)
     cut = [own["blocks"]["attention_norm"]["scale"].shape[0] for own in parameters]
-    with contextlib.closing(CheckpointWriter(folder, alone, stage_layers=cut, keep=1)) as writer:
-        writer.save(step, {s: {"parameters": own} for s, own in enumerate(parameters)}, {})
+    with contextlib.closing(
+        Checkpointer(folder, alone, stage_layers=cut, policy=RetentionPolicy(1))
+    ) as writer:
+        writer.save(
+            step, CheckpointItems({s: {"parameters": own} for s, own in enumerate(parameters)}), {}
+        )
 
 
 def logits_of(model: StagedModel, order: Sequence[int], tokens: np.ndarray) -> np.ndarray:

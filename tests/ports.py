@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO
 
-from skippipe_jax.launch import PORTS
+from skippipe_jax.local.hosts import PORTS
 
 PARTS = 16
 # Below those that Linux gives away, like `PORTS` above them.

@@ -35,12 +35,13 @@ from docs.follow import (
     pictures,
     read,
 )
-from skippipe_jax.__main__ import ABOUT, PLANNING, parser, parsers
+from skippipe_jax import Run
+from skippipe_jax.cli.main import parser, parsers
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, keys, load_config, parse_config
 from skippipe_jax.experts.config import load_experts
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import latest_step
+from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.run_dir import MEMBERSHIP
 from tests.fork_server import fork_server
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -59,10 +60,6 @@ MEASURED_PICTURES = {
     "tutorial/flows.svg",
     "tutorial/shares.svg",
     "watch/00000004.svg",
-}
-COMMAND_MODULES = {
-    f"skippipe_jax.{name}"
-    for name in ABOUT.keys() - {command.name for command in PLANNING} - {"completion"}
 }
 WRITTEN = reference.written()
 COMMENT = re.compile(r"<!--.*?-->", re.S)
@@ -126,14 +123,14 @@ def answer_to(command: str, found: Followed) -> Answer:
 
 
 def test_the_tutorial_trains_a_model(followed: Callable[[str], Followed]):
-    lines = run_folder.read_metrics(followed("tutorial.md").folder / "runs" / "first")
+    lines = Run(followed("tutorial.md").folder / "runs" / "first").metrics
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
     assert lines[-1]["validation_loss"] < 0.7 * lines[0]["loss"]
 
 
 def test_the_number_of_hosts_does_not_change_the_losses(followed: Callable[[str], Followed]):
     runs = followed("tutorial.md").folder / "runs"
-    one, two = run_folder.read_metrics(runs / "first"), run_folder.read_metrics(runs / "two")
+    one, two = Run(runs / "first").metrics, Run(runs / "two").metrics
     assert [line["loss"] for line in two] == pytest.approx(
         [line["loss"] for line in one[: len(two)]], rel=1e-5
     )
@@ -157,25 +154,25 @@ def test_the_tutorial_shows_what_stages_are_good_for():
 def test_every_metric_is_told_of(followed: Callable[[str], Followed]):
     rows = re.findall(r"^\| (`.*?) \|", read("metrics.md"), re.M)
     told = {name for row in rows for name in FIELD.findall(row)}
-    line = run_folder.read_metrics(followed("tutorial.md").folder / "runs" / "first")[0]
+    line = Run(followed("tutorial.md").folder / "runs" / "first").metrics[0]
     assert told == line.keys()
 
 
 @pytest.mark.nightly
 def test_a_run_moves_as_the_page_says(followed: Callable[[str], Followed]):
     found = followed("resume.md")
-    lines = run_folder.read_metrics(found.folder / "runs" / "first")
+    lines = Run(found.folder / "runs" / "first").metrics
     assert [line["step"] for line in lines] == list(range(1, 116))
 
 
 @pytest.mark.nightly
 def test_hosts_come_and_go_as_the_page_says(followed: Callable[[str], Followed]):
     folder = followed("churn.md").folder / "runs" / "lasting"
-    generations = (folder / run_folder.MEMBERSHIP).read_text().splitlines()
+    generations = (folder / MEMBERSHIP).read_text().splitlines()
     assert [json.loads(line)["cause"] for line in generations] == [
         "", "host 2 was lost", "host 2 joined", "host 1 was told to leave",
     ]  # fmt: skip
-    lines = run_folder.read_metrics(folder)
+    lines = Run(folder).metrics
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     # The host that has joined alone held a stage of it at the end.
     assert latest_step(folder) == len(lines)
@@ -184,7 +181,7 @@ def test_hosts_come_and_go_as_the_page_says(followed: Callable[[str], Followed])
 @pytest.mark.nightly
 def test_fine_tuning_learns_the_answers(followed: Callable[[str], Followed]):
     folder = followed("finetune.md").folder
-    losses = [line["loss"] for line in run_folder.read_metrics(folder / "runs" / "finetune")]
+    losses = [line["loss"] for line in Run(folder / "runs" / "finetune").metrics]
     assert len(losses) == 40
     assert losses[-1] < 0.5 * losses[0]
 
@@ -237,7 +234,7 @@ def check_command(module: str, arguments: list[str]) -> None:
     if module == "pytest":
         assert arguments == ["-n", "2"]
         return
-    if module.startswith("skippipe_jax."):
+    if module == "skippipe_jax.train":
         arguments = [module.partition(".")[2], *arguments]
     # Which ends the test if it does not understand.
     given = parser().parse_args(arguments)
@@ -261,7 +258,7 @@ def test_every_command_of_a_page_is_one_that_the_reference_tells_of():
         for page in PAGES
         for name in re.findall(r"python -m (skippipe_\w+(?:\.\w+)?)", read(page))
     }
-    assert named <= {*COMMAND_MODULES, "skippipe_sched", "skippipe_jax"}
+    assert named <= {"skippipe_jax.train", "skippipe_sched", "skippipe_jax"}
 
 
 # What is written from the code.
@@ -285,15 +282,14 @@ def test_every_key_of_the_configuration_is_told_of():
 def test_every_command_is_told_of():
     ending = '\nif __name__ == "__main__":\n'
     modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        path.relative_to(ROOT).as_posix()
         for path in (ROOT / "skippipe_jax").rglob("*.py")
         if ending in path.read_text()
     }
-    # Nobody starts scoring but the tasks of experts.
-    assert modules - {"skippipe_jax.experts.scoring"} == {*COMMAND_MODULES, "skippipe_jax"}
+    assert modules == {"skippipe_jax/__main__.py", "skippipe_jax/train.py"}
     page = read("commands.md")
     assert all(f"## {one.prog}\n" in page for one in parsers(parser()))
-    assert "--robust" in page
+    assert "--placement" in page
     assert "--coordinator HOST:PORT" in page
 
 
@@ -305,7 +301,7 @@ def test_every_field_of_cases_and_plans_is_told_of(followed: Callable[[str], Fol
 
 
 def test_every_exit_code_is_told_of():
-    told = re.findall(r"^\| (\d[\d, ]*)", read("trouble.md"), re.M)
+    told = re.findall(r"^\| (\d[\d, ]*)", read("commands.md"), re.M)
     codes = {0, INPUT_ERROR_EXIT_CODE, LOST_HOST_EXIT_CODE, 128 + SIGINT, 128 + SIGTERM, 1}
     assert codes == {int(code) for codes in told for code in codes.split(",") if code.strip()}
 

@@ -8,7 +8,6 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from docs.follow import blocks
 from skippipe_jax.cluster.ending import Phase
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.transport import Transfers
-from skippipe_jax.training import stretch
+from skippipe_jax.training import session
 from tests.training_runs import SMALL_CASE, arrays_of_checkpoint, assert_same_bits, write_config
 
 STEPS = 4
@@ -66,9 +65,9 @@ def test_the_page_trains_evaluates_and_generates_through_sp_alone(page: dict[str
     model = page["model"]
     loss = np.mean([model.loss(batch) for batch in page["held_out"]])
     assert loss < math.log(model.config.vocabulary_size)
-    assert page["model"].generate("def ", 20, how=sp.Sampling(seed=3)) == page["model"].generate(
-        "def ", 20, (0, 1, 2), sp.Sampling(seed=3)
-    )
+    assert page["model"].generate("def ", 20, sampling=sp.SamplingParams(seed=3)) == page[
+        "model"
+    ].generate("def ", 20, (0, 1, 2), sp.SamplingParams(seed=3))
 
 
 def test_the_held_out_loss_is_that_of_validation(page: dict[str, Any]):
@@ -94,7 +93,7 @@ def test_logits_are_those_of_the_loss(page: dict[str, Any]):
 
 def test_the_likeliest_token_is_generated(page: dict[str, Any]):
     model, prompt = page["model"], [5, 9, 200]
-    [token] = model.generate(prompt, 1, how=sp.Sampling(temperature=0))
+    [token] = model.generate(prompt, 1, sampling=sp.SamplingParams(temperature=0))
     assert token == model.logits(prompt)[-1].argmax()
 
 
@@ -135,23 +134,23 @@ class Told(sp.Callback):
         self.end_at = end_at
         self.told: list[Any] = []
 
-    def begin(self, trainer: sp.Trainer) -> None:
-        self.told.append(("begin", trainer.steps_done))
+    def on_train_begin(self, run: sp.RunView) -> None:
+        self.told.append(("begin", run.step))
 
-    def after_step(self, trainer: sp.Trainer, metrics: Mapping[str, Any]) -> None:
-        self.told.append(("step", metrics["step"]))
-        if metrics["step"] == self.end_at:
+    def on_step_end(self, run: sp.RunView, metrics: sp.StepMetrics) -> None:
+        self.told.append(("step", metrics.step))
+        if metrics.step == self.end_at:
             raise OSError("as told")
 
-    def after_validation(self, trainer: sp.Trainer, step: int, loss: float | None) -> None:
+    def on_validation_end(self, run: sp.RunView, step: int, loss: float | None) -> None:
         assert loss is not None
         self.told.append(("validation", step))
 
-    def after_save(self, trainer: sp.Trainer, step: int) -> None:
+    def on_save(self, run: sp.RunView, step: int) -> None:
         self.told.append(("save", step))
 
-    def end(self, trainer: sp.Trainer) -> None:
-        self.told.append(("end", sp.Run(trainer.folder).steps))
+    def on_train_end(self, run: sp.RunView) -> None:
+        self.told.append(("end", sp.Run(run.run_dir).steps))
 
     def close(self) -> None:
         self.told.append("close")
@@ -160,20 +159,27 @@ class Told(sp.Callback):
 def test_callbacks_are_told_in_order(tmp_path: Path):
     callback = Told()
     sp.Trainer(config_in(tmp_path, validation={"every": 2, "sequences": 2}), [callback]).run()
-    # A step is told of when the next one is under way, or nothing else can come first.
+    # A step is told of when the next one is under way, or something else is about to come.
     assert callback.told == [
         ("begin", 0),
-        ("validation", 2),
         ("step", 1),
         ("step", 2),
+        ("validation", 2),
         ("step", 3),
         ("save", 3),
-        ("validation", 4),
         ("step", 4),
+        ("validation", 4),
         ("save", 4),
         ("end", [3, 4]),
         "close",
     ]
+
+
+def test_a_hook_by_a_former_name_is_refused_as_nobody_would_call_it():
+    with pytest.raises(TypeError, match=r"Old\.after_step is now on_step_end"):
+
+        class Old(sp.Callback):
+            def after_step(self, trainer: Any, metrics: Any) -> None: ...
 
 
 def test_an_error_of_a_callback_leaves_the_last_checkpoint_and_lets_the_folder_go(tmp_path: Path):
@@ -183,7 +189,7 @@ def test_an_error_of_a_callback_leaves_the_last_checkpoint_and_lets_the_folder_g
     assert callback.told[-2:] == [("step", 5), "close"]
     assert sp.Run(tmp_path / "run").steps == [3]
     ending = sp.Trainer(config_in(tmp_path), resume=True).run()
-    assert ending == sp.Ending(STEPS, None)
+    assert ending == sp.RunResult(STEPS, None)
 
 
 def test_a_state_that_is_no_number_is_not_saved_although_its_error_is_caught(tmp_path: Path):
@@ -192,15 +198,15 @@ def test_a_state_that_is_no_number_is_not_saved_although_its_error_is_caught(tmp
     trainer = sp.Trainer(config_in(tmp_path, *overrides, "train.steps=9"))
 
     def train() -> None:
-        while not trainer.is_over:
-            trainer.step()
+        while not trainer.finished:
+            trainer.train_step()
 
     # Caught within the block, and at its end, where it would be saved.
     for act in (train, lambda: trainer.__exit__(None)):
         with pytest.raises(sp.InputError, match="loss of step"):
             act()
     run = sp.Run(tmp_path / "run")
-    assert run.steps[-1] == run.metrics[-1]["step"] < trainer.steps_done
+    assert run.steps[-1] == run.metrics[-1]["step"] < trainer.step
 
 
 def test_what_is_open_is_closed_where_validation_cannot_be_opened(
@@ -216,7 +222,7 @@ def test_what_is_open_is_closed_where_validation_cannot_be_opened(
 
         monkeypatch.setattr(kind, "close", noted)
     config = config_in(tmp_path, validation={"every": 2, "sequences": 2})
-    monkeypatch.setattr(stretch, "Validation", lambda *_: 1 / 0)
+    monkeypatch.setattr(session, "Validator", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sp.Trainer(config).setup()
     assert closed == ["Runtime", "Transfers"]
@@ -231,16 +237,16 @@ def test_steps_one_by_one_are_a_run(tmp_path: Path):
         folder.mkdir()
     sp.Trainer(config_in(whole)).run()
     with sp.Trainer(config_in(parts)) as trainer:
-        assert [trainer.step(), trainer.step()] == [1, 2]
+        assert [trainer.train_step(), trainer.train_step()] == [1, 2]
     with pytest.raises(RuntimeError, match="resume=True"):
-        trainer.step()
+        trainer.train_step()
     with sp.Trainer(config_in(parts), resume=True) as trainer:
         assert trainer.membership.phase is Phase.SETUP
         trainer.setup()
         assert trainer.membership.phase is Phase.TRAINING
-        assert trainer.steps_done == 2
-        while not trainer.is_over:
-            trainer.step()
+        assert trainer.step == 2
+        while not trainer.finished:
+            trainer.train_step()
     for found, expected in zip(
         arrays_of_checkpoint(parts / "run", STEPS),
         arrays_of_checkpoint(whole / "run", STEPS),
@@ -253,14 +259,14 @@ def test_steps_one_by_one_are_a_run(tmp_path: Path):
 
 def test_a_trainer_that_is_closed_saves_nothing_more_and_lets_the_folder_go(tmp_path: Path):
     trainer = sp.Trainer(config_in(tmp_path))
-    trainer.step()
+    trainer.train_step()
     with pytest.raises(sp.InputError, match="another training is writing it"):
         sp.Trainer(config_in(tmp_path), resume=True).setup()
     trainer.close()
     assert sp.Run(tmp_path / "run").steps == []
     with sp.Trainer(config_in(tmp_path), resume=True) as again:
         again.setup()
-        assert again.steps_done == 0
+        assert again.step == 0
 
 
 def test_signals_are_those_of_the_caller_again_after_a_run(tmp_path: Path):
@@ -277,7 +283,7 @@ import skippipe_jax as sp
 HEAVY = ("jax", "flax", "orbax", "grain", "numba", "numpy")
 told = [[name for name in HEAVY if name in sys.modules]]
 sp.make_plan({case}, "balanced")
-sp.parse_config({{"run_dir": "run"}})
+sp.Config.from_dict({{"run_dir": "run"}})
 told.append([name for name in HEAVY[:4] if name in sys.modules])
 sp.Trainer
 told.append([name for name in HEAVY[:1] if name in sys.modules])
@@ -296,8 +302,34 @@ def test_nothing_is_loaded_before_it_is_used():
 
 
 def test_every_name_is_there():
-    assert set(sp.__all__) <= set(dir(sp))
+    assert dir(sp) == sp.__all__
     for name in sp.__all__:
         assert getattr(sp, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         sp.Trainr  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match=r"'parse_config'; it is now Config\.from_dict"):
+        sp.parse_config  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_values_tell_of_themselves_in_short(page: dict[str, Any]):
+    run, model = page["run"], page["model"]
+    assert repr(run) == f"Run({str(run.folder)!r}, step=10, checkpoints={run.steps})"
+    assert repr(model) == "Model(width=16, layers=3, stages=(1, 1, 1))"
+    assert repr(run.plan).startswith("Plan(method='")
+    for picture in (run._repr_svg_(), run.plan._repr_svg_(), run.plot("seconds").svg):
+        assert picture.startswith("<svg")
+    with pytest.raises(sp.InputError, match="figure = 'speed'"):
+        run.plot("speed")
+
+
+def test_the_best_checkpoint_is_read_by_its_name(page: dict[str, Any], tmp_path: Path):
+    run, tokens = page["run"], [5, 9, 200]
+    best = json.loads((run.folder / "best.json").read_text())["step"]
+    found = sp.load_model(run.folder, "best").logits(tokens)
+    np.testing.assert_array_equal(found, run.model(best).logits(tokens))
+    with pytest.raises(sp.InputError, match="step = 'newest'"):
+        sp.load_model(run.folder, "newest")
+    run_dir = tmp_path / "run"
+    sp.Trainer(config_in(tmp_path)).run()
+    with pytest.raises(sp.InputError, match="was never computed"):
+        sp.load_model(run_dir, "best")

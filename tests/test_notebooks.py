@@ -20,7 +20,7 @@ from experiments.notebooks.execute import (
     load,
     notebook_path,
 )
-from skippipe_jax.storage.run_folder import read_metrics
+from skippipe_jax import Run
 
 LARGEST_BYTES = 300_000
 # Of the machine that made the outputs: a path from the root, or a home.
@@ -70,7 +70,7 @@ def test_a_notebook_is_committed_with_what_its_code_shows(name):
 def test_the_quickstart(tmp_path: Path):
     ran = execute(load("quickstart"), tmp_path, {**SMALL, "STEPS": 4, "TOKENS": 5})
     plan = load_plan(tmp_path / "runs" / "plan.json")
-    steps = read_metrics(tmp_path / "runs" / "quickstart")
+    steps = Run(tmp_path / "runs" / "quickstart").metrics
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert all(line["network"] == "emulate" for line in steps)
     assert printed(ran, "list-paths").count("microbatch") == len(plan.microbatches) == 8
@@ -115,7 +115,7 @@ def test_the_pod_on_processes_of_this_machine(tmp_path: Path):
     assert "trained to step 4" in printed(ran, "resume-run")
     assert "host 1 to host 0" in printed(ran, "draw-plan")
     run = tmp_path / "runs" / "pod"
-    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3, 4]
+    assert [line["step"] for line in Run(run).metrics] == [1, 2, 3, 4]
     recordings = [list((run / "timelines" / f"{step:08d}").iterdir()) for step in (2, 4)]
     assert list(map(len, recordings)) == [2, 1]
 

@@ -21,7 +21,7 @@ from experiments.paper.jobs import REPOSITORY
 from skippipe_jax.campaign import running
 from skippipe_jax.config import parse_config
 from skippipe_jax.models.llama import stage_shapes
-from skippipe_jax.training.first_weights import find_weights
+from skippipe_jax.training.initial_weights import open_initial_weights
 from tests.paper_results import made_up
 
 
@@ -103,10 +103,10 @@ def test_first_weights_change_by_as_much_as_they_are_told(tmp_path: Path):
         # As a run does that begins from them.
         begun = parse_config(tree | {"init_from": f"hf:{tmp_path / name}"})
         assert begun.model == config.model
-        weights = find_weights(begun)
+        weights = open_initial_weights(begun)
         assert weights is not None
         return jax.tree.leaves(
-            [weights.read_stage(own, 2 * stage) for stage, own in enumerate(shapes)]
+            [weights.load_stage(own, 2 * stage) for stage, own in enumerate(shapes)]
         )
 
     for own, other in zip(read("as_they_are"), jax.tree.leaves(given), strict=True):

@@ -22,7 +22,8 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig, load_config
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.training.callback import Callback
+from skippipe_jax.storage.records import StepMetrics
+from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.trainer import Trainer
 
 
@@ -148,20 +149,28 @@ class ThreadMembership(Membership):
 class Host(threading.Thread):
     """Trains until the end, or until an error."""
 
-    def __init__(self, config: Path, index: int, network: Network, overrides: Sequence[str]):
+    def __init__(
+        self,
+        config: Path,
+        index: int,
+        network: Network,
+        overrides: Sequence[str],
+        *,
+        resume: bool = False,
+    ):
         super().__init__(name=f"host {index}", daemon=True)
         loaded = load_config(config, overrides)
         self.membership = ThreadMembership(loaded.cluster, index, network)
         self.error: BaseException | None = None
         self.ended: queue.SimpleQueue[Host]
         self.after_step: Callable[[Trainer, int], None] = lambda *_: None
-        self.trainer = Trainer(loaded, [Watching(self)], host=self.membership)
+        self.trainer = Trainer(loaded, [Watching(self)], host=self.membership, resume=resume)
 
     def run(self) -> None:
         try:
             with self.trainer:
-                while not self.trainer.is_over:
-                    self.trainer.step()
+                while not self.trainer.finished:
+                    self.trainer.train_step()
         except BaseException as error:
             self.error = error
         self.ended.put(self)
@@ -183,5 +192,5 @@ class Watching(Callback):
     def __init__(self, host: Host):
         self.host = host
 
-    def after_step(self, trainer: Trainer, metrics: Any) -> None:
-        self.host.after_step(trainer, metrics["step"])
+    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
+        self.host.after_step(self.host.trainer, metrics.step)

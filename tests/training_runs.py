@@ -11,9 +11,9 @@ import numpy as np
 import yaml
 
 from skippipe_jax.runtime.stage_functions import functions_of_stages
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import open_checkpoint
-from skippipe_jax.storage.reader import read_stage
+from skippipe_jax.storage.checkpoint import open_checkpoint
+from skippipe_jax.storage.loading import load_stage
+from skippipe_jax.storage.run_dir import METRICS, RunDir
 
 Arrays = dict[str, np.ndarray]
 
@@ -81,14 +81,12 @@ def virtual_devices(count: int) -> dict[str, str]:
 
 def steps_done(run_dir: Path) -> int:
     """The last step that a run has reported."""
-    if not (run_dir / run_folder.METRICS).exists():
-        return 0
-    return max((line["step"] for line in run_folder.read_metrics(run_dir)), default=0)
+    return RunDir(run_dir).last_step() if (run_dir / METRICS).exists() else 0
 
 
 def arrays_of_checkpoint(run_dir: Path, step: int) -> list[Arrays]:
     """Parameters and optimizer state of every stage."""
-    config, plan = run_folder.saved_config(run_dir, "run_dir"), run_folder.saved_plan(run_dir)
+    config, plan = RunDir(run_dir).config(), RunDir(run_dir).plan()
     batch_tokens = config.data.microbatch_size * config.data.sequence_length
     functions = functions_of_stages(
         len(plan.stages), config.model, config.optimizer, config.train.steps, batch_tokens
@@ -99,7 +97,7 @@ def arrays_of_checkpoint(run_dir: Path, step: int) -> list[Arrays]:
     for stage, of_stage in enumerate(functions):
         parameters, optimizer_state, _ = jax.eval_shape(of_stage.create, jax.random.key(0), 0)
         shapes = {"parameters": parameters, "optimizer_state": optimizer_state}
-        arrays.append(by_name(read_stage(checkpoint, cut, stage, shapes)))
+        arrays.append(by_name(load_stage(checkpoint, cut, stage, shapes)))
     return arrays
 
 

@@ -88,8 +88,8 @@ from experiments.benchmarks.churn_process import ENVIRONMENT
 from experiments.benchmarks.churn_restart import Restarted
 from experiments.benchmarks.churn_strike import Strike
 from experiments.benchmarks.shaped_network import ShapedNetwork
-from skippipe_jax.arguments import add_overrides
-from skippipe_jax.storage.run_folder import METRICS
+from skippipe_jax.cli.arguments import add_overrides
+from skippipe_jax.storage.run_dir import METRICS
 
 SLOW_LINK_BYTES_PER_S = 6e5
 CALM_S = 60.0

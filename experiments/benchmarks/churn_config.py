@@ -10,7 +10,7 @@ import yaml
 
 from experiments.benchmarks import churn_process, churn_records
 from skippipe_jax.config import load_config
-from skippipe_jax.storage.run_folder import METRICS
+from skippipe_jax.storage.run_dir import METRICS
 
 QUICKSTART = Path("experiments/quickstart.yaml")
 STAGES = (2, 2, 2)

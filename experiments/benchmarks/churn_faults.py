@@ -38,7 +38,7 @@ SIGNALS = {
 RESET, STORAGE = "reset", "storage"
 """Faults that a host has happen to itself, without a signal."""
 STORAGE_S = 3.0
-"""How long the folder of the run fails."""
+"""Seconds for which the folder of the run fails."""
 OF_THE_NETWORK = frozenset({"cut", "partition", "silent"})
 WHILE_JOINING = {
     "newcomer": ((FETCH, AFTER), (ASK, BEFORE), (REGROUP, BEFORE), (REGROUP, AFTER)),

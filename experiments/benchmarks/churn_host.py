@@ -37,7 +37,7 @@ from skippipe_sched.problem.plan import Operation
 
 from experiments.benchmarks import churn_faults
 from experiments.benchmarks.churn_faults import AFTER, ASK, BEFORE, FETCH, REGROUP, aim_of
-from skippipe_jax import join, train
+from skippipe_jax.cli import join, train
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.consensus.control import Control
@@ -50,9 +50,9 @@ from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
-from skippipe_jax.training.newcomer import Seeking
-from skippipe_jax.training.stretch import Stretch
-from skippipe_jax.training.survival import Survival
+from skippipe_jax.training.elastic.newcomer import Seeking
+from skippipe_jax.training.elastic.survival import Survival
+from skippipe_jax.training.session import Session
 
 CUT_S = 10.0
 """So long a host waits at most for its links to be cut, or another host to be killed."""
@@ -203,11 +203,11 @@ def stages_of(topology: Topology) -> list[int]:
 def wrap_package(witness: Witness) -> None:
     """Have the package's functions tell the witness; nothing that they do changes."""
 
-    def read(inner: Callable[..., Any], stretch: Stretch, iteration: int) -> Any:
+    def read(inner: Callable[..., Any], session: Session, iteration: int) -> Any:
         witness.step = iteration + 1
-        given = inner(stretch, iteration)
-        team: Any = stretch.host
-        microbatches = [stretch.read + microbatch for microbatch in given]
+        given = inner(session, iteration)
+        team: Any = session.group
+        microbatches = [session.microbatches_read + microbatch for microbatch in given]
         number = team.generation.number
         witness.note("read", generation=number, step=iteration + 1, microbatches=microbatches)
         return given
@@ -229,30 +229,26 @@ def wrap_package(witness: Witness) -> None:
 
     def finished(inner: Callable[..., None], live: LiveIteration, summed: jax.Array) -> None:
         inner(live, summed)
-        assert live.team is not None, "a run that outlives its hosts"
         stage_of, states = live.replicas.stage_of, live.replicas.states
         digests = {str(stage_of(replica)): digest_of(states[replica]) for replica in states}
-        number = live.team.generation.number
+        number = live.group.generation.number
         given = {"stages": stages_of(live.topology), "digests": digests}
         witness.note("counted", generation=number, step=live.iteration + 1, **given)
 
     def counted(inner: Callable[..., None], behind: Behind, made: Any, summed: Any) -> None:
         inner(behind, made, summed)
-        assert behind.team is not None, "a run that outlives its hosts"
-        number, stages = behind.team.generation.number, stages_of(behind.topology)
+        number, stages = behind.group.generation.number, stages_of(behind.topology)
         witness.note("counted", generation=number, step=made.step, stages=stages)
 
     def applied(inner: Callable[..., None], own: OuterIteration) -> None:
         inner(own)
-        assert own.behind.team is not None, "a run that outlives its hosts"
-        number, states = own.behind.team.generation.number, own.replicas.states
+        number, states = own.behind.group.generation.number, own.replicas.states
         digests = {str(own.replicas.stage_of(node)): digest_of(states[node]) for node in states}
         witness.note("applied", generation=number, step=own.step, digests=digests)
 
     def begun(inner: Callable[..., None], own: Runtime, step: int) -> None:
         inner(own, step)
-        assert own.team is not None, "a run that outlives its hosts"
-        stage_of, number = own.topology.stage_of, own.team.generation.number
+        stage_of, number = own.topology.stage_of, own.group.generation.number
         digests = {str(stage_of[node]): digest_of(state) for node, state in own.states.items()}
         witness.note("begun", generation=number, step=step, digests=digests)
 
@@ -271,8 +267,8 @@ def wrap_package(witness: Witness) -> None:
             case ["control", ["Counts", *_]]:
                 witness.reach("committed", BEFORE)
 
-    wrap(Stretch, "_batches", read)
-    witness.watch(Stretch, "_batches", "start")
+    wrap(Session, "_batches", read)
+    witness.watch(Session, "_batches", "start")
     wrap(TrainingOperations, "_dispatch", dispatched)
     wrap(Iteration, "run", ran)
     witness.watch(LiveAveraging, "begin_ring", "ring")
@@ -286,7 +282,7 @@ def wrap_package(witness: Witness) -> None:
     witness.watch(Behind, "_begin", "ring")
     witness.watch(Behind, "_end_part", "prepared")
     witness.watch(OuterIteration, "_apply", "committed")
-    witness.watch(Stretch, "_save", "save")
+    witness.watch(Session, "_save", "save")
     witness.watch(Survival, "_open", REGROUP)
     witness.watch(Seeking, "fetch", FETCH)
     witness.watch(Membership, "ask_in", ASK)
@@ -301,8 +297,10 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("host", type=int)
     commands = parser.add_subparsers(required=True)
-    train.add_arguments(commands.add_parser("train"))
-    join.add_arguments(commands.add_parser("join"))
+    for name, module in (("train", train), ("join", join)):
+        inner = commands.add_parser(name)
+        module.add_arguments(inner)
+        inner.set_defaults(command=module.run)
     arguments = parser.parse_args()
     faulthandler.register(signal.SIGUSR1)
     wrap_package(Witness(arguments.folder, arguments.host))

@@ -13,8 +13,8 @@ from typing import Any
 from experiments.benchmarks import churn_process
 from experiments.benchmarks.churn_config import STAGES
 from experiments.benchmarks.shaped_network import ShapedNetwork
-from skippipe_jax.launch import free_port
-from skippipe_jax.storage.run_folder import MEMBERSHIP
+from skippipe_jax.local.hosts import free_port
+from skippipe_jax.storage.run_dir import MEMBERSHIP
 
 LOOK_S = 0.02
 PORT = 61440

@@ -23,7 +23,7 @@ from experiments.benchmarks.churn_faults import (
 )
 from experiments.benchmarks.churn_strike import STOP_S
 from experiments.benchmarks.shaped_network import ShapedNetwork
-from skippipe_jax.storage.run_folder import METRICS
+from skippipe_jax.storage.run_dir import METRICS
 
 LOOK_S = 0.1
 PORTS = range(40000, 60000)

@@ -6,7 +6,7 @@ Loading: tokens per second of batches of the quickstart, from the text in memory
 disk, cut into windows and packed as documents, over the tokens per second that the quickstart
 trains on this machine. Batches are made here one after the other and nothing else runs.
 
-Tokenizing: `skippipe_jax.tokenize` with a process for every core, from reading JSON lines to a
+Tokenizing: `skippipe tokenize` with a process for every core, from reading JSON lines to a
 folder that is whole, beside the tokenizers library's own `encode_batch` on all cores, which gets
 the texts ready in memory and whose results are thrown away. The text is Python's standard library,
 `--copies` times; the tokenizer is a byte-level BPE trained on it. Both take turns.
@@ -30,6 +30,7 @@ import tokenizers
 from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import reporting
+from skippipe_jax import Run
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig, DocumentSource, load_config
 from skippipe_jax.config.tokenizer import BYTES
@@ -37,9 +38,8 @@ from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.corpus import groups
 from skippipe_jax.data.documents import read_documents
 from skippipe_jax.data.tokenizing import train_bpe, write_tokens
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.new_folder import new_folder
-from skippipe_jax.training.trainer import train
+from skippipe_jax.storage.files import new_directory
+from skippipe_jax.training.trainer import Trainer
 
 QUICKSTART = Path("experiments/quickstart.yaml")
 PYTHON = DocumentSource("python")
@@ -51,8 +51,8 @@ def trainer_speed(config: Config, iterations: int) -> float:
         steps = replace(config.train, steps=1 + iterations)
         config = replace(config, run_dir=f"{folder}/run", train=steps)
         alone = Membership(config.cluster, 0, 1)
-        train(config, alone, resume=False, config_folder=QUICKSTART.parent)
-        lines = run_folder.read_metrics(Path(config.run_dir))[1:]
+        Trainer(config, host=alone, config_folder=QUICKSTART.parent).run()
+        lines = Run(config.run_dir).metrics[1:]
     return statistics.median(line["tokens_per_second"] for line in lines)
 
 
@@ -73,7 +73,7 @@ def loading(config: Config, iterations: int) -> dict[str, Any]:
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         tokens = Path(scratch, "tokens")
-        with new_folder(tokens, "--output") as folder:
+        with new_directory(tokens, "--output") as folder:
             data = config.data
             write_tokens(folder, [PYTHON], BYTES, data.held_out, data.shuffle_seed, processes=1)
         for source, path in (("python", None), ("tokens", str(tokens))):
@@ -107,7 +107,7 @@ def tokenizing(copies: int, files: int, vocabulary_size: int, turns: int) -> dic
         processes = os.cpu_count() or 1
 
         def ours(turn: int) -> None:
-            with new_folder(folder / f"tokens{turn}", "--output") as partial:
+            with new_directory(folder / f"tokens{turn}", "--output") as partial:
                 source = DocumentSource("jsonl", str(text))
                 write_tokens(partial, [source], str(folder / "bpe"), 0.05, 0, processes)
 

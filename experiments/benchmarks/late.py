@@ -27,10 +27,11 @@ from skippipe_sched.errors import run_command
 from skippipe_sched.timing.jitter import replay
 
 from experiments.benchmarks import reporting
+from skippipe_jax import Run
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config, parse_config
-from skippipe_jax.storage import run_folder
-from skippipe_jax.training.trainer import train
+from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.training.trainer import Trainer
 
 QUICKSTART = Path("experiments/quickstart.yaml")
 # Less than in the quickstart's case, so that an iteration takes a second or two.
@@ -64,9 +65,9 @@ def run(execution: str, iterations: int, jitter: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(execution, iterations, jitter, f"{folder}/run")
         alone = Membership(config.cluster, 0, 1)
-        train(config, alone, resume=False, config_folder=QUICKSTART.parent)
-        lines = run_folder.read_metrics(Path(config.run_dir))[1:]
-        plan = run_folder.saved_plan(Path(config.run_dir))
+        Trainer(config, host=alone, config_folder=QUICKSTART.parent).run()
+        lines = Run(config.run_dir).metrics[1:]
+        plan = RunDir(config.run_dir).plan()
     seconds = [line["seconds_per_iteration"] for line in lines]
     return {
         "execution": execution,

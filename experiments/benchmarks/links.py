@@ -49,8 +49,8 @@ from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.topology import sharding_of
 from skippipe_jax.runtime.transport import Transfers
-from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.recording import measured_timeline
+from skippipe_jax.storage.run_dir import RunDir
 
 MB = 1e6
 # A transfer is repeated while all of its kind take no longer than this.
@@ -305,7 +305,7 @@ def measured_ring(workload: RingWorkload) -> dict[str, Any]:
         folder = Path(name)
         config = write_config(folder, workload)
         Hosts(network, folder, hosts).run("train", "skippipe_jax.train", "--config", config)
-        plan = run_folder.saved_plan(folder / "run")
+        plan = RunDir(folder / "run").plan()
         # The first iteration connects the hosts.
         timelines = [
             measured_timeline(folder / "run", plan, step) for step in range(2, ITERATIONS + 2)

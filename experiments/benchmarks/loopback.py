@@ -5,7 +5,7 @@
 Two hosts on 127.0.0.1, each with a core of its own, serve one of two stages each. They measure
 themselves, plan a full pipeline for what they found, and train along it. The shortest that an
 iteration could take is that plan with hops that cost nothing, and then an update: what operations
-take is what `skippipe_jax.profile` measured while nothing else ran. Recorded iterations tell where
+take is what `skippipe measure` measured while nothing else ran. Recorded iterations tell where
 the rest of the time goes:
 
     operations  how many times as long as in the profile, by kind
@@ -42,14 +42,16 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.problem.links import Link, LinkTable
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
-from skippipe_sched.timing.simulate import Run, Stretch, Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Run, Stretch, Timeline
 
+import skippipe_jax as sp
 from experiments.benchmarks import machine
 from experiments.benchmarks.wan import Hosts
 from skippipe_jax.config.cluster import AUTO, RUNTIMES
 from skippipe_jax.config.network import HOPS
-from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.recording import measured_timeline, recorded_steps
+from skippipe_jax.storage.run_dir import CASE, RunDir
 
 # The first iteration compiles, and the second may still load what others compiled.
 WARMUP_ITERATIONS = 2
@@ -176,9 +178,9 @@ def write_config(folder: Path, workload: Workload, arguments: argparse.Namespace
 
 def figures_of(run_dir: Path) -> dict[str, Any]:
     """Seconds of iterations and of their compute alone, and where the difference comes from."""
-    plan = run_folder.saved_plan(run_dir)
-    profile = json.loads((run_dir / run_folder.CASE).with_suffix(".measured.json").read_text())
-    each_s = [line["seconds_per_iteration"] for line in run_folder.read_metrics(run_dir)]
+    plan = RunDir(run_dir).plan()
+    profile = json.loads((run_dir / CASE).with_suffix(".measured.json").read_text())
+    each_s = [line["seconds_per_iteration"] for line in sp.Run(run_dir).metrics]
     timed_s = each_s[WARMUP_ITERATIONS:]
     compute_s = compute_alone_s(plan) + update_s(profile)
     steps = [step for step in recorded_steps(run_dir) if step > WARMUP_ITERATIONS]

@@ -49,12 +49,12 @@ from experiments.benchmarks import reporting
 from experiments.benchmarks.churn_config import QUICKSTART, case_here
 from experiments.benchmarks.churn_process import ENVIRONMENT
 from experiments.benchmarks.churn_records import read_lines
-from skippipe_jax.arguments import add_overrides
+from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.config.recovery import LOST_STAGE, STOP
-from skippipe_jax.launch import free_port
-from skippipe_jax.storage.run_folder import METRICS, RECOVERIES
+from skippipe_jax.local.hosts import free_port
+from skippipe_jax.storage.run_dir import METRICS, RECOVERIES
 
 STAGES = (2, 1, 2, 1)
 HOSTS = sum(STAGES)

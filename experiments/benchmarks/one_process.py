@@ -22,6 +22,7 @@ from skippipe_sched.problem.case import parse_case
 from skippipe_sched.search.budget import Search
 
 from experiments.benchmarks.turns import Iteration
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import Stage, create_stage
@@ -105,7 +106,8 @@ def runtime_of(workload: Workload) -> Runtime:
     devices = [(Device(0, 0, jax.devices()[0].device_kind),)] * nodes
     numbers = HopNumbers(program.first_free_hop)
     topology = Topology.of(config, plan, program.host, host_of, devices, numbers)
-    return Runtime(config, Schedule(config.recipe, {OWN: plan}), {OWN: program}, topology, {})
+    schedule, alone = Schedule(config.recipe, {OWN: plan}), Membership(config.cluster, 0, 1)
+    return Runtime(config, schedule, {OWN: program}, topology, {}, alone)
 
 
 def pipeline(workload: Workload) -> Iteration:

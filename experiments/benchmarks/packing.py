@@ -35,7 +35,7 @@ from skippipe_jax.config import Config, NetworkConfig, load_config
 from skippipe_jax.models.footprint import hop_bytes
 from skippipe_jax.runtime.stage_functions import wire_of_run
 from skippipe_jax.runtime.wire_format import WireFormat
-from skippipe_jax.training.callback import Callback
+from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.planning import plan_of
 from skippipe_jax.training.trainer import Trainer
 
@@ -74,9 +74,8 @@ class ProcessorTime(Callback):
         """Nothing yet."""
         self.seconds: list[float] = []
 
-    def after_step(self, trainer: Trainer, metrics: Any) -> None:
+    def on_step_end(self, run: RunView, metrics: Any) -> None:
         """Note it."""
-        del trainer, metrics
         self.seconds.append(time.process_time())
 
 

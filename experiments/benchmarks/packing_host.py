@@ -15,9 +15,13 @@ from pathlib import Path
 
 from skippipe_sched.errors import run_command
 
+from skippipe_jax.cli.arguments import (
+    add_cluster_arguments,
+    add_config_arguments,
+    connect_from_args,
+)
 from skippipe_jax.config import load_config
-from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
-from skippipe_jax.training.callback import Callback
+from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.trainer import Trainer
 
 # Where `bytes_acked` is in Linux's struct tcp_info: behind 8 bytes, 24 numbers of 4, and 2 of 8.
@@ -32,15 +36,14 @@ class Sent(Callback):
         self.folder = folder
         self.before = 0
 
-    def begin(self, trainer: Trainer) -> None:
-        """What was sent until now does not count."""
-        del trainer
+    def on_train_begin(self, run: RunView) -> None:
+        """Leave out what was sent until now."""
         self.before = bytes_acked()
 
-    def end(self, trainer: Trainer) -> None:
-        """Connections are still open."""
+    def on_train_end(self, run: RunView) -> None:
+        """Count while connections are still open."""
         count = bytes_acked() - self.before
-        _count_of(self.folder, trainer.host.index).write_text(f"{count}\n")
+        _count_of(self.folder, run.group.index).write_text(f"{count}\n")
 
 
 def bytes_acked() -> int:
@@ -78,7 +81,7 @@ def main() -> int:
 def train(arguments: argparse.Namespace) -> int:
     """One host of the run; returns the exit code."""
     config, folder = load_config(arguments.config, arguments.set), arguments.config.parent
-    with joined_by(arguments, config) as host:
+    with connect_from_args(arguments, config) as host:
         Trainer(config, [Sent(arguments.folder)], host=host, config_folder=folder).run()
     return 0
 

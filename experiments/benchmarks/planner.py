@@ -8,7 +8,6 @@ yardstick   the paper's case of 20 nodes without contention: the published plan 
             paper's search on the published placement, ours within 10 and 60 seconds over several
             seeds, full pipelines.
 methods     every method on every case of the paper, side by side.
-robust      what planning for jitter does to the 95th percentile.
 compiled    what compiling the timing model brings.
 scale       42, 200 and 1,000 nodes, each against random paths, and a curve of cost against size.
 """
@@ -36,13 +35,12 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.arrays import (
     candidate_of,
     no_order,
-    no_stretch,
     problem_of,
     scratch_for,
 )
 from skippipe_sched.search.budget import Search
+from skippipe_sched.search.compiled import fast
 from skippipe_sched.search.evaluator import evaluate
-from skippipe_sched.timing.jitter import replay
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 
 from experiments.benchmarks import reporting
@@ -56,6 +54,7 @@ def searched(case: Case, method: str, search: Search) -> tuple[Plan, dict[str, A
     """A plan and what it took to find it."""
     plan = make_plan(case, method, search)
     found = plan.predicted
+    assert found.lower_bound_s is not None
     return plan, {
         "method": method,
         "seed": search.seed,
@@ -117,22 +116,6 @@ def methods(budget_s: float) -> dict[str, Any]:
     return result
 
 
-def robust(budget_s: float, jitter: float = 0.3) -> dict[str, Any]:
-    """Plans of the yardstick made with and without jitter in mind, replayed on the same luck."""
-    case = cases.load("gcp20")
-    result: dict[str, Any] = {"jitter": jitter, "draws": 200}
-    for name, planned_for in (("calm", 0.0), ("robust", jitter)):
-        plan = make_plan(case, "joint", Search(0, budget_s, jitter=planned_for))
-        seconds = replay(plan, jitter, draws=200)
-        result[name] = {
-            "iteration_s": round(plan.predicted.iteration_s, 2),
-            "median_s": round(float(np.median(seconds)), 2),
-            "percentile_95_s": round(float(np.percentile(seconds, 95)), 2),
-        }
-    print(f"robust: {result}", flush=True)
-    return result
-
-
 def compiled() -> dict[str, Any]:
     """Plans evaluated a second by the simulator and by the compiled timing model."""
     case = cases.load("gcp20")
@@ -141,10 +124,10 @@ def compiled() -> dict[str, Any]:
     problem = problem_of(case)
     candidate = candidate_of(problem, np.arange(len(case.nodes)), np.array(paths))
     scratch = scratch_for(problem, *candidate.paths.shape)
-    dispatch = (no_order(), False, no_stretch(), scratch, np.inf, 0.0)
+    dispatch = (no_order(), scratch, np.inf, 0.0)
 
-    def fast() -> float:
-        return evaluate(problem, candidate, *dispatch)
+    def compiled_model() -> float:
+        return fast(evaluate)(problem, candidate, *dispatch)
 
     def rate(run: Callable[[], object], number: int) -> float:
         run()
@@ -154,7 +137,7 @@ def compiled() -> dict[str, Any]:
         return number / (time.perf_counter() - start)
 
     simulator = rate(lambda: simulate(case, stages, paths), 50)
-    evaluator = rate(fast, 20_000)
+    evaluator = rate(compiled_model, 20_000)
     result = {
         "simulator_plans_per_s": round(simulator),
         "compiled_plans_per_s": round(evaluator),
@@ -223,10 +206,10 @@ def of_size(nodes: int) -> dict[str, Any]:
         ],
     )
     scratch = scratch_for(problem, *candidate.paths.shape)
-    dispatch = (no_order(), False, no_stretch(), scratch, np.inf, 0.0)
+    dispatch = (no_order(), scratch, np.inf, 0.0)
     start = time.perf_counter()
     for _ in range(20):
-        evaluate(problem, candidate, *dispatch)
+        fast(evaluate)(problem, candidate, *dispatch)
     evaluation_s = (time.perf_counter() - start) / 20
     return {
         "nodes": nodes,
@@ -241,7 +224,7 @@ def of_size(nodes: int) -> dict[str, Any]:
     }
 
 
-PARTS = ("yardstick", "methods", "robust", "compiled", "scale")
+PARTS = ("yardstick", "methods", "compiled", "scale")
 
 
 def main() -> int:
@@ -257,7 +240,6 @@ def _run(arguments: argparse.Namespace) -> int:
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "yardstick": lambda: yardstick(arguments.seeds),
         "methods": lambda: methods(arguments.budget),
-        "robust": lambda: robust(6 * arguments.budget),
         "compiled": compiled,
         "scale": lambda: scale(arguments.sizes),
     }

@@ -5,7 +5,7 @@
 
 Twelve hosts in four regions are network namespaces of this machine, a JAX process in each. `tc`
 shapes the links between them to the bandwidths between cloud regions, scaled so that a hop takes
-0.3 to 1.2 seconds. `skippipe_jax.profile` measures them, and a small LLaMA in 4 stages of 3
+0.3 to 1.2 seconds. `skippipe measure` measures them, and a small LLaMA in 4 stages of 3
 replicas is trained by the plan for that case. Then the three hosts of a region are killed at once,
 and after some iterations started again by --resume. Each time the others go on by a quick plan, and
 by a better one as soon as it is found. For each generation of hosts it tells
@@ -54,7 +54,7 @@ from skippipe_sched.problem.plan import Plan, load_plan
 from experiments.benchmarks import reporting, wan
 from experiments.benchmarks.churn_records import read_lines
 from experiments.benchmarks.shaped_network import ShapedNetwork
-from skippipe_jax.storage.run_folder import GENERATIONS, MEMBERSHIP, METRICS
+from skippipe_jax.storage.run_dir import GENERATIONS, MEMBERSHIP, METRICS
 
 REGIONS = ("Germany", "Iowa", "Japan", "Australia")
 # So small that two cores serve twelve hosts: links are what takes time.

@@ -30,8 +30,9 @@ from skippipe_sched.errors import InputError, run_command
 from experiments.benchmarks import machine, reporting
 from experiments.benchmarks.loopback import OwnCores
 from experiments.benchmarks.wan import Hosts
+from skippipe_jax import Run
 from skippipe_jax.config.cluster import DISTRIBUTED, INDEPENDENT
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.run_dir import METRICS
 
 # The first iteration compiles, and the second may still load what others compiled.
 WARMUP_ITERATIONS = 2
@@ -111,7 +112,7 @@ def trained(folder: Path, config: dict[str, Any], network: OwnCores, hosts: int)
     folder.mkdir()
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    metrics = folder / "run" / run_folder.METRICS
+    metrics = folder / "run" / METRICS
     began = time.monotonic()
     shown_s: list[float] = []
 
@@ -131,7 +132,7 @@ def trained(folder: Path, config: dict[str, Any], network: OwnCores, hosts: int)
 
 def iteration_s(folder: Path) -> float:
     """The median of the iterations that count."""
-    lines = run_folder.read_metrics(folder / "run")[WARMUP_ITERATIONS:]
+    lines = Run(folder / "run").metrics[WARMUP_ITERATIONS:]
     return statistics.median(line["seconds_per_iteration"] for line in lines)
 
 

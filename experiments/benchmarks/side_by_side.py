@@ -21,10 +21,11 @@ from skippipe_sched.errors import run_command
 from skippipe_sched.figures.tables import aligned
 
 from experiments.benchmarks import reporting
+from skippipe_jax import Run
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.tasks import Place
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.run_dir import RunDir
 
 CONFIG = Path(__file__).parents[1] / "experts" / "side_by_side.yaml"
 
@@ -40,8 +41,8 @@ def measured() -> dict[str, dict[str, float]]:
         planned_s = measured_s = 0.0
         for domain in domains:
             run = place.run_dir(arm.members[domain])
-            seconds = [line["seconds_per_iteration"] for line in run_folder.read_metrics(run)]
-            iteration_s = run_folder.saved_plan(run).predicted.iteration_s
+            seconds = [line["seconds_per_iteration"] for line in Run(run).metrics]
+            iteration_s = RunDir(run).plan().predicted.iteration_s
             planned_s += iteration_s * (len(seconds) - 1)
             measured_s += sum(seconds[1:])
         lanes[lane] = {

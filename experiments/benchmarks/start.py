@@ -26,16 +26,16 @@ from experiments.benchmarks import reporting
 
 ROOT = Path(__file__).parents[2]
 # The most that a command may take.
-TARGETS = {"skippipe --help": 0.35, "skippipe train --help": 0.6, "skippipe report RUN": 1.5}
+TARGETS = {"skippipe --help": 0.1, "skippipe train --help": 0.6, "skippipe report RUN": 1.5}
 # Each as this checkout starts it, and as one without `skippipe` does, if it has such a command.
 COMMANDS: Mapping[str, tuple[str, str | None]] = {
     "skippipe --help": ("--help", None),
     "skippipe train --help": ("train --help", "skippipe_jax.train --help"),
-    "skippipe launch --help": ("launch --help", "skippipe_jax.launch --help"),
-    "skippipe draw --help": ("draw --help", "skippipe_sched draw --help"),
+    "skippipe launch --help": ("launch --help", "skippipe_jax launch --help"),
+    "skippipe plot --help": ("plot --help", "skippipe_sched plot --help"),
     "skippipe config --keys": ("config --keys", None),
-    "skippipe draw PLAN": ("draw {plan} -o {svg}", "skippipe_sched draw {plan} -o {svg}"),
-    "skippipe report RUN": ("report {run} -o {page}", "skippipe_jax.report {run} -o {page}"),
+    "skippipe plot PLAN": ("plot {plan} -o {svg}", "skippipe_sched plot {plan} -o {svg}"),
+    "skippipe report RUN": ("report {run} -o {page}", "skippipe_jax report {run} -o {page}"),
 }
 
 

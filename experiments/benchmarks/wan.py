@@ -4,7 +4,7 @@
 
 Hosts are network namespaces of this machine, one JAX process in each, joined by links that `tc`
 shapes to a table of bandwidths between cloud regions, scaled so that a hop takes 0.1 to 2 seconds.
-`skippipe_jax.profile` measures these links and the stages of a small LLaMA; every method plans for
+`skippipe measure` measures these links and the stages of a small LLaMA; every method plans for
 the case that it wrote; the model is trained along each plan, averaging included; and the seconds of
 its iterations are held against the prediction. With `--hops` all of that is done for each format in
 which activations and their gradients travel, and with `--slower-links 4` hops take so many times as
@@ -56,12 +56,13 @@ from skippipe_sched.problem.auto import load_cases
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement, Search
-from skippipe_sched.timing.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Timeline
 
 from experiments.benchmarks import machine, reporting
 from experiments.benchmarks.shaped_network import ShapedNetwork
-from skippipe_jax.launch import free_port
-from skippipe_jax.storage import run_folder
+from skippipe_jax import Run
+from skippipe_jax.local.hosts import free_port
 from skippipe_jax.storage.recording import measured_timeline
 
 AS_COMPUTED = "float32"
@@ -291,7 +292,7 @@ def profiled(
     output, tries = hosts.folder / "case.yaml", itertools.count(1)
     while True:
         start = time.monotonic()
-        hosts.run("profile", "skippipe_jax.profile", "--config", config, "-o", output)
+        hosts.run("profile", "skippipe_jax", "measure", "--config", config, "-o", output)
         seconds = time.monotonic() - start
         [case] = load_cases(output)
         deviation, (source, target) = bandwidth_deviation(case, rates)
@@ -438,7 +439,7 @@ def trained(plan: Plan, hosts: Hosts, config: Path, iterations: int) -> dict[str
         # Until all goes on as it does in any cycle, and each fragment has been applied once.
         before, iterations = policy.every + policy.delay + 1, policy.every
     run_dir = train(plan, hosts, config, plan.method, before + iterations)
-    lines = run_folder.read_metrics(run_dir)[before:]
+    lines = Run(run_dir).metrics[before:]
     seconds = [line["seconds_per_iteration"] for line in lines]
     measure = statistics.mean if policy.is_outer else statistics.median
     return {

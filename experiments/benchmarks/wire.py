@@ -22,11 +22,11 @@ import jax
 from skippipe_sched.errors import run_command
 
 from experiments.benchmarks import reporting
+from skippipe_jax import Run
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config
-from skippipe_jax.storage import run_folder
 from skippipe_jax.training.planning import plan_of
-from skippipe_jax.training.trainer import train
+from skippipe_jax.training.trainer import Trainer
 
 QUICKSTART = Path("experiments/quickstart.yaml")
 # What is rounded: settings of the section `network`.
@@ -46,8 +46,8 @@ def run(rounded: str, overrides: Sequence[str]) -> dict[str, Any]:
         own = [f"run_dir={folder}/run", "network.averaging=ring", *rounding]
         config = load_config(QUICKSTART, [*overrides, *own])
         alone = Membership(config.cluster, 0, 1)
-        train(config, alone, resume=False, config_folder=QUICKSTART.parent)
-        lines = run_folder.read_metrics(Path(config.run_dir))
+        Trainer(config, host=alone, config_folder=QUICKSTART.parent).run()
+        lines = Run(config.run_dir).metrics
     losses = [line["loss"] for line in lines]
     return {
         "rounded": rounded,

@@ -31,7 +31,7 @@ from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Place
-from skippipe_jax.storage.whole_file import write_whole
+from skippipe_jax.storage.files import atomic_write
 
 FOLDER = Path(__file__).parent
 CONFIG = FOLDER / "study.yaml"
@@ -203,10 +203,10 @@ def _run(arguments: argparse.Namespace) -> int:
     results = [trained(seed) for seed in arguments.seeds]
     figures: dict[str, Any] = provenance.of(COMMAND) | {"digest": digest()} | figures_of(results)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")
+    atomic_write(arguments.output, json.dumps(figures, indent=1) + "\n")
     inside, outside = (domains_of(results[0], outside=where) for where in (False, True))
     near = {arm: own for arm, own in figures["arms"].items() if arm not in FAR}
-    write_whole(arguments.output.with_suffix(".svg"), picture(inside, outside, near))
+    atomic_write(arguments.output.with_suffix(".svg"), picture(inside, outside, near))
     print(table(figures), arguments.output, sep="\n")
     return 0
 

@@ -24,7 +24,7 @@ import numpy as np
 import scipy
 from skippipe_sched.errors import run_command
 
-from skippipe_jax.storage.whole_file import write_whole
+from skippipe_jax.storage.files import atomic_write
 
 LONGEST, SHORTEST = 20_000, 400
 """Characters of a document at most, and at least."""
@@ -165,7 +165,7 @@ def write(folder: Path) -> dict[str, int]:
     for name, read in DOMAINS.items():
         documents = chosen(read())
         lines = (json.dumps({"text": text}) + "\n" for text in documents)
-        write_whole(folder / f"{name}.jsonl", "".join(lines))
+        atomic_write(folder / f"{name}.jsonl", "".join(lines))
         sizes[name] = sum(map(len, documents))
     return sizes
 

@@ -13,7 +13,7 @@
 #
 #   JOIN=10.88.0.1:8476 SECRET=secret experiments/launch/ssh.sh HOSTS [ARGUMENT...]
 #
-# JOIN says where hosts of the run listen, and the arguments go to skippipe_jax.join.
+# JOIN says where hosts of the run listen, and the arguments go to skippipe join.
 #
 # The hosts know each other by a secret, which is made for this start and goes to them through ssh.
 # Strangers can do harm by the ports of transfers all the same: firewall.sh, or wireguard.sh.
@@ -21,7 +21,7 @@
 # The arguments go to skippipe_jax.train. From the environment: DIRECTORY, the checkout on every
 # host (this one's path); PYTHON, the interpreter there (python); PORT, where host 0 listens
 # (8476); GRACE, the seconds that a host may take to stop before it is killed (120); SECRET, a file
-# here with the secret, which skippipe keys has made.
+# here with the secret, which skippipe keygen has made.
 #
 # What host 3 prints is shown behind [host 3]. SIGINT (Ctrl-C) and SIGTERM stop all hosts after a
 # last checkpoint, and so does whatever ends this script. A host whose connection breaks is told to
@@ -79,7 +79,7 @@ if [[ -n $join && -z ${SECRET:-} ]]; then
 fi
 if [[ -n ${SECRET:-} ]]; then
     if ! secret=$(head -n 1 "$SECRET" 2> /dev/null); then
-        echo "error: SECRET = '$SECRET': cannot be read. Make it by skippipe keys, or name none" >&2
+        echo "error: SECRET = '$SECRET': cannot be read. Make it by skippipe keygen, or name none" >&2
         exit 2
     fi
 else
@@ -106,7 +106,7 @@ quoted() { printf "'%s' " "${@//\'/\'\\\'\'}"; }
 # Whether the run has begun that these arguments of skippipe_jax.train are about.
 has_begun='
 import argparse, pathlib, sys
-from skippipe_jax import train
+from skippipe_jax.cli import train
 from skippipe_jax.config import load_config
 
 parser = argparse.ArgumentParser()
@@ -125,8 +125,8 @@ start() {
     if [[ -n $join ]]; then
         # Several addresses are several words.
         # shellcheck disable=SC2086
-        train=$(quoted "$python" -m skippipe_jax.join $join "${arguments[@]}")
-        training="-m skippipe_jax[.]join $join"
+        train=$(quoted "$python" -m skippipe_jax join $join "${arguments[@]}")
+        training="-m skippipe_jax[ ]join $join"
     else
         train=$(quoted "$python" -m skippipe_jax.train "${arguments[@]}")
         place=$(quoted --coordinator "$address_of_host_0:$port" --hosts "${#hosts[@]}" --host-id "$index")

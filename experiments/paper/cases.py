@@ -6,7 +6,8 @@ from pathlib import Path
 
 from skippipe_sched.problem.case import Case, load_case
 from skippipe_sched.problem.plan import Plan, load_plan
-from skippipe_sched.timing.simulate import Timeline, simulate
+from skippipe_sched.timing.simulate import simulate
+from skippipe_sched.timing.timeline import Timeline
 
 FOLDER = Path(__file__).parent
 CASES = ("gcp20", "world18", "world42", "clusters5", "cluster1")

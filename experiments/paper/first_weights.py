@@ -23,7 +23,7 @@ from skippipe_jax.config import Config, ModelConfig, load_config
 from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
 from skippipe_jax.interop import huggingface
 from skippipe_jax.runtime.stage_functions import Parameters, functions_of_stages
-from skippipe_jax.storage.new_folder import new_folder
+from skippipe_jax.storage.files import new_directory
 
 
 def drawn(config: Config, stages: int) -> Callable[[int], Parameters]:
@@ -58,7 +58,7 @@ def write(
 
         return jax.tree.map(change, weights(stage))
 
-    with new_folder(target, "--output") as folder:
+    with new_directory(target, "--output") as folder:
         huggingface.write_weights(folder, model, stages, changed, model.parameter_dtype)
         # The runs train on bytes, so there is no such folder, which says so.
         companions = folder / TOKENIZER_FOLDER

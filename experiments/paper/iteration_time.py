@@ -36,7 +36,8 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan, parse_plan
 from skippipe_sched.search.budget import Search
-from skippipe_sched.timing.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Timeline
 
 from experiments.paper import cases
 from skippipe_jax.config.extras import require
@@ -221,6 +222,7 @@ def figures_of(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         use: wide_area_bytes(plan.case, [flow for flow in flows if flow.use == use])
         for use in ("pipeline", "averaging")
     }
+    assert plan.predicted.lower_bound_s is not None
     return {
         "path_length": len(plan.microbatches[0]),
         "iteration_s": round(timeline.iteration_s, 4),

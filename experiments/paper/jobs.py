@@ -22,9 +22,9 @@ from skippipe_sched.problem.plan import Plan, load_plan
 from experiments.paper.summary import Summary
 from skippipe_jax.campaign import running
 from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD, digest_of
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.run_dir import RunDir
 
-__all__ = ["Job", "digest_of", "plan_of", "stoppable", "train"]
+__all__ = ["Job", "digest_of", "plan_of", "slug", "stoppable", "train"]
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -35,6 +35,11 @@ def plan_of(config: Mapping[str, Any]) -> Plan:
 
 
 _plan = functools.cache(load_plan)
+
+
+def slug(arm: str) -> str:
+    """Write the name of an arm as a part of a file's name."""
+    return arm.replace(", ", "-").replace(" ", "_").replace("%", "")
 
 
 @dataclass(frozen=True)
@@ -127,15 +132,16 @@ class AtWork:
         return f"held-out loss {summary.loss:.4f} after {summary.steps} iterations"
 
     @property
-    def _run_dir(self) -> Path:
+    def run_dir(self) -> Path:
+        """The folder of the run."""
         return self.folder / "runs" / f"{self.name}-{self.job.digest}"
 
     def _training(self) -> Sequence[str]:
         path = self.folder / "configs" / f"{self.name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        config = {**self.job.config, "run_dir": str(self._run_dir)}
+        config = {**self.job.config, "run_dir": str(self.run_dir)}
         path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-        resume = ["--resume"] if run_folder.is_run(self._run_dir) else []
+        resume = ["--resume"] if RunDir(self.run_dir).is_run else []
         return ["skippipe_jax.train", "--config", str(path), *resume]
 
     def _summing_up(self) -> Sequence[str]:
@@ -143,7 +149,7 @@ class AtWork:
         job.results.mkdir(parents=True, exist_ok=True)
         quick = ["--quick"] if job.quick else []
         given = ["--command", job.command, "--digest", job.digest, "--output", str(job.output)]
-        return ["experiments.paper.summary", str(self._run_dir), *given, *quick]
+        return ["experiments.paper.summary", str(self.run_dir), *given, *quick]
 
 
 def stoppable(command: Callable[[], int]) -> int:

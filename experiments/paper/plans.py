@@ -30,6 +30,14 @@ BUDGET_S = 10.0
 # Three or four stages instead of six, on the same nodes, with as many microbatches.
 FOUR_STAGES = {"stages": [5, 5, 5, 5]}
 THREE_STAGES = {"stages": [5, 8, 7]}
+# Changes travel in 8 bits, averaged behind the iterations, and so do activations: a quarter of the
+# bytes, and four for the scale of 128 numbers.
+OUTER = {
+    "activation_bytes": 8650752,
+    "averaging": {"mode": "outer", "every": 20, "fragments": 2, "delay": 1, "dtype": "int8"},
+}
+# As many microbatches as gated runs have, and as many nodes as there are stages, and one.
+FEW_NODES = {"nodes": 7, "stages": [2, 1, 1, 1, 1, 1], "microbatches_per_data_node": 4}
 # Three blocks instead of two: half as much again, but for the head, whose loss is in proportion.
 OF_THREE_BLOCKS = FOUR_STAGES | {"path_length": 3, "stage_cost": 1.5, "loss_ratio": 0.25 / 1.5}
 
@@ -59,6 +67,12 @@ KINDS = {
     # Smaller models, trained in full: 8 blocks in 4 stages of 2, and 6 blocks in 3 stages.
     "small67": Kind("full-joint", FOUR_STAGES | {"path_length": 4}),
     "small50": Kind("full-joint", THREE_STAGES | {"path_length": 3}),
+    "full_outer": Kind("full-joint", OUTER),
+    "skip33_outer": Kind("joint", OUTER),
+    "small67_outer": Kind("full-joint", FOUR_STAGES | {"path_length": 4} | OUTER),
+    # The same stages on few nodes, along which the trainer is compared with gates.
+    "full_few": Kind("full-joint", FEW_NODES),
+    "skip33_few": Kind("joint", FEW_NODES),
 }
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from experiments.paper import drawing, provenance
+from experiments.paper import drawing, provenance, study_command
 from experiments.paper.jobs import stoppable
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,13 +69,7 @@ def write(module: ModuleType, figures: dict[str, Any], results: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.paper.reproduce",
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study_command.parser_of("python -m experiments.paper.reproduce", __doc__ or "")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--quick", action="store_true", help="small settings, one seed: minutes")
     how.add_argument(

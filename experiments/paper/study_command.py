@@ -24,6 +24,17 @@ class Study(Protocol):
         ...
 
 
+def parser_of(command: str, documentation: str) -> argparse.ArgumentParser:
+    """Make a parser whose help is the documentation of the command's module."""
+    description, _, details = documentation.partition("\n\n")
+    return argparse.ArgumentParser(
+        prog=command,
+        description=description,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def run(
     command: str,
     documentation: str,
@@ -36,13 +47,7 @@ def run(
     `quick` says what --quick makes small, and `study_of` takes the folder to work in and whether it
     is quick.
     """
-    description, _, details = documentation.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog=command,
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(command, documentation)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--folder", type=Path, help="where to work (runs/paper, runs/paper_quick)")
     arguments = parser.parse_args()

@@ -17,12 +17,12 @@ from typing import Any
 from skippipe_sched.errors import run_command
 
 from experiments.paper import provenance
+from skippipe_jax import Run
 from skippipe_jax.inference.evaluation import Answer, evaluate
 from skippipe_jax.inference.partial import Question, Way, kept, swapped
 from skippipe_jax.inference.scaling import SHARE, scaling_of
 from skippipe_jax.inference.staged_model import read_run
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.whole_file import PARTIAL
+from skippipe_jax.storage.files import PARTIAL
 
 SEQUENCES, QUICK_SEQUENCES = 512, 16
 MICROBATCH = 32
@@ -86,7 +86,7 @@ def summarise(run: Path, command: str, digest: str, sequences: int) -> Summary:
     *keep, early_exit, swaps = found.answers
     *keep_scaled, _, _ = scaled.answers
 
-    lines = run_folder.read_metrics(run)
+    lines = Run(run).metrics
     clock_s = list(accumulate(line["predicted_seconds"] for line in lines))
     return Summary(
         digest=digest,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from skippipe_sched.commands import COMMANDS
+from skippipe_sched.commands import COMMANDS, FORMER_NAMES
 from skippipe_sched.errors import run_command
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command of these words, or of the command line; returns the exit code."""
+    words = list(sys.argv[1:] if words is None else words)
+    words[:1] = [FORMER_NAMES.get(word, word) for word in words[:1]]
     arguments = _parser().parse_args(words)
     return run_command(lambda: arguments.command(arguments))
 
@@ -22,8 +25,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Plans which node serves which stage and which way every microbatch goes.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    for name, about in COMMANDS.items():
+        module = import_module(f"skippipe_sched.commands.{name.replace('-', '_')}")
+        own = commands.add_parser(
+            name, help=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(own)
+        own.set_defaults(command=module.run)
     return parser
 
 

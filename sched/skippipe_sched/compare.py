@@ -106,6 +106,7 @@ def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
     """The figures of one plan, without its ratio to another."""
     links = link_traffic(plan, timeline)
     bound_s = plan.predicted.lower_bound_s
+    assert bound_s is not None, "of a plan by a method"
     return Row(
         method=plan.method,
         iteration_s=timeline.iteration_s,

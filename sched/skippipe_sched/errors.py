@@ -69,7 +69,15 @@ def printable(text: str, kept: str = "") -> str:
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
-class InputError(ValueError):
+class SkipPipeError(Exception):
+    """The base of the project's own errors; each has a text."""
+
+    def __init__(self, text: str):
+        """Keep the text."""
+        super().__init__(text)
+
+
+class InputError(SkipPipeError, ValueError):
     """Says which field is wrong, what it holds, why that is wrong, and what to do about it.
 
     Raised at the edge, where input enters; commands print it and exit with its code, 2.

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import json
 import math
-import re
+import string
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,21 @@ def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = 
     return float(value)
 
 
-def duration(value: str, field: str, *, above: bool = False) -> float:
-    """Seconds of a time that is given with its unit, as 30s, 5min, 2h or 7d; `above` 0 if so."""
-    found = re.fullmatch(r"\s*(\S+?)\s*([a-z]+)\s*", value)
-    if found is None or found[2] not in UNITS_S:
-        raise InputError(field, value, "must be a time with its unit", "Write 30s, 5min, 2h or 7d")
-    return UNITS_S[found[2]] * number(found[1], field, 0.0, above=above)
+def duration(value: Any, field: str, *, above: bool = False) -> float:
+    """Return the seconds of a time: a number, or one with its unit, as 30s, 5min, 2h or 7d.
+
+    It is 0 or more, and not 0 where `above`.
+    """
+    if not isinstance(value, str):
+        return number(value, field, 0.0, above=above)
+    written = value.strip()
+    amount = written.rstrip(string.ascii_lowercase)
+    try:
+        seconds, unit_s = float(amount), UNITS_S[written[len(amount) :] or "s"]
+    except (ValueError, KeyError):
+        problem, remedy = "must be a time", "Write 30s, 5min, 2h or 7d, or a number of seconds"
+        raise InputError(field, value, problem, remedy) from None
+    return unit_s * number(seconds, field, 0.0, above=above)
 
 
 def integer(

@@ -1,4 +1,4 @@
-"""Tasks in processes of their own, some at a time, each after those that it needs."""
+"""Runs tasks as child processes, several at a time, each after the tasks that it needs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError
 from tqdm import tqdm
 
 from skippipe_jax.campaign.tries import Tries
-from skippipe_jax.storage.hold import locked
+from skippipe_jax.storage.run_lock import flock
 
-# Two runs at once on one thread each are quicker, on two cores, than one after the other on two.
+# On two cores, two runs at once with one thread each are quicker than one by one with two threads.
 AT_ONCE = 2
 ONE_THREAD = {
     "JAX_PLATFORMS": "cpu",
@@ -28,7 +28,7 @@ ONE_THREAD = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 SECONDS_BETWEEN_LOOKS = 0.2
-# So often, about five minutes long, a command is started again that lacks something for the moment.
+# Restarts of a command that ended with a temporary failure, over about five minutes.
 MOST_TRIES = 10
 
 Command = Sequence[str]
@@ -36,12 +36,12 @@ Command = Sequence[str]
 
 
 class Task(Protocol):
-    """Something that takes processes some time, and that is done at some point for good.
+    """Work for child processes, which is done once.
 
     Attributes:
-        name: by which others need it, and how its log is called.
-        needs: the tasks that are done before it begins.
-        work: what it costs in proportion to others.
+        name: unique; the log is named after it.
+        needs: names of the tasks that must be done before it starts.
+        work: cost, relative to other tasks.
     """
 
     @property
@@ -52,42 +52,39 @@ class Task(Protocol):
     def work(self) -> float: ...  # noqa: D102
 
     def is_done(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Return whether nothing is left to do."""
         ...
 
     def commands(self) -> Sequence[Callable[[], Command]]:
-        """What is run, one after the other; each is asked for when it starts."""
+        """List the commands, which run one after another; each is made when it starts."""
         ...
 
     def environment(self) -> Mapping[str, str]:
-        """What its processes are told besides the environment of this one."""
+        """Return environment variables to add for its processes."""
         ...
 
     def found(self) -> str:
-        """What it has found, once it is done, for a line."""
+        """Summarize in a line what was found, once the task is done."""
         ...
 
 
 def digest_of(whole: Any) -> str:
-    """What two tasks have in common that are the same, wherever and whenever they run.
-
-    Days, which YAML reads as such, count as they are written.
-    """
+    """Hash what defines a task, the same on every machine; dates of YAML count as written."""
     return hashlib.sha256(json.dumps(whole, default=str).encode()).hexdigest()[:16]
 
 
 def run_all(
     tasks: Sequence[Task], logs: Path, at_once: int = AT_ONCE, where: Path | None = None
 ) -> None:
-    """Run those of the tasks that are not done, `at_once` at a time, each after what it needs.
+    """Run the tasks that are not done, `at_once` at a time, each after those that it needs.
 
-    Ctrl-C lets every process that runs save what it has and end, and the next call goes on. Where
-    this process was killed, and those of a task go on without it, the next call waits for them.
-    Logs are written to `logs`; processes start in the folder `where`, or in the current one.
+    On Ctrl-C all processes save their state and end; the next call continues. If this process was
+    killed and the processes of a task live on, the next call waits for them. Logs are written to
+    `logs`; processes start in the folder `where`, or in the current one.
 
     Raises:
-        InputError: if one fails, after the others; or if tasks need each other, or one that is not
-            there.
+        InputError: if a task fails, after the others have ended; or if tasks need each other, or
+            one that does not exist.
     """
     in_order = ordered(tasks)
     missing = [task for task in in_order if not task.is_done()]
@@ -98,10 +95,10 @@ def run_all(
 
 
 def ordered(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks, each after those that it needs, and otherwise in the order that is given.
+    """Sort tasks topologically, and otherwise in the given order.
 
     Raises:
-        InputError: if tasks need each other, or one that is not there.
+        InputError: if tasks need each other, or one that does not exist.
     """
     by_name = {task.name: task for task in tasks}
     for task in tasks:
@@ -121,10 +118,10 @@ def ordered(tasks: Sequence[Task]) -> list[Task]:
 
 
 class _Process:
-    """A task at work, one of its commands after the other.
+    """A task that runs, one of its commands after another.
 
-    Its processes hold a lock on its log as long as one of them lives. If they are left behind by
-    one who was killed, the task waits for their end, and then does what is left of it.
+    Its processes hold a lock on its log while one of them lives. If they outlive a parent that was
+    killed, the task waits for their end, and then does the rest.
     """
 
     def __init__(self, task: Task, logs: Path, where: Path | None):
@@ -139,11 +136,11 @@ class _Process:
         self.is_done = False
         self._begin()
         if self.process is None and not self.is_done:
-            tqdm.write(f"{task.name} waits for the end of processes that one who was killed left")
+            tqdm.write(f"{task.name} waits for processes that an earlier command has left behind")
 
     def _begin(self) -> None:
-        """Start what there is to do, if no processes of the task are left from before."""
-        if not locked(self.log.fileno()):
+        """Start the first command, unless processes of the task are left from before."""
+        if not flock(self.log.fileno()):
             return
         if self.task.is_done():
             self.is_done = True
@@ -163,8 +160,8 @@ class _Process:
             process_group=0,
         )
 
-    def goes_on(self) -> bool:
-        """Whether there is more to wait for; starts the next command when one has ended."""
+    def poll(self) -> bool:
+        """Start the next command if one has ended; return whether the task still runs."""
         if self.process is None and not self.is_done:
             self._begin()
         code = None if self.process is None else self.process.poll()
@@ -183,7 +180,7 @@ class _Process:
         return not self.is_done
 
     def _tries_again(self) -> bool:
-        """Start the same command again after a pause, in which what it needs may come; or never."""
+        """Start the same command again after a pause; return whether there is a try left."""
         now_s = time.monotonic()
         if self.starts_s is None:
             lived_s = now_s - self.started_s
@@ -199,7 +196,7 @@ class _Process:
         return True
 
     def terminate(self) -> None:
-        """Let it save what it has and end; `wait` waits for that."""
+        """Ask it to save its state and end; `wait` waits for that."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
 
@@ -211,7 +208,7 @@ class _Process:
 
 
 class _Running:
-    """Runs the missing tasks, and says how long that will take."""
+    """Runs the missing tasks, and estimates the remaining time."""
 
     def __init__(self, missing: Sequence[Task], logs: Path, at_once: int, where: Path | None):
         self.logs, self.at_once, self.where = logs, at_once, where
@@ -228,7 +225,7 @@ class _Running:
                 while self.live or self._ready():
                     self._start_what_can()
                     time.sleep(SECONDS_BETWEEN_LOOKS)
-                    for process in [own for own in self.live if not own.goes_on()]:
+                    for process in [own for own in self.live if not own.poll()]:
                         self.live.remove(process)
                         bar.update()
                         if process.is_done:
@@ -247,7 +244,7 @@ class _Running:
             raise InputError("run", names, problem, f"{_last_words(first)}Look at {first}")
 
     def _ready(self) -> list[Task]:
-        """The tasks whose needs are met."""
+        """List the tasks whose needs are met."""
         return [task for task in self.waiting if not any(name in self.left for name in task.needs)]
 
     def _start_what_can(self) -> None:
@@ -271,15 +268,16 @@ class _Running:
 
 
 def _last_words(log: str) -> str:
-    """The last line of a log, where it is one that says what to do."""
+    """Return the last line of a log if it is an error message."""
     lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
     return f"It says: {lines[-1]} " if lines and lines[-1].startswith("error:") else ""
 
 
 def threads_each(at_once: int) -> Mapping[str, str]:
-    """What lets so many processes at once share the cores of this machine, each its own."""
+    """Return variables that give each of so many processes its share of the cores."""
     cores = max(1, (os.cpu_count() or 1) // at_once)
+    shares = {"PJRT_NPROC": str(cores), "OPENBLAS_NUM_THREADS": str(cores)}
     if cores == 1:
-        own = {name: value for name, value in ONE_THREAD.items() if name != "JAX_PLATFORMS"}
-        return own | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {own['XLA_FLAGS']}".strip()}
-    return {"PJRT_NPROC": str(cores), "OPENBLAS_NUM_THREADS": str(cores)}
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD['XLA_FLAGS']}"
+        shares["XLA_FLAGS"] = flags.strip()
+    return shares

@@ -1,4 +1,4 @@
-"""When a process is started again that has ended, and how often."""
+"""Decides whether and when a process that has ended is restarted."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from skippipe_sched.errors import (
 )
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""So long a process is waited with that is to be started again: each time twice as long."""
+"""Pauses before restarts: the first, doubled each time, up to the longest."""
 
 SETTLED_S = 60.0
-"""Once it has lived for so long, its next pause is as short as the first."""
+"""After a life of this length the next pause is the first again."""
 
 MOST_FAULTS = 5
-"""So often one is started again that has ended by a fault of its own."""
+"""Restarts after faults of its own."""
 
 FORGOTTEN_S = 3600.0
-"""For each time that it has lived for so long, one of its faults is forgotten."""
+"""Each such time that it has lived makes up for one fault."""
 
 HAS_LEFT = 128 + signal.SIGTERM
-"""So a host ends that was told to leave: the others go on without it, or have ended as it has."""
+"""Exit code of a host that left: the others continue without it, or have ended too."""
 
 FOR_GOOD = (0, INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, HAS_LEFT)
-"""After these it is not: it has done its work, would end so again, or was told to stop."""
+"""Exit codes without a restart: it is done, would fail again, or was told to stop."""
 
 
 class Tries:
-    """Says of one process whether it is started again once it has ended, and how soon."""
+    """Counts the faults of one process, and decides how soon it is restarted."""
 
     def __init__(self, most: int = MOST_FAULTS) -> None:
-        """It has not been started again yet; that is done after `most` faults at most."""
+        """Allow `most` restarts after faults of its own."""
         self._most = most
         self._last_s = 0.0
         self._faults = 0
 
     def pause_s(self, code: int, lived_s: float, *, misses_others: bool) -> float | None:
-        """How many seconds later it is started again; None if it is not.
+        """Return the seconds until it is restarted; None if it is not.
 
         Args:
-            code: by which it has ended, or minus the signal that has ended it.
+            code: its exit code, or minus the signal that ended it.
             lived_s: how long it has lived.
-            misses_others: whether another stays away for good, so that 75 counts as a fault:
-                without it the rest may be too few.
+            misses_others: whether another process has ended for good, so that 75 counts as a
+                fault: the remaining ones may be too few.
         """
-        if as_of_a_shell(code) in FOR_GOOD:
+        if shell_exit_code(code) in FOR_GOOD:
             return None
         self._faults = max(0, self._faults - int(lived_s // FORGOTTEN_S))
         if code > 0 and (misses_others or code != TRY_AGAIN_EXIT_CODE):
@@ -59,6 +59,6 @@ class Tries:
         return self._last_s
 
 
-def as_of_a_shell(code: int) -> int:
-    """An exit code, of a process that a signal has ended as a shell has it."""
+def shell_exit_code(code: int) -> int:
+    """Return the exit code as a shell does: 128 and the number of a signal that ended it."""
     return code if code >= 0 else 128 - code

@@ -2,7 +2,7 @@
 
 Every verb takes a name, which a run uses once, and values that JSON can hold: all hosts get them
 as JSON gives them back, whoever told them. A host that fails at making what it should tell says so,
-and raises its own error; those that hear of it raise `HostFailed`.
+and raises its own error; those that hear of it raise `PeerFailed`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-
-class DeadlinePassed(TimeoutError):
-    """Something was waited for too long: a run ends then as for a lost host."""
-
-
-class HostFailed(RuntimeError):
-    """Another host has failed at what this one waited for, and ends because of that."""
+from skippipe_jax.errors import PeerFailed
 
 
 class Host(Protocol):
@@ -42,7 +36,7 @@ class Host(Protocol):
         """Return the value of a key, as soon as it is there.
 
         `source` is the host that should put it, for the message of the error, a TimeoutError
-        such as `DeadlinePassed`, after `timeout_s` seconds.
+        such as `PeerTimeout`, after `timeout_s` seconds.
         """
         ...
 
@@ -51,7 +45,7 @@ def from_host_0(host: Host, name: str, make: Callable[[], Any], timeout_s: float
     """What `make` returns on host 0, the only one to call it. All hosts call this together.
 
     Raises:
-        HostFailed: `make` has failed on host 0, which raises its error itself.
+        PeerFailed: `make` has failed on host 0, which raises its error itself.
         TimeoutError: it has not ended within `timeout_s`.
     """
     if host.index == 0:
@@ -71,7 +65,7 @@ def gather(
     Those of `hosts` call this together. Others may, to know what these tell: they make nothing.
 
     Raises:
-        HostFailed: `make` has failed on another host, which raises its error itself.
+        PeerFailed: `make` has failed on another host, which raises its error itself.
         TimeoutError: a host has not told within `timeout_s`, which counts for all together.
     """
     hosts = list(range(host.count) if hosts is None else hosts)
@@ -134,7 +128,7 @@ def hear(host: Host, name: str, hosts: Iterable[int], timeout_s: float) -> dict[
     """What some hosts tell under a name, by host, as soon as all of them have.
 
     Raises:
-        HostFailed: one of them has failed at it.
+        PeerFailed: one of them has failed at it.
         TimeoutError: one of them has not told within `timeout_s`, which counts for all together.
     """
     end = time.monotonic() + timeout_s
@@ -143,7 +137,7 @@ def hear(host: Host, name: str, hosts: Iterable[int], timeout_s: float) -> dict[
         key = _key(name, source)
         message = json.loads(host.get(key, max(0.0, end - time.monotonic()), source))
         if "error" in message:
-            raise HostFailed(f"host {source} has failed at {name!r}: {message['error']}")
+            raise PeerFailed(f"host {source} has failed at {name!r}: {message['error']}")
         heard[source] = message["value"]
     return heard
 

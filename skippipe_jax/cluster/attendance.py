@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax import log
 from skippipe_jax.cluster.board import Board
 from skippipe_jax.cluster.ending import (
     CODES_OF_PEERS,
@@ -36,14 +36,15 @@ from skippipe_jax.cluster.place import Place
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
-from skippipe_jax.connections.links import MESSAGE_CHARACTERS, say
+from skippipe_jax.connections.links import MESSAGE_CHARACTERS
 from skippipe_jax.connections.meeting import Meeting
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.pulse import BEATS
 from skippipe_jax.connections.reception import Reception
-from skippipe_jax.connections.threads import STDERR, DaemonThreads
+from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.control import Control, Listener, Store
 from skippipe_jax.consensus.generations import Generation, State
+from skippipe_jax.errors import PeerTimeout
 
 T = TypeVar("T")
 
@@ -123,7 +124,7 @@ class Attendance:
 
     def tell_failure(self, reason: str, code: int) -> None:
         """Tell the others that this host ends by its own fault, and why."""
-        with suppress(DeadlinePassed):
+        with suppress(PeerTimeout):
             self._done(self._tell_failure(f"{self.name} failed: {reason}", code))
 
     def end(self, reason: str) -> NoReturn:
@@ -131,7 +132,7 @@ class Attendance:
         ending = self._end(Verdict(f"{self.name}: {reason}"))
         if self._count == 1:
             asyncio.run(ending)
-        with suppress(DeadlinePassed):
+        with suppress(PeerTimeout):
             self._done(ending)
         exit_at_once(LOST_HOST_EXIT_CODE)
 
@@ -139,7 +140,7 @@ class Attendance:
         """What a coroutine returns on the event loop, which may take `patience_s`.
 
         Raises:
-            DeadlinePassed: if the loop hangs, or has ended.
+            PeerTimeout: if the loop hangs, or has ended.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -149,14 +150,14 @@ class Attendance:
                 raise
             future.cancel()
             problem = f"has not answered for {patience_s + ANSWERS_S:g} s"
-            raise DeadlinePassed(f"the thread that watches the other hosts {problem}") from late
+            raise PeerTimeout(f"the thread that watches the other hosts {problem}") from late
 
     def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
         """Meet the other hosts and watch them from now on; returns when all are there.
 
         With addresses where they listened last, those that still do; none may.
         """
-        STDERR.begin()
+        log.configure()
         entered: Future[None] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._attend(place, sockets, last_addresses, entered)),
@@ -240,7 +241,7 @@ class Attendance:
         is_lost, control = code == LOST_HOST_EXIT_CODE, self._control
         is_a_host = 0 <= culprit < self._mesh.directory.hello.places
         if control is not None and (is_lost or control.goes_on_without(source)):
-            say(f"{text}. The others go on.")  # Its process ends, which they notice.
+            log.info(f"{text}. The others go on.")  # Its process ends, which they notice.
         elif is_a_host:
             self._judge(culprit, text, code)
         return is_a_host
@@ -296,7 +297,9 @@ class Attendance:
                 try:
                     return store(generation)
                 except OSError as error:
-                    say(f"the run's folder does not take generation {generation.number}: {error}")
+                    log.warning(
+                        f"the run's folder does not take generation {generation.number}: {error}"
+                    )
                     time.sleep(STORES_AGAIN_S)
 
         self._control = Control(state, self._mesh.send, listener, stored, DaemonThreads())
@@ -311,5 +314,5 @@ class Attendance:
         """End the process: a host that watches no longer would hang at the next loss."""
         error = context.get("exception")
         if error is None or isinstance(error, OSError):
-            return say(f"{context['message']}: {error!r}")
+            return log.info(f"{context['message']}: {error!r}")
         exit_by_fault(error, self.name, self.last_words)

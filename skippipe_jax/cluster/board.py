@@ -7,18 +7,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.connections.told import Told
+from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
 _LONGEST_NUMBER = 18
 """No generation's number has so many digits."""
 
 NOBODY = -1
 """The generation of a host that is in none, while others go on."""
-
-
-class TeamEnded(Exception):
-    """The hosts go on as another generation: whatever they were about is left as it is."""
 
 
 class Board:
@@ -44,8 +40,8 @@ class Board:
         """The value of a key, as soon as it is there; with a `source`, that of this host alone.
 
         Raises:
-            DeadlinePassed: says what was waited for, from whom, and since when.
-            TeamEnded: if this host is in another generation before it is there.
+            PeerTimeout: says what was waited for, from whom, and since when.
+            GenerationEnded: if this host is in another generation before it is there.
         """
         since = time.strftime("%H:%M:%S")
 
@@ -56,11 +52,11 @@ class Board:
         with self._news:
             self._news.wait_for(lambda: told() or self.generation != generation, timeout_s)
             if self.generation != generation:
-                raise TeamEnded
+                raise GenerationEnded
             found = told()
             if found is None:
                 sender = "any host" if source is None else f"host {source}"
-                raise DeadlinePassed(
+                raise PeerTimeout(
                     f"this host has waited for {key!r} from {sender} since {since}, "
                     f"{timeout_s:g} s, in vain"
                 )

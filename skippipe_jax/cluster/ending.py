@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
@@ -22,9 +20,8 @@ from skippipe_sched.errors import (
     code_of_interrupt,
 )
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
-from skippipe_jax.connections.links import say
-from skippipe_jax.connections.threads import STDERR
+from skippipe_jax import log
+from skippipe_jax.errors import PeerTimeout
 
 LOST_HOST_EXIT_CODE = TRY_AGAIN_EXIT_CODE
 """With this code a process ends because another host was lost, or it waited too long for something
@@ -88,7 +85,7 @@ def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecis
         code = code_of_interrupt(error)
         by = "SIGTERM: " if isinstance(error, Terminated) else ""
         sentence = f"{by}interrupted at once."
-    elif isinstance(error, DeadlinePassed):
+    elif isinstance(error, PeerTimeout):
         code, sentence = LOST_HOST_EXIT_CODE, str(error)
     elif told is not None:
         code, sentence = told.exit_code, f"error: {told}"
@@ -117,7 +114,7 @@ async def say_and_exit(
     words = await asyncio.to_thread(told_in_time, last_words, code)
     ending = f"{name} stops, exit code {code}."
     try:
-        say("\n".join([f"{reason.removesuffix('.')}.", f"{ending} {words}".strip()]))
+        log.error("\n".join([f"{reason.removesuffix('.')}.", f"{ending} {words}".strip()]))
         if drained is not None:
             await drained(LINGER_S)
     finally:
@@ -127,8 +124,8 @@ async def say_and_exit(
 def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]) -> NoReturn:
     """End the host of this name by a fault of its own; what nobody has foreseen is shown whole."""
     code, _, sentence = exit_decision(error, Phase.TRAINING, joined=False)
-    say(sentence or "".join(traceback.format_exception(error)).rstrip())
-    say(f"{name} stops, exit code {code}. {told_in_time(last_words, 1)}".strip())
+    log.error(sentence or "".join(traceback.format_exception(error)).rstrip())
+    log.last_words(f"{name} stops, exit code {code}. {told_in_time(last_words, 1)}".strip())
     exit_at_once(code)
 
 
@@ -153,15 +150,6 @@ def told_in_time(last_words: Callable[[], str], code: int) -> str:
 def exit_at_once(code: int) -> NoReturn:
     """End the process at once, with what it has printed but not what it is waiting for."""
     try:
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(LINGER_S / 2)
+        log.flush(LINGER_S / 2)
     finally:
         os._exit(code)
-
-
-def _flush() -> None:
-    STDERR.drain(LINGER_S / 2)
-    with contextlib.suppress(OSError, ValueError):  # a closed stream has no reader to lose
-        sys.stdout.flush()
-        sys.stderr.flush()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from skippipe_sched.errors import TemporaryError, as_input_error
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax import log
 from skippipe_jax.cluster.ending import (
     exit_at_once,
     exit_decision,
@@ -18,12 +18,42 @@ from skippipe_jax.cluster.ending import (
 )
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.place import Place, chosen_runtime, find_place, require_same_runtime
-from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.cluster import DISTRIBUTED
+from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections import jax_runtime
 from skippipe_jax.connections.hello import Run
 from skippipe_jax.connections.keys import Keys
-from skippipe_jax.connections.links import say
+from skippipe_jax.errors import PeerTimeout
+
+
+def connect(
+    config: Config,
+    coordinator: str | None = None,
+    num_hosts: int | None = None,
+    host_id: int | None = None,
+    *,
+    detect: bool = False,
+    last_addresses: Sequence[str] = (),
+) -> AbstractContextManager[Membership]:
+    """Be one of the hosts of a run for the length of a block, begun before JAX is first used.
+
+    Args:
+        config: what the run is told, the same on all hosts.
+        coordinator: ``HOST:PORT`` on host 0 that all hosts can reach.
+        num_hosts: number of processes in the run.
+        host_id: this process's index among them.
+        detect: let JAX find the cluster, even if nothing here hints at one.
+        last_addresses: where hosts of the run listened last, for one that comes back to it.
+
+    Raises:
+        InputError: for arguments that contradict each other.
+        TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
+            not appear within ``cluster.connect_timeout_s``.
+    """
+    run = Run(identity(config), settings(config))
+    place = coordinator, num_hosts, host_id, detect, last_addresses
+    return joined(config.cluster, *place, run, spare=config.join.places)
 
 
 @contextlib.contextmanager
@@ -48,7 +78,7 @@ def joined(
     A block that ends well leaves. One that raises ends the whole process, unless the host is alone:
     if the error came from a lost host then with `LOST_HOST_EXIT_CODE` and the message about that
     host; else the error is printed, the others learn it, and all end as `exit_decision` says.
-    `DeadlinePassed` ends the process of a host that is alone as well: its message is printed and
+    `PeerTimeout` ends the process of a host that is alone as well: its message is printed and
     the code is `LOST_HOST_EXIT_CODE`.
 
     Args:
@@ -114,7 +144,7 @@ def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = F
 
     It returns on a host that is alone, unless a deadline has passed.
     """
-    if isinstance(error, DeadlinePassed):
+    if isinstance(error, PeerTimeout):
         membership.stop(str(error))
     if membership.count == 1:
         return
@@ -122,11 +152,11 @@ def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = F
     decision = exit_decision(error, membership.phase, joined=is_newcomer)
     words = told_in_time(membership.last_words, decision.code)
     if decision.sentence:
-        say(f"{decision.sentence} {words}".strip())
+        log.error(f"{decision.sentence} {words}".strip())
     else:
         traceback.print_exception(error)
         if words:
-            say(words)
+            log.error(words)
     ending = as_input_error(error) or error
     reason = f"{type(ending).__name__}: {ending}".removesuffix(": ")
     membership.fail(reason, decision.code_of_peers)

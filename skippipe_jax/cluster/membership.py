@@ -8,15 +8,18 @@ tells the others, so that all name the same.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from skippipe_jax.cluster.agreement import barrier, gather
+from skippipe_jax import log
+from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.attendance import Attendance
-from skippipe_jax.cluster.board import NOBODY, Board, TeamEnded
+from skippipe_jax.cluster.board import NOBODY, Board
 from skippipe_jax.cluster.ending import LINGER_S, LOST_HOST_EXIT_CODE, REASON_CHARACTERS, Phase
+from skippipe_jax.cluster.group import NO_GENERATION, Group
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.succession import Counted, Succession
@@ -24,37 +27,36 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock, jax_runtime
 from skippipe_jax.connections.addresses import join_address, require_free
-from skippipe_jax.connections.links import MESSAGE_CHARACTERS, say
+from skippipe_jax.connections.links import MESSAGE_CHARACTERS
 from skippipe_jax.connections.pulse import BEATS
 from skippipe_jax.consensus.control import Control, Store
 from skippipe_jax.consensus.decisions import first_state
-from skippipe_jax.consensus.generations import Generation, Held, Rules, State
+from skippipe_jax.consensus.generations import Copies, Generation, Rules, State
+from skippipe_jax.errors import GenerationEnded
 
 
-class Membership:
+class Membership(Group):
     """This host's part in a run: who it is, what hosts tell each other, and its end.
 
     All methods may be called from any thread.
 
     Attributes:
         phase: how far the run has come; set it to `TRAINING` when all is ready to train.
-        index: this host among the others, from 0.
         count: the number of hosts that the run begins with.
-        is_distributed: whether one JAX has the devices of all hosts.
         last_words: called when another host is lost, for a sentence that the final message ends
             with, such as the checkpoint to resume from. Set it to your own; it has two seconds.
         reception: tells newcomers of the run, once it is told what.
+        succession: the generations of the run, once it outlives its hosts.
     """
 
     def __init__(self, config: ClusterConfig, index: int, count: int, is_distributed: bool = False):
         """Start alone; `joined` connects a host that has others."""
-        self.index = index
-        self.count = count
-        self.is_distributed = is_distributed
+        self.index, self.count, self.is_distributed = index, count, is_distributed
+        self.hosts, self.timeout_s = range(count), config.connect_timeout_s
         self.phase = Phase.SETUP
         self._config = config
         self._board = Board()
-        self._succession = Succession(self._board)
+        self.succession = Succession(self._board)
         self._attendance = Attendance(config, index, count, self._board)
         self.last_words: Callable[[], str] = str
         self._attendance.last_words = lambda: self.last_words()
@@ -83,8 +85,8 @@ class Membership:
         self._attendance.enter(place, sockets, last_addresses)
 
     @property
-    def generation(self) -> int:
-        """That in which this host is; 0 before there is one."""
+    def generation_number(self) -> int:
+        """That of the generation in which this host is; 0 before there is one."""
         return self._board.generation
 
     def put(self, key: str, value: str) -> None:
@@ -111,65 +113,74 @@ class Membership:
             generation: that in which it is waited for.
 
         Raises:
-            DeadlinePassed: says what was waited for, from whom, and since when.
-            TeamEnded: if the generation is another before it is there.
+            PeerTimeout: says what was waited for, from whom, and since when.
+            GenerationEnded: if the generation is another before it is there.
         """
         return self._board.take(key, timeout_s, source, generation)
 
-    def outlive(self, rules: Rules, store: Store, placement: Any, step: int, saved: int) -> Team:
+    def when_ended(self, then: Callable[[], None]) -> None:
+        """Never call `then`: these hosts end together."""
+
+    def contribute(
+        self, step: int, totals: Sequence[float], counted: Counted, copies: Copies = ()
+    ) -> None:
+        """Count a step of a host that is alone; others sum their totals by transfers."""
+        assert self.count == 1, "is alone"
+        counted(tuple(totals))
+
+    def saved(self, step: int) -> None:
+        """Tell nobody: hosts that are always the same look for checkpoints when they resume."""
+
+    def outlive(
+        self, rules: Rules, store: Store, placement: Any, step: int, processes: Sequence[int]
+    ) -> Team:
         """From now on the run outlives its hosts; all of them call this together, after `step`.
 
-        They are the first generation, under a placement as `rules` know it; `saved` is the step of
-        the last checkpoint. `store` is as `Control` takes it.
+        They are the first generation, under a placement as `rules` know it, and have told each
+        other the numbers of their `processes`. Of the step there is a checkpoint, unless it is 0.
+        `store` is as `Control` takes it.
         """
-        own = self._attendance.process
-        told = gather(self, "process", lambda: own, self._config.connect_timeout_s)
-        processes = tuple(told[host] for host in range(self.count))
+        processes = tuple(processes)
         hosts = tuple(range(self.count))
         start = processes[0]
         first = Generation(1, hosts, processes, 0, step, placement=placement, start=start)
-        self._succession.enters(first)
-        state = first_state(self.index, rules, first, saved)
-        self._attendance.begin_control(state, self._succession, store)
+        self.succession.enters(first)
+        state = first_state(self.index, rules, first, step)
+        self._attendance.begin_control(state, self.succession, store)
         return Team(self, first)
 
     def ask_in(self, rules: Rules, store: Store, timeout_s: float) -> Team | None:
         """Be taken in by those that go on with the run; None if that takes too long."""
         self.phase = Phase.TRAINING
         state = State(self.index, self._attendance.process, rules)
-        self._attendance.begin_control(state, self._succession, store)
-        return self.next_team(Generation(0, (), (), 0, 0), timeout_s)
+        self._attendance.begin_control(state, self.succession, store)
+        return self.next_team(NO_GENERATION, timeout_s)
 
     def next_team(self, after: Generation, timeout_s: float) -> Team | None:
         """The team that goes on after that of a generation, once this host is in it.
 
         None if there is none within `timeout_s`.
         """
-        generation = self._succession.next(after.number, timeout_s)
+        generation = self.succession.next(after.number, timeout_s)
         return None if generation is None else Team(self, generation)
 
     def misses(self, hosts: Collection[int]) -> bool:
         """Whether one of these hosts is gone or silent."""
         return not self._attendance.missed.isdisjoint(hosts)
 
-    def contribute(self, held: Held, counted: Counted) -> None:
-        """Add totals to a step of a generation, as `Team.contribute` does."""
-        self._succession.expect(held.number, counted)
-        self.control.held(held)
-
     def give_up(self) -> None:
         """Wait no longer for another team: whatever still waits for the last one raises."""
-        self._succession.ends()
-
-    def when_ended(self, generation: int, then: Callable[[], None]) -> None:
-        """Call `then` when a generation ends, or at once if it has."""
-        self._succession.when_ended(generation, then)
+        self.succession.ends()
 
     @property
     def leads(self) -> bool:
         """Whether this host says for all how the run goes: host 0, or the leader of those left."""
-        last = self._succession.entered
+        last = self.succession.entered
         return self.index == (0 if last is None else last.leader)
+
+    def here(self) -> dict[str, Any]:
+        """Describe this host to the others: its number in the run, its process, its address."""
+        return {"host": self.index, "pid": os.getpid(), "address": self.control_address}
 
     @property
     def control_address(self) -> str:
@@ -209,8 +220,8 @@ class Membership:
         half a second at most, or one round trip where that is longer.
 
         Raises:
-            DeadlinePassed: if the other does not answer within ``connect_timeout_s``.
-            TeamEnded: if the generation is another before it does.
+            PeerTimeout: if the other does not answer within ``connect_timeout_s``.
+            GenerationEnded: if the generation is another before it does.
         """
         if self.index == of:
             return 0.0
@@ -224,11 +235,11 @@ class Membership:
         """Part from the others: at the end of a run, once all have come to it, or if they go on.
 
         Raises:
-            DeadlinePassed: if a host does not come to its end within ``connect_timeout_s``.
+            PeerTimeout: if a host does not come to its end within ``connect_timeout_s``.
         """
         if self.count == 1:
             return
-        has_left = self.generation == NOBODY
+        has_left = self.generation_number == NOBODY
         if not has_left:
             self._wait_for_all_to_leave()
         if self.is_distributed:
@@ -239,17 +250,17 @@ class Membership:
 
     def _wait_for_all_to_leave(self) -> None:
         """Return when all hosts that are left have come to the end of the run."""
-        if self._succession.entered is None:
+        if self.succession.entered is None:
             barrier(self, "leave", self._config.connect_timeout_s)
             return
         while True:
-            last = self._succession.entered
+            last = self.succession.entered
             assert last is not None, "outlives its hosts"
             team = Team(self, last)
             try:
                 return barrier(team, "leave", self._config.connect_timeout_s)
-            except TeamEnded:
-                if self.generation == NOBODY:
+            except GenerationEnded:
+                if self.generation_number == NOBODY:
                     return  # The others have come to the end without this host.
                 self.next_team(team.generation, self._config.connect_timeout_s)
 
@@ -285,5 +296,5 @@ class Membership:
             return  # No lost host ends this one any more, and whoever goes on has waited before.
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
         own = self._attendance.name
-        say(f"{own} is finding out whether a lost host is behind this error: {summary}")
+        log.info(f"{own} is finding out whether a lost host is behind this error: {summary}")
         time.sleep(self._config.heartbeat_timeout_s * (1 + 2 / BEATS))

@@ -6,7 +6,7 @@ import re
 
 import jax
 
-from skippipe_jax.cluster.agreement import HostFailed
+from skippipe_jax.errors import PeerFailed
 
 _OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 """JAX's errors that start with one of these do not come from another host."""
@@ -28,7 +28,7 @@ def may_stem_from_a_peer(error: BaseException) -> bool:
         # gloo's errors surface as ValueError.
         if (
             isinstance(
-                chain, jax.errors.JaxRuntimeError | ConnectionError | TimeoutError | HostFailed
+                chain, jax.errors.JaxRuntimeError | ConnectionError | TimeoutError | PeerFailed
             )
             or "Gloo" in text
         ):

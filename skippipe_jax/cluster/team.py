@@ -6,12 +6,12 @@ run settle among them, those of a team settle in the same way, by the same verbs
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from skippipe_jax.cluster.board import TeamEnded, named
+from skippipe_jax.cluster.board import named
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.succession import Counted
 from skippipe_jax.consensus.generations import Copies, Generation, Held
 
@@ -19,92 +19,58 @@ if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
 
 
-class Team:
-    """This host among those of a generation.
+class Team(Group):
+    """This host among those of a generation, the leader first; no JAX has devices of several."""
 
-    Attributes:
-        generation: see there.
-        hosts: the members as the run counts them, in the order in which the team does.
-        index: this host among them, from 0.
-        is_distributed: no JAX has the devices of several hosts.
-    """
-
-    is_distributed = False
+    # If one is lost the team ends, and with it every wait; what is waited for may be a state that
+    # comes over a slow link, or the end of an upload.
+    timeout_s = 3600.0
 
     def __init__(self, membership: Membership, generation: Generation):
-        """The members of a generation, this host among them."""
+        """Take the members of a generation, this host among them."""
         leader = generation.leader
         self.generation = generation
         self.hosts = (leader, *(host for host in generation.members if host != leader))
+        self.count = len(self.hosts)
         self.index = self.hosts.index(membership.index)
         self._membership = membership
 
     @property
-    def fresh(self) -> frozenset[int]:
-        """The hosts that have no state yet, and take it from others."""
-        return frozenset(map(self.hosts.index, self.generation.fresh))
-
-    @property
-    def holders(self) -> list[list[int]]:
-        """The hosts that hold the state of each stage; none where all have what they serve."""
-        return [list(map(self.hosts.index, own)) for own in self.generation.holders]
-
-    @property
-    def count(self) -> int:
-        """The number of hosts."""
-        return len(self.hosts)
-
-    @property
     def has_ended(self) -> bool:
         """Whether the hosts have gone on as another generation."""
-        return self._membership.generation != self.generation.number
-
-    def require_goes_on(self) -> None:
-        """Raise `TeamEnded` if it has ended."""
-        if self.has_ended:
-            raise TeamEnded
+        return self._membership.generation_number != self.generation.number
 
     def here(self) -> dict[str, Any]:
-        """What the others are told of this host: its number in the run, its process, its port."""
-        return {
-            "host": self._membership.index,
-            "pid": os.getpid(),
-            "address": self._membership.control_address,
-        }
+        """Describe this host to the others."""
+        return self._membership.here()
 
     def put(self, key: str, value: str) -> None:
-        """Make a value known to all hosts, as `Membership.put` does."""
+        """Tell every host a value."""
         self._membership.put(self._named(key), value)
 
     def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Return the value of a key, as `Membership.get` does.
-
-        Raises:
-            TeamEnded: if the team ends before.
-        """
+        """Return the value of a key."""
         of_run = None if source is None else self.hosts[source]
         return self._membership.get(self._named(key), timeout_s, of_run, self.generation.number)
 
     def contribute(
         self, step: int, totals: Sequence[float], counted: Counted, copies: Copies = ()
     ) -> None:
-        """This host holds the averaged gradients of a step, and these copies; it adds totals.
-
-        `counted` is called once the step counts, from another thread.
-        """
-        held = Held(self.generation.number, step, tuple(totals), copies)
-        self._membership.contribute(held, counted)
+        """Add totals to a step of which this host holds the averaged gradients, and copies."""
+        number = self.generation.number
+        self._membership.succession.expect(number, counted)
+        self._membership.control.held(Held(number, step, tuple(totals), copies))
 
     def when_ended(self, then: Callable[[], None]) -> None:
         """Call `then` when the team ends, from another thread."""
-        self._membership.when_ended(self.generation.number, then)
+        self._membership.succession.when_ended(self.generation.number, then)
 
     def saved(self, step: int) -> None:
         """Tell that the checkpoint of a step is whole."""
         self._membership.control.saved(step)
 
     def gone_back(self, step: int) -> Team:
-        """The team after an earlier step than its own, to which all of it goes back."""
+        """Return the team after an earlier step than its own, to which all of it goes back."""
         self._membership.control.went_back(self.generation.number, step)
         return Team(self._membership, replace(self.generation, step=step))
 
@@ -122,11 +88,7 @@ class Team:
         return {place: of_run[host] for place, host in enumerate(self.hosts) if place != self.index}
 
     def clock_offset_s(self) -> float:
-        """What to add to this host's clock for that of the leader.
-
-        Raises:
-            TeamEnded: if the team ends before the leader has told its own.
-        """
+        """Return what to add to this host's clock for that of the leader."""
         return self._membership.clock_offset_s(self.hosts[0], self.generation.number)
 
     def _named(self, key: str) -> str:

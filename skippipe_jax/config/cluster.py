@@ -45,8 +45,8 @@ class ClusterConfig:
             ports, which JAX does not let one choose. By default, so does everything. Host k of
             `join.places`, with k >= N, takes the ports p + kk to p + kk + 2k, and so do the others
             for it.
-        secret: the file with the secret of the run, which `skippipe keys FILE` makes and all hosts
-            have: they show each other that they do, and encrypt their messages by it. The
+        secret: the file with the secret of the run, which `skippipe keygen FILE` makes and all
+            hosts have: they show each other that they do, and encrypt their messages by it. The
             environment variable SKIPPIPE_SECRET_FILE, a path, wins over it, and SKIPPIPE_SECRET,
             the secret itself, over both. Without one, hosts listen and connect on loopback
             addresses only.

@@ -95,7 +95,7 @@ class DataConfig:
         source: what is a document: with ``text``, plain text, a file; with ``jsonl`` or
             ``parquet`` the `text_field` of a line or row; with ``chat`` a line of JSON with
             messages (see `skippipe_jax.data.chat`), of which the assistant's are learnt. ``tokens``
-            is a folder that `skippipe_jax.tokenize` has written, read as it is needed; ``python``
+            is a folder that `skippipe tokenize` has written, read as it is needed; ``python``
             is the standard library of the Python that runs; ``mixture`` is what `mixture` says.
         path: a file, a folder whose files (hidden ones aside) are read, or a glob; or, but for
             ``tokens``, any of these as a URL that fsspec knows.

@@ -231,6 +231,8 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         return value
     if kind is str and isinstance(value, datetime.date):
         value = value.isoformat()  # YAML reads 2026-11-22 as a date.
+    if kind is float and name.endswith("_s"):
+        return fields.duration(value, name)
     # Sizes and counts have bounds of their own.
     whole = functools.partial(fields.integer, maximum=fields.LARGEST_SEED)
     readers = {int: whole, float: fields.number, str: fields.text}

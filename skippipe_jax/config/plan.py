@@ -28,7 +28,7 @@ class PlanConfig:
             says `auto`; `memory: auto` follows from `memory_bytes` besides.
         measure: links, seconds, bytes and memory are measured when the run starts, and `case` says
             only what cannot be: stages, path lengths, microbatches and rules, as far as the
-            defaults of `skippipe_jax.profile` do not suit.
+            defaults of `skippipe measure` do not suit.
         method: the planner's method.
         seed: of the search.
         budget_s: seconds that the search for one plan may take.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated
 
@@ -20,16 +20,33 @@ class Phase:
         from_step: it begins after so many iterations.
         path_length: stages that its paths visit. null: as the plan's case says.
         max_swaps: swaps that its paths have at most. null: as the plan's case says.
+        from_share: instead of `from_step`, the share of the learning rate's schedule after which it
+            begins: of `optimizer.decay_steps`, or else of `train.steps`.
+        skipping: the share of its iterations that take its paths. In the others, spread evenly, all
+            microbatches visit all stages in order.
     """
 
     from_step: int = 0
     path_length: int | None = None
     max_swaps: int | None = None
+    from_share: float | None = None
+    skipping: float = 1.0
 
     @property
     def name(self) -> str:
         """What the plan of this phase is called."""
         return f"from_{self.from_step}"
+
+    def skips(self, iteration: int) -> bool:
+        """Whether an iteration, counted from 0, takes the paths of this phase."""
+        return int((iteration + 1) * self.skipping) > int(iteration * self.skipping)
+
+
+PRESETS: dict[str, tuple[Phase, ...]] = {
+    "quality": (Phase(from_share=0.4, skipping=0.0),),
+    "robust": (Phase(from_share=0.4, skipping=0.25),),
+}
+"""The phases that follow the run's own plan, by the names of presets."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,9 @@ class RecipeConfig:
     """How paths change while a run trains, and how stages make up for it.
 
     Attributes:
+        preset: phases that were measured. With `quality`, all microbatches visit all stages in the
+            last 60% of training: for the full model. With `robust`, every fourth iteration of that
+            part takes the partial paths still: for inference with stages missing.
         full_every: every so many iterations, all microbatches visit all stages in order.
         phases: parts of training with paths of their own. Before the first, or with null, the
             plan's.
@@ -49,6 +69,7 @@ class RecipeConfig:
             is not. Evaluation always uses stages as they are.
     """
 
+    preset: Annotated[str, Choice(PRESETS)] | None = None
     full_every: int | None = None
     phases: tuple[Phase, ...] | None = None
     redraw_every: int | None = None
@@ -65,19 +86,17 @@ class RecipeConfig:
         for name in ("full_every", "redraw_every"):
             if getattr(self, name) is not None:
                 fields.integer(getattr(self, name), f"recipe.{name}", 1)
+        if self.preset is not None and self.phases is not None:
+            raise InputError(
+                "recipe.phases",
+                [phase.name for phase in self.phases],
+                f"the preset {self.preset} has phases of its own",
+                "Remove recipe.phases, or recipe.preset",
+            )
         for number, phase in enumerate(self.phases or ()):
-            for name, least in (("from_step", 0), ("path_length", 1), ("max_swaps", 0)):
-                if getattr(phase, name) is not None:
-                    field = f"recipe.phases[{number}].{name}"
-                    fields.integer(getattr(phase, name), field, least)
+            _require_phase(phase, f"recipe.phases[{number}]")
         for number, (before, after) in enumerate(pairwise(self.phases or ()), start=1):
-            if after.from_step <= before.from_step:
-                raise InputError(
-                    f"recipe.phases[{number}].from_step",
-                    after.from_step,
-                    f"the phase before it begins at {before.from_step}",
-                    "List the phases in the order in which they begin",
-                )
+            _require_order(before, after, f"recipe.phases[{number}]")
         for name, other, alone in (
             ("redraws", "redraw_every", self.redraws > 1 and self.redraw_every is None),
             ("redraw_every", "redraws", self.redraws == 1 and self.redraw_every is not None),
@@ -90,16 +109,83 @@ class RecipeConfig:
                     f"Write recipe.{other} too, or remove it",
                 )
 
+    def in_steps(self, steps: int) -> RecipeConfig:
+        """Name the phases of the preset, and count them in iterations of a schedule of `steps`.
+
+        Of phases that begin at the same iteration the last one counts.
+        """
+        phases = self.phases if self.preset is None else PRESETS[self.preset]
+        if phases is None:
+            return self
+        begins = {
+            phase.from_step if phase.from_share is None else round(phase.from_share * steps): phase
+            for phase in phases
+        }
+        counted = [
+            replace(phase, from_step=step, from_share=None)
+            for step, phase in sorted(begins.items())
+        ]
+        return replace(self, preset=None, phases=tuple(counted))
+
     @property
     def begins_with_own(self) -> bool:
         """Whether the run's own plan is taken before the first phase begins."""
         return not self.phases or self.phases[0].from_step > 0
 
     @property
+    def has_full_iterations(self) -> bool:
+        """Whether all microbatches visit all stages in some iterations."""
+        return self.full_every is not None or any(phase.skipping < 1 for phase in self.phases or ())
+
+    @property
     def most_searches(self) -> int:
         """How many plans are sought beside the run's own, at most."""
-        of_phases = (self.begins_with_own + len(self.phases or ())) * self.redraws
-        return of_phases - self.begins_with_own + (self.full_every is not None)
+        skipping = sum(phase.skipping > 0 for phase in self.phases or ())
+        of_phases = (self.begins_with_own + skipping) * self.redraws
+        return of_phases - self.begins_with_own + self.has_full_iterations
+
+
+def _require_phase(phase: Phase, field: str) -> None:
+    """Raise `InputError` unless a phase, counted in steps or shares, is one."""
+    fields.number(phase.skipping, f"{field}.skipping", 0.0)
+    if phase.skipping > 1:
+        problem = "is more than all iterations"
+        raise InputError(f"{field}.skipping", phase.skipping, problem, "Write a number up to 1")
+    if phase.from_share is not None:
+        fields.number(phase.from_share, f"{field}.from_share", 0.0)
+        if phase.from_share >= 1:
+            problem = "begins after the last iteration"
+            raise InputError(f"{field}.from_share", phase.from_share, problem, "Write less than 1")
+        if phase.from_step:
+            problem = "says when the phase begins, and so does from_share"
+            raise InputError(f"{field}.from_step", phase.from_step, problem, "Remove one of them")
+    for name, least in (("from_step", 0), ("path_length", 1), ("max_swaps", 0)):
+        value = getattr(phase, name)
+        if value is not None:
+            fields.integer(value, f"{field}.{name}", least)
+        if value is not None and name != "from_step" and phase.skipping == 0:
+            problem = "has no effect where no iteration of the phase skips"
+            raise InputError(f"{field}.{name}", value, problem, "Remove it, or raise skipping")
+
+
+def _require_order(before: Phase, after: Phase, field: str) -> None:
+    """Raise `InputError` unless a phase begins after the one before it."""
+    if (before.from_share is None) != (after.from_share is None):
+        raise InputError(
+            field,
+            after.name,
+            "its begin is told otherwise than that of the phase before it",
+            "Write from_share for all phases, or from_step for all",
+        )
+    name = "from_step" if after.from_share is None else "from_share"
+    earlier, later = getattr(before, name), getattr(after, name)
+    if later <= earlier:
+        raise InputError(
+            f"{field}.{name}",
+            later,
+            f"the phase before it begins at {earlier}",
+            "List the phases in the order in which they begin",
+        )
 
 
 NO_RECIPE = RecipeConfig()

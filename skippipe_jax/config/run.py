@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
@@ -154,6 +155,19 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+        """Read a configuration from a mapping, as `load_config` reads a file.
+
+        Overrides have the form ``key.sub=value``.
+
+        Raises:
+            InputError: for unknown keys, wrong types and values out of range.
+        """
+        from skippipe_jax.config.parsing import parse_config
+
+        return parse_config(tree, overrides)
+
     def __post_init__(self):
         """Refuse what the sections say against each other, and values out of range."""
         fields.integer(self.seed, "seed", 0, fields.LARGEST_SEED)
@@ -273,6 +287,11 @@ class Config:
                 raise InputError(name, getattr(getattr(self, section), key), problem, remedy)
         if self.model.stage_layers is not None:
             self.averaging.require_blocks(self.model.stage_layers)
+
+    @property
+    def recipe_in_steps(self) -> RecipeConfig:
+        """The recipe with its phases counted in iterations of this run."""
+        return self.recipe.in_steps(self.optimizer.decay_steps or self.train.steps)
 
     def traces(self, iteration: int) -> bool:
         """Whether the timeline of an iteration, counted from 0, is recorded."""

@@ -48,6 +48,8 @@ def schema() -> dict[str, Any]:
         inner = [of_type(part, path, choices) for part in parts(hint)]
         if typing.get_origin(hint) is tuple:
             return {"type": "array", "items": inner[0]}
+        if hint is float and path.endswith("_s"):
+            return {"type": ["number", "string"]}
         return {"anyOf": inner} if inner else {"type": TYPES[hint]}
 
     return {"$schema": DRAFT, "title": "Configuration of a run"} | of_section(Config, "")

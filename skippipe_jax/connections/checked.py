@@ -1,9 +1,12 @@
-"""What other hosts say, checked part by part before any of it is believed."""
+"""What other hosts say, checked before any of it is believed: types with bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 MOST_CHARACTERS = 4096
 """The longest text, such as a path."""
@@ -11,30 +14,33 @@ MOST_CHARACTERS = 4096
 MOST_PARTS = 64
 """So many texts there may be by name."""
 
+MOST_HOSTS = 1 << 17
+"""So many hosts there may be, with those that may come."""
+
+ShortText = Annotated[str, Meta(max_length=MOST_CHARACTERS)]
+Texts = Annotated[Mapping[ShortText, ShortText], Meta(max_length=MOST_PARTS)]
+HostNumber = Annotated[int, Meta(ge=0, lt=MOST_HOSTS)]
+HostCount = Annotated[int, Meta(ge=0, lt=1 << 16)]
+
 _UNPRINTABLE = {code: None for code in [*range(32), 127]}
 
 
 def number(given: Any, end: int) -> int:
-    """A whole number from 0 on, below `end`; `ValueError` for anything else."""
-    if type(given) is not int or not 0 <= given < end:
-        raise ValueError(f"has {given!r:.80} where a number from 0 to {end - 1} belongs")
-    return given
-
-
-def text(given: Any) -> str:
-    """A short text; `ValueError` for anything else."""
-    if type(given) is not str or len(given) > MOST_CHARACTERS:
-        raise ValueError("has something else where a short text belongs")
-    return given
-
-
-def name(given: Any) -> str:
-    """A text that is printed, by a host that does not know what it would do to a terminal."""
-    return text(given).encode("ascii", "backslashreplace").decode().translate(_UNPRINTABLE)
+    """Return a whole number from 0 on, below `end`; `ValueError` for anything else."""
+    return msgspec.convert(given, Annotated[int, Meta(ge=0, lt=end)])
 
 
 def texts(given: Any) -> Mapping[str, str]:
-    """A few short texts by name; `ValueError` for anything else."""
-    if type(given) is not dict or len(given) > MOST_PARTS:
-        raise ValueError("has something else where short texts belong")
-    return {text(part): text(value) for part, value in given.items()}
+    """Return a few short texts by name; `ValueError` for anything else."""
+    return msgspec.convert(given, Texts)
+
+
+def printable(text: str) -> str:
+    """Return a text that is printed without what a terminal would take for a command."""
+    return text.encode("ascii", "backslashreplace").decode().translate(_UNPRINTABLE)
+
+
+def require_below(end: int, *hosts: int) -> None:
+    """Refuse numbers of hosts of which a run has less, by a `ValueError`."""
+    if max(hosts) >= end:
+        raise ValueError(f"has host {max(hosts)}, where there are at most {end}")

@@ -15,12 +15,14 @@ from typing import Any
 
 from skippipe_sched.errors import InputError, TemporaryError
 
+from skippipe_jax import log
 from skippipe_jax.connections.addresses import join_address, listening_socket
 from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, refuse
 from skippipe_jax.connections.jax_relay import serve_jax
 from skippipe_jax.connections.keys import Keys
-from skippipe_jax.connections.links import LINE_BYTES, Link, OneSided, each_in_a_task, say
+from skippipe_jax.connections.links import LINE_BYTES, Link, each_in_a_task
 from skippipe_jax.connections.seal import ALERT, IN_CLEAR
+from skippipe_jax.errors import TlsMismatch
 
 STRANGERS = 32
 """So many connections may be about to say who they are."""
@@ -70,7 +72,7 @@ class Door:
         for address in addresses:
             self._keys.require_allowed(address)
             if (warning := self._keys.warning(address)) is not None:
-                say(warning)
+                log.warning(warning)
             given = listening_socket(address, port)
             port = given.getsockname()[1]
             server = await asyncio.start_server(attend, sock=given, limit=LINE_BYTES)
@@ -87,7 +89,7 @@ class Door:
         link = Link(reader, writer)
         try:
             first = await self._first_line(link)
-        except OneSided:
+        except TlsMismatch:
             link.writer.write(ALERT if self._keys.has_secret else IN_CLEAR)
             own, its = ("one", "no") if self._keys.has_secret else ("none", "a")
             return self._say_once(link, f"it has {its} secret, and this run has {own}")
@@ -116,7 +118,7 @@ class Door:
         """What a stranger says first; None if it is no message, or takes too long.
 
         Raises:
-            OneSided, ssl.SSLError: if it does not have this host's keys.
+            TlsMismatch, ssl.SSLError: if it does not have this host's keys.
         """
         if len(self._strangers) == STRANGERS:
             # A host says hello at once, so it is never the one that has taken longest; and one that
@@ -161,9 +163,9 @@ class Door:
         self._refusals += 1
         if self._refusals <= REFUSALS_TOLD:
             peer = link.writer.get_extra_info("peername")
-            say(f"host {self._host} refused {who} from {peer}: {why}")
+            log.info(f"host {self._host} refused {who} from {peer}: {why}")
         if self._refusals == REFUSALS_TOLD:
-            say(f"host {self._host} tells no more of whom it refuses")
+            log.info(f"host {self._host} tells no more of whom it refuses")
 
 
 def _address_of(link: Link) -> str:

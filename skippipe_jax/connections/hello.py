@@ -8,14 +8,22 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.metadata
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections import checked
 from skippipe_jax.connections.addresses import join_address, require_numeric
+from skippipe_jax.connections.checked import (
+    HostCount,
+    HostNumber,
+    ShortText,
+    Texts,
+    printable,
+    require_below,
+)
 from skippipe_jax.connections.keys import LOOPBACK_ONLY
 from skippipe_jax.connections.links import WANTS_SECRET, Link
 
@@ -33,7 +41,7 @@ VERSIONED = ("skippipe-jax", "jax")
 
 
 @functools.cache
-def versions() -> Mapping[str, str]:
+def versions() -> dict[str, str]:
     """The versions of what hosts have to have alike, by package; those installed only."""
     found = {}
     for package in VERSIONED:
@@ -42,6 +50,10 @@ def versions() -> Mapping[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"  # Run where its files are.
     return found
+
+
+ProcessNumber = Annotated[int, Meta(ge=0, lt=1 << NUMBER_BITS)]
+MessageNumber = Annotated[int, Meta(ge=0, lt=MOST_MESSAGES)]
 
 
 @dataclass(frozen=True)
@@ -55,9 +67,9 @@ class Run:
         versions: of the packages that matter.
     """
 
-    identity: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=versions)
+    identity: Texts = field(default_factory=dict)
+    settings: Texts = field(default_factory=dict)
+    versions: Texts = field(default_factory=versions)
 
 
 @dataclass(frozen=True)
@@ -78,17 +90,17 @@ class Hello:
         received: the number of the last message that has come from that process.
     """
 
-    host: int
-    hosts: int
-    process: int
-    name: str
-    address: str
+    host: HostNumber
+    hosts: HostCount
+    process: ProcessNumber
+    name: ShortText
+    address: ShortText
     run: Run
-    start: int = 0
+    start: ProcessNumber = 0
     comes_back: bool = False
-    spare: int = 0
-    met: int | None = None
-    received: int = 0
+    spare: HostCount = 0
+    met: ProcessNumber | None = None
+    received: MessageNumber = 0
 
     @property
     def places(self) -> int:
@@ -107,33 +119,11 @@ class Hello:
             ValueError: if it is none of this protocol.
         """
         match given:
-            case {
-                "protocol": protocol,
-                "host": host,
-                "hosts": hosts,
-                "process": process,
-                "name": name,
-                "address": address,
-                "run": {"identity": identity, "settings": settings, "versions": versions},
-                "start": start,
-                "comes_back": bool(comes_back),
-                "spare": spare,
-                "met": met,
-                "received": received,
-            } if protocol == PROTOCOL:
-                hosts, spare = checked.number(hosts, 1 << 16), checked.number(spare, 1 << 16)
-                return cls(
-                    checked.number(host, hosts + spare),
-                    hosts,
-                    checked.number(process, 1 << NUMBER_BITS),
-                    checked.name(name),
-                    require_numeric(checked.text(address)),
-                    Run(checked.texts(identity), checked.texts(settings), checked.texts(versions)),
-                    checked.number(start, 1 << NUMBER_BITS),
-                    comes_back,
-                    spare,
-                    None if met is None else checked.number(met, 1 << NUMBER_BITS),
-                    checked.number(received, MOST_MESSAGES),
+            case {"protocol": protocol, **own} if protocol == PROTOCOL:
+                told = msgspec.convert(own, cls)
+                require_below(told.places, told.host)
+                return replace(
+                    told, name=printable(told.name), address=require_numeric(told.address)
                 )
         raise ValueError("is no hello")
 
@@ -187,16 +177,16 @@ class Welcome:
         received: that of the last message that has come there from the process that it welcomes.
     """
 
-    host: int
-    name: str
-    start: int
-    addresses: Mapping[int, str]
-    process: int
-    received: int
+    host: HostNumber
+    name: ShortText
+    start: ProcessNumber
+    addresses: dict[HostNumber, ShortText]
+    process: ProcessNumber
+    received: MessageNumber
 
     def to_json(self) -> dict[str, Any]:
         """As it is told."""
-        return asdict(self)
+        return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
     def parse(cls, given: Any, hosts: int) -> Welcome:
@@ -205,29 +195,11 @@ class Welcome:
         Raises:
             ValueError: if it is none.
         """
-        match given:
-            case {
-                "host": host,
-                "name": name,
-                "start": start,
-                "addresses": dict(addresses),
-                "process": process,
-                "received": received,
-            }:
-                return cls(
-                    checked.number(host, hosts),
-                    checked.name(name),
-                    checked.number(start, 1 << NUMBER_BITS),
-                    {
-                        checked.number(int(checked.text(other)), hosts): require_numeric(
-                            checked.text(address)
-                        )
-                        for other, address in addresses.items()
-                    },
-                    checked.number(process, 1 << NUMBER_BITS),
-                    checked.number(received, MOST_MESSAGES),
-                )
-        raise ValueError("is no welcome")
+        told = msgspec.convert(given, cls, str_keys=True)
+        require_below(hosts, told.host, *told.addresses)
+        for address in told.addresses.values():
+            require_numeric(address)
+        return replace(told, name=printable(told.name))
 
 
 def other_protocol(theirs: Any, host: int) -> InputError:

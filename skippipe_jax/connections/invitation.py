@@ -13,11 +13,20 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from skippipe_jax.connections import checked
+import msgspec
+from msgspec import Meta
+
 from skippipe_jax.connections.addresses import require_numeric
+from skippipe_jax.connections.checked import (
+    HostCount,
+    HostNumber,
+    ShortText,
+    number,
+    printable,
+    require_below,
+)
 
 PIECE_BYTES = 1 << 19
 """The longest piece of a file, which base64 makes a third longer."""
@@ -26,16 +35,18 @@ MOST_BYTES = 1 << 28
 MOST_FILES = 1 << 12
 """What all files of a run take together at most, and how many there may be."""
 
-MOST_HOSTS = 1 << 16
 MOST_STAGES = 1 << 12
 MOST_NODES = 1 << 17
 LONGEST_PAUSE_S = 3600
 
-_DIGEST_LETTERS = hashlib.sha256().digest_size * 2
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Nodes = tuple[Annotated[int, Meta(ge=0, lt=MOST_NODES)], ...]
+Stages = Annotated[
+    tuple[Annotated[int, Meta(ge=0, lt=MOST_STAGES)], ...], Meta(max_length=MOST_STAGES)
+]
 
 
-@dataclass(frozen=True)
-class File:
+class File(msgspec.Struct, frozen=True, array_like=True):
     """A file of the run, by its name in the folder of the run.
 
     Attributes:
@@ -44,9 +55,9 @@ class File:
         digest: its sha256.
     """
 
-    name: str
-    size: int
-    digest: str
+    name: ShortText
+    size: Annotated[int, Meta(ge=0, le=MOST_BYTES)]
+    digest: Digest
 
     @classmethod
     def of(cls, name: str, content: bytes) -> File:
@@ -63,8 +74,7 @@ class File:
         return File.of(self.name, content) == self
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, array_like=True):
     """That of a host that is lost, or one more.
 
     Attributes:
@@ -74,13 +84,12 @@ class Place:
             others had taken it.
     """
 
-    host: int
-    stages: tuple[int, ...]
-    pause_s: float = 0.0
+    host: HostNumber
+    stages: Stages
+    pause_s: Annotated[float, Meta(ge=0, le=LONGEST_PAUSE_S)] = 0.0
 
 
-@dataclass(frozen=True)
-class Invitation:
+class Invitation(msgspec.Struct, frozen=True):
     """What a newcomer is told.
 
     Attributes:
@@ -95,29 +104,19 @@ class Invitation:
         placement: the nodes of each stage, by the numbers of the run's own plan.
     """
 
-    host: int
-    hosts: int
-    addresses: Mapping[int, str]
+    host: HostNumber
+    hosts: HostCount
+    addresses: dict[HostNumber, ShortText]
     places: tuple[Place, ...]
-    files: tuple[File, ...]
-    text: str | None
-    spare: int = 0
-    members: tuple[int, ...] = ()
-    placement: tuple[tuple[int, ...], ...] = ()
+    files: Annotated[tuple[File, ...], Meta(max_length=MOST_FILES)]
+    text: ShortText | None
+    spare: HostCount = 0
+    members: tuple[HostNumber, ...] = ()
+    placement: tuple[Nodes, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As it is told."""
-        return {
-            "host": self.host,
-            "hosts": self.hosts,
-            "addresses": {str(host): address for host, address in self.addresses.items()},
-            "places": [[place.host, [*place.stages], place.pause_s] for place in self.places],
-            "files": [[file.name, file.size, file.digest] for file in self.files],
-            "text": self.text,
-            "spare": self.spare,
-            "members": [*self.members],
-            "placement": [[*nodes] for nodes in self.placement],
-        }
+        return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
     def parse(cls, given: Any) -> Invitation:
@@ -126,43 +125,19 @@ class Invitation:
         Raises:
             ValueError: if it is none.
         """
-        match given:
-            case {
-                "host": host,
-                "hosts": hosts,
-                "addresses": dict(addresses),
-                "places": list(places),
-                "files": list(files),
-                "text": text,
-                "spare": spare,
-                "members": list(members),
-                "placement": list(placement),
-            } if len(files) <= MOST_FILES:
-                hosts = checked.number(hosts, MOST_HOSTS)
-                spare = checked.number(spare, MOST_HOSTS)
-                most = hosts + spare
-                told = cls(
-                    checked.number(host, most),
-                    hosts,
-                    {
-                        checked.number(int(checked.text(other)), most): require_numeric(
-                            checked.text(at)
-                        )
-                        for other, at in addresses.items()
-                    },
-                    tuple(_place(place, most) for place in places),
-                    tuple(map(_file, files)),
-                    None if text is None else checked.text(text),
-                    spare,
-                    tuple(checked.number(member, most) for member in members),
-                    tuple(map(_nodes, placement)),
-                )
-                if sum(file.size for file in told.files) > MOST_BYTES:
-                    raise ValueError("has too much to give")
-                if len({file.name for file in told.files}) < len(told.files):
-                    raise ValueError("has two files of one name")
-                return told
-        raise ValueError("is no invitation")
+        told = msgspec.convert(given, cls, str_keys=True)
+        places = (place.host for place in told.places)
+        require_below(told.hosts + told.spare, told.host, *told.addresses, *places, *told.members)
+        for address in told.addresses.values():
+            require_numeric(address)
+        if sum(file.size for file in told.files) > MOST_BYTES:
+            raise ValueError("has too much to give")
+        names = {file.name for file in told.files}
+        if len(names) < len(told.files):
+            raise ValueError("has two files of one name")
+        if any(name != printable(name) for name in names):
+            raise ValueError("has a file whose name cannot be printed")
+        return told
 
 
 class Files:
@@ -177,14 +152,14 @@ class Files:
         self.told = tuple(File.of(name, content) for name, content in contents.items())
         self._contents: Sequence[bytes] = [*contents.values()]
 
-    def piece(self, file: Any, number: Any) -> str:
+    def piece(self, file: Any, piece: Any) -> str:
         """A piece of a file, as it is told.
 
         Raises:
             ValueError: if there is no such piece.
         """
-        content = self._contents[checked.number(file, len(self._contents))]
-        start = checked.number(number, self.told[file].pieces) * PIECE_BYTES
+        content = self._contents[number(file, len(self._contents))]
+        start = number(piece, self.told[file].pieces) * PIECE_BYTES
         return base64.b64encode(content[start : start + PIECE_BYTES]).decode()
 
 
@@ -200,26 +175,3 @@ def piece_told(given: Any) -> bytes:
         return base64.b64decode(given, validate=True)
     except binascii.Error as error:
         raise ValueError("is no piece of a file") from error
-
-
-def _nodes(given: Any) -> tuple[int, ...]:
-    if type(given) is not list:
-        raise ValueError("has something else where the nodes of a stage belong")
-    return tuple(checked.number(node, MOST_NODES) for node in given)
-
-
-def _place(given: Any, most: int) -> Place:
-    match given:
-        case [host, list(stages), int(pause_s) | float(pause_s)] if len(stages) <= MOST_STAGES:
-            if not 0 <= pause_s <= LONGEST_PAUSE_S:
-                raise ValueError("has a pause that nobody could keep")
-            own = tuple(checked.number(stage, MOST_STAGES) for stage in stages)
-            return Place(checked.number(host, most), own, float(pause_s))
-    raise ValueError("has something else where a place belongs")
-
-
-def _file(given: Any) -> File:
-    match given:
-        case [name, size, str(digest)] if len(digest) == _DIGEST_LETTERS:
-            return File(checked.name(name), checked.number(size, MOST_BYTES + 1), digest)
-    raise ValueError("has something else where a file belongs")

@@ -22,7 +22,7 @@ from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import join_address
 from skippipe_jax.connections.secret import Secret, read_secret
 
-MAKE_ONE = "make a secret by skippipe keys FILE, and give all hosts of the run that file"
+MAKE_ONE = "make a secret by skippipe keygen FILE, and give all hosts of the run that file"
 
 PRIVATE = tuple(
     map(
@@ -130,7 +130,7 @@ class Keys:
             return None
         self._has_warned = True
         return (
-            f"warning: cluster.insecure: whoever reaches {address} can read along, end this run or "
+            f"cluster.insecure: whoever reaches {address} can read along, end this run or "
             f"be a host of it. If others are in this network, {MAKE_ONE}"
         )
 

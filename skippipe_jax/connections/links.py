@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from skippipe_sched.errors import LINES, TemporaryError, printable
+from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.connections.addresses import join_address, parse_address
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.seal import ALERT, HANDSHAKE, Seal
-from skippipe_jax.connections.threads import STDERR
+from skippipe_jax.errors import TlsMismatch
 
 MESSAGE_CHARACTERS = 1 << 20
 """The longest key and value together."""
@@ -49,10 +49,6 @@ HELLO_S = 10.0
 """How long a new connection may take to say who it is, in one line."""
 
 
-class OneSided(Exception):
-    """At one end of a connection there is a secret, and at the other there is none."""
-
-
 class Link:
     """One end of a connection, which is in clear until it is sealed.
 
@@ -72,7 +68,7 @@ class Link:
         """Go on by TLS, from the handshake on; nothing has been said in clear.
 
         Raises:
-            OneSided: if the other end speaks in clear.
+            TlsMismatch: if the other end speaks in clear.
             ssl.SSLError: if it does not show what the context demands.
             ConnectionError: if it ends the connection.
         """
@@ -81,7 +77,7 @@ class Link:
             seal.shake(b"")
             self.writer.write(seal.waiting())
         if await self.first_byte() not in (HANDSHAKE, ALERT[:1], b""):
-            raise OneSided
+            raise TlsMismatch
         while not is_through:
             if not await self._more_came():
                 raise ConnectionResetError("it ended the connection in the handshake")
@@ -166,17 +162,17 @@ class Link:
         With a `context`, what comes before it is a handshake by that.
 
         Raises:
-            OneSided: if it begins with one and should not, or the other way round.
+            TlsMismatch: if it begins with one and should not, or the other way round.
             ssl.SSLError: if it does not show what the context demands.
         """
         try:
             async with asyncio.timeout(HELLO_S):
                 first = await self.first_byte()
                 if first == HANDSHAKE and context is None:
-                    raise OneSided
+                    raise TlsMismatch
                 if first and first != HANDSHAKE and context is not None:
                     await self.receive(most=0)  # What is not read may cost it the answer.
-                    raise OneSided
+                    raise TlsMismatch
                 if context is not None:
                     await self.seal(context)
                 return await self.receive(most=0)
@@ -253,7 +249,7 @@ async def open_link(
             is_sealed = True
         except ssl.SSLCertVerificationError as error:
             raise keys.differs(address) from error
-        except OneSided as error:
+        except TlsMismatch as error:
             raise keys.is_one_sided(address) from error
         finally:
             if not is_sealed:
@@ -302,13 +298,6 @@ async def answered(address: str, keys: Keys = LOOPBACK_ONLY) -> Link | None:
         return await open_link(parse_address("address", address), ANSWER_S, keys)
     except (OSError, TimeoutError):
         return None
-
-
-def say(text: str) -> None:
-    """Print to stderr, whatever the main thread holds."""
-    # Not through sys.stderr, whose lock the main thread may hold for ever.
-    # Other hosts have told part of it, by whom a terminal is not to be moved.
-    STDERR.put(f"{printable(text, kept=LINES)}\n".encode(errors="backslashreplace"))
 
 
 def _is_flat(value: Any, levels: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from skippipe_jax import log
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import (
     BIND_VARIABLE,
@@ -15,7 +16,7 @@ from skippipe_jax.connections.addresses import (
 )
 from skippipe_jax.connections.jax_relay import listen_for_jax
 from skippipe_jax.connections.keys import Keys
-from skippipe_jax.connections.links import Link, answered, reach, say
+from skippipe_jax.connections.links import Link, answered, reach
 from skippipe_jax.connections.mesh import Mesh, let_in
 
 
@@ -53,7 +54,7 @@ class Meeting:
             near = chosen or first_address(name)
             self.address = chosen or reachable_address(near, name)
             if self.address != near:
-                say(
+                log.info(
                     f"{name} is {near} here, so this host listens on {self.address} as well. "
                     f"{BIND_VARIABLE} chooses another address."
                 )

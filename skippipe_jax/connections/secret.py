@@ -8,11 +8,12 @@ import os
 import secrets
 import shlex
 import stat
-import sys
 from pathlib import Path
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, kind_of
+
+from skippipe_jax import log
 
 SECRET_VARIABLE = "SKIPPIPE_SECRET"
 """The environment variable that holds the secret itself. It wins over all else."""
@@ -90,7 +91,7 @@ def _warn_of_readers(where: str, path: str) -> None:
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         told = f"{where} = {path!r}: every user of this machine can use this secret (mode {mode:o})"
-        print(f"warning: {told}. Run chmod 600 {shlex.quote(path)}", file=sys.stderr, flush=True)
+        log.warning(f"{told}. Run chmod 600 {shlex.quote(path)}")
 
 
 def _checked(where: str, shown: str, text: str) -> Secret:
@@ -100,7 +101,7 @@ def _checked(where: str, shown: str, text: str) -> Secret:
             problem = (
                 f"holds no secret, which is one word of {FEWEST_CHARACTERS} characters or more"
             )
-            raise InputError(where, shown, problem, "Make one by skippipe keys FILE")
+            raise InputError(where, shown, problem, "Make one by skippipe keygen FILE")
     if len(found) > MOST_SECRETS:
         problem = f"holds {len(found)} secrets, of which at most {MOST_SECRETS} are told apart"
         raise InputError(where, shown, problem, "Keep the one that is shown and one that is taken")

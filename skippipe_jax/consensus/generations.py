@@ -7,16 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from skippipe_jax.consensus.complaints import Complaints, aside, is_apart
 
-Ballot = tuple[int, int]
+MOST_NUMBERS = 1 << 14
+"""The longest list in a message: totals, the nodes of a stage, hosts."""
+
+# What a message may hold; `wire` refuses anything else.
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Numbers = Annotated[tuple[Number, ...], Meta(max_length=MOST_NUMBERS)]
+Text = Annotated[str, Meta(max_length=MOST_NUMBERS)]
+Sums = Annotated[tuple[float, ...], Meta(max_length=MOST_NUMBERS)]
+"""Totals of a step, which may be infinite or no numbers."""
+NumbersOfStages = Annotated[tuple[Numbers, ...], Meta(max_length=MOST_NUMBERS)]
+
+Ballot = tuple[Number, Annotated[int, Meta(ge=-1, lt=1 << 62)]]
 """How often a host has tried, and which host: greater ones win."""
 
 NO_BALLOT: Ballot = (0, -1)
 
-Copies = tuple[tuple[int, int], ...]
+Copies = Annotated[tuple[tuple[Number, Number], ...], Meta(max_length=MOST_NUMBERS)]
 """Of which stages a host has a copy, and after which step they were like that."""
 
 
@@ -31,10 +44,10 @@ class Remade:
         sources: the members that have that, in the order in which it is needed.
     """
 
-    stage: int
-    by: str
-    step: int
-    sources: tuple[int, ...]
+    stage: Number
+    by: Text
+    step: Number
+    sources: Numbers
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,8 @@ class Generation:
         fresh: members that hold no state, and take all they need from others.
         is_rewound: all members go back to the checkpoint of `step` instead: a stage was lost.
         is_last: the run ends: a stage was lost, and that is how it was asked for.
-        placement: what says which host holds which stages, as `Rules` know it.
+        placement: what says which host holds which stages, as `Rules` know it; the nodes of each
+            stage, where it comes from another host.
         cause: why the last generation ended, for a reader.
         start: tells this start of the run from others: a number of its first leader.
         lost: the stages whose state none of the members holds.
@@ -64,25 +78,25 @@ class Generation:
         saved: the last step whose checkpoint one of those that decided it knew to be whole.
     """
 
-    number: int
-    members: tuple[int, ...]
-    processes: tuple[int, ...]
-    leader: int
-    step: int
-    outcome: Any = None
-    fresh: tuple[int, ...] = ()
+    number: Number
+    members: Numbers
+    processes: Numbers
+    leader: Number
+    step: Number
+    outcome: Sums | None = None
+    fresh: Numbers = ()
     is_rewound: bool = False
     is_last: bool = False
     placement: Any = None
-    cause: str = ""
-    start: int = 0
-    holders: tuple[tuple[int, ...], ...] = ()
-    plan: str = ""
-    lost: tuple[int, ...] = field(default=(), kw_only=True)
+    cause: Text = ""
+    start: Number = 0
+    holders: NumbersOfStages = ()
+    plan: Text = ""
+    lost: Numbers = field(default=(), kw_only=True)
     remade: tuple[Remade, ...] = field(default=(), kw_only=True)
-    apart: tuple[int, ...] = field(default=(), kw_only=True)
-    left_out: tuple[int, ...] = field(default=(), kw_only=True)
-    saved: int = field(default=0, kw_only=True)
+    apart: Numbers = field(default=(), kw_only=True)
+    left_out: Numbers = field(default=(), kw_only=True)
+    saved: Number = field(default=0, kw_only=True)
 
     def has(self, host: int, process: int) -> bool:
         """Whether this process of a host is a member."""
@@ -102,11 +116,11 @@ class Standing:
         copies: those that it keeps of stages of others.
     """
 
-    applied: int
-    outcome: Any = None
+    applied: Number
+    outcome: Sums | None = None
     holds_next: bool = False
-    saved: int = 0
-    holds: tuple[int, ...] = ()
+    saved: Number = 0
+    holds: Numbers = ()
     copies: Copies = field(default=(), kw_only=True)
 
     @property
@@ -125,7 +139,7 @@ class Ask:
     Who promises a ballot answers no lesser one, and takes no further part in its generation.
     """
 
-    number: int
+    number: Number
     ballot: Ballot
     generation: Generation | None
 
@@ -134,7 +148,7 @@ class Ask:
 class Promise:
     """How far a host had come when it first promised, and what it has accepted since."""
 
-    number: int
+    number: Number
     ballot: Ballot
     standing: Standing
     accepted: tuple[Ballot, Generation] | None
@@ -144,7 +158,7 @@ class Promise:
 class Accepted:
     """The host has accepted what it was asked to under this ballot."""
 
-    number: int
+    number: Number
     ballot: Ballot
 
 
@@ -164,10 +178,10 @@ class Beat:
     does not reach the folder of the run, `lacks_text` that it has not the text that the run reads.
     """
 
-    number: int
-    process: int
+    number: Number
+    process: Number
     promised: Ballot
-    missed: tuple[int, ...] = ()
+    missed: Numbers = ()
     leaves: bool = False
     is_apart: bool = False
     lacks_text: bool = False
@@ -177,18 +191,18 @@ class Beat:
 class Contribution:
     """The totals of a host that holds the averaged gradients of a step; for the leader."""
 
-    number: int
-    step: int
-    totals: Any
+    number: Number
+    step: Number
+    totals: Sums
 
 
 @dataclass(frozen=True)
 class Counts:
     """A step counts, with this sum of the totals of all members."""
 
-    number: int
-    step: int
-    outcome: Any
+    number: Number
+    step: Number
+    outcome: Sums
 
 
 Message = Ask | Promise | Accepted | Decided | Beat | Contribution | Counts
@@ -326,7 +340,7 @@ Effect = Send | Apply | Enter | LeftOut | Writes
 
 Remakes = Callable[[Mapping[int, Collection[int]], Mapping[int, Copies], int], tuple[Remade, ...]]
 """(the stages whose states hosts hold, the copies that they keep, the step that counts last) ->
-what stages that nobody holds are made from, unless it raises `lost_stages.CannotBeRemade`."""
+what stages that nobody holds are made from, unless it raises `RebuildImpossible`."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from skippipe_jax.config.recovery import SKIP
 from skippipe_jax.consensus.apart import DATA_STAGE
 from skippipe_jax.consensus.generations import Generation, Remade, Rules
 from skippipe_jax.consensus.holders import Held, holders_of
-from skippipe_jax.consensus.lost_stages import CannotBeRemade
+from skippipe_jax.errors import RebuildImpossible
 
 
 def still_left_out(rules: Rules, last: Generation, members: Iterable[int]) -> tuple[int, ...]:
@@ -38,14 +38,14 @@ def without_lost(rules: Rules, last: Generation, following: Generation, held: He
     """The following generation, which does without stages that nobody holds, or reads them again.
 
     Raises:
-        CannotBeRemade: where one of them cannot be left out.
+        RebuildImpossible: where one of them cannot be left out.
     """
     lost, placement = following.lost, following.placement
     if DATA_STAGE in lost:
         why = f"; stage {DATA_STAGE} cannot be left out: it alone has embedding and head"
-        raise CannotBeRemade(why)
+        raise RebuildImpossible(why)
     if not following.saved:
-        raise CannotBeRemade(f"; nothing is saved yet, so stage {lost[0]} could never come back")
+        raise RebuildImpossible(f"; nothing is saved yet, so stage {lost[0]} could never come back")
     members = frozenset(following.members)
     if rules.placed_without is not None and not all(
         rules.serves(placement, host) for host in members
@@ -53,7 +53,7 @@ def without_lost(rules: Rules, last: Generation, following: Generation, held: He
         # Some have come beside those of the start; they serve stages that others hold.
         placement = rules.placed_without(placement, members, following.apart, lost)
         if placement is None:
-            raise CannotBeRemade("; too few hosts are left to serve the other stages")
+            raise RebuildImpossible("; too few hosts are left to serve the other stages")
     served = _served(rules, placement, members)
     made = tuple(
         Remade(stage, SKIP, following.saved, (_reader(rules, following, stage),))

@@ -15,10 +15,7 @@ from dataclasses import replace
 
 from skippipe_jax.consensus.generations import Generation, Promise, Rules
 from skippipe_jax.consensus.holders import Held, holders_of
-
-
-class CannotBeRemade(Exception):
-    """Why a stage cannot be made again, so that all go back; a reader is told."""
+from skippipe_jax.errors import RebuildImpossible
 
 
 def lost(rules: Rules, last: Generation, held: Held) -> tuple[int, ...]:
@@ -36,16 +33,15 @@ def remade(
     """The following generation, in which stages that nobody holds are made anew.
 
     Raises:
-        CannotBeRemade: where they cannot be, or need not, because to go back costs nothing.
+        RebuildImpossible: where they cannot be, or need not, because to go back costs nothing.
     """
-    if rules.remakes is None:
-        raise CannotBeRemade
+    assert rules.remakes is not None, "the policy is to rebuild"
     members = frozenset(following.members)
     placement = rules.placed(following.placement, members, following.apart)
     if placement is None or not rules.covers(placement, members):
-        raise CannotBeRemade("; too few hosts are left to serve all stages")
+        raise RebuildImpossible("; too few hosts are left to serve all stages")
     if following.step == max(own.standing.saved for own in promises.values()):
-        raise CannotBeRemade(f"; step {following.step} is saved, so nothing is lost")
+        raise RebuildImpossible(f"; step {following.step} is saved, so nothing is lost")
     copies = {host: own.standing.copies for host, own in promises.items()}
     made = rules.remakes(held, copies, following.step)
     holders = holders_of(rules, placement, held)

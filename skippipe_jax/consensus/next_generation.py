@@ -12,7 +12,7 @@ from skippipe_jax.consensus.generations import Generation, Promise, State
 from skippipe_jax.consensus.holders import chosen, covering, held_after, holders_of, read_by
 from skippipe_jax.consensus.leaving import going
 from skippipe_jax.consensus.left_out import still_left_out, without_lost
-from skippipe_jax.consensus.lost_stages import CannotBeRemade
+from skippipe_jax.errors import RebuildImpossible
 
 
 def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation:
@@ -79,8 +79,9 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
         try:
             if rules.placed_without is not None:
                 return without_lost(rules, last, following, held)
-            return lost_stages.remade(rules, following, held, promises)
-        except CannotBeRemade as error:
+            if rules.remakes is not None:
+                return lost_stages.remade(rules, following, held, promises)
+        except RebuildImpossible as error:
             following = replace(following, cause=f"{following.cause}{error}")
     leader = leader_of(members, going_on, apart)
     following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)

@@ -171,7 +171,7 @@ def read_index(path: str, field: str) -> TokenIndex:
     """
     folder = Path(path)
     if not (folder / INDEX).is_file():
-        problem = f"there is no {INDEX}, so it was not written (whole) by skippipe_jax.tokenize"
+        problem = f"there is no {INDEX}, so it was not written (whole) by skippipe tokenize"
         raise InputError(field, path, problem, "Name a local folder of tokens, or write it anew")
     content = fields.load_json(folder / INDEX, field)
     try:

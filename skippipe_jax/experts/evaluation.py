@@ -18,7 +18,7 @@ from skippipe_jax.experts.members import Arm, Member
 from skippipe_jax.experts.tasks import Place, Scored
 from skippipe_jax.inference.scores import require_same_text
 from skippipe_jax.models.flops import iteration_flops
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.run_dir import RunDir
 
 CACHED = "posterior, cached prior"
 WAYS: dict[str, Mapping[str, str]] = {
@@ -97,8 +97,8 @@ def _each_once(members: Iterable[Member]) -> list[Member]:
 
 def _own_flops(place: Place, member: Member) -> float:
     folder = place.run_dir(member)
-    config = run_folder.saved_config(folder, "folder")
-    schedule, data = run_folder.saved_schedule(folder), config.data
+    config = RunDir(folder).config("folder")
+    schedule, data = RunDir(folder).schedule(), config.data
     taken = Counter(map(schedule.name, range(member.steps)))
     return float(
         sum(

@@ -10,9 +10,8 @@ from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.division.dividing import divide
-from skippipe_sched.division.lanes import Lane, Training
+from skippipe_sched.division.lanes import Division, Lane, Training
 from skippipe_sched.division.parts import Whole
-from skippipe_sched.division.result import Division
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.search.budget import Search
@@ -24,7 +23,7 @@ from skippipe_jax.experts.tasks import Place
 from skippipe_jax.models.flops import flops_per_token
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.models.planned_case import candidates_of
-from skippipe_jax.storage.whole_file import write_whole
+from skippipe_jax.storage.files import atomic_write
 
 DIVISION = "division"
 """The folder of divisions, of their plans and pictures."""
@@ -148,9 +147,9 @@ def _keep(place: Place, arm: Arm, division: Division) -> None:
         for training, plan in zip(part.lane.trainings, part.plans, strict=True):
             written = plan.to_json()
             name = f"{digest_of(written)}.json"
-            write_whole(kept.parent / name, json.dumps(written))
+            atomic_write(kept.parent / name, json.dumps(written))
             names[training.name] = str(Path(place.config.folder, kept.parent.name, name))
-    write_whole(kept, json.dumps({"plans": names, **division.to_json()}, indent=1))
+    atomic_write(kept, json.dumps({"plans": names, **division.to_json()}, indent=1))
 
 
 def _kept_plans(place: Place, arm: Arm) -> dict[str, str]:

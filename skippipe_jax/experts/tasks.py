@@ -18,9 +18,9 @@ from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import PROBE, Member, mixture_entry
 from skippipe_jax.inference.scores import Scores
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import latest_step
-from skippipe_jax.storage.whole_file import write_whole
+from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.files import atomic_write
+from skippipe_jax.storage.run_dir import RunDir
 
 SPECIFICATION, DONE = "asked.json", "done.json"
 
@@ -109,8 +109,8 @@ class Scored:
         path = self.folder / SPECIFICATION
         runs = [str(self.place.run_dir(own)) for own in self.members]
         asked = {"digest": self.digest, "runs": runs, **self.asked}
-        write_whole(path, json.dumps(asked))
-        return ["skippipe_jax.experts.scoring", str(path)]
+        atomic_write(path, json.dumps(asked))
+        return ["skippipe_jax", "score", str(path)]
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class Training:
 
     def found(self) -> str:
         """Its last loss."""
-        last = run_folder.read_metrics(self.place.run_dir(self.member))[-1]
-        loss = "none" if last["loss"] is None else f"{last['loss']:.4f}"
-        return f"loss {loss} after {last['step']} iterations"
+        last = RunDir(self.place.run_dir(self.member)).metrics()[-1]
+        loss = "none" if last.loss is None else f"{last.loss:.4f}"
+        return f"loss {loss} after {last.step} iterations"
 
     def _is_trained(self) -> bool:
         return latest_step(self.place.run_dir(self.member)) == self.member.steps
@@ -173,10 +173,10 @@ class Training:
         if origin is not None:
             tree["init_from"] = origin
         path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-        resume = ["--resume"] if run_folder.is_run(run) else []
+        resume = ["--resume"] if RunDir(run).is_run else []
         given = ["--config", str(path), *resume]
         if self.member.hosts > 1:
-            return ["skippipe_jax.launch", *given, "--hosts", str(self.member.hosts)]
+            return ["skippipe_jax", "launch", *given, "--hosts", str(self.member.hosts)]
         return ["skippipe_jax.train", *given]
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
 
+from skippipe_jax.errors import CorruptCheckpoint
 from skippipe_jax.experts.members import Member
 from skippipe_jax.experts.tasks import Averaging, Place, Scored, Training
 from skippipe_jax.models.planned_case import is_of_case
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import DamagedCheckpoint, open_checkpoint, saved_steps
-from skippipe_jax.storage.reader import read_data_state
+from skippipe_jax.storage.checkpoint import committed_steps, open_checkpoint
+from skippipe_jax.storage.loading import load_data_state
+from skippipe_jax.storage.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ def _has_changed(place: Place, member: Member, texts: Texts) -> bool:
     if fingerprint not in (None, texts.training[member.domains]):
         return True
     config = member.config()
-    if not run_folder.is_run(run) or config.plan.measure:
+    if not RunDir(run).is_run or config.plan.measure:
         return False
-    plan = run_folder.saved_plan(run)
+    plan = RunDir(run).plan()
     if config.plan.file is not None:
         return load_plan(Path(config.plan.file)).to_json() != plan.to_json()
     return not is_of_case(config, place.configs, plan.case)
@@ -83,10 +84,10 @@ def _has_changed(place: Place, member: Member, texts: Texts) -> bool:
 
 def _fingerprint(run: Path) -> str | None:
     """That of the text that a run has read; None where no checkpoint tells it."""
-    for step in reversed(saved_steps(run)):
+    for step in reversed(committed_steps(run)):
         try:
-            return read_data_state(open_checkpoint(run, step))["fingerprint"]
-        except DamagedCheckpoint:
+            return load_data_state(open_checkpoint(run, step))["fingerprint"]
+        except CorruptCheckpoint:
             continue  # As the run does that goes on.
     return None
 

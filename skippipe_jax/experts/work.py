@@ -30,9 +30,9 @@ from skippipe_jax.experts.unchanged import Texts, require_unchanged
 from skippipe_jax.inference.scores import text_of
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.estimate import what_is_planned
-from skippipe_jax.storage.hold import Hold
-from skippipe_jax.storage.whole_file import write_whole
-from skippipe_jax.training.first_weights import find_weights
+from skippipe_jax.storage.files import atomic_write
+from skippipe_jax.storage.run_lock import RunLock
+from skippipe_jax.training.initial_weights import open_initial_weights
 
 RESULTS, PICTURE, DIFFICULTY = "results.json", "results.svg", "difficulty.json"
 PREPARED = "prepared.json"
@@ -48,8 +48,8 @@ def train(place: Place) -> dict[str, Any]:
         InputError: if the configuration, the text or a model cannot be used, before anything
             trains; or if a run fails.
     """
-    with Hold(place.folder, "folder") as hold:
-        hold.take()
+    with RunLock(place.folder, "folder") as lock:
+        lock.acquire()
         prepare(place)
         texts = require_usable(place)
         probes = probings(place) if place.config.is_probed else []
@@ -69,8 +69,8 @@ def train(place: Place) -> dict[str, Any]:
 
 def probe(place: Place) -> dict[str, float]:
     """Train the probed seed, and the probes from it; returns how hard each domain is."""
-    with Hold(place.folder, "folder") as hold:
-        hold.take()
+    with RunLock(place.folder, "folder") as lock:
+        lock.acquire()
         prepare(place)
         require_unchanged(place, probings(place), require_usable(place))
         return probed(place)
@@ -109,7 +109,7 @@ def prepare(place: Place) -> None:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         remedy = f"It says: {said}. Run python -m {module} {text} to see more"
         raise InputError("prepare", module, f"ended with code {done.returncode}", remedy)
-    write_whole(written, json.dumps({"by": module}))
+    atomic_write(written, json.dumps({"by": module}))
 
 
 def require_usable(place: Place) -> Texts:
@@ -136,7 +136,7 @@ def require_usable(place: Place) -> Texts:
         tokenizer = load_tokenizer(name)
         tokenizers.setdefault(tokenizer.digest, f"{member.size} ({name})")
         check_vocabulary(told.model.vocabulary_size, tokenizer)
-        find_weights(told, anew=True)
+        open_initial_weights(told, anew=True)
         if not told.plan.measure and not (config.nodes and member.kind == EXPERT):
             case, _ = what_is_planned(told, place.configs)
             told.model.layers_of_stages(len(case.stages))
@@ -170,7 +170,7 @@ def probed(place: Place) -> dict[str, float]:
     """How hard each domain is, measured where it has not been."""
     _run(place, probings(place))
     found = difficulty.measured(place)
-    write_whole(place.folder / DIFFICULTY, json.dumps(found, indent=1) + "\n")
+    atomic_write(place.folder / DIFFICULTY, json.dumps(found, indent=1) + "\n")
     return found
 
 
@@ -223,9 +223,9 @@ def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None)
         "evaluation": asdict(place.config.evaluation),
         "arms": evaluation.results_of(place, arms),
     }
-    write_whole(place.folder / RESULTS, json.dumps(found, indent=1) + "\n")
+    atomic_write(place.folder / RESULTS, json.dumps(found, indent=1) + "\n")
     drawn = picture(place.config.inside, place.config.outside, found["arms"])
-    write_whole(place.folder / PICTURE, drawn)
+    atomic_write(place.folder / PICTURE, drawn)
     return found
 
 

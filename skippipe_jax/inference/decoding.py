@@ -85,7 +85,7 @@ def length_for(prompt: Sequence[int], count: int, context: int) -> int:
     if len(prompt) + count > context:
         room = context - len(prompt)
         raise InputError(
-            "--tokens",
+            "--max-new-tokens",
             count,
             f"the model's context is {context} tokens, and the prompt has {len(prompt)}",
             f"Ask for {room} or fewer" if room > 0 else "Shorten the prompt",

@@ -19,7 +19,6 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.ensemble import mixing, posterior, priors
-from skippipe_jax.ensemble.mixtures import ARITHMETIC, AVERAGES
 from skippipe_jax.inference.decoding import continued
 from skippipe_jax.inference.mixed_tokens import generate_mixed, mixed_scores
 from skippipe_jax.inference.staged_model import StagedModel
@@ -34,7 +33,6 @@ class Ensemble:
         given_prior: logarithms of how likely each is where a document begins, which need not be
             normalised; None for all alike.
         mix: by what they are weighed, one of `posterior.WEIGHTS`.
-        average: how what they say is mixed, one of `mixtures.AVERAGES`.
         names: what each is called; by default "expert 0" and so on.
 
     Raises `InputError` if there is none, their tokenizers differ, or the prior is not of so many.
@@ -45,14 +43,12 @@ class Ensemble:
     experts: Sequence[StagedModel]
     given_prior: Float[np.ndarray, " expert"] | None = None
     mix: str = posterior.POSTERIOR
-    average: str = ARITHMETIC
     names: Sequence[str] = ()
 
     def __post_init__(self):
         """Check that they can be mixed."""
         fields.sequence(self.experts, "experts")
         fields.text(self.mix, "--mix", posterior.WEIGHTS)
-        fields.text(self.average, "--average", AVERAGES)
         if not self.names:
             names = [f"expert {number}" for number in range(len(self.experts))]
             object.__setattr__(self, "names", names)
@@ -92,16 +88,7 @@ class Ensemble:
         """
         log_p = np.stack([expert.log_probabilities(batch) for expert in self.experts])
         log_w = self._log_weights(log_p, batch)
-        if self.average == ARITHMETIC:
-            return mixing.weighed(log_p, log_w)
-        return self.weighed(batch, log_w)
-
-    def weighed(
-        self, batch: Batch, log_w: Float[np.ndarray, "expert sequence position"]
-    ) -> Float[np.ndarray, "sequence position"]:
-        """The same where log weights are known, from whole distributions."""
-        streams = [expert.run(expert.along, batch) for expert in self.experts]
-        return self._mixed(streams, batch["targets"], log_w)[0]
+        return mixing.weighed(log_p, log_w)
 
     def likelihoods(
         self, batch: Batch
@@ -133,23 +120,25 @@ class Ensemble:
         return generate_mixed(self, prompt, count, how, end)
 
     @overload
-    def generate(self, prompt: str, tokens: int = ..., how: Sampling = ...) -> str: ...
+    def generate(self, prompt: str, max_new_tokens: int = ..., sampling: Sampling = ...) -> str: ...
 
     @overload
     def generate(
-        self, prompt: Sequence[int], tokens: int = ..., how: Sampling = ...
+        self, prompt: Sequence[int], max_new_tokens: int = ..., sampling: Sampling = ...
     ) -> list[int]: ...
 
     def generate(
         self,
         prompt: str | Sequence[int],
-        tokens: int = 100,
-        how: Sampling = Sampling(),  # noqa: B008 (it is frozen)
+        max_new_tokens: int = 100,
+        sampling: Sampling = Sampling(),  # noqa: B008 (it is frozen)
     ) -> str | list[int]:
-        """A text that goes on from a prompt, or tokens from tokens, as `StagedModel.generate`."""
+        """Go on from a text by a text, or from tokens by tokens, as `StagedModel.generate`."""
         end = self.tokenizer.end
         return continued(
-            self.tokenizer, prompt, lambda given: self.tokens_after(given, tokens, how, end)
+            self.tokenizer,
+            prompt,
+            lambda given: self.tokens_after(given, max_new_tokens, sampling, end),
         )
 
     def _log_weights(
@@ -167,7 +156,6 @@ class Ensemble:
         return jax.device_get(
             mixed_scores(
                 tuple(expert.structures[0] for expert in self.experts),
-                self.average,
                 [expert.parameters[0] for expert in self.experts],
                 streams,
                 jnp.asarray(targets),

@@ -13,9 +13,7 @@ from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
-from skippipe_jax.data.batches import NOT_COUNTED, Batch
 from skippipe_jax.ensemble import mixing, priors
-from skippipe_jax.ensemble.mixtures import ARITHMETIC
 from skippipe_jax.inference.by_domain import DomainLoss, DomainLosses, domain_loss
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.scores import Scores, require_same_text, score
@@ -39,7 +37,6 @@ class EnsembleEvaluation:
     steps: Sequence[int | None]
     ensemble: DomainLosses
     mix: str
-    average: str
     prior: str
     weights: Mapping[str, Float[np.ndarray, " expert"]]
 
@@ -51,7 +48,6 @@ class EnsembleEvaluation:
         own = zip(self.experts.items(), self.steps, strict=True)
         result: dict[str, Any] = {
             "mix": self.mix,
-            "average": self.average,
             "kind_of_prior": self.prior,
             "experts": [{"run": name, "step": step} | of.to_json() for (name, of), step in own],
             "ensemble": self.ensemble.to_json(),
@@ -70,7 +66,7 @@ class EnsembleEvaluation:
         ]
         lines.append(
             f"held-out loss in nats per token of each alone, and mixed by {self.mix} "
-            f"({self.average} mean, {self.prior} prior)"
+            f"({self.prior} prior)"
         )
         numbers = map(str, range(1, len(losses)))
         shown = "prior" if self.weights else ""
@@ -112,14 +108,13 @@ def evaluate_ensemble(
         each = _scores(ensemble, data, domain, FOR_SCORES, sequences)
         for name, own in each.items():
             alone[name][domain] = domain_loss(own)
-        mixed = _mixed(ensemble, [*each.values()], log_prior, data)
+        mixed = _mixed(ensemble, [*each.values()], log_prior)
         together[domain] = domain_loss(mixed)
     return EnsembleEvaluation(
         {name: DomainLosses(FOR_SCORES, own) for name, own in alone.items()},
         steps,
         DomainLosses(FOR_SCORES, together),
         ensemble.mix,
-        ensemble.average,
         prior,
         weights,
     )
@@ -148,32 +143,9 @@ def _log_prior(
     return mixing.cached_log_prior(log_p, found[0].resets)
 
 
-def _mixed(
-    ensemble: Ensemble, each: Sequence[Scores], log_prior: np.ndarray | None, data: DataConfig
-) -> Scores:
+def _mixed(ensemble: Ensemble, each: Sequence[Scores], log_prior: np.ndarray | None) -> Scores:
     """The scores of the ensemble, from those of its experts."""
     first, log_p = each[0], np.stack([own.log_probabilities for own in each])
     prior = priors.DECAY if log_prior is None else priors.CACHED
     log_w = mixing.weights(log_p, first.resets, prior=prior, how=ensemble.mix, log_prior=log_prior)
-    if ensemble.average == ARITHMETIC:
-        return replace(first, log_probabilities=mixing.weighed(log_p, log_w))
-    again = _Weighed(ensemble, log_w)
-    return score(again, data, first.domain, first.part, first.resets.shape[0])
-
-
-class _Weighed:
-    """An ensemble whose weights are known of every row that `score` will come to, in order.
-
-    A mean that is normalised over the vocabulary needs whole distributions, so models run again.
-    """
-
-    def __init__(self, ensemble: Ensemble, log_w: Float[np.ndarray, "expert row position"]):
-        self._ensemble, self._log_w = ensemble, log_w
-        self.tokenizer, self.context = ensemble.tokenizer, ensemble.context
-
-    def log_probabilities(self, batch: Batch) -> Float[np.ndarray, "row position"]:
-        experts, left, _ = self._log_w.shape
-        rows = np.flatnonzero((batch["targets"] != NOT_COUNTED).any(axis=1))[:left]
-        log_w = np.full((experts, *batch["targets"].shape), -math.log(experts))
-        log_w[:, rows], self._log_w = np.split(self._log_w, [len(rows)], axis=1)
-        return self._ensemble.weighed(batch, log_w)
+    return replace(first, log_probabilities=mixing.weighed(log_p, log_w))

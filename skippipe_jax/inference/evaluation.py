@@ -243,7 +243,7 @@ def _losses_along(
 
 
 def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
-    """The perplexity of each subset that --keep asked for, by the number of its stages."""
+    """The perplexity of each subset that --keep-fraction asked for, by the number of its stages."""
     perplexities: dict[int, dict[Order, float]] = {}
     for answer in found.answers:
         if answer.question.share is not None:

@@ -1,19 +1,13 @@
-"""A model, or some of its stages, as lm-evaluation-harness asks for it.
-
-Importing this module registers it there under the name ``skippipe``.
-"""
+"""A model, or some of its stages, as lm-evaluation-harness asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
@@ -23,10 +17,6 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED
 from skippipe_jax.inference.decoding import padded_length, text_pieces
 from skippipe_jax.inference.language_model import LanguageModel
-from skippipe_jax.inference.partial import chosen_order
-from skippipe_jax.inference.scaling import Scale, parse_scale, scaling_of
-from skippipe_jax.inference.staged_model import read_model
-from skippipe_jax.models.branch_scales import BranchScales
 
 # What the harness itself takes where a task does not say how much is generated.
 DEFAULT_NEW_TOKENS = 256
@@ -42,51 +32,11 @@ class HarnessModel(LM):
     not fit into the context is left out at the beginning.
     """
 
-    model: LanguageModel
-    scales: BranchScales | None = None
-
-    def __init__(
-        self,
-        run: str | Path | None = None,
-        hf: str | Path | None = None,
-        *,
-        step: int | None = None,
-        cut: int | None = None,
-        overrides: Sequence[str] = (),
-        stages: str | int | None = None,
-        keep: float | None = None,
-        scale: Scale | None = None,
-        seed: int = 0,
-        batch_size: int | str = 8,
-        model: LanguageModel | None = None,
-    ):
-        """Read the model of a run, or of a folder from Hugging Face, or take one that has been.
-
-        `stages` names the stages that run ("0 2 1"; all by default), or `keep` is their share,
-        drawn by the seed. `scale` is what `parse_scale` takes; the scales are then in `scales`.
-        `batch_size` sequences run at once.
-
-        Raises:
-            InputError: if there is no such model, it has no such stages, or cannot be scaled so.
-        """
+    def __init__(self, model: LanguageModel, batch_size: int = 8):
+        """Take a model, or several together, that reads `batch_size` sequences at once."""
         super().__init__()
-        self.batch_size = fields.integer(int(batch_size), "--batch-size", 1)
-        if model is not None:
-            self.model, self.tokenizer = model, model.tokenizer
-            return
-        scale = None if scale is None else parse_scale(scale)
-        run, hf = (None if folder is None else Path(folder) for folder in (run, hf))
-        staged, config, step = read_model(run, hf, step, cut, overrides)
-        # The harness's own arguments are separated by commas.
-        named = None if stages is None else str(stages).replace(" ", ",")
-        self.order = chosen_order(named, keep, staged.stages, seed)
-        if scale is not None:
-            scaling = scaling_of(scale, staged, config.data, run, step)
-            self.scales = scaling.scales(len(self.order))
-            staged = staged.scaled(self.scales)
-        self.cut = staged.cut
-        self.model = replace(staged, order=self.order)
-        self.tokenizer = self.model.tokenizer
+        self.batch_size = fields.integer(batch_size, "--batch-size", 1)
+        self.model, self.tokenizer = model, model.tokenizer
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood in nats of each continuation, and whether it is the likeliest one."""
@@ -185,7 +135,3 @@ class HarnessModel(LM):
             if ends:
                 return text[: min(ends)]
         return text
-
-
-# Not as a decorator, which would hide the class from type checkers.
-register_model("skippipe")(HarnessModel)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED
-from skippipe_jax.ensemble.mixtures import AVERAGES
+from skippipe_jax.ensemble.mixtures import arithmetic
 from skippipe_jax.ensemble.posterior import WEIGHTS, final_log_weights, normalised
 from skippipe_jax.inference.decoding import (
     Cache,
@@ -56,7 +56,7 @@ def generate_mixed(
     def next_of(tokens: Array, start: int, last: int) -> Array:
         nonlocal caches, log_w
         tokens, caches, log_w = _next_token(
-            (structures, ensemble.mix, ensemble.average),
+            (structures, ensemble.mix),
             parameters,
             caches,
             (log_prior, log_w),
@@ -73,7 +73,7 @@ def generate_mixed(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _next_token(
-    static: tuple[tuple[tuple[Any, ...], ...], str, str],
+    static: tuple[tuple[tuple[Any, ...], ...], str],
     parameters: Sequence[Sequence[Any]],
     caches: Sequence[Sequence[Cache]],
     prior_and_posterior: tuple[LogW, LogW],
@@ -88,7 +88,7 @@ def _next_token(
     `places` are `start` and `last`, as in `decoding.advance`, and the begin mark, at which the
     posterior is the prior.
     """
-    structures, mix, average = static
+    structures, mix = static
     (log_prior, log_w), (start, last, begin) = prior_and_posterior, places
     is_given = jnp.arange(tokens.shape[1]) < last
     targets = jnp.where(is_given, jnp.roll(tokens, -1, axis=1), NOT_COUNTED)
@@ -103,16 +103,15 @@ def _next_token(
     begins = (tokens == begin) & (jnp.arange(tokens.shape[1]) <= last)
     log_w = final_log_weights(-jnp.stack(nats), log_w, begins)
     each = _distributions(logits)
-    mixed = AVERAGES[average](each, WEIGHTS[mix](log_w, log_prior))
+    mixed = arithmetic(each, WEIGHTS[mix](log_w, log_prior)[..., None])
     drawn = sample(mixed, jax.random.fold_in(key, start + last), temperature, top_p)
     said = jnp.take_along_axis(each, drawn[None, :, None], axis=-1)[..., 0]
     return drawn[:, None], filled, normalised(log_w + said)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def mixed_scores(
     structures: tuple[Any, ...],
-    average: str,
     parameters: Sequence[Any],
     streams: Sequence[Float[Array, "sequence position _"]],
     targets: Int[Array, "sequence position"],
@@ -131,7 +130,7 @@ def mixed_scores(
         logits = [
             stage.logits(x[None, None])[0, 0] for stage, x in zip(stages, streams, strict=True)
         ]
-        mixed = AVERAGES[average](_distributions(logits), log_w)
+        mixed = arithmetic(_distributions(logits), log_w[..., None])
         said = jnp.where(target >= 0, mixed[jnp.maximum(target, 0)], 0.0)
         return said, (jnp.argmax(mixed) == target) | (target < 0)
 

@@ -59,7 +59,9 @@ def kept(stages: int, share: float, limit: int, seed: int) -> Question:
         InputError: for a share that is not above 0 and at most 1.
     """
     if not 0 < share <= 1:
-        raise InputError("--keep", share, "is no share of the stages", "Write one such as 0.75")
+        raise InputError(
+            "--keep-fraction", share, "is no share of the stages", "Write one such as 0.75"
+        )
     inner = range(1, stages)
     count = max(math.floor(share * stages + 0.5), 1) - 1
     possible = math.comb(len(inner), count)
@@ -131,14 +133,16 @@ def chosen_order(named: str | None, share: float | None, stages: int, seed: int)
         InputError: if these are not different stages of the model, the data stage first.
     """
     if named is not None and share is not None:
-        raise InputError("--keep", share, "--stages is given too", "Leave out one of the two")
+        raise InputError(
+            "--keep-fraction", share, "--stage-order is given too", "Leave out one of the two"
+        )
     if named is None:
         return full(stages) if share is None else kept(stages, share, 1, seed).ways[0].stages
     try:
         order = tuple(map(int, named.split(",")))
     except ValueError as error:
-        raise InputError("--stages", named, "is no list of stages", "Write 0,1,3") from error
-    return order_of(order, stages, "--stages", named)
+        raise InputError("--stage-order", named, "is no list of stages", "Write 0,1,3") from error
+    return order_of(order, stages, "--stage-order", named)
 
 
 def order_of(order: Sequence[int], stages: int, field: str, value: Any) -> Order:

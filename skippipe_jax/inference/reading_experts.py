@@ -13,10 +13,9 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.ensemble import posterior, priors
-from skippipe_jax.ensemble.mixtures import ARITHMETIC
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.staged_model import read_model, require_same_held_out
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.run_dir import RunDir
 
 GIVEN = "file"
 """The prior that a file says, beside `priors.PRIORS`."""
@@ -28,7 +27,6 @@ def read_ensemble(
     cut: int | None,
     overrides: Sequence[str],
     mix: str | None,
-    average: str | None,
     prior: str,
     allowed: Collection[str],
 ) -> tuple[Ensemble, DataConfig, list[int | None], str]:
@@ -50,12 +48,11 @@ def read_ensemble(
     read += [read_model(None, folder, None, cut, overrides) for folder in folders]
     data = read[0][1].data
     for run in runs[1:]:
-        require_same_held_out(data, run_folder.saved_config(run, "--run").data)
+        require_same_held_out(data, RunDir(run).config("--run").data)
     ensemble = Ensemble(
         [model for model, _, _ in read],
         log_prior,
         mix or posterior.POSTERIOR,
-        average or ARITHMETIC,
         [str(path) for path in named],
     )
     return ensemble, data, [step for _, _, step in read], kind

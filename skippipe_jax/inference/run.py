@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.inference.scaling import Scale, Scaling, scaling_of
 from skippipe_jax.inference.staged_model import StagedModel, read_run
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.kept_tokenizer import with_tokenizer_of_run
-from skippipe_jax.storage.layout import saved_steps
+from skippipe_jax.reporting.line_chart import Chart
+from skippipe_jax.reporting.metrics import load_metrics
+from skippipe_jax.reporting.page import curves
+from skippipe_jax.storage.checkpoint import committed_steps
+from skippipe_jax.storage.run_dir import RunDir
 
 
 class Run:
@@ -28,27 +32,48 @@ class Run:
             InputError: if it holds no run.
         """
         self.folder = Path(folder).absolute()
-        run_folder.saved_config(self.folder, "folder")
+        RunDir(self.folder).config("folder")
+
+    def __repr__(self) -> str:
+        """Tell where it is, how far, and by which checkpoints it can be read."""
+        last = RunDir(self.folder).last_step()
+        return f"Run({str(self.folder)!r}, step={last}, checkpoints={self.steps})"
+
+    def _repr_svg_(self) -> str | None:
+        """Draw the loss, for notebooks."""
+        return self.plot().svg if RunDir(self.folder).last_step() else None
+
+    def plot(self, figure: str = "loss") -> Chart:
+        """Draw a figure over the steps: `loss`, `validation_loss` or `seconds`.
+
+        Raises:
+            InputError: if the run has no such figure yet.
+        """
+        charts = curves(load_metrics(self.folder)) if RunDir(self.folder).last_step() else {}
+        if figure not in charts:
+            remedy = f"Choose one of {[*charts]}" if charts else "Wait for the first step"
+            raise InputError("figure", figure, "the run has no such figure", remedy)
+        return Chart(charts[figure])
 
     @property
     def config(self) -> Config:
         """The configuration in full."""
-        return run_folder.saved_config(self.folder, "folder")
+        return RunDir(self.folder).config("folder")
 
     @property
     def plan(self) -> Plan:
         """The run's own plan; a recipe may have others beside it."""
-        return run_folder.saved_plan(self.folder)
+        return RunDir(self.folder).plan()
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """A line for each iteration so far; docs/metrics.md tells what is in them."""
-        return run_folder.read_metrics(self.folder)
+        return msgspec.to_builtins(RunDir(self.folder).metrics())
 
     @property
     def steps(self) -> list[int]:
         """The steps whose checkpoints are there, in order."""
-        return saved_steps(self.folder)
+        return committed_steps(self.folder)
 
     def model(
         self, step: int | None = None, *, scale: Scale | None = None, kept: int | None = None
@@ -74,8 +99,8 @@ class Run:
         model, config, step = read_run(self.folder, step)
         return scaling_of(scale, model, config.data, self.folder, step)
 
-    def held_out(self, sequences: int) -> Iterator[Batch]:
-        """At most so many sequences of the text that is never trained on, in batches of the run."""
-        data = with_tokenizer_of_run(self.config.data, self.folder)
+    def held_out_batches(self, sequences: int) -> Iterator[Batch]:
+        """Read at most so many sequences of the held-out text, in batches of the run."""
+        data = RunDir(self.folder).with_tokenizer(self.config.data)
         size = data.microbatch_size
         return held_out_batches(data, size, -(-sequences // size))

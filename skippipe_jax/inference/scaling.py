@@ -29,12 +29,14 @@ from skippipe_jax.config.model import StageCut
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.inference.staged_model import StagedModel, read_run
 from skippipe_jax.models.branch_scales import BranchScales, folded
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.newest_whole import newest_whole
+from skippipe_jax.storage.restore import latest_intact
+from skippipe_jax.storage.run_dir import PLAN, RunDir
 
 SHARE, FIT = "share", "fit"
 Scale = str | float
 """`SHARE`, `FIT`, or what every branch of the inner stages is multiplied by."""
+
+LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 # So many batches of so many tokens, or of a microbatch if that has more, teach a few numbers.
 FIT_BATCHES, FIT_TOKENS = 40, 1024
@@ -50,7 +52,10 @@ def parse_scale(given: Scale) -> Scale:
     if given in (SHARE, FIT):
         return given
     try:
-        return fields.number(given, "--scale", 0.0, above=True)
+        scale = fields.number(given, "--scale", 0.0, above=True)
+        if scale > LARGEST_SCALE:
+            raise InputError("--scale", scale, f"must be at most {LARGEST_SCALE:g}", "")
+        return scale
     except InputError as error:
         remedy = f"Write {SHARE}, {FIT}, or a number above 0 such as 0.7"
         raise InputError("--scale", given, error.problem, remedy) from error
@@ -128,8 +133,8 @@ def scales_of_run(
     if scale == FIT:
         model, config, step = read_run(run, step)
         return scaling_of(scale, model, config.data, run, step).scales(), model.cut, step
-    checkpoint = newest_whole(run, step)
-    cut = StageCut(checkpoint.stage_layers)
+    checkpoint = latest_intact(run, step)
+    cut = StageCut(checkpoint.record.stage_layers)
     shares = _shares_for(scale, len(cut), run, checkpoint.step)
     return _given(scale, shares, cut, len(cut)), cut, checkpoint.step
 
@@ -139,9 +144,9 @@ def visited_shares(run: Path, step: int, stages: int) -> tuple[float, ...] | Non
 
     None where these are of another number of stages, or there are none, as after a conversion.
     """
-    if not (run / run_folder.PLAN).exists():
+    if not (run / PLAN).exists():
         return None
-    shares = run_folder.saved_schedule(run).visited_shares(max(step, 1)).tolist()
+    shares = RunDir(run).schedule().visited_shares(max(step, 1)).tolist()
     return tuple(shares) if len(shares) == stages else None
 
 

@@ -28,7 +28,7 @@ from skippipe_jax.data.batches import (
 )
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.inference.language_model import Scorer
-from skippipe_jax.storage.whole_file import write_whole
+from skippipe_jax.storage.files import atomic_write
 
 _ARRAYS = ("log_probabilities", "counted", "resets")
 _WORDS = ("text", "tokenizer", "domain", "part")
@@ -70,7 +70,7 @@ class Scores:
         """Write a file that is there whole or not at all."""
         content = io.BytesIO()
         np.savez(content, **{name: getattr(self, name) for name in (*_ARRAYS, *_WORDS)})
-        write_whole(path, content.getvalue())
+        atomic_write(path, content.getvalue())
 
     @classmethod
     def load(cls, path: Path) -> Scores:

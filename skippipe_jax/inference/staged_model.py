@@ -41,10 +41,9 @@ from skippipe_jax.interop import huggingface
 from skippipe_jax.models.branch_scales import BranchScales
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import create_stage, stage_shapes
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.kept_tokenizer import with_tokenizer_of_run
-from skippipe_jax.storage.newest_whole import newest_whole
-from skippipe_jax.storage.reader import read_stage
+from skippipe_jax.storage.loading import load_stage
+from skippipe_jax.storage.restore import latest_intact
+from skippipe_jax.storage.run_dir import RunDir
 
 Tokens = Sequence[int] | Sequence[Sequence[int]] | Int[np.ndarray, "*sequence position"]
 """A sequence of tokens, or several of one length."""
@@ -65,6 +64,11 @@ class StagedModel:
     parameters: Sequence[Any]
     tokenizer_name: str = BYTES
     order: Order | None = None
+
+    def __repr__(self) -> str:
+        """Tell its shapes, and how it is cut."""
+        model, layers = self.config, tuple(self.cut)
+        return f"Model(width={model.width}, layers={model.layers}, stages={layers})"
 
     @property
     def stages(self) -> int:
@@ -158,28 +162,32 @@ class StagedModel:
 
     @overload
     def generate(
-        self, prompt: str, tokens: int = ..., order: Sequence[int] | None = ..., how: Sampling = ...
+        self,
+        prompt: str,
+        max_new_tokens: int = ...,
+        order: Sequence[int] | None = ...,
+        sampling: Sampling = ...,
     ) -> str: ...
 
     @overload
     def generate(
         self,
         prompt: Sequence[int],
-        tokens: int = ...,
+        max_new_tokens: int = ...,
         order: Sequence[int] | None = ...,
-        how: Sampling = ...,
+        sampling: Sampling = ...,
     ) -> list[int]: ...
 
     def generate(
         self,
         prompt: str | Sequence[int],
-        tokens: int = 100,
+        max_new_tokens: int = 100,
         order: Sequence[int] | None = None,
-        how: Sampling = Sampling(),  # noqa: B008 (it is frozen)
+        sampling: Sampling = Sampling(),  # noqa: B008 (it is frozen)
     ) -> str | list[int]:
-        """A text that goes on from a prompt, or tokens that go on from tokens: at most so many.
+        """Go on from a text by a text, or from tokens by tokens: at most `max_new_tokens`.
 
-        They are drawn as `how` says, by all stages or those of `order`, until the end mark.
+        They are drawn as `sampling` says, by all stages or those of `order`, until the end mark.
 
         Raises:
             InputError: if prompt and tokens are longer than the model's context.
@@ -188,7 +196,7 @@ class StagedModel:
         return continued(
             self.tokenizer,
             prompt,
-            lambda given: generate_tokens(self, chosen, given, tokens, how, end),
+            lambda given: generate_tokens(self, chosen, given, max_new_tokens, sampling, end),
         )
 
     def tokens_after(
@@ -310,7 +318,7 @@ def read_model(
     """
     if run is not None:
         if cut is not None:
-            raise InputError("--cut", cut, "a run is cut by its plan", "Leave it out")
+            raise InputError("--num-stages", cut, "a run is cut by its plan", "Leave it out")
         return read_run(run, step, overrides)
     if hf is None:
         raise InputError("--run", None, "no model is named", "Name the folder of a run")
@@ -331,9 +339,9 @@ def _read_huggingface(
     require_no_window(folder, config.model.context)
     if cut is None:
         cut = next(n for n in range(MOST_STAGES, 0, -1) if config.model.layers % n == 0)
-    layers = config.model.layers_of_stages(fields.integer(cut, "--cut", 1))
+    layers = config.model.layers_of_stages(fields.integer(cut, "--num-stages", 1))
     parameters = [
-        jax.device_put(weights.read_stage(shapes, sum(layers[:stage])))
+        jax.device_put(weights.load_stage(shapes, sum(layers[:stage])))
         for stage, shapes in enumerate(stage_shapes(config.model, cut))
     ]
     model = StagedModel(config.model, parameters, tokenizer_name=tokenizer_of(config.data))
@@ -351,18 +359,18 @@ def read_run(
         InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
             overrides hold out text that the run has trained on.
     """
-    config = run_folder.saved_config(folder, "--run", overrides)
-    require_same_held_out(config.data, run_folder.saved_config(folder, "--run").data)
-    checkpoint = newest_whole(folder, step)
+    config = RunDir(folder).config("--run", overrides)
+    require_same_held_out(config.data, RunDir(folder).config("--run").data)
+    checkpoint = latest_intact(folder, step)
     # The run may have cut its model otherwise since.
-    cut = checkpoint.stage_layers
+    cut = checkpoint.record.stage_layers
     config = replace(
         config,
         model=replace(config.model, stage_layers=cut),
-        data=with_tokenizer_of_run(config.data, folder),
+        data=RunDir(folder).with_tokenizer(config.data),
     )
     parameters = [
-        read_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
+        load_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
         for stage, shapes in enumerate(stage_shapes(config.model, len(cut)))
     ]
     model = StagedModel(config.model, parameters, tokenizer_name=tokenizer_of(config.data))

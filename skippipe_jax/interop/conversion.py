@@ -13,17 +13,18 @@ from tqdm import tqdm
 from skippipe_jax.config import Config, DataConfig, ModelConfig, to_yaml
 from skippipe_jax.config.huggingface import require_no_window
 from skippipe_jax.config.model import LAYERS_OF_STAGE, StageCut
+from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
 from skippipe_jax.interop import huggingface
 from skippipe_jax.models.branch_scales import BranchScales
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.new_folder import new_folder
-from skippipe_jax.storage.newest_whole import newest_whole
-from skippipe_jax.storage.reader import read_stage
-from skippipe_jax.storage.writer import write_checkpoint
+from skippipe_jax.storage.checkpointer import write_initial_checkpoint
+from skippipe_jax.storage.files import new_directory
+from skippipe_jax.storage.loading import load_stage
+from skippipe_jax.storage.restore import latest_intact
+from skippipe_jax.storage.run_dir import RunDir
 
 
 def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Config:
@@ -37,24 +38,24 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
     require_no_window(source, model.context)
     if stages is None:
         stages = max(1, model.layers // LAYERS_OF_STAGE)
-    model = _cut(model, fields.integer(stages, "--cut", 1, model.layers))
+    model = _cut(model, fields.integer(stages, "--num-stages", 1, model.layers))
     length = min(DataConfig.sequence_length, model.context)
     config = Config(run_dir=str(run), model=model, data=DataConfig(sequence_length=length))
     layers, shapes = model.layers_of_stages(stages), stage_shapes(model, stages)
 
     with (
-        new_folder(run, "--output") as folder,
+        new_directory(run, "--output") as folder,
         tqdm(total=stages, unit="stage", disable=None, leave=False) as bar,
     ):
 
         def state_of(stage: int) -> dict[str, Parameters]:
             bar.update(stage - bar.n)
-            parameters = weights.read_stage(shapes[stage], sum(layers[:stage]))
+            parameters = weights.load_stage(shapes[stage], sum(layers[:stage]))
             return {"parameters": jax.device_put(parameters)}
 
-        weights.copy_companions(folder / TOKENIZER_FOLDER)
-        write_checkpoint(folder, 0, layers, state_of)
-        (folder / run_folder.CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        weights.copy_tokenizer(folder / TOKENIZER_FOLDER)
+        write_initial_checkpoint(folder, 0, layers, state_of)
+        (folder / CONFIG).write_text(to_yaml(config), encoding="utf-8")
     return config
 
 
@@ -72,9 +73,9 @@ def to_huggingface(
     Raises:
         InputError: if the checkpoint cannot be read, or `target` is not new.
     """
-    model = run_folder.saved_config(run, "RUN").model
-    checkpoint = newest_whole(run, step)
-    cut = StageCut(checkpoint.stage_layers)
+    model = RunDir(run).config("RUN").model
+    checkpoint = latest_intact(run, step)
+    cut = StageCut(checkpoint.record.stage_layers)
     # The run may have cut its model otherwise since.
     model = replace(model, stage_layers=cut)
     shapes = stage_shapes(model, len(cut))
@@ -82,10 +83,10 @@ def to_huggingface(
     companions = run / TOKENIZER_FOLDER
 
     def parameters_of(stage: int) -> Parameters:
-        parameters = read_stage(checkpoint, cut, stage, {"parameters": shapes[stage]})["parameters"]
+        parameters = load_stage(checkpoint, cut, stage, {"parameters": shapes[stage]})["parameters"]
         return parameters if scales is None else scales.folded(parameters, cut, stage)
 
-    with new_folder(target, "--output") as folder:
+    with new_directory(target, "--output") as folder:
         huggingface.write_weights(folder, model, len(cut), parameters_of, dtype)
         description = huggingface.config_json(model, dtype, companions)
         text = json.dumps(description, indent=2) + "\n"
@@ -98,7 +99,7 @@ def to_huggingface(
 
 
 def _cut(model: ModelConfig, stages: int) -> ModelConfig:
-    """The model cut into `stages` stages of equal layers, or of one more in the first of them."""
+    """Cut the model into `stages` stages of equal layers, or of one more in the first ones."""
     each, more = divmod(model.layers, stages)
     if not more:
         return model
@@ -106,5 +107,5 @@ def _cut(model: ModelConfig, stages: int) -> ModelConfig:
 
 
 def parameters_in_all(model: ModelConfig) -> int:
-    """How many parameters a model has, however it is cut."""
+    """Count the parameters of a model."""
     return parameter_count(stage_shapes(replace(model, stage_layers=None), 1))

@@ -94,13 +94,13 @@ class Tensor:
     row: int | None
 
     def view(self, leaves: Mapping[str, Num[np.ndarray, "*_"]]) -> Num[np.ndarray, "*_"]:
-        """The part of a stage's parameters, by path, that is this tensor, in their layout."""
+        """Return the view of a stage's parameters, by path, that is this tensor."""
         array = leaves[self.leaf] if self.row is None else leaves[self.leaf][self.row]
         return array.T if self.leaf.endswith("/kernel") else array
 
 
 def tensors_of_stage(parameters: Any, first_layer: int) -> list[Tensor]:
-    """The tensors that make up a stage, from its parameters or their shapes."""
+    """List the tensors that make up a stage, from its parameters or their shapes."""
     tensors = []
     for leaf, array in _by_path(parameters).items():
         stacked = leaf.startswith("blocks/")
@@ -123,7 +123,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, Any]:
-    """What config.json holds of `model`, whose weights are of `dtype`.
+    """Make the content of config.json for `model`, whose weights are of `dtype`.
 
     It is written in the older form, which every version of transformers reads. `companions` is the
     folder with what came along with the run's weights.
@@ -154,7 +154,7 @@ def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, A
 
 
 def _marks(companions: Path) -> dict[str, Any]:
-    """Which tokens begin and end a text and pad it, as far as that is known."""
+    """Return which tokens begin and end a text and pad it, as far as that is known."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     path = companions / CONFIG
     if path.exists():
@@ -189,13 +189,13 @@ class Weights:
     model: ModelConfig
     files: Mapping[str, Path]
 
-    def require_shapes_of(self, model: ModelConfig) -> None:
+    def require_shapes(self, model: ModelConfig) -> None:
         """Refuse a model of other shapes, or of sequences in which a window would show."""
         require_shapes(self.folder / CONFIG, self.model, vars(model))
         require_no_window(self.folder, model.context)
 
-    def read_stage(self, parameters: Any, first_layer: int) -> Parameters:
-        """A stage's parameters in NumPy arrays, of the shapes and dtypes that `parameters` have.
+    def load_stage(self, parameters: Any, first_layer: int) -> Parameters:
+        """Read a stage into NumPy arrays of the shapes and dtypes that `parameters` have.
 
         Raises:
             InputError: if a file cannot be read any more.
@@ -209,11 +209,11 @@ class Weights:
                 self._require_tied(array)
         return jax.tree.unflatten(jax.tree.structure(parameters), leaves.values())
 
-    def has_tokenizer_of(self, data: DataConfig) -> bool:
-        """Whether its tokenizer is that of the data, or may stand beside bytes."""
+    def matches_tokenizer(self, data: DataConfig) -> bool:
+        """Return whether its tokenizer is that of the data, or may stand beside bytes."""
         return tokenizer_of(data) in (BYTES, str(self.folder))
 
-    def copy_companions(self, target: Path) -> None:
+    def copy_tokenizer(self, target: Path) -> None:
         """Copy config.json and what belongs to the tokenizer into the folder `target`."""
         copy_companions(self.folder, target, (CONFIG, *COMPANIONS))
 
@@ -286,7 +286,7 @@ def open_weights(folder: Path, field: str = CONFIG) -> Weights:
 
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor: the only file there is, or as the index says."""
+    """Find the file of each tensor: the only one, or as the index says."""
     if (folder / WEIGHTS).exists():
         with _opened(folder / WEIGHTS) as file:
             return dict.fromkeys(file.keys(), folder / WEIGHTS)
@@ -311,7 +311,7 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, whose tensors are read one by one."""
+    """Open a safetensors file, whose tensors are read one by one."""
     safetensors = _safetensors()
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -342,13 +342,13 @@ def write_weights(
     folder: Path,
     model: ModelConfig,
     stages: int,
-    read_stage: Callable[[int], Parameters],
+    load_stage: Callable[[int], Parameters],
     dtype: str,
 ) -> None:
     """Write the weights of all stages into `folder`, in files of `SHARD_BYTES` at most.
 
     A file holds tensors of one stage only; a tensor that is larger has a file of its own. One
-    stage, as `read_stage` gives it, is held at a time.
+    stage, as `load_stage` gives it, is held at a time.
     """
     safetensors = _safetensors()
     width = np.dtype(dtype).itemsize
@@ -370,7 +370,7 @@ def write_weights(
             file_of_tensor.update(dict.fromkeys(arrays, file))
 
     for stage in tqdm(range(stages), unit="stage", disable=None, leave=False):
-        write(read_stage(stage), shards[stage], 1 + sum(map(len, shards[:stage])))
+        write(load_stage(stage), shards[stage], 1 + sum(map(len, shards[:stage])))
     if count > 1:
         total = sum(_bytes(tensor, width) for own in shards for shard in own for tensor in shard)
         index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
@@ -378,7 +378,7 @@ def write_weights(
 
 
 def _shards(tensors: Sequence[Tensor], width: int) -> list[list[Tensor]]:
-    """Tensors of numbers of `width` bytes in their order, in groups of `SHARD_BYTES` at most."""
+    """Group tensors of numbers of `width` bytes, in order, by `SHARD_BYTES` at most."""
     shards: list[list[Tensor]] = []
     size = SHARD_BYTES
     for tensor in tensors:

@@ -44,7 +44,7 @@ def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
             "plan.measure",
             True,
             "which nodes there are is known only when they are measured",
-            "Measure them first (python -m skippipe_jax.profile -o case.yaml), and give "
+            "Measure them first (skippipe measure -o case.yaml), and give "
             "--set plan='{case: case.yaml}'",
         )
     if config.plan.file is not None:

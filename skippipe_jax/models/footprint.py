@@ -7,14 +7,17 @@ any of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE
 from skippipe_sched.problem.averaging import SCALE_BYTES as BYTES_OF_A_SCALE
 from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan, microbatch_chain
+from skippipe_sched.timing.averaging import best_ring
 
-from skippipe_jax.config import Config, DataConfig, ModelConfig
+from skippipe_jax.config import AveragingConfig, Config, DataConfig, ModelConfig
 from skippipe_jax.models.block_footprint import (
     DTYPE_BYTES,
     TOKEN_BYTES,
@@ -339,6 +342,32 @@ def bytes_passed(config: Config, layers: int, replicas: int, *, is_data_stage: b
     width = DTYPE_BYTES[config.network.averaging_dtype or "float32"]
     size = width * stage_parameters(config.model, layers, is_data_stage=is_data_stage)
     return 2 * (replicas - 1) * size / replicas
+
+
+def bytes_per_link(config: Config, plan: Plan, step: int) -> dict[tuple[int, int], int]:
+    """Bytes that go from node to node until a step counts: activations, gradients, averaging.
+
+    Nodes count as if each had its own device. A stage with n replicas averages round the planner's
+    ring, each node sending 2(n-1)/n of the gradients to the next; or n - 1 messages about each
+    fragment, of which the mean of a cycle counts.
+    """
+    if config.averaging.is_outer and config.averaging.is_exact(step):
+        config = replace(config, averaging=AveragingConfig())
+    size = hop_bytes(config)
+    sent: Counter[tuple[int, int]] = Counter()
+    for microbatch, path in enumerate(plan.microbatches):
+        for before, after in pairwise(microbatch_chain(microbatch, path)):
+            if before.node != after.node:
+                is_gradient = after.kind == "B"
+                sent[before.node, after.node] += size.gradient if is_gradient else size.activation
+    layers = config.model.layers_of_stages(len(plan.stages))
+    for stage in range(len(plan.stages)):
+        ring = best_ring(plan.case, stage, plan.stages[stage])
+        passed = int(bytes_passed(config, layers[stage], len(ring), is_data_stage=stage == 0))
+        for position, node in enumerate(ring):
+            if passed:
+                sent[ring[position - 1], node] += passed
+    return dict(sent)
 
 
 def unpacked_bytes(config: Config) -> int:

@@ -50,15 +50,8 @@ from skippipe_jax.program.compiler import hosts_of_nodes
 
 SIZES_OF_HOPS = ("activation_bytes", "gradient_bytes")
 NOT_MEASURED = (
-    "locations",
-    "stages",
-    "stage_count",
-    "path_length",
-    "skip_ratio",
-    "microbatches",
-    "microbatches_per_data_node",
-    "rules",
-    "memory",
+    *("locations", "stages", "stage_count", "path_length", "skip_ratio"),
+    *("microbatches", "microbatches_per_data_node", "rules", "memory"),
 )
 DEFAULT_SKIP_RATIO = [0.0, 0.34]
 MICROBATCHES_PER_NODE = 2
@@ -103,7 +96,7 @@ class Profile:
         in_full.write_text(json.dumps(self.measured, indent=1) + "\n", encoding="utf-8")
         names = dict.fromkeys(report["name"] for report in self.measured["hosts"])
         head = [
-            f"Measured by python -m skippipe_jax.profile at {self.measured['at']}, "
+            f"Measured by skippipe measure at {self.measured['at']}, "
             f"{len(self.measured['hosts'])} hosts on {', '.join(names)}.",
             f"All figures in full: {in_full.name}",
             f"Model: {json.dumps(self.measured['model'])}",
@@ -115,18 +108,23 @@ class Profile:
         path.write_text("".join(f"# {line}\n" for line in head) + text, encoding="utf-8")
 
     def summary(self) -> str:
-        """What one wants to know first, as lines of text."""
+        """Summarize times, memory, bytes, and the slowest and fastest links, in lines of text."""
         forward_s = [node["forward_s"] for node in self.case["nodes"]]
         memory = [node["memory"] for node in self.case["nodes"] if "memory" in node]
         in_flight = f"{min(memory)} to {max(memory)}" if memory else AUTO
         sizes = [node[MEMORY_BYTES] for node in self.case["nodes"]]
+        hops = [
+            f"{size.removesuffix('_bytes')} {self.case[size] / 1e6:.3f} MB"
+            for size in SIZES_OF_HOPS
+            if size in self.case
+        ]
+        stages = ", ".join(f"{size / 1e6:.3f}" for size in self.case["stage_bytes"])
         lines = [
             f"forward {min(forward_s):.4g} to {max(forward_s):.4g} s, backward "
             f"{self.case['backward_ratio']:.2f} times and loss {self.case['loss_ratio']:.2f} times "
             f"as long; {in_flight} microbatches in flight in {size_text(min(sizes))} to "
             f"{size_text(max(sizes))}",
-            f"{_hops(self.case)}, stages "
-            f"{', '.join(f'{size / 1e6:.3f}' for size in self.case['stage_bytes'])} MB",
+            f"{', '.join(hops)}, stages {stages} MB",
         ]
         links = sorted(self.case["links"], key=lambda row: row[3])
         width = max((len(f"{source} -> {target}") for source, target, _, _ in links), default=0)
@@ -140,17 +138,8 @@ class Profile:
         return "\n".join([*lines, *(f"warning: {sentence}" for sentence in self.warnings)])
 
 
-def _hops(case: dict[str, Any]) -> str:
-    said = (
-        f"{size.removesuffix('_bytes')} {case[size] / 1e6:.3f} MB"
-        for size in SIZES_OF_HOPS
-        if size in case
-    )
-    return ", ".join(said)
-
-
 def profile_of(config: Config, host_of: Sequence[int], reports: Sequence[HostReport]) -> Profile:
-    """What the planner takes, and all figures in full."""
+    """Make the case for the planner, and keep all figures in full."""
     case = case_of(config, host_of, reports)
     with_any_memory, *_ = candidates(case | {"memory": 1})
     measured = {
@@ -166,7 +155,7 @@ def profile_of(config: Config, host_of: Sequence[int], reports: Sequence[HostRep
 
 
 def check_template(config: Config, hosts: int) -> tuple[int, ...]:
-    """Which host serves which node, once `plan.case` is known to lead to a case.
+    """Check that `plan.case` leads to a case; return the host of each node.
 
     Raises:
         InputError: it does not, or hosts and nodes do not fit.
@@ -194,7 +183,7 @@ def check_template(config: Config, hosts: int) -> tuple[int, ...]:
 def case_of(
     config: Config, host_of: Sequence[int], reports: Sequence[HostReport]
 ) -> dict[str, Any]:
-    """The case that the reports of all hosts and the template of the configuration make."""
+    """Make the case from the reports of all hosts and the template of the configuration."""
     template = _template(config)
     most = _most_in_flight(template)
     template.pop("memory", None)
@@ -202,7 +191,7 @@ def case_of(
         del template["averaging"]
     names = _names(template.pop("locations", None), len(reports))
     costs = _costs(reports, host_of)
-    measured = _of_nodes(host_of, [report.memory_bytes for report in reports])
+    measured = _by_node(host_of, [report.memory_bytes for report in reports])
     # What is free of a machine's memory changes with every moment.
     sizes = [int(float(f"{size:.3g}")) for size in measured]
     links = [link for report in reports for link in report.links if link.source != link.target]
@@ -210,7 +199,7 @@ def case_of(
     stages = len(costs.stage_cost)
     case: dict[str, Any] = {
         "nodes": [
-            {"location": names[host], "forward_s": _short(forward_s), MEMORY_BYTES: size}
+            {"location": names[host], "forward_s": _rounded(forward_s), MEMORY_BYTES: size}
             for host, forward_s, size in zip(host_of, costs.forward_s, sizes, strict=True)
         ],
         "locations": names,
@@ -220,12 +209,12 @@ def case_of(
         **sizes_of_hops(config),
         "stage_bytes": averaged_bytes(config, stages),
         **config.averaging.of_case,
-        "forward_s": _short(statistics.median(costs.forward_s)),
-        "stage_cost": [_short(cost) for cost in costs.stage_cost],
-        "backward_ratio": _short(costs.backward_ratio),
-        "loss_ratio": _short(costs.loss_ratio),
+        "forward_s": _rounded(statistics.median(costs.forward_s)),
+        "stage_cost": [_rounded(cost) for cost in costs.stage_cost],
+        "backward_ratio": _rounded(costs.backward_ratio),
+        "loss_ratio": _rounded(costs.loss_ratio),
         "memory": AUTO,
-        "hop_overhead_s": _short(max(0.0, statistics.median(overheads_s or [0.0]))),
+        "hop_overhead_s": _rounded(max(0.0, statistics.median(overheads_s or [0.0]))),
         "contention": "link",
         **template,
     }
@@ -237,18 +226,13 @@ def case_of(
         case["microbatches"] = MICROBATCHES_PER_NODE * len(host_of)
     copies_s = [report.copy_s for report in reports if report.copy_s is not None]
     if copies_s:
-        latency_s = max(latency_s for latency_s, _ in copies_s)
-        beyond_s = max(LEAST_COPY_S, *(whole_s - latency_s for latency_s, whole_s in copies_s))
-        case["same_location"] = {
-            "latency_ms": _short(1e3 * latency_s),
-            "bandwidth_GiB_per_s": _short(case["activation_bytes"] / beyond_s / GIBIBYTE),
-        }
+        case["same_location"] = _same_location(copies_s, case["activation_bytes"])
     case["links"] = [
         [
             names[link.source],
             names[link.target],
-            _short(1e3 * link.latency_s),
-            _short(link.bandwidth / GIBIBYTE),
+            _rounded(1e3 * link.latency_s),
+            _rounded(link.bandwidth / GIBIBYTE),
         ]
         for link in sorted(links, key=lambda link: (link.source, link.target))
     ]
@@ -259,16 +243,26 @@ def case_of(
     return case
 
 
+def _same_location(copies_s: Sequence[tuple[float, float]], size: int) -> dict[str, float]:
+    """Fit a link to the slowest copies within a host, of a byte and of `size` bytes [s]."""
+    latency_s = max(latency_s for latency_s, _ in copies_s)
+    beyond_s = max(LEAST_COPY_S, *(whole_s - latency_s for latency_s, whole_s in copies_s))
+    return {
+        "latency_ms": _rounded(1e3 * latency_s),
+        "bandwidth_GiB_per_s": _rounded(size / beyond_s / GIBIBYTE),
+    }
+
+
 def _most_in_flight(template: Mapping[str, Any]) -> Any:
-    """What `plan.case` says of memory: `auto`, or a number, which may be greater than any other."""
+    """Return what `plan.case` says of memory: `auto`, or a number; the greatest one by default."""
     given = template.get("memory", MOST_MICROBATCHES)
     return AUTO if given == AUTO else fields.integer(given, "plan.case.memory", 1)
 
 
 def _fitting(config: Config, case: Mapping[str, Any]) -> list[int]:
-    """By node, the microbatches that it holds whichever candidate the case becomes.
+    """Return how many microbatches each node holds, whichever candidate the case becomes.
 
-    It is one where none fits: what has taken minutes to measure is not thrown away for that.
+    One where none fits: what has taken minutes to measure is not thrown away for that.
     """
     nodes = range(len(case["nodes"]))
     found = [
@@ -278,7 +272,7 @@ def _fitting(config: Config, case: Mapping[str, Any]) -> list[int]:
 
 
 def _reason(config: Config) -> str:
-    """Why so many microbatches may be in flight, in words."""
+    """Explain why so many microbatches may be in flight."""
     given = _template(config).get("memory")
     if given == AUTO:
         return f"{AUTO} stands for as many microbatches in flight as {MEMORY_BYTES} holds"
@@ -290,7 +284,7 @@ def _reason(config: Config) -> str:
 
 
 def _template(config: Config) -> dict[str, Any]:
-    """What the configuration says of the case, if that is no more than what is not measured."""
+    """Return what the configuration says of the case; refuse what is measured."""
     given = config.plan.file or config.plan.case or {}
     if isinstance(given, str):
         raise InputError(
@@ -306,7 +300,7 @@ def _template(config: Config) -> dict[str, Any]:
 
 
 def stage_count(config: Config, nodes: int) -> int:
-    """How many stages the model is cut into: as given, or as many as have enough replicas."""
+    """Return how many stages there are: as given, or as many as have enough replicas."""
     template = _template(config)
     stages = template.get("stages", AUTO)
     if stages != AUTO:
@@ -320,13 +314,12 @@ def stage_count(config: Config, nodes: int) -> int:
 
 
 def _names(given: Any, hosts: int) -> list[str]:
-    """A name of its own for each host."""
+    """Make a unique name for each host."""
     if given is None:
         return [f"host {host}" for host in range(hosts)]
     names: dict[str, None] = {}
-    for name, _ in zip(
-        itertools.cycle(fields.sequence(given, "plan.case.locations")), range(hosts), strict=False
-    ):
+    given = fields.sequence(given, "plan.case.locations")
+    for name in itertools.islice(itertools.cycle(given), hosts):
         fields.text(name, "plan.case.locations")
         others = (f"{name} {number}" for number in itertools.count(2))
         names[next(n for n in itertools.chain([name], others) if n not in names)] = None
@@ -335,16 +328,16 @@ def _names(given: Any, hosts: int) -> list[str]:
 
 def _costs(reports: Sequence[HostReport], host_of: Sequence[int]) -> Costs:
     timings = {of: stages for report in reports for of, stages in report.timings.items()}
-    processors = _of_nodes(host_of, [report.processors for report in reports])
+    processors = _by_node(host_of, [report.processors for report in reports])
     return fit_costs([timings[of] for of in processors])
 
 
-def _of_nodes(host_of: Sequence[int], of_hosts: Sequence[Sequence[Value]]) -> list[Value]:
-    """By node, what hosts say of each of their nodes in order."""
+def _by_node(host_of: Sequence[int], of_hosts: Sequence[Sequence[Value]]) -> list[Value]:
+    """Return by node what hosts say of their nodes, each in order."""
     unused = [iter(values) for values in of_hosts]
     return [next(unused[host]) for host in host_of]
 
 
-def _short(value: float) -> float:
-    """With as many digits as a measurement deserves."""
+def _rounded(value: float) -> float:
+    """Round to six digits."""
     return float(f"{value:.6g}")

@@ -6,9 +6,11 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from skippipe_jax.cluster.agreement import Host, gather, hear, tell
 from skippipe_jax.config import Config
@@ -20,14 +22,9 @@ from skippipe_jax.profiling.case import (
     profile_of,
     stage_count,
 )
-from skippipe_jax.profiling.links import MeasuredLink, MeasuredTransfer, measure_copy, measure_links
-from skippipe_jax.profiling.stages import (
-    StageTimings,
-    Timing,
-    free_bytes,
-    measure_stage,
-    shapes_of_stages,
-)
+from skippipe_jax.profiling.devices import available_bytes
+from skippipe_jax.profiling.links import measure_copy, measure_links
+from skippipe_jax.profiling.stages import StageTimings, measure_stage, shapes_of_stages
 from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.topology import spreads_of_nodes
 from skippipe_jax.runtime.transport import HostLink
@@ -38,8 +35,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a host is: the same `machine` for all its hosts, and the processor of each node."""
+class HostHardware:
+    """The machine of a host, which its other hosts name alike, and the processor of each node."""
 
     machine: str
     processors: Sequence[str]
@@ -58,23 +55,24 @@ def measure(
 
     Raises:
         InputError: before anything is measured, if the template leads to no case.
-        DeadlinePassed: another host has not answered within `network.deadline_s`.
+        PeerTimeout: another host has not answered within `network.deadline_s`.
     """
     host_of = check_template(config, host.count)
     own = spreads_of_nodes(config.node, host_of.count(host.index), host.index)
     devices = [here.devices[0] for here in own]
     size, deadline_s = hop_bytes(config).activation, config.network.deadline_s
-    place = _place_of(host.index, own)
-    told = gather(host, "measure/place", lambda: asdict(place), deadline_s)
-    places = [Place(**place) for place in told.values()]
+    hardware = _hardware_of(host.index, own)
+    told = gather(host, "measure/place", lambda: msgspec.to_builtins(hardware), deadline_s)
+    of_hosts = msgspec.convert([*told.values()], list[HostHardware])
 
-    machine = places[host.index].machine
-    nodes_here = sum(len(place.processors) for place in places if place.machine == machine)
-    places_of = Counter(device for here in own for device in here.devices)
+    nodes_here = sum(
+        len(other.processors) for other in of_hosts if other.machine == hardware.machine
+    )
+    nodes_of = Counter(device for here in own for device in here.devices)
     # Of each device of a node: a CPU's are all of one machine.
     on_machine = nodes_here * max(len(here.devices) for here in own)
     memory_bytes = [
-        min(free_bytes(device, places_of[device], on_machine) for device in here.devices)
+        min(available_bytes(device, nodes_of[device], on_machine) for device in here.devices)
         for here in own
     ]
     measured_links = measure_links(host.index, links, devices[0], size, deadline_s, say)
@@ -84,33 +82,34 @@ def measure(
     _hear(host, "links", range(host.count), deadline_s)
     say("all links are measured; compiling the stages")
 
-    timings = _time_stages(config, own, places, host)
     report = HostReport(
         name=socket.gethostname(),
         links=measured_links,
         copy_s=copy_s,
         memory_bytes=memory_bytes,
-        processors=places[host.index].processors,
-        timings=timings,
+        processors=hardware.processors,
+        timings=_time_stages(config, own, of_hosts, host),
     )
-    tell(host, "measure/report", lambda: asdict(report))
+    tell(host, "measure/report", lambda: msgspec.to_builtins(report))
     if host.index != 0:
         return None
-    reports = list(map(_report_from, _hear(host, "report", range(host.count), deadline_s)))
+    heard = _hear(host, "report", range(host.count), deadline_s)
+    reports = msgspec.convert(heard, list[HostReport])
     say("all stages are timed")
     return profile_of(config, host_of, reports)
 
 
 def _hear(host: Host, what: str, others: Iterable[int], deadline_s: float) -> list[Any]:
-    """What others tell of what they have done in turn: each has the whole deadline for itself."""
+    """Return what others tell after one another; the deadline counts for each alone."""
     return [hear(host, f"measure/{what}", [other], deadline_s)[other] for other in others]
 
 
-def _place_of(host: int, nodes: Sequence[Spread]) -> Place:
-    """Where this host is. Its nodes have the same processor if they have the same devices.
+def _hardware_of(host: int, nodes: Sequence[Spread]) -> HostHardware:
+    """Find out the hardware of this host.
 
-    On a CPU, hosts with the same cores of one machine have the same processor too. Containers,
-    which may not have the same share of it, differ in their names.
+    Its nodes have the same processor if they have the same devices. On a CPU, hosts
+    with the same cores of one machine have the same processor too. Containers, which may not have
+    the same share of it, differ in their names.
     """
     name = socket.gethostname()
     machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else name
@@ -124,30 +123,31 @@ def _place_of(host: int, nodes: Sequence[Spread]) -> Place:
         numbers = "+".join(f"{device.id}" for device in here.devices)
         return f"{numbers} of host {host}, {machine}"
 
-    return Place(machine, [processor(here) for here in nodes])
+    return HostHardware(machine, [processor(here) for here in nodes])
 
 
 def _time_stages(
-    config: Config, nodes: Sequence[Spread], places: Sequence[Place], host: Host
+    config: Config, nodes: Sequence[Spread], of_hosts: Sequence[HostHardware], host: Host
 ) -> dict[str, list[StageTimings]]:
-    """The timings of all stages on each processor that is this host's to time.
+    """Time all stages on each processor that is this host's to time.
 
     The first host that has a processor times it. Everyone compiles at the same time, and then the
     hosts of one machine take turns, since they would disturb each other's figures.
     """
-    own, place = host.index, places[host.index]
-    first_host = {p: h for h in reversed(range(len(places))) for p in places[h].processors}
+    own, hardware = host.index, of_hosts[host.index]
+    first_host = {p: h for h in reversed(range(len(of_hosts))) for p in of_hosts[h].processors}
     mine = {
         processor: here
-        for processor, here in zip(place.processors, nodes, strict=True)
+        for processor, here in zip(hardware.processors, nodes, strict=True)
         if first_host[processor] == own
     }
-    shapes = shapes_of_stages(config, stage_count(config, sum(len(p.processors) for p in places)))
+    in_all = sum(len(other.processors) for other in of_hosts)
+    shapes = shapes_of_stages(config, stage_count(config, in_all))
     for here in mine.values():
         for shape in set(shapes):
             measure_stage(config, shape, here, 0.0)
     tell(host, "measure/stages", lambda: "compiled")
-    neighbours = [h for h, other in enumerate(places) if other.machine == place.machine]
+    neighbours = [h for h, other in enumerate(of_hosts) if other.machine == hardware.machine]
     deadline_s = config.network.deadline_s
     _hear(host, "stages", neighbours, deadline_s)
     _hear(host, "report", [other for other in neighbours if other < own], deadline_s)
@@ -158,15 +158,3 @@ def _time_stages(
         of_shape = {shape: measure_stage(config, shape, here, budget_s) for shape in set(shapes)}
         timings[processor] = [of_shape[shape] for shape in shapes]
     return timings
-
-
-def _report_from(told: dict[str, Any]) -> HostReport:
-    links = [
-        MeasuredLink(**link | {"transfers": [MeasuredTransfer(**t) for t in link["transfers"]]})
-        for link in told["links"]
-    ]
-    timings = {
-        processor: [{name: Timing(**t) for name, t in stage.items()} for stage in stages]
-        for processor, stages in told["timings"].items()
-    }
-    return HostReport(**told | {"links": links, "timings": timings})

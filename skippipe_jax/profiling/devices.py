@@ -1,12 +1,16 @@
-"""What is known of a device: the operations it can do in a second, the memory it has used."""
+"""Peak operations per second of devices, and the memory that is free and was used."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
+
+MEMORY_OF_MACHINE = Path("/proc/meminfo")
 
 # Floating-point operations per second of dense matrix products in bfloat16, by the name that JAX
 # gives to a device, from the makers' data sheets. TPU v2 and v3 are two devices to a chip.
@@ -41,19 +45,32 @@ PEAK_FLOPS_PER_SECOND = {
 
 
 def peak_flops_per_second(device_kinds: Iterable[str]) -> float | None:
-    """What devices of these kinds can do together; None if that of one of them is not known."""
+    """Sum the peaks of devices of these kinds; None if that of one of them is not known."""
     peaks = [PEAK_FLOPS_PER_SECOND.get(kind) for kind in device_kinds]
     known = [peak for peak in peaks if peak is not None]
     return sum(known) if len(known) == len(peaks) else None
 
 
+def available_bytes(device: jax.Device, nodes_on_device: int, nodes_on_machine: int) -> float:
+    """Return what a node may fill: its part of the memory of its device, or machine."""
+    stats = device.memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return (stats["bytes_limit"] - stats["bytes_in_use"]) / nodes_on_device
+    if MEMORY_OF_MACHINE.exists():
+        lines = dict(line.split(":") for line in MEMORY_OF_MACHINE.read_text().splitlines())
+        available = 1024.0 * int(lines["MemAvailable"].removesuffix("kB"))
+    else:
+        available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return available / nodes_on_machine
+
+
 def peak_memory_bytes(device: jax.Device) -> int | None:
-    """The most memory that was in use so far on a device; None where devices do not count it."""
+    """Return the most memory used so far on a device; None where devices do not count it."""
     stats = device.memory_stats() or {}
     return stats.get("peak_bytes_in_use")
 
 
 def peak_process_bytes() -> int:
-    """The most memory of the machine that this process has held so far."""
+    """Return the most memory of the machine that this process has held so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -4,22 +4,22 @@ One host asks for a number of bytes, and the other answers with a marker and the
 From asking to the marker it takes a round trip, and from the marker to the bytes as long as the
 bytes need on their way: two figures by one clock, neither of which is in the other.
 
-In each round every host measures the way from one other host and serves another one, so that nobody
+In each round every host measures the link from one other host and serves another, so that no host
 sends to two hosts or receives from two at a time. A pair measures its two directions in turn.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.connections.threads import DaemonThreads
+from skippipe_jax.errors import PeerTimeout
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.transport import HostLink
 
@@ -57,7 +57,7 @@ class MeasuredTransfer:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The way from one host to another: an array takes about `latency_s + bytes / bandwidth`.
+    """The link from one host to another: an array takes about `latency_s + bytes / bandwidth`.
 
     `bandwidth` is in bytes per second. `overhead_s` is how much longer than its bytes at this
     bandwidth an activation took; None where one would have taken too long to try.
@@ -80,44 +80,44 @@ def measure_links(
     deadline_s: float,
     say: Callable[[str], None],
 ) -> list[MeasuredLink]:
-    """The links from all other hosts to this one; all hosts call this together.
+    """Measure the links from all other hosts to this one; all hosts call this together.
 
     `links[h]` leads to another host h, where hosts stand for nodes. Arrays lie on `device`. `say`
     is told how far this host has come.
 
     Raises:
-        DeadlinePassed: another host has not answered within `deadline_s` seconds.
+        PeerTimeout: another host has not answered within `deadline_s` seconds.
     """
-    asking = {other: _Conversation(host, other, link, device) for other, link in links.items()}
-    serving = {other: _Conversation(host, other, link, device) for other, link in links.items()}
+    asking = {other: _LinkProbe(host, other, link, device) for other, link in links.items()}
+    serving = {other: _LinkProbe(host, other, link, device) for other, link in links.items()}
     round_trips: dict[int, list[float]] = {}
     measured: list[MeasuredLink] = []
     transfer_s = min(TRANSFER_S, ALL_TRANSFERS_S / max(1, len(links)))
 
-    def measure_latency(way: _Conversation) -> None:
+    def measure_latency(probe: _LinkProbe) -> None:
         # The first one opens the connection.
-        _, *round_trips[way.other] = (way.ask(0)[0] for _ in range(1 + ROUND_TRIPS))
-        way.request(NO_MORE)
+        _, *round_trips[probe.other] = (probe.ask(0)[0] for _ in range(1 + ROUND_TRIPS))
+        probe.request(NO_MORE)
 
-    def measure_bandwidth(way: _Conversation) -> None:
-        measured.append(_measure(way, round_trips[way.other], activation_bytes, transfer_s))
-        way.request(NO_MORE)
+    def measure_bandwidth(probe: _LinkProbe) -> None:
+        measured.append(_measure(probe, round_trips[probe.other], activation_bytes, transfer_s))
+        probe.request(NO_MORE)
         say(f"bandwidth from {len(measured)} of {len(links)} hosts")
 
     # All latencies first, while the network is idle.
     for measure in (measure_latency, measure_bandwidth):
         for source, target in rounds(host, len(links) + 1):
-            jobs: dict[_Conversation, Callable[[_Conversation], None]] = {}
+            jobs: dict[_LinkProbe, Callable[[_LinkProbe], None]] = {}
             if source is not None:
                 jobs[asking[source]] = measure
             if target is not None:
-                jobs[serving[target]] = _Conversation.serve
+                jobs[serving[target]] = _LinkProbe.serve
             _run(jobs, deadline_s)
     return measured
 
 
 def rounds(host: int, hosts: int) -> Iterator[tuple[int | None, int | None]]:
-    """In each round, the host that this one measures the way from, and the one that it serves."""
+    """Yield for each round the host whose link this one measures, and the one that it serves."""
     for distance in range(1, hosts):
         source, target = (host - distance) % hosts, (host + distance) % hosts
         if source != target:
@@ -131,9 +131,9 @@ def rounds(host: int, hosts: int) -> Iterator[tuple[int | None, int | None]]:
 
 
 def measure_copy(devices: Sequence[jax.Device], size: int) -> tuple[float, float]:
-    """Seconds that an array of a byte, and one of `size` bytes, takes from the first to the last.
+    """Time copies of a byte and of `size` bytes from the first device to the last [s].
 
-    The least of some attempts; next to nothing if they are the same device.
+    The least of some attempts; close to 0 if they are the same device.
     """
 
     def copy_s(size: int) -> float:
@@ -148,8 +148,8 @@ def measure_copy(devices: Sequence[jax.Device], size: int) -> tuple[float, float
     return copy_s(1), copy_s(size)
 
 
-class _Conversation:
-    """Requests from one host to another and answers the other way, as one of the two has it."""
+class _LinkProbe:
+    """One end of a measured link: requests for bytes go one way, and answers the other way."""
 
     def __init__(self, host: int, other: int, link: HostLink, device: jax.Device):
         self.host = host
@@ -165,7 +165,7 @@ class _Conversation:
         self._send(REQUEST, jax.device_put(np.array([size], np.int32), self.device))
 
     def ask(self, size: int) -> tuple[float, float]:
-        """Ask for bytes: seconds until the marker is there, and from then until the bytes are."""
+        """Ask for bytes; return the seconds to the marker, and from there to the bytes."""
         marker = self._receive(ANSWER, 1, np.int32)
         payload = self._receive(ANSWER, size, np.uint8) if size else marker
         start = time.perf_counter()
@@ -196,7 +196,7 @@ class _Conversation:
         waiting = self.waiting
         if waiting is not None and time.time() - waiting[1] > deadline_s:
             since = time.strftime("%H:%M:%S", time.localtime(waiting[1]))
-            raise DeadlinePassed(
+            raise PeerTimeout(
                 f"measuring the links, it has waited for {waiting[0]} from host {self.other} "
                 f"since {since}, {deadline_s:g} s, in vain"
             )
@@ -222,39 +222,21 @@ class _Conversation:
         self.waiting = None
 
 
-def _run(
-    jobs: Mapping[_Conversation, Callable[[_Conversation], None]],
-    deadline_s: float,
-) -> None:
+def _run(jobs: Mapping[_LinkProbe, Callable[[_LinkProbe], None]], deadline_s: float) -> None:
     """Do all jobs at the same time, and watch how long they wait."""
-    endings: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-
-    def run(way: _Conversation, job: Callable[[_Conversation], None]) -> None:
-        try:
-            job(way)
-        except Exception as error:
-            endings.put(error)
-        else:
-            endings.put(None)
-
-    for way, job in jobs.items():
-        # A wait has no end of its own, so the process must be able to end without it.
-        threading.Thread(target=run, args=(way, job), daemon=True).start()
-    running = len(jobs)
+    # A wait has no end of its own, so the process must be able to end without these threads.
+    running = {DaemonThreads().submit(job, probe) for probe, job in jobs.items()}
     while running:
-        try:
-            error = endings.get(timeout=CHECK_S)
-        except queue.Empty:
-            for way in jobs:
-                way.check(deadline_s)
-            continue
-        if error is not None:
-            raise error
-        running -= 1
+        done, running = wait(running, CHECK_S, FIRST_COMPLETED)
+        for future in done:
+            future.result()
+        if not done:
+            for probe in jobs:
+                probe.check(deadline_s)
 
 
 def _measure(
-    way: _Conversation,
+    probe: _LinkProbe,
     round_trips_s: Sequence[float],
     activation_bytes: int,
     transfer_s: float,
@@ -266,34 +248,34 @@ def _measure(
     again as well, since a busy host that is late to notice the marker finds the rest quick.
     """
     round_trip_s = min(round_trips_s)
-    size, transfers = SMALLEST_BYTES, [_transfer(way, SMALLEST_BYTES, round_trip_s)]
+    size, transfers = SMALLEST_BYTES, [_transfer(probe, SMALLEST_BYTES, round_trip_s)]
     # One at least comes after another: queues let some bytes pass at once after a rest.
     while len(transfers) == 1 or (
         transfers[-1].seconds < transfer_s / 2 and transfers[-1].bytes < LARGEST_BYTES
     ):
         wanted = int(min(transfers[-1].rate * transfer_s, LARGEST_GROWTH * size))
         size = min(LARGEST_BYTES, max(SMALLEST_BYTES, wanted))
-        transfers.append(_transfer(way, size, round_trip_s))
+        transfers.append(_transfer(probe, size, round_trip_s))
     sends_activation = activation_bytes / transfers[-1].rate <= LONGEST_ACTIVATION * transfer_s
     if sends_activation:
-        transfers.append(_transfer(way, activation_bytes, round_trip_s))
+        transfers.append(_transfer(probe, activation_bytes, round_trip_s))
         size = max(size, activation_bytes)
     for _ in range(MOST_REPETITIONS):
         if _agreeing(transfers[1:]):
             break
-        transfers.append(_transfer(way, size, round_trip_s))
-    bandwidth = _typical(transfers[1:]).rate
+        transfers.append(_transfer(probe, size, round_trip_s))
+    bandwidth = _robust_estimate(transfers[1:]).rate
     overhead_s = None
     if sends_activation:
         overhead_s = _least_overhead_s(transfers, activation_bytes, bandwidth)
         for _ in range(MOST_REPETITIONS):
             if abs(overhead_s) < AGREEMENT * activation_bytes / bandwidth:
                 break
-            transfers.append(_transfer(way, activation_bytes, round_trip_s))
+            transfers.append(_transfer(probe, activation_bytes, round_trip_s))
             overhead_s = _least_overhead_s(transfers, activation_bytes, bandwidth)
     return MeasuredLink(
-        source=way.other,
-        target=way.host,
+        source=probe.other,
+        target=probe.host,
         latency_s=round_trip_s / 2,
         bandwidth=bandwidth,
         overhead_s=overhead_s,
@@ -302,8 +284,8 @@ def _measure(
     )
 
 
-def _transfer(way: _Conversation, size: int, round_trip_s: float) -> MeasuredTransfer:
-    until_marker, after_marker = way.ask(size)
+def _transfer(probe: _LinkProbe, size: int, round_trip_s: float) -> MeasuredTransfer:
+    until_marker, after_marker = probe.ask(size)
     if size <= PIECE_BYTES:
         # The marker may have waited for the bytes; then it took as long as they did.
         after_marker = max(after_marker, until_marker + after_marker - round_trip_s)
@@ -311,13 +293,13 @@ def _transfer(way: _Conversation, size: int, round_trip_s: float) -> MeasuredTra
 
 
 def _least_overhead_s(transfers: Sequence[MeasuredTransfer], size: int, bandwidth: float) -> float:
-    """How much longer a transfer of this size took than at a bandwidth, or shorter; the least."""
+    """Return how much longer a transfer took than at a bandwidth, by which it differs least."""
     overheads_s = [own.seconds - size / bandwidth for own in transfers if own.bytes == size]
     return min(overheads_s, key=abs)
 
 
-def _typical(transfers: Sequence[MeasuredTransfer]) -> MeasuredTransfer:
-    """The largest one that another one confirms, or the middle one of the large ones."""
+def _robust_estimate(transfers: Sequence[MeasuredTransfer]) -> MeasuredTransfer:
+    """Return the largest transfer that another confirms, or else the median of the large ones."""
     agreeing = _agreeing(transfers)
     if agreeing:
         return agreeing[0]
@@ -326,7 +308,7 @@ def _typical(transfers: Sequence[MeasuredTransfer]) -> MeasuredTransfer:
 
 
 def _agreeing(transfers: Sequence[MeasuredTransfer]) -> list[MeasuredTransfer]:
-    """Large transfers whose rate another one has too, the largest first.
+    """List the large transfers whose rate another one has too, the largest first.
 
     On a busy host, any transfer may be held up, or look quicker since the one before it was.
     """
@@ -339,7 +321,7 @@ def _agreeing(transfers: Sequence[MeasuredTransfer]) -> list[MeasuredTransfer]:
 
 
 def _large(transfers: Sequence[MeasuredTransfer]) -> list[MeasuredTransfer]:
-    """Those of a quarter of the largest one or more, the largest and of these the fastest first."""
+    """List those of a quarter of the largest or more: the largest and then the fastest first."""
     most = max(transfer.bytes for transfer in transfers)
     large = [transfer for transfer in transfers if 4 * transfer.bytes >= most]
     return sorted(large, key=lambda transfer: (-transfer.bytes, transfer.seconds))

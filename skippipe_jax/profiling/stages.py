@@ -1,14 +1,12 @@
-"""Seconds that a device takes for the operations of a stage, and how much memory it has."""
+"""Seconds that a device takes for the operations of a stage."""
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +27,6 @@ from skippipe_jax.runtime.stage_functions import (
 
 FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 LEAST_REPETITIONS = 3
-MEMORY_OF_MACHINE = Path("/proc/meminfo")
 
 Shape = tuple[bool, int]
 """What makes stages alike: whether it is the data stage, and how many layers it has."""
@@ -46,7 +43,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
-        """Of the seconds of all repetitions."""
+        """Summarize the seconds of all repetitions."""
         return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 
@@ -70,7 +67,7 @@ class Costs:
 
 
 def shapes_of_stages(config: Config, stages: int) -> list[Shape]:
-    """The shape of each stage when the model is cut into so many."""
+    """Return the shape of each stage when the model is cut into so many."""
     layers = config.model.layers_of_stages(stages)
     return [(stage == 0, count) for stage, count in enumerate(layers)]
 
@@ -123,24 +120,11 @@ def measure_stage(config: Config, shape: Shape, here: Spread, budget_s: float) -
     return {operation: Timing.of(values) for operation, values in seconds.items()}
 
 
-def free_bytes(device: jax.Device, nodes_on_device: int, nodes_on_machine: int) -> float:
-    """What a node may fill: its part of the device's memory, or of the machine's on a CPU."""
-    stats = device.memory_stats()
-    if stats is not None and "bytes_limit" in stats:
-        return (stats["bytes_limit"] - stats["bytes_in_use"]) / nodes_on_device
-    if MEMORY_OF_MACHINE.exists():
-        lines = dict(line.split(":") for line in MEMORY_OF_MACHINE.read_text().splitlines())
-        available = 1024.0 * int(lines["MemAvailable"].removesuffix("kB"))
-    else:
-        available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return available / nodes_on_machine
-
-
 def fit_costs(timings: Sequence[Sequence[StageTimings]]) -> Costs:
-    """What a case says of the measured `timings[node][stage]`.
+    """Fit the costs of a case to the measured `timings[node][stage]`.
 
-    A case knows one figure for each node and one for each stage, whose product is meant to be the
-    time of an operation: these come closest to the sums of forward and backward, by ratio.
+    A case has one figure for each node and one for each stage, whose product is the time of an
+    operation: these come closest to the sums of forward and backward, by ratio.
     """
     forward = _matrix(timings, FORWARD)
     backward = _matrix(timings, BACKWARD)
@@ -173,10 +157,8 @@ def _functions(config: Config, shape: Shape, here: Spread) -> StageFunctions:
     return stage_functions(config.model, config.optimizer, steps, *shape, tokens, wire, here.mesh)
 
 
-def _inputs(
-    config: Config, shape: Shape, device: jax.Device | None = None
-) -> tuple[jax.Array, jax.Array | None]:
-    """A random microbatch for a stage, as it travels; with targets for a data stage."""
+def _inputs(config: Config, shape: Shape, device: jax.Device) -> tuple[jax.Array, jax.Array | None]:
+    """Make a random microbatch for a stage, as it is sent; with targets for a data stage."""
     key, wanted = jax.random.key(0), activation(config.model, config.data)
     with jax.default_device(device):
         if shape[0]:

@@ -21,7 +21,8 @@ from skippipe_sched.problem.averaging import EXACT
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
-from skippipe_sched.timing.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Timeline
 
 from skippipe_jax.config import AveragingConfig, RecipeConfig
 
@@ -31,7 +32,10 @@ OWN, FULL = "plan", "full"
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The plans of a run by their names, its own among them, and which iteration takes which."""
+    """The plans of a run by their names, its own among them, and which iteration takes which.
+
+    Phases of the recipe are counted in iterations, as `RecipeConfig.in_steps` does.
+    """
 
     recipe: RecipeConfig
     plans: Mapping[str, Plan]
@@ -41,8 +45,10 @@ class Schedule:
         recipe = self.recipe
         if recipe.full_every is not None and (iteration + 1) % recipe.full_every == 0:
             return FULL
-        begun = [phase.name for phase in recipe.phases or () if phase.from_step <= iteration]
-        name = begun[-1] if begun else OWN
+        begun = [phase for phase in recipe.phases or () if phase.from_step <= iteration]
+        if begun and not begun[-1].skips(iteration):
+            return FULL
+        name = begun[-1].name if begun else OWN
         if recipe.redraw_every is None:
             return name
         redrawn = sorted(other for other in self.plans if other.startswith(_redraw(name)))
@@ -57,6 +63,18 @@ class Schedule:
         taken = Counter(map(self.name, range(steps)))
         shares = [stage_shares(self.plans[name]) for name in taken]
         return np.average(shares, axis=0, weights=list(taken.values()))
+
+    def total_s(self, steps: int, averaging: AveragingConfig) -> float:
+        """Predict the seconds of the first `steps` iterations, each by the plan that it takes."""
+        kinds = Counter(
+            (self.name(step), averaging.is_outer and averaging.is_exact(step + 1))
+            for step in range(steps)
+        )
+        return sum(
+            count * simulate_plan(with_exact_averaging(plan) if exact else plan).iteration_s
+            for (name, exact), count in kinds.items()
+            for plan in (self.plans[name],)
+        )
 
     def longest_s(self, averaging: AveragingConfig) -> float:
         """The seconds that no iteration takes longer than, by its plan."""
@@ -144,13 +162,16 @@ def _parts(recipe: RecipeConfig, case: Case) -> Iterator[_Part]:
     if recipe.begins_with_own:
         yield _Part(OWN, "recipe.redraws", recipe.redraws, recipe.redraws, {})
     for number, phase in enumerate(recipe.phases or ()):
+        if phase.skipping == 0:
+            continue
         asked = {"path_length": phase.path_length, "max_swaps": phase.max_swaps}
         now = {"path_length": case.path_length, "max_swaps": case.rules.max_swaps}
         changes = {key: n for key, n in asked.items() if n is not None and n != now[key]}
         yield _Part(phase.name, f"recipe.phases[{number}]", asdict(phase), recipe.redraws, changes)
-    if recipe.full_every is not None:
+    if recipe.has_full_iterations:
         in_order = {"path_length": len(case.stages), "max_swaps": 0, "max_jump": 0}
-        yield _Part(FULL, "recipe.full_every", recipe.full_every, 1, in_order)
+        asked = "phases" if recipe.full_every is None else "full_every"
+        yield _Part(FULL, f"recipe.{asked}", getattr(recipe, asked), 1, in_order)
 
 
 def _planned(part: _Part, case: Case, method: str, search: Search, recipe: RecipeConfig) -> Plan:

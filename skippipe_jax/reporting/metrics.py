@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from skippipe_sched import fields
 
-from skippipe_jax.storage.run_folder import METRICS, read_metrics
+from skippipe_jax.storage.records import StepMetrics
+from skippipe_jax.storage.run_dir import RunDir
 
 # Of the links and of the idle shares, a page shows the median over so many last iterations.
 RECENT = 100
@@ -39,10 +38,10 @@ class Metrics:
     """The `FIGURES` of every iteration, one record each, and the last lines of metrics whole."""
 
     figures: np.ndarray
-    recent: Sequence[Mapping[str, Any]]
+    recent: Sequence[StepMetrics]
 
     def of(self, chosen: Sequence[bool]) -> Metrics:
-        """The metrics of the chosen iterations alone."""
+        """Select the metrics of the chosen iterations."""
         lines = zip(self.recent, chosen[len(chosen) - len(self.recent) :], strict=True)
         recent = tuple(line for line, is_chosen in lines if is_chosen)
         return Metrics(self.figures[np.array(chosen, bool)], recent)
@@ -50,68 +49,52 @@ class Metrics:
     @property
     def settled(self) -> np.ndarray:
         """The iterations that tell how fast the run is: those without compilation, if any."""
-        compiled = self.figures["compiled"]
-        return self.figures if compiled.all() else self.figures[~compiled]
+        return _settled(self.figures)
+
+    def seconds_of(self, generation: int) -> float | None:
+        """Return the median seconds of the settled iterations of a generation, if it has any."""
+        own = self.figures[self.figures["generation"] == generation]
+        return float(np.median(_settled(own)["seconds"])) if own.size else None
 
     @property
     def predicted_seconds(self) -> float | None:
-        """What the plan says of an iteration, in the median, if the run has noted it."""
-        field = f"{METRICS}, predicted_seconds"
-        noted = [line.get("predicted_seconds") for line in self.recent]
-        seconds = [fields.number(n, field, 0.0, above=True) for n in noted if n is not None]
+        """Return what the plan says of an iteration, in the median, if it takes any time."""
+        noted = [line.predicted_seconds for line in self.recent]
+        seconds = [found for found in noted if found]
         return float(np.median(seconds)) if seconds else None
 
-    @property
-    def bytes_per_link(self) -> Mapping[str, Any] | None:
-        """What went over each link, "source-target", in the last iteration, if noted."""
-        noted = self.recent[-1].get("bytes_per_link") if self.recent else None
-        return None if noted is None else fields.mapping(noted, f"{METRICS}, bytes_per_link", noted)
-
     def idle_share(self, nodes: int) -> tuple[int, Float[np.ndarray, " nodes"]] | None:
-        """Of how many recent iterations on so many nodes it was noted, and each one's median."""
-        field = f"{METRICS}, idle_share"
-        noted = [
-            [
-                fields.number(share, field, 0.0)
-                for share in fields.sequence(line["idle_share"], field)
-            ]
-            for line in self.recent
-            if line.get("idle_share") is not None
-        ]
+        """Return how many recent iterations noted it, on so many nodes, and the median of each."""
         # The run may have gone on under another plan, with other nodes.
-        noted = [shares for shares in noted if len(shares) == nodes]
-        return (len(noted), np.median(noted, axis=0)) if noted else None
+        noted = [line.idle_share for line in self.recent]
+        shares = [found for found in noted if found is not None and len(found) == nodes]
+        return (len(shares), np.median(shares, axis=0)) if shares else None
 
 
 def load_metrics(folder: Path) -> Metrics:
-    """Read the metrics of a run; a line that a crash cut short is left out.
+    """Read the metrics of a run; lines that cannot be read are left out with a warning.
 
     Raises:
-        InputError: naming the line that is damaged.
+        InputError: if the file cannot be read.
     """
-    rows: list[tuple[Any, ...]] = []
-    recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT)
-    for number, line in enumerate(read_metrics(folder), start=1):
-        rows.append(_row(line, f"{METRICS}, line {number}, "))
-        recent.append(line)
-    return Metrics(np.array(rows, FIGURES), tuple(recent))
+    lines = RunDir(folder).metrics()
+    return Metrics(np.array([_row(line) for line in lines], FIGURES), tuple(lines[-RECENT:]))
 
 
-def _row(line: Mapping[str, Any], where: str) -> tuple[Any, ...]:
-    """The figures of an iteration, in the order of `FIGURES`."""
-    seconds, speed = "seconds_per_iteration", "tokens_per_second"
+def _settled(figures: np.ndarray) -> np.ndarray:
+    compiled = figures["compiled"]
+    return figures if compiled.all() else figures[~compiled]
+
+
+def _row(line: StepMetrics) -> tuple[Any, ...]:
+    """Return the figures of a step, in the order of `FIGURES`."""
     return (
-        fields.integer(line.get("step"), f"{where}step", 0, 2**53),
-        # Only null says that the loss was no finite number.
-        _number_or_nan(line.get("loss", "nothing"), f"{where}loss"),
-        _number_or_nan(line.get("validation_loss"), f"{where}validation_loss"),
-        fields.number(line.get(seconds), where + seconds, 0.0, above=True),
-        fields.number(line.get(speed), where + speed, 0.0),
-        fields.integer(line.get("compilations"), f"{where}compilations", 0) > 0,
-        line.get("network") == "emulate",
-        fields.integer(line.get("generation") or 0, f"{where}generation", 0, 2**53),
+        line.step,
+        math.nan if line.loss is None else line.loss,
+        line.validation_loss or math.nan,
+        line.seconds_per_iteration,
+        line.tokens_per_second,
+        line.compilations > 0,
+        line.network == "emulate",
+        line.generation or 0,
     )
-
-
-def _number_or_nan(value: Any, field: str) -> float:
-    return math.nan if value is None else fields.number(value, field)

@@ -15,24 +15,23 @@ from skippipe_sched.figures.amounts import seconds_text, size_text
 from skippipe_sched.figures.flows import flows_map
 from skippipe_sched.figures.gantt import gantt_series
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.timing.simulate import Timeline
-from skippipe_sched.timing.traffic import Flow, link_name, link_traffic
+from skippipe_sched.timing.timeline import Timeline
+from skippipe_sched.timing.traffic import link_name, link_traffic
 
 from skippipe_jax.config import ModelConfig
-from skippipe_jax.models.footprint import stage_parameters
+from skippipe_jax.config.parsing import CONFIG
+from skippipe_jax.models.footprint import bytes_per_link, stage_parameters
 from skippipe_jax.program.schedule import OWN, timeline_of
-from skippipe_jax.reporting.curves import curve
-from skippipe_jax.reporting.generations import with_iterations
+from skippipe_jax.reporting.line_chart import line_chart
 from skippipe_jax.reporting.metrics import Metrics, load_metrics
 from skippipe_jax.reporting.timelines import measured_title
-from skippipe_jax.storage import run_folder
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
     kept_plan,
     measured_timeline,
     recorded_steps,
 )
-from skippipe_jax.storage.run_folder import CONFIG, METRICS, saved_config, saved_schedule
+from skippipe_jax.storage.run_dir import RunDir
 
 BUSIEST_LINKS = 12
 # The recordings shown hold so many operations at most, but the newest is always shown.
@@ -40,20 +39,21 @@ MOST_OPERATIONS = 2_000
 
 
 def report(folder: Path) -> str:
-    """The page of a run, as HTML that is well-formed XML too.
+    """Make the page of a run, as HTML that is well-formed XML too.
 
     Where iterations take several plans, all but the curves is about the plan of the newest one.
 
     Raises:
         InputError: if the folder holds no run, or something in it is damaged.
     """
-    config, schedule = saved_config(folder, "RUN"), saved_schedule(folder)
-    whole = load_metrics(folder)
+    run = RunDir(folder)
+    config, schedule, whole = run.config("RUN"), run.schedule(), load_metrics(folder)
     steps = whole.figures["step"].tolist()
     plans = [schedule.name(step - 1) for step in steps]
     name = plans[-1] if plans else OWN
     plan, metrics = schedule.plans[name], whole.of([other == name for other in plans])
-    predicted = timeline_of(plan, config.averaging, steps[-1] if steps else 1)
+    last = steps[-1] if steps else 1
+    predicted, sent = timeline_of(plan, config.averaging, last), bytes_per_link(config, plan, last)
     recorded = recorded_steps(folder)
     shown = [
         step
@@ -68,17 +68,18 @@ def report(folder: Path) -> str:
     timeline = newest_timeline or predicted
     return _template().render(
         name=folder.resolve().name,
-        evaluate=f"python -m skippipe_jax.evaluate --run {shlex.quote(str(folder))}",
+        evaluate=f"skippipe evaluate --run {shlex.quote(str(folder))}",
         config=config,
         configuration=fields.read_text(folder / CONFIG, CONFIG),
         parameters=_count_text(_parameters(config.model, len(plan.stages))),
         plan=plan,
-        generations=with_iterations(run_folder.read_generations(folder), whole),
-        recoveries=run_folder.read_recoveries(folder),
+        generations=run.generations(),
+        recoveries=run.recoveries(),
         locations=len({node.location for node in plan.case.nodes}),
         visited=sorted({len(path) for path in plan.microbatches}),
         metrics=metrics,
-        curves=curves(whole) if steps else [],
+        whole=whole,
+        curves=[*curves(whole).values()] if steps else [],
         newest=newest,
         timelines=gantt_series(plan, {"predicted": predicted} | _titled(measured, newest)),
         others=len(others),
@@ -87,7 +88,7 @@ def report(folder: Path) -> str:
         flows=flows_map(plan, predicted),
         iteration_s=timeline.iteration_s,
         links=[
-            (link_name(plan.case, flow), flow, _bytes_on(metrics.bytes_per_link, flow))
+            (link_name(plan.case, flow), flow, sent.get((flow.source, flow.target), 0))
             for flow in link_traffic(plan, timeline)[:BUSIEST_LINKS]
         ],
         idle=_idle_shares(newest_timeline, metrics, predicted.nodes),
@@ -104,6 +105,7 @@ def _template() -> Any:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "change": lambda share: f"{share:+.0%}",
         "grouped": lambda number: f"{number:,.0f}",
         "loss": lambda loss: "not known" if loss is None else f"{loss:.4f}",
         "median": np.median,
@@ -117,7 +119,7 @@ def _template() -> Any:
 def load_timelines(
     folder: Path, plan: Plan, steps: Sequence[int]
 ) -> tuple[dict[int, Timeline], list[str]]:
-    """Iterations recorded at `steps`, which took this plan: the newest, and others spread evenly.
+    """Read iterations recorded at `steps` by this plan: the newest, and others spread evenly.
 
     With them come notes on what is not shown.
     """
@@ -136,8 +138,8 @@ def load_timelines(
     return timelines, notes
 
 
-def curves(metrics: Metrics) -> list[str]:
-    """Loss, held-out loss where there is any, and seconds per iteration, each as an SVG.
+def curves(metrics: Metrics) -> dict[str, str]:
+    """Draw the loss, the held-out loss where there is any, and seconds per iteration, as SVGs.
 
     There must be one iteration at least.
     """
@@ -148,37 +150,35 @@ def curves(metrics: Metrics) -> list[str]:
     if predicted is not None:
         top = max(top, 1.15 * predicted)
         mark = (f"predicted {seconds_text(predicted)}", predicted)
-    losses = {"Loss": figures["loss"], "Held-out loss": figures["held_out"]}
-    pictures = [
-        _loss_curve(title, figures["step"][known], values[known])
-        for title, values in losses.items()
+    losses = {
+        "loss": ("Loss", figures["loss"]),
+        "validation_loss": ("Held-out loss", figures["held_out"]),
+    }
+    found = {
+        name: _loss_curve(title, figures["step"][known], values[known])
+        for name, (title, values) in losses.items()
         if (known := np.isfinite(values)).any()
-    ]
-    time = curve("Seconds per iteration", "", figures["step"], figures["seconds"], (0.0, top), mark)
-    return [*pictures, time]
+    }
+    found["seconds"] = line_chart(
+        "Seconds per iteration", "", figures["step"], figures["seconds"], (0.0, top), mark
+    )
+    return found
 
 
 def _loss_curve(title: str, steps: Int[np.ndarray, " n"], values: Float[np.ndarray, " n"]) -> str:
     low, high = float(values.min()), float(values.max())
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return curve(title, "nats per token", steps, values, (low - margin, high + margin))
+    return line_chart(title, "nats per token", steps, values, (low - margin, high + margin))
 
 
 def _titled(measured: Mapping[int, Timeline], *steps: int | None) -> dict[str, Timeline]:
     return {measured_title(step): measured[step] for step in steps if step is not None}
 
 
-def _bytes_on(sent: Mapping[str, Any] | None, flow: Flow[int]) -> float | None:
-    """What went over a link in the last iteration, if the run has noted it."""
-    link = f"{flow.source}-{flow.target}"
-    field = f"{METRICS}, bytes_per_link.{link}"
-    return None if sent is None else fields.number(sent.get(link, 0), field, 0.0)
-
-
 def _idle_shares(
     newest: Timeline | None, metrics: Metrics, nodes: int
 ) -> tuple[str, Float[np.ndarray, " nodes"]] | None:
-    """How much of an iteration each node does not compute, and where that was measured."""
+    """Return where idle times were measured, and the share of an iteration that each node idles."""
     noted = metrics.idle_share(nodes)
     if noted is not None:
         return f"median of the last {noted[0]} iterations", noted[1]
@@ -198,7 +198,7 @@ def _parameters(model: ModelConfig, stages: int) -> int:
 
 
 def _count_text(count: int) -> str:
-    """A count in millions or billions, with three digits."""
+    """Write a count in millions or billions, with three digits."""
     for size, word in ((10**9, " billion"), (10**6, " million")):
         if count >= size:
             return f"{count / size:.3g}{word}"

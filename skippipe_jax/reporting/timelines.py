@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from skippipe_sched.figures.gantt import gantt_series
 from skippipe_sched.figures.trace import chrome_trace
 
+from skippipe_jax import log
 from skippipe_jax.program.schedule import timeline_of
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
@@ -17,7 +17,7 @@ from skippipe_jax.storage.recording import (
     recorded_steps,
     recording_path,
 )
-from skippipe_jax.storage.run_folder import saved_config, saved_schedule
+from skippipe_jax.storage.run_dir import RunDir
 
 
 def draw_recorded(run_dir: Path) -> list[Path]:
@@ -29,8 +29,8 @@ def draw_recorded(run_dir: Path) -> list[Path]:
     Raises:
         InputError: if the plan or a recording is damaged.
     """
-    schedule = saved_schedule(run_dir)
-    averaging = saved_config(run_dir, "RUN").averaging
+    run = RunDir(run_dir)
+    schedule, averaging = run.schedule(), run.config("RUN").averaging
     written = []
     for step in recorded_steps(run_dir):
         plan = kept_plan(run_dir, step) or schedule.plan(step - 1)
@@ -38,7 +38,7 @@ def draw_recorded(run_dir: Path) -> list[Path]:
         try:
             measured = measured_timeline(run_dir, plan, step)
         except IncompleteRecordingError as error:
-            print(f"not drawn: {error}", file=sys.stderr)
+            log.info(f"not drawn: {error}")
             continue
         titles = {"predicted": predicted, measured_title(step): measured}
         for ending, content in (
@@ -52,5 +52,5 @@ def draw_recorded(run_dir: Path) -> list[Path]:
 
 
 def measured_title(step: int) -> str:
-    """What a recorded iteration is called in pictures."""
+    """Name a recorded iteration in pictures."""
     return f"measured, step {step}"

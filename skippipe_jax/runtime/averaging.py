@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from skippipe_sched.timing.simulate import Averaging
+from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.emulation import Emulation

@@ -20,11 +20,10 @@ from typing import NoReturn, TypeVar
 import jax
 import numpy as np
 from jaxtyping import Float
-from skippipe_sched.timing.simulate import Averaging
+from skippipe_sched.timing.timeline import Averaging
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
-from skippipe_jax.cluster.board import TeamEnded
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.group import Group
+from skippipe_jax.errors import GenerationEnded, PeerTimeout
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop, Then, seconds_since
@@ -75,19 +74,19 @@ class Behind:
 
     Attributes:
         topology: who serves what.
-        team: the hosts with whom steps count, if this one is not alone.
+        group: the hosts with whom steps count.
         counted: the last step that counts, as far as this host knows.
     """
 
     def __init__(
         self,
         exchange: Exchange,
-        team: Team | None,
+        group: Group,
         step: int,
     ):
         """Begin after `step`, which counts, behind the iterations of an exchange."""
         self.counted = step
-        self.team = team
+        self.group = group
         self.topology, self._tell = exchange.topology, exchange.loop.post
         # Who waits for anything of this has a deadline, and names what is waited for.
         self._deadline_s = exchange.loop.deadline_s
@@ -125,7 +124,7 @@ class Behind:
         made = _Made(step, local, Future())
         with self._lock:
             if self._is_over:
-                made.summed.set_exception(TeamEnded())
+                made.summed.set_exception(GenerationEnded())
                 return made.summed
             self._made.append(made)
         self._loop.post(lambda _: self._loop.when_ready(local, partial(self._computed, made)))
@@ -141,7 +140,7 @@ class Behind:
         """The result of what depends on the totals of a step.
 
         Raises:
-            DeadlinePassed: if nothing has come from other hosts for as long as the deadline says.
+            PeerTimeout: if nothing has come from other hosts for as long as the deadline says.
         """
         since_s = time.perf_counter()
         while not future.done():
@@ -150,7 +149,7 @@ class Behind:
                 raise self._error
             if seconds_since(max(since_s, self._loop.last_event_s)) > self._deadline_s:
                 during = f"the totals of step {step}"
-                raise DeadlinePassed(told(during, self.waits(step), self._deadline_s))
+                raise PeerTimeout(told(during, self.waits(step), self._deadline_s))
         return future.result()
 
     def waits(self, step: int) -> Iterator[tuple[str, float]]:
@@ -187,7 +186,7 @@ class Behind:
             return done
 
     def stop(self) -> None:
-        """Have nothing go on any more; totals that have not come raise `TeamEnded`."""
+        """Have nothing go on any more; totals that have not come raise `GenerationEnded`."""
         self._loop.post(_end)
 
     def close(self) -> None:
@@ -201,7 +200,7 @@ class Behind:
         while True:
             try:
                 self._loop.run_one(lambda: None)
-            except TeamEnded as error:
+            except GenerationEnded as error:
                 with self._lock:
                     self._is_over, made = True, [*self._made]
                 for own in made:
@@ -259,15 +258,12 @@ class Behind:
             if lacks or not made.is_computed:
                 return
             self._contributed = made.step
-        if self.team is None:
-            self._count(made, np.asarray(made.local))
-            return
 
         def counted(outcome: tuple[float, ...]) -> None:
             summed = np.asarray(outcome, np.float32)
             self._loop.post(lambda _: self._count(made, summed))
 
-        self.team.contribute(made.step, np.asarray(made.local).tolist(), counted)
+        self.group.contribute(made.step, np.asarray(made.local).tolist(), counted)
 
     def _count(self, made: _Made, summed: Float[np.ndarray, " all"]) -> None:
         with self._lock:
@@ -294,4 +290,4 @@ def _raise(error: Exception, _: float) -> NoReturn:
 
 
 def _end(_: float) -> NoReturn:
-    raise TeamEnded
+    raise GenerationEnded

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 
 import jax
+
+from skippipe_jax import log
 
 
 def keep_programs(cache: str | None) -> None:
@@ -21,8 +22,7 @@ def keep_programs(cache: str | None) -> None:
             # All of them: a run has many that compile quickly.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     except OSError as error:
-        print(
-            f"warning: compilation_cache = {cache!r}: cannot be used: {error.strerror}. Programs "
+        log.warning(
+            f"compilation_cache = {cache!r}: cannot be used: {error.strerror}. Programs "
             "are compiled anew in every run",
-            file=sys.stderr,
         )

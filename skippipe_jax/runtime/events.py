@@ -17,7 +17,7 @@ from functools import partial
 
 import jax
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.errors import PeerTimeout
 
 Then = Callable[[float], None]
 """Called with the moment at which it was its turn."""
@@ -88,7 +88,7 @@ class EventLoop:
         """Wait for the next event and do what follows.
 
         Raises:
-            DeadlinePassed: if none came in time, with what is waited for. That is None while
+            PeerTimeout: if none came in time, with what is waited for. That is None while
                 something is computed here, which may take as long as it likes.
         """
         self.last_event_s, then = self._next(what_is_waited_for)
@@ -105,7 +105,7 @@ class EventLoop:
             # What has come counts, however late this thread looks: the host may have slept.
             is_late = now > deadline and self._happened.empty()
             if is_late and (waits := what_is_waited_for()) is not None:
-                raise DeadlinePassed(waits)
+                raise PeerTimeout(waits)
             until = min([max(deadline, now + 1.0), *(entry[0] for entry in self._timers[:1])])
             self._is_waiting = True
             try:

@@ -14,7 +14,7 @@ from functools import partial
 
 import jax
 from skippipe_sched.problem.plan import Operation
-from skippipe_sched.timing.simulate import Run
+from skippipe_sched.timing.timeline import Run
 
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Compute, Program

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from skippipe_jax.cluster.agreement import barrier
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.handover import arrived, shapes_of_state
@@ -24,30 +24,24 @@ from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
-from skippipe_jax.runtime.transport import AFTER_A_STEP, IN_A_TEAM_S, HostLink
-
-
-def places_apart(team: Team) -> frozenset[int]:
-    """Those of a team that do not reach the folder of the run."""
-    return frozenset(map(team.hosts.index, team.generation.apart))
+from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink
 
 
 class GivenStages:
-    """Which stages of a team are given to its leader; all hosts make the same.
+    """Which stages of a group are given to its leader; all hosts make the same.
 
     Attributes:
         source_of: the host that gives each of them.
         numbers: of the hops by which they go.
     """
 
-    def __init__(self, topology: Topology, config: Config, team: Team):
+    def __init__(self, topology: Topology, config: Config, group: Group):
         """Find the stages that only hosts apart hold."""
-        self._topology, self._team = topology, team
-        apart = places_apart(team)
+        self._topology, self._group = topology, group
         given = [
             (stage, replicas[0])
             for stage, replicas in enumerate(topology.replicas)
-            if replicas and all(topology.host_of[replica] in apart for replica in replicas)
+            if replicas and all(topology.host_of[replica] in group.apart for replica in replicas)
         ]
         self.source_of = {stage: topology.host_of[replica] for stage, replica in given}
         stages = len(topology.plan.stages)
@@ -74,7 +68,7 @@ class GivenStages:
         `states` are those held here, by replica.
 
         Raises:
-            TeamEnded: if the team ends before all is there.
+            GenerationEnded: if the group ends before all is there.
         """
         if not self._hops:
             return {}
@@ -84,7 +78,7 @@ class GivenStages:
                 leaves = jax.tree.leaves(states[hops[0].source].to_save())
                 for hop, leaf in zip(hops, leaves, strict=True):
                     links[0].send(hop, iteration, whole(leaf))
-            elif self._team.index == 0:
+            elif self._group.index == 0:
                 shapes, structure = jax.tree.flatten(dict(self._shapes[stage]))
                 link = links[self.source_of[stage]]
                 arrays = [
@@ -93,11 +87,11 @@ class GivenStages:
                 ]
                 own[stage] = jax.tree.unflatten(structure, arrays)
         # Nobody updates a state that the leader still takes.
-        barrier(self._team, f"given/{step}", IN_A_TEAM_S)
+        barrier(self._group, f"given/{step}", self._group.timeout_s)
         return own
 
     def _set_aside(self, array: jax.Array) -> jax.Array:
-        [array] = arrived([array], self._team)
+        [array] = arrived([array], self._group)
         return beside(array)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.spread import whole
@@ -19,7 +20,7 @@ from skippipe_jax.runtime.state import MOMENTUM, Kept, Origin, StageState, State
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
-# So often a host that waits looks whether its team still goes on.
+# So often a host that waits looks whether its group still goes on.
 LOOK_S = 0.5
 
 
@@ -32,7 +33,7 @@ class Handover(NamedTuple):
 
 
 class Handovers:
-    """Which states go from which hosts to which, in one team. All hosts make the same."""
+    """Which states go from which hosts to which, in one group. All hosts make the same."""
 
     def __init__(self, topology: Topology, config: Config, holders: Sequence[Collection[int]]):
         """`holders` are the hosts that hold the state of each stage, whether they serve it or not.
@@ -41,14 +42,19 @@ class Handovers:
         """
         self.topology = topology
         self.numbers = HopNumbers(topology.first_free_hop)
-        stages = len(topology.plan.stages)
-        cut = config.model.layers_of_stages(stages)
+        self._config = config
         self.with_momentum = config.averaging.is_outer
-        self.shapes = [
-            shapes_of_state(functions, cut.blocks(stage).start, with_momentum=self.with_momentum)
-            for stage, functions in enumerate(functions_of_run(config, stages))
-        ]
         self.handovers = tuple(self._planned(holders))
+
+    @cached_property
+    def shapes(self) -> Sequence[State]:
+        """Those of what is given of each stage."""
+        stages = len(self.topology.plan.stages)
+        cut = self._config.model.layers_of_stages(stages)
+        return [
+            shapes_of_state(functions, cut.blocks(stage).start, with_momentum=self.with_momentum)
+            for stage, functions in enumerate(functions_of_run(self._config, stages))
+        ]
 
     def _planned(self, holders: Sequence[Collection[int]]) -> Iterator[Handover]:
         """One for each stage that a host serves and does not hold, from its holders by turns.
@@ -64,10 +70,10 @@ class Handovers:
             # Those that go on serving it first: the others may be about to leave.
             serving = {host_of[node] for node in replicas}
             sources = sorted(holding, key=lambda host, serving=serving: host not in serving)
-            leaves = len(jax.tree.leaves(self.shapes[stage]))
             for place, target in enumerate(targets.values()):
                 source = sources[place % len(sources)]
                 own = self.topology.first_nodes[source]
+                leaves = len(jax.tree.leaves(self.shapes[stage]))
                 hops = tuple(Hop(number, own, target) for number in numbers.take(leaves))
                 yield Handover(stage, source, hops)
 
@@ -92,11 +98,11 @@ class Handovers:
                 for hop, leaf in zip(hops, leaves, strict=True):
                     links[self.topology.host_of[hop.target]].send(hop, 0, whole(leaf))
 
-    def origin(self, links: Mapping[int, HostLink], team: Team) -> Origin:
+    def origin(self, links: Mapping[int, HostLink], group: Group) -> Origin:
         """The state of each stage that this host takes from others.
 
         Raises:
-            TeamEnded: when it is asked and the team ends before all is there.
+            GenerationEnded: when it is asked and the group ends before all is there.
         """
 
         def take(stage: int, _: State) -> State:
@@ -110,7 +116,7 @@ class Handovers:
                 links[own.source].receive(hop, 0, leaf)
                 for hop, leaf in zip(own.hops, leaves, strict=True)
             ]
-            return jax.tree.unflatten(structure, list(map(np.asarray, arrived(arrays, team))))
+            return jax.tree.unflatten(structure, list(map(np.asarray, arrived(arrays, group))))
 
         return take
 
@@ -121,7 +127,7 @@ def exchanged(
     origin: Origin | None,
     kept: Kept,
     links: Mapping[int, HostLink],
-    team: Team,
+    group: Group,
 ) -> Kept:
     """What a host goes on with once it has given and taken all that moves.
 
@@ -129,14 +135,14 @@ def exchanged(
     from here is offered before anything is taken, as two may take from each other.
 
     Raises:
-        TeamEnded: if the team ends before all is there.
+        GenerationEnded: if the group ends before all is there.
     """
     topology, taken = handovers.topology, handovers.taken
     own = dict(make(set(topology.stage_of) - taken, origin, kept))
     of_stages = {stage: state for (stage, _), state in kept.items()}
     of_stages |= {topology.stage_of[node]: state for node, state in own.items()}
     handovers.give(of_stages, links)
-    own |= make(taken, handovers.origin(links, team), {})
+    own |= make(taken, handovers.origin(links, group), {})
     here = {(topology.stage_of[node], topology.spread(node)): state for node, state in own.items()}
     return {**kept, **here}
 
@@ -152,7 +158,7 @@ def shapes_of_state(
     return {**saved, MOMENTUM: parameters} if with_momentum else saved
 
 
-def arrived(arrays: Sequence[jax.Array], team: Team) -> Sequence[jax.Array]:
+def arrived(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.Array]:
     """The arrays, once they are there; a host that sends them may be lost, or stopped for ever."""
     ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
@@ -169,7 +175,7 @@ def arrived(arrays: Sequence[jax.Array], team: Team) -> Sequence[jax.Array]:
         try:
             error = ended.get(timeout=LOOK_S)
         except queue.Empty:
-            team.require_goes_on()
+            group.require_goes_on()
             continue
         if error is not None:
             raise error

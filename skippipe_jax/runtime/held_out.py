@@ -56,7 +56,7 @@ class HeldOut:
         All hosts call this together, between two iterations.
 
         Raises:
-            DeadlinePassed: if nothing came from another host for `network.deadline_s`.
+            PeerTimeout: if nothing came from another host for `network.deadline_s`.
         """
         if self.waits:
             self._as_it_happens(step, batches)

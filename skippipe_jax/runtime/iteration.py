@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.simulate import Averaging, Run
+from skippipe_sched.timing.timeline import Averaging, Run
 
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Program
@@ -94,7 +94,7 @@ class Iteration(ABC):
         outcome.
 
         Raises:
-            DeadlinePassed: if nothing came from other hosts for `network.deadline_s`.
+            PeerTimeout: if nothing came from other hosts for `network.deadline_s`.
         """
         self.stop = stop
         if self.emulation is not None:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.simulate import Averaging
+from skippipe_sched.timing.timeline import Averaging
 
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.averaging import LiveAveraging
@@ -40,19 +40,19 @@ class LiveIteration(Iteration):
         iteration: int,
         *,
         buddies: Buddies,
+        group: Group,
         ready_first: bool,
         averaging_dtype: str | None = None,
         emulation: Emulation | None = None,
-        team: Team | None = None,
     ):
         """Without `ready_first` every node keeps to the plan's order, whatever comes late.
 
-        In a `team`, the iteration counts once all of its hosts hold their gradients, and what of
-        copies goes to `buddies` in this iteration.
+        Where hosts may be lost, it counts once all of the `group` hold their gradients, and what
+        of copies goes to `buddies` in this iteration.
         """
         given = exchange, operations, plan, program, iteration
         super().__init__(*given, ready_first=ready_first, emulation=emulation)
-        self.team = team
+        self.group = group
         self.buddies = buddies
         self.averaging = LiveAveraging(
             exchange, self.replicas, iteration, averaging_dtype, emulation, self._sum_totals
@@ -113,7 +113,7 @@ class LiveIteration(Iteration):
         noted = self.replicas.squared_norms_of_blocks()
         local = add_up(self.topology, parts, self.stop, busy_s, noted)
         like = jax.ShapeDtypeStruct(local.shape, local.dtype)
-        if self.team is not None:
+        if self.group.is_elastic:
             self.loop.when_computed(local, lambda _: self._contribute(np.asarray(local)))
         elif not self.topology.sums_totals_by_links:
             summed = sum_by_collective(self.topology, local)
@@ -128,18 +128,16 @@ class LiveIteration(Iteration):
             self._ask(self._answer_hop(own), like, lambda _, summed: self._finish(summed))
 
     def _contribute(self, totals: Float[np.ndarray, " all"]) -> None:
-        """This host holds the averaged gradients of all its stages: tell the team, with totals.
+        """This host holds the averaged gradients of all its stages: tell the group, with totals.
 
         It does so once what comes of copies of other stages in this iteration is here too.
         """
-        team = self.team
-        assert team is not None, "there is one"
 
         def counted(outcome: tuple[float, ...]) -> None:
             self.loop.post(lambda _: self._finish(jnp.asarray(outcome, jnp.float32)))
 
         step, own = self.iteration + 1, totals.tolist()
-        self.buddies.when_there(lambda copies: team.contribute(step, own, counted, copies))
+        self.buddies.when_there(lambda copies: self.group.contribute(step, own, counted, copies))
 
     def _ask(
         self, hop: Hop, like: jax.ShapeDtypeStruct, then: Callable[[float, jax.Array], None]
@@ -179,7 +177,7 @@ class LiveIteration(Iteration):
         if copies := [*self.buddies.waits()]:
             yield from ((what, self.loop.last_event_s) for what in copies)
         elif self.waits_for_totals:
-            is_first = self.topology.host == 0 or self.team is not None
+            is_first = self.topology.host == 0 or self.group.is_elastic
             hosts = self.topology.hosts if is_first else [0]
             missing = [str(host) for host in hosts if host not in self.totals_of_hosts]
             yield f"the totals from host {', '.join(missing)}", self.loop.last_event_s

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.simulate import Averaging
+from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.program.compiler import Program
 from skippipe_jax.runtime.behind import Behind

@@ -36,8 +36,8 @@ from skippipe_jax.runtime.stage_functions import (
 )
 from skippipe_jax.runtime.state import MOMENTUM, OwnOrigin, StageState, State, UnderWay
 from skippipe_jax.runtime.topology import Topology
-from skippipe_jax.storage.layout import Checkpoint
-from skippipe_jax.storage.reader import read_replica
+from skippipe_jax.storage.checkpoint import Checkpoint
+from skippipe_jax.storage.loading import load_replica
 
 InnerStep = Callable[..., tuple[Any, Any, Any, Float[Array, ""]]]
 """(parameters, optimizer state, gradients, targets) -> parameters, optimizer state, zero gradients,
@@ -198,7 +198,7 @@ def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int
             of_replica = {MOMENTUM: parameters, "residual": parameters, "under_way": sent}
             return {**of_stage, **of_replica}
 
-        found = read_replica(checkpoint, stage, place, abstract_of)
+        found = load_replica(checkpoint, stage, place, abstract_of)
         by_step = {of: found["under_way"][f"{of[0]}"] for of in under_way.items()}
         return {**found, "under_way": by_step}
 

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.config.recovery import AVERAGE
 from skippipe_jax.consensus.generations import Remade
 from skippipe_jax.program.hops import Hop, HopNumbers
@@ -57,7 +57,7 @@ NO_REMAINS = Remains()
 class Gift(NamedTuple):
     """What a source has of a stage that is made anew goes to a host that serves it.
 
-    `number` says which of the sources it comes from; hosts are counted as their team does.
+    `number` says which of the sources it comes from; hosts are counted as their group does.
     """
 
     made: Remade
@@ -68,12 +68,12 @@ class Gift(NamedTuple):
 
 
 class Remaking:
-    """Makes the stages anew that a team has lost. All of its hosts make the same one."""
+    """Makes the stages anew that a group has lost. All of its hosts make the same one."""
 
     def __init__(
         self,
         topology: Topology,
-        team: Team,
+        group: Group,
         shapes: Sequence[State],
         numbers: HopNumbers,
         kept: Kept,
@@ -83,13 +83,13 @@ class Remaking:
 
         Transfers take their numbers from `numbers`.
         """
-        self.topology, self.team, self.shapes = topology, team, shapes
+        self.topology, self.group, self.shapes = topology, group, shapes
         self.kept, self.remains = kept, remains
         self.gifts = tuple(self._planned(numbers))
 
     def _planned(self, numbers: HopNumbers) -> Iterator[Gift]:
-        host_of, place = self.topology.host_of, self.team.hosts.index
-        for made in self.team.generation.remade:
+        host_of, place = self.topology.host_of, self.group.hosts.index
+        for made in self.group.generation.remade:
             targets = {host_of[node]: node for node in self.topology.plan.stages[made.stage]}
             for target, node in targets.items():
                 for number, source in enumerate(map(place, made.sources)):
@@ -132,7 +132,7 @@ class Remaking:
         """The state of each stage that is made anew here; that of `others` has its own origin.
 
         Raises:
-            TeamEnded: when it is asked and the team ends before all is there.
+            GenerationEnded: when it is asked and the group ends before all is there.
         """
 
         def make(stage: int, shapes: State) -> State:
@@ -157,7 +157,7 @@ class Remaking:
             return self._own(gift)
         asked = zip(gift.hops, self._shapes(gift.made), strict=True)
         arrays = [links[gift.source].receive(hop, 0, like) for hop, like in asked]
-        return [np.asarray(array) for array in arrived(arrays, self.team)]
+        return [np.asarray(array) for array in arrived(arrays, self.group)]
 
 
 def averaged(

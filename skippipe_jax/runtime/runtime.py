@@ -9,22 +9,20 @@ others in an iteration (`outer_iteration`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
-from jaxtyping import PyTree
 from skippipe_sched.problem.plan import Plan
 
-from skippipe_jax.cluster.agreement import barrier
-from skippipe_jax.cluster.board import TeamEnded
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.agreement import gather
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.recovery import AVERAGE, BUDDY
 from skippipe_jax.data.batches import Batch
+from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.hops import HopNumbers
@@ -36,7 +34,7 @@ from skippipe_jax.runtime.dispatch import in_program_order
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.given_stages import GivenStages, places_apart
+from skippipe_jax.runtime.given_stages import GivenStages
 from skippipe_jax.runtime.handover import Handovers, exchanged
 from skippipe_jax.runtime.held_out import HeldOut
 from skippipe_jax.runtime.iteration import Clock
@@ -48,11 +46,11 @@ from skippipe_jax.runtime.outer_steps import OuterSteps, settle
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains, Remaking
 from skippipe_jax.runtime.replicas import Replicas, open_collectives
 from skippipe_jax.runtime.stage_functions import activation, functions_of_run, wire_of_run
-from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, State, make_states
+from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, make_states
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from skippipe_jax.runtime.totals import Outcome, Sums, add_up, apart, sum_by_collective
-from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers, patience_s
-from skippipe_jax.storage.layout import OwnStates
+from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
+from skippipe_jax.storage.checkpoint import CheckpointItems, ReplicaStates
 
 T = TypeVar("T")
 
@@ -64,7 +62,7 @@ class Runtime:
         topology: who serves what.
         replicas: those held here.
         operations: what operations compute in training.
-        given: the stages that others save than those that hold them, in a team.
+        given: the stages that others save than those that hold them.
     """
 
     def __init__(
@@ -74,9 +72,9 @@ class Runtime:
         programs: Mapping[str, Program],
         topology: Topology,
         links: Mapping[int, HostLink],
+        group: Group,
         origin: Origin | None = None,
         clock_offset: Future[float] | None = None,
-        team: Team | None = None,
         kept: Kept | None = None,
         copies: Collection[Copy] = (),
         own_origin: OwnOrigin | None = None,
@@ -85,12 +83,12 @@ class Runtime:
         """Make the state of the stages served here: from `origin`, or drawn from the seed.
 
         `programs` are this host's, by the names of the plans of `schedule`; `links[h]` leads to
-        host h. `clock_offset` is what to add to this host's clock for host 0's. In a `team`,
-        steps count as `generations` has it, states that are `kept` are gone on with, and so are
-        `copies` of stages of others. Replicas that are apart go on after `step`, each as it is in
-        `own_origin`, if there is one.
+        host h. `clock_offset` is what to add to this host's clock for host 0's. Steps count
+        as they do in the `group`, states that are `kept` are gone on with, and so are `copies` of
+        stages of others. Replicas that are apart go on after `step`, each as it is in `own_origin`,
+        if there is one.
         """
-        self.team = team
+        self.group = group
         self.config = config
         self.schedule = schedule
         self.programs = programs
@@ -112,7 +110,7 @@ class Runtime:
                 step=step,
                 with_momentum=config.averaging.is_outer,
             ),
-            notes_norms=team is not None and config.recovery.lost_stage == AVERAGE,
+            notes_norms=group.is_elastic and config.recovery.lost_stage == AVERAGE,
         )
         for node, state in self.states.items():
             stage, mesh = topology.stage_of[node], topology.meshes[node]
@@ -140,71 +138,58 @@ class Runtime:
             or self.emulations
             or self.ready_first
             or topology.rings
-            or team is not None
+            or group.is_elastic
             or config.averaging.is_outer
         )
-        self.given = None
-        if team is not None:
-            self.given = GivenStages(topology, config, team)
-            for link in links.values():
-                link.expect(self.given.numbers, after=AFTER_A_STEP)
-        ways, first = [], 0
-        if team is not None:
-            ways, first = ways_of(topology, config), team.generation.step
+        self.given = GivenStages(topology, config, group)
+        for link in links.values():
+            link.expect(self.given.numbers, after=AFTER_A_STEP)
+        ways, first = ways_of(topology, config) if group.is_elastic else [], group.generation.step
         every = config.recovery.buddy_every
         self.buddies = Buddies(self.exchange, self.replicas, ways, every, first, copies)
         self._apart = self._behind = None
         if config.averaging.is_outer:
             self._go_apart(step)
-        if team is not None:
-            team.when_ended(self._end_team)
+        group.when_ended(self._end_group)
 
     def _go_apart(self, step: int) -> None:
         """Have replicas take steps of their own, after `step`."""
         self._apart = OuterSteps(self.config, self.topology, self.states, step)
-        self._behind = Behind(self.exchange, self.team, step)
+        self._behind = Behind(self.exchange, self.group, step)
         # Of a run that was resumed, what was under way goes round once more.
         for replica, state in self.states.items():
             for sent_after, own in state.under_way.items():
                 self._behind.send(replica, sent_after, own)
 
-    def _end_team(self) -> None:
+    def _end_group(self) -> None:
         if self._behind is not None:
             self._behind.stop()
-        self.exchange.loop.post(_raise_team_ended)
+        self.exchange.loop.post(_raise_ended)
 
     @property
     def states(self) -> Mapping[int, StageState]:
         """The state of each replica held here, by the first of its nodes."""
         return self.replicas.states
 
-    def owned_stages(self) -> dict[int, dict[str, PyTree]]:
-        """What this host saves: the state of the stages whose first replica it holds."""
-        return self.replicas.owned_stages(() if self.team is None else places_apart(self.team))
+    def checkpoint_items(self, step: int) -> CheckpointItems:
+        """Gather what this host saves after a step; all hosts call this together.
 
-    def given_stages(self, step: int) -> dict[int, dict[str, PyTree]]:
-        """What this host saves after a step for others; all hosts call this together."""
-        return (
-            {} if self.given is None else self.given.after(step, self.states, self.exchange.links)
-        )
-
-    def own_states(self, step: int) -> tuple[Mapping[tuple[int, int], State], OwnStates | None]:
-        """What this host saves after a step of each replica alone, and which all hosts save.
-
-        That is nothing where replicas do not differ, or where some cannot be saved, as their hosts
-        do not reach the folder of the run.
+        It saves the stages whose first replica it holds, those that it is given by hosts that do
+        not reach the folder of the run, and, where replicas differ, the states of its own. These
+        are left out where some cannot be saved.
         """
+        stages = self.replicas.owned_stages(self.group.apart)
+        stages |= self.given.after(step, self.states, self.exchange.links)
         averaging = self.config.averaging
-        are_apart = averaging.is_outer and step >= averaging.exact_steps
-        if not are_apart or (self.team is not None and places_apart(self.team)):
-            return {}, None
+        if self.group.apart or not averaging.is_outer or step < averaging.exact_steps:
+            return CheckpointItems(stages)
         stage_of, replicas = self.topology.stage_of, self.topology.replicas
         own = {
             (stage_of[node], replicas[stage_of[node]].index(node)): state.own_to_save()
             for node, state in self.states.items()
             if state.outer is not None
         }
-        return own, OwnStates.of(replicas, asdict(averaging))
+        return CheckpointItems(stages, own, ReplicaStates.of(replicas, asdict(averaging)))
 
     def let_go(self) -> None:
         """Keep nothing of an iteration that was not ended."""
@@ -214,7 +199,7 @@ class Runtime:
         """The result of what depends on the totals of a step, which may be on their way.
 
         Raises:
-            DeadlinePassed: if nothing came from other hosts for `network.deadline_s`.
+            PeerTimeout: if nothing came from other hosts for `network.deadline_s`.
         """
         return future.result() if self._behind is None else self._behind.wait_for(future, step)
 
@@ -255,7 +240,7 @@ class Runtime:
         stop. With `record`, what happened when is part of the outcome.
 
         Raises:
-            DeadlinePassed: if nothing came from other hosts for `network.deadline_s`.
+            PeerTimeout: if nothing came from other hosts for `network.deadline_s`.
         """
         name = self.schedule.name(iteration)
         self.operations.begin(iteration, self.shares[name])
@@ -284,7 +269,7 @@ class Runtime:
             ready_first=self.ready_first,
             averaging_dtype=self.config.network.averaging_dtype,
             emulation=emulation,
-            team=self.team,
+            group=self.group,
             buddies=self.buddies,
         )
         outcome = live.run(batches, stop, clock)
@@ -307,25 +292,34 @@ class Runtime:
         return Outcome(lambda: sums, gauges)
 
 
+class Ready(NamedTuple):
+    """What hosts tell each other when their stages are open, and who compares it."""
+
+    tell: Callable[[], Any] = lambda: None
+    compare: Callable[[Mapping[int, Any]], None] = lambda _: None
+
+
 def open_runtime(
     config: Config,
     schedule: Schedule,
     programs: Mapping[str, Program],
     host_of: Sequence[int],
     kinds: Sequence[Sequence[str]],
-    host: Membership | Team,
+    group: Group,
     transfers: Transfers,
     origin: Origin | None,
     kept: Kept | None = None,
     remains: Remains = NO_REMAINS,
     own_origin: OwnOrigin | None = None,
     step: int = 0,
+    ready: Ready | None = None,
 ) -> Runtime:
     """The runtime of this host, of which each has told the `kinds` of its devices.
 
-    All hosts call this together. In a team, states that are `kept` are gone on with, and those of
+    All of the `group` call this together. States that are `kept` are gone on with, and those of
     stages that a host newly serves come from others; those of stages that were lost are made from
     what others hold, and from what `remains` of them. Replicas that are apart go on after `step`.
+    When all is `ready`, hosts may tell each other more.
     """
     plan = schedule.plans[OWN]
     cut = config.model.layers_of_stages(len(plan.stages))
@@ -335,61 +329,57 @@ def open_runtime(
     devices = devices_of_nodes(host_of, kinds, meshes)
     numbers = HopNumbers(programs[OWN].first_free_hop)
     topology = Topology.of(
-        config, plan, host.index, host_of, devices, numbers, in_one_jax=host.is_distributed
+        config, plan, group.index, host_of, devices, numbers, in_one_jax=group.is_distributed
     )
-    team = host if isinstance(host, Team) else None
     shardings = {node: topology.spread(node).first for node in topology.nodes}
-    first = 0 if team is None else team.generation.step
     apart = config.averaging.iterations_apart + config.averaging.is_outer
-    links = transfers.links(shardings, first, apart)
+    links = transfers.links(shardings, group.generation.step, apart)
     for other, numbers in offered(topology, programs.values()).items():
         links[other].expect(numbers)
-    clock_offset = _clock_offset(host) if config.trace != "never" else None
-    if team is not None:
-        handovers = Handovers(topology, config, team.holders)
-        if handovers.handovers or team.generation.remade:
-            functions = functions_of_run(config, len(plan.stages))
+    clock_offset = _clock_offset(group) if config.trace != "never" else None
+    handovers = Handovers(topology, config, group.holders)
+    if handovers.handovers or group.generation.remade:
+        functions = functions_of_run(config, len(plan.stages))
 
-            def make(
-                stages: Collection[int], origin: Origin | None, kept: Kept
-            ) -> Mapping[int, StageState]:
-                given = config.seed, origin, kept, stages
-                return make_states(
-                    topology, functions, cut, *given, with_momentum=config.averaging.is_outer
-                )
+        def make(
+            stages: Collection[int], origin: Origin | None, kept: Kept
+        ) -> Mapping[int, StageState]:
+            given = config.seed, origin, kept, stages
+            return make_states(
+                topology, functions, cut, *given, with_momentum=config.averaging.is_outer
+            )
 
-            given = handovers.shapes, handovers.numbers, kept or {}, remains
-            remaking = Remaking(topology, team, *given)
-            for link in links.values():
-                link.expect(range(topology.first_free_hop, handovers.numbers.free), once=True)
-            # Before this host waits for anything, so that no two wait for each other.
-            remaking.give(links)
-            remade = remaking.origin(links, origin)
-            # A team that has ended before it began may have made some otherwise.
-            anew = {made.stage for made in team.generation.remade}
-            own = {of: state for of, state in (kept or {}).items() if of[0] not in anew}
-            kept = exchanged(handovers, make, remade, own, links, team)
-    given = schedule, programs, topology, links, origin, clock_offset
+        given = handovers.shapes, handovers.numbers, kept or {}, remains
+        remaking = Remaking(topology, group, *given)
+        for link in links.values():
+            link.expect(range(topology.first_free_hop, handovers.numbers.free), once=True)
+        # Before this host waits for anything, so that no two wait for each other.
+        remaking.give(links)
+        remade = remaking.origin(links, origin)
+        # A group that has ended before it began may have made some otherwise.
+        anew = {made.stage for made in group.generation.remade}
+        own = {of: state for of, state in (kept or {}).items() if of[0] not in anew}
+        kept = exchanged(handovers, make, remade, own, links, group)
+    given = schedule, programs, topology, links, group, origin, clock_offset
     # Others are of stages that come back from a checkpoint, and have been given.
     copies = remains.copies if config.recovery.lost_stage == BUDDY else ()
-    runtime = Runtime(
-        config, *given, team=team, kept=kept, copies=copies, own_origin=own_origin, step=step
-    )
+    runtime = Runtime(config, *given, kept=kept, copies=copies, own_origin=own_origin, step=step)
     # Nobody waits in a collective, or for activations, of a host that still reads or compiles; and
     # nobody updates a state that another still takes.
-    barrier(host, "runtime", patience_s(config, host))
+    ready = ready or Ready()
+    ready.compare(gather(group, "ready", ready.tell, group.timeout_s))
     if topology.in_one_jax:
         open_collectives(topology)
     return runtime
 
 
-def _clock_offset(host: Membership | Team) -> Future[float]:
+def _clock_offset(group: Group) -> Future[float]:
     """What to add to this host's clock for host 0's, which takes round trips nobody waits for."""
     offset: Future[float] = Future()
 
     def measure() -> None:
         try:
-            offset.set_result(host.clock_offset_s())
+            offset.set_result(group.clock_offset_s())
         except Exception as error:
             offset.set_exception(error)
 
@@ -397,8 +387,8 @@ def _clock_offset(host: Membership | Team) -> Future[float]:
     return offset
 
 
-def _raise_team_ended(_: float) -> NoReturn:
-    raise TeamEnded
+def _raise_ended(_: float) -> NoReturn:
+    raise GenerationEnded
 
 
 def _shares(plan: Plan, *, scales: bool) -> list[np.float32 | None]:

@@ -23,8 +23,8 @@ from skippipe_jax.runtime.stage_functions import (
     where_state_waits,
 )
 from skippipe_jax.runtime.topology import Topology
-from skippipe_jax.storage.layout import Checkpoint
-from skippipe_jax.storage.reader import read_arrays
+from skippipe_jax.storage.checkpoint import Checkpoint
+from skippipe_jax.storage.loading import load_stage_numpy
 
 MOMENTUM = "outer_momentum"
 State = Mapping[str, PyTree]
@@ -150,7 +150,7 @@ class NodeState:
 
 def from_checkpoint(checkpoint: Checkpoint, stage_layers: Sequence[int]) -> Origin:
     """The state that a checkpoint holds, under any cut of the model."""
-    return lambda stage, shapes: read_arrays(checkpoint, stage_layers, stage, shapes)
+    return lambda stage, shapes: load_stage_numpy(checkpoint, stage_layers, stage, shapes)
 
 
 def make_states(

@@ -21,9 +21,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.agreement import gather
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
-from skippipe_jax.config import Config
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.connections.addresses import join_address, parse_address, require_free
 from skippipe_jax.connections.severing import sever
 from skippipe_jax.program.hops import Hop
@@ -37,10 +35,6 @@ PARALLEL_COPIES = 2
 # The longest that the end of a server may take.
 CLOSING_S = 5.0
 
-
-# How long the hosts of a team wait for each other. If one is lost the team ends, and with it every
-# wait; what is waited for may be a state that comes over a slow link, or the end of an upload.
-IN_A_TEAM_S = 3600.0
 
 # What is given after a step is named by the step and this: no training gets so far.
 AFTER_A_STEP = 1 << 48
@@ -262,22 +256,17 @@ class Transfers:
             _wait_until_free(*address)
 
 
-def patience_s(config: Config, host: Membership | Team) -> float:
-    """How long hosts wait for each other before they train [s]."""
-    return IN_A_TEAM_S if isinstance(host, Team) else config.cluster.connect_timeout_s
-
-
-def open_servers(host: Membership | Team) -> Transfers:
+def open_servers(host: Group) -> Transfers:
     """The transfer servers of this host, which does not know those of others yet."""
     backend = jax.local_devices()[0].client
     return Transfers(host.index, backend, host.transfer_addresses(), host.address)
 
 
-def open_transfers(config: Config, host: Membership | Team) -> Transfers:
+def open_transfers(host: Group) -> Transfers:
     """The transfer servers of this host; all hosts call this together."""
     transfers = open_servers(host)
     try:
-        told = gather(host, "transfers", lambda: transfers.endpoint, patience_s(config, host))
+        told = gather(host, "transfers", lambda: transfers.endpoint, host.timeout_s)
         transfers.connect([told[index] for index in range(host.count)])
     except BaseException:
         transfers.close()

@@ -10,22 +10,21 @@ as well. What differs here, such as the folder itself, is told to each process a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError, kind_of
+from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.cluster import INDEPENDENT
+from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
 from skippipe_jax.config.resume import identity, require_same_for_all
 from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
-from skippipe_jax.storage.inside import inside
-from skippipe_jax.storage.run_folder import CONFIG, PLAN, PLANS, is_run, saved_config
-from skippipe_jax.storage.whole_file import write_whole
+from skippipe_jax.storage.files import atomic_write, os_errors_as, safe_join
+from skippipe_jax.storage.run_dir import PLAN, PLANS
 
 JOINED = "joined.json"
 
@@ -54,7 +53,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     Raises:
         InputError: if it cannot be read.
     """
-    with _readable(folder):
+    with os_errors_as("run_dir", folder, "cannot be read", "Mend that"):
         return {
             path.relative_to(folder).as_posix(): path.read_bytes() for path in _files_of_run(folder)
         }
@@ -66,7 +65,7 @@ def state_of_files(folder: Path) -> list[tuple[str, int, int]]:
     Raises:
         InputError: if they cannot be looked at.
     """
-    with _readable(folder):
+    with os_errors_as("run_dir", folder, "cannot be read", "Mend that"):
         found = [(path, path.stat()) for path in _files_of_run(folder)]
     return [(str(path), status.st_mtime_ns, status.st_size) for path, status in found]
 
@@ -75,15 +74,6 @@ def _files_of_run(folder: Path) -> list[Path]:
     tokenizer = (path for path in (folder / TOKENIZER_FOLDER).glob("*") if path.is_file())
     plans = (folder / PLANS).glob("*.json")
     return [folder / CONFIG, folder / PLAN, *sorted(plans), *sorted(tokenizer)]
-
-
-@contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-        raise kind_of(error)("run_dir", str(folder), problem, "Mend that") from error
 
 
 def known_before(folder: Path) -> tuple[dict[str, bytes], list[str]]:
@@ -118,22 +108,19 @@ def keep(folder: Path, contents: Mapping[str, bytes], addresses: Sequence[str]) 
     if is_joined(folder) and _joined(folder)["run"] != identity:
         problem = "a host has joined another run by it"
         raise InputError("--run-dir", str(folder), problem, WHAT_TO_DO)
-    try:
+    with os_errors_as("--run-dir", folder, "cannot be written", WHAT_TO_DO):
         folder.mkdir(parents=True, exist_ok=True)
         told = {"run": identity, "addresses": [*addresses]}
-        write_whole(folder / JOINED, json.dumps(told, indent=1) + "\n")
+        atomic_write(folder / JOINED, json.dumps(told, indent=1) + "\n")
         for path in (folder / PLANS).glob("*.json"):
             if path.relative_to(folder).as_posix() not in contents:
                 path.unlink()
         # The configuration marks a folder as whole, so it comes last.
         for name in sorted(contents, key=lambda name: name == CONFIG):
-            path = inside(folder, name)
+            path = safe_join(folder, name)
             path.parent.mkdir(exist_ok=True)
             if not path.exists() or path.read_bytes() != contents[name]:
-                write_whole(path, contents[name])
-    except OSError as error:
-        problem = f"cannot be written: {error.strerror}"
-        raise kind_of(error)("--run-dir", str(folder), problem, WHAT_TO_DO) from error
+                atomic_write(path, contents[name])
 
 
 def name_of_run(contents: Mapping[str, bytes]) -> str:

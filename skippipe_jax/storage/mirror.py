@@ -17,21 +17,21 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from skippipe_sched.errors import InputError, kind_of
 
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.inside import inside
-from skippipe_jax.storage.layout import (
+from skippipe_jax import log
+from skippipe_jax.config.parsing import CONFIG
+from skippipe_jax.storage.checkpoint import (
     CHECKPOINTS,
     COMMITTED,
+    committed_steps,
     latest_step,
     open_checkpoint,
-    saved_steps,
-    set_aside,
+    quarantine,
     step_folder,
     step_name,
     steps_named,
 )
-from skippipe_jax.storage.warning import warn
-from skippipe_jax.storage.whole_file import PARTIAL
+from skippipe_jax.storage.files import PARTIAL, safe_join
+from skippipe_jax.storage.run_dir import BEST, PLANS, RunDir
 
 
 class Mirror:
@@ -74,7 +74,7 @@ class Mirror:
         ):
             problem = f"lies in {run_dir}, of which it is to be a copy"
             raise InputError("checkpoint.copy_to", self.url, problem, "Name another folder")
-        is_here = resume and run_folder.is_run(run_dir)
+        is_here = resume and RunDir(run_dir).is_run
         try:
             steps = self.steps()
             if resume and not is_here and steps:
@@ -112,15 +112,17 @@ class Mirror:
         Other checkpoints that are here, what broken copies have left, and plans that the run does
         not follow any more, are removed after that.
         """
-        missing = sorted(set(steps) & set(saved_steps(run_dir)) - set(self.steps()))
-        own = {path.relative_to(run_dir).as_posix(): path for path in run_folder.own_files(run_dir)}
+        missing = sorted(set(steps) & set(committed_steps(run_dir)) - set(self.steps()))
+        own = {
+            path.relative_to(run_dir).as_posix(): path for path in RunDir(run_dir).files_to_mirror()
+        }
         for name, path in own.items():
             status = path.stat()
             state = status.st_ino, status.st_mtime_ns, status.st_size
             if self._written.get(name) != state:
                 self._write(name, path.read_bytes())
                 self._written[name] = state
-        for path in self._files.find(f"{self._root}/{run_folder.PLANS}"):
+        for path in self._files.find(f"{self._root}/{PLANS}"):
             if PurePosixPath(path).relative_to(self._root).as_posix() not in own:
                 self._files.rm(path)
         for step in missing:
@@ -138,10 +140,12 @@ class Mirror:
             names = [name for name in self._found() if name.is_relative_to(folder)]
             mark = folder / COMMITTED
             if step_folder(run_dir, step).exists():
-                set_aside(step_folder(run_dir, step))
+                quarantine(step_folder(run_dir, step))
             self._bring(run_dir, [name for name in names if name != mark], [mark])
         except Exception as error:  # whatever the file system raises
-            warn(f"step {step} is not fetched from {self.url}: {type(error).__name__}: {error}")
+            log.warning(
+                f"step {step} is not fetched from {self.url}: {type(error).__name__}: {error}"
+            )
             return False
         return True
 
@@ -150,7 +154,7 @@ class Mirror:
         try:
             return [found for found in self.steps() if found < step]
         except Exception as error:  # whatever the file system raises
-            warn(f"no earlier step is fetched: {self._unusable(error)}")
+            log.warning(f"no earlier step is fetched: {self._unusable(error)}")
             return []
 
     def forget(self, step: int) -> None:
@@ -158,7 +162,9 @@ class Mirror:
         try:
             self._remove(step)
         except Exception as error:  # whatever the file system raises
-            warn(f"step {step} is not removed from {self.url}: {type(error).__name__}: {error}")
+            log.warning(
+                f"step {step} is not removed from {self.url}: {type(error).__name__}: {error}"
+            )
 
     def _remove(self, step: int) -> None:
         # The mark goes first: what an interruption leaves is then no checkpoint.
@@ -168,16 +174,17 @@ class Mirror:
 
     def _copy(self, run_dir: Path, step: int) -> None:
         checkpoint = open_checkpoint(run_dir, step)
-        targets = [self._path(step, name) for name in checkpoint.files]
+        names = checkpoint.record.files
+        targets = [self._path(step, name) for name in names]
         for folder in {str(PurePosixPath(target).parent) for target in targets}:
             self._files.makedirs(folder, exist_ok=True)
-        self._files.put([str(checkpoint.folder / name) for name in checkpoint.files], targets)
+        self._files.put([str(checkpoint.folder / name) for name in names], targets)
         mark = f"{CHECKPOINTS}/{checkpoint.folder.name}/{COMMITTED}"
         self._write(mark, (checkpoint.folder / COMMITTED).read_bytes())
 
     def _best(self, steps: Collection[int]) -> set[int]:
         """Which of `steps`, if one, has the lowest held-out loss."""
-        path = f"{self._root}/{run_folder.BEST}"
+        path = f"{self._root}/{BEST}"
         if not self._files.isfile(path):
             return set()
         return {json.loads(self._files.cat_file(path))["step"]} & set(steps)
@@ -185,7 +192,7 @@ class Mirror:
     def _fetch(self, run_dir: Path, steps: Collection[int]) -> None:
         """Write the run, with some checkpoints; the files that mark each as whole come last."""
         folders = [PurePosixPath(self._path(step)).relative_to(self._root) for step in steps]
-        marks = [*(folder / COMMITTED for folder in folders), PurePosixPath(run_folder.CONFIG)]
+        marks = [*(folder / COMMITTED for folder in folders), PurePosixPath(CONFIG)]
         names = [
             name
             for name in self._found()
@@ -214,7 +221,7 @@ class Mirror:
     def _require_inside(self, run_dir: Path, name: PurePosixPath) -> None:
         """Refuse to fetch what would be written elsewhere: whoever writes here can name it so."""
         try:
-            inside(run_dir, str(name))
+            safe_join(run_dir, str(name))
         except ValueError as error:
             raise InputError(
                 "checkpoint.copy_to",

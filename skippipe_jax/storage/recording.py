@@ -22,9 +22,9 @@ from typing import Any
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import KINDS, Operation, Plan, load_plan, microbatch_chain
-from skippipe_sched.timing.simulate import Averaging, Run, Timeline, Transfer
+from skippipe_sched.timing.timeline import Averaging, Run, Timeline, Transfer
 
-from skippipe_jax.storage.whole_file import write_whole
+from skippipe_jax.storage.files import atomic_write
 
 TIMELINES, PLAN = "timelines", "plan.json"
 
@@ -52,7 +52,7 @@ class Recording:
             "runs": [[*run.operation, run.arrived_s, run.start_s, run.end_s] for run in self.runs],
             "averagings": [[a.stage, a.start_s, a.end_s] for a in self.averagings],
         }
-        write_whole(path, json.dumps(content) + "\n")
+        atomic_write(path, json.dumps(content) + "\n")
 
 
 def recording_path(folder: Path, step: int, host: int) -> Path:

@@ -1,5 +1,5 @@
-"""A training run. To read how one goes: `trainer`, then `setup`, then `planning`.
+"""A training run. To read how one goes: `trainer`, then `session`, then `setup`.
 
-`metrics` reads how iterations ended; `validation`, `callback` and what follows a run come beside.
-Others use `Trainer`, `Callback` and `make_plan`, which the face offers.
+`callbacks` follow a run, `elastic` goes on with other hosts, `replan` looks for better plans.
+Others use `Trainer`, `Callback`, `RunView` and `make_plan`, which the face offers.
 """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe_sched.errors import InputError, signals_that_end
+from skippipe_sched.figures.amounts import duration_text
 from skippipe_sched.methods import DEFAULT_METHOD
 from skippipe_sched.problem.auto import candidates, load_cases
 from skippipe_sched.problem.case import Case
@@ -14,10 +15,10 @@ from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
 
+from skippipe_jax import log
 from skippipe_jax.config import Config, PlanConfig
 from skippipe_jax.models.planned_case import candidates_of, cases_of
-from skippipe_jax.program.schedule import Schedule, best_plan, make_schedule
-from skippipe_jax.training.messages import say, say_meanwhile
+from skippipe_jax.program.schedule import FULL, Schedule, best_plan, make_schedule
 
 
 def make_plan(
@@ -27,7 +28,7 @@ def make_plan(
     seed: int = 0,
     budget_s: float = DEFAULT_BUDGET_S,
 ) -> Plan:
-    """A plan for a case, which is given as a mapping or as the path of a YAML file.
+    """Make a plan for a case, which is given as a mapping or as the path of a YAML file.
 
     `budget_s` are the seconds that the search may take; the first search on a machine compiles for
     half a minute before. The link table of a mapping lies in the current folder.
@@ -41,7 +42,7 @@ def make_plan(
 
 
 def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] | None) -> Schedule:
-    """The run's own plan, for the case that was measured if one was, and those of its recipe.
+    """Make the run's own plan, for the case that was measured if one was, and those of its recipe.
 
     Raises:
         InputError: as `plan_of` does, or if a plan of the recipe breaks a rule.
@@ -53,11 +54,33 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
         own = plan_of(config, config_folder)
     search = config.plan.method, config.plan.seed, config.plan.budget_s
     with signals_that_end():  # numba calls back from C, where exceptions get lost.
-        return make_schedule(config.recipe, own, *search, say)
+        return make_schedule(config.recipe_in_steps, own, *search, log.output)
+
+
+def tell_time(config: Config, schedule: Schedule) -> None:
+    """Tell the planned time of the whole run, and of the preset where all iterations skip.
+
+    The lines are comments: what is printed before them is the configuration, as YAML.
+    """
+    steps = config.train.steps
+    total_s = schedule.total_s(steps, config.averaging)
+    log.output(f"# by the timing model, all {steps} iterations take {duration_text(total_s)}")
+    if _always_skips(schedule, steps):
+        log.output(
+            "# stages are skipped until the end, which costs the full model quality: with "
+            "recipe.preset = quality all microbatches visit all stages in the last 60%"
+        )
+
+
+def _always_skips(schedule: Schedule, steps: int) -> bool:
+    """Tell whether microbatches skip stages to the end, and no full iteration is planned."""
+    plan = schedule.plan(steps - 1)
+    is_partial = any(len(path) < len(plan.stages) for path in plan.microbatches)
+    return is_partial and FULL not in schedule.plans
 
 
 def plan_of(config: Config, config_folder: Path) -> Plan:
-    """The plan that a configuration names, or one made for the case that it names.
+    """Return the plan that a configuration names, or one made for the case that it names.
 
     Raises:
         InputError: if it names neither, or the plan breaks a rule of its case.
@@ -69,12 +92,12 @@ def plan_of(config: Config, config_folder: Path) -> Plan:
 
 def _planned(config: PlanConfig, cases: Sequence[Case], what: str) -> Plan:
     if config.method != "balanced":  # Which is instant.
-        say_meanwhile(f"planning for {what} by {config.method}, {config.budget_s:g} s at most")
+        log.info(f"planning for {what} by {config.method}, {config.budget_s:g} s at most")
     with signals_that_end():  # numba calls back from C, where exceptions get lost.
         return best_plan(cases, config.method, Search(config.seed, config.budget_s))
 
 
-def require_patience(config: Config, longest_s: float) -> None:
+def check_deadline(config: Config, longest_s: float) -> None:
     """Refuse a deadline that passes while everything goes as planned."""
     if config.network.deadline_s <= longest_s:
         raise InputError(

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from skippipe_jax.cluster.agreement import Host, gather
+from skippipe_jax.cluster.agreement import gather
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.consensus.generations import Generation
 
 
@@ -21,6 +22,7 @@ class GenerationReport:
 
     Attributes:
         member: the host, its process, its address and its nodes, as in membership.jsonl.
+        process: its number.
         endpoint: of its transfer servers.
         microbatches_read: before the next step; 0 on a host that takes the state of others.
         restores_checkpoint: whether it goes on from a checkpoint.
@@ -33,11 +35,14 @@ class GenerationReport:
         held_out_microbatches: that it has read of the held-out text, if it reads any.
         measured: what it has measured, as `Measured` tells it, if it has.
         known_plans: the digests of the plans that it has found, or heard of.
+        too_long: what becomes of documents longer than a sequence, if it reads any.
+        damaged: which parts it has found damaged of the newest checkpoint, if any.
         recovery: its line of recoveries.jsonl that is yet to be written, if there is one.
         metrics_tail: its last lines of metrics.
     """
 
     member: Mapping[str, Any] = field(default_factory=dict)
+    process: int = 0
     endpoint: Mapping[str, Any] = field(default_factory=dict)
     microbatches_read: int = 0
     restores_checkpoint: bool = False
@@ -50,6 +55,8 @@ class GenerationReport:
     held_out_microbatches: int = 0
     measured: Mapping[str, Any] | None = None
     known_plans: Sequence[str] = ()
+    too_long: Sequence[str] = ()
+    damaged: Sequence[str] | None = None
     recovery: dict[str, Any] | None = None
     metrics_tail: Sequence[Mapping[str, Any]] = ()
 
@@ -60,6 +67,7 @@ class SessionPlan:
 
     Attributes:
         members: what each host tells of itself, the leader first.
+        processes: their numbers.
         endpoints: of the transfer servers of each host.
         microbatches_read: before the next step.
         restores_checkpoint: whether a host goes on from a checkpoint.
@@ -68,6 +76,9 @@ class SessionPlan:
         without_text: the hosts that serve a data node, and have not that text.
         device_kinds: of each host.
         held_out_microbatches: how many there are.
+        texts: the fingerprint of what each host has read, or None.
+        too_long: as in the report of the first host that serves a data node.
+        damaged: as in the report of each host.
         measured: as in a report, by host.
         plan_source: the host that tells the plan of the generation to those that lack it; None
             where none lacks it, or none knows it.
@@ -76,6 +87,7 @@ class SessionPlan:
     """
 
     members: Sequence[Mapping[str, Any]]
+    processes: Sequence[int]
     endpoints: Sequence[Mapping[str, Any]]
     microbatches_read: int
     restores_checkpoint: bool
@@ -85,6 +97,9 @@ class SessionPlan:
     without_text: Sequence[int]
     device_kinds: Sequence[Sequence[str]]
     held_out_microbatches: int
+    texts: Sequence[str | None]
+    too_long: Sequence[str]
+    damaged: Sequence[Sequence[str] | None]
     measured: Mapping[int, Mapping[str, Any]]
     plan_source: int | None
     is_plan_known: bool
@@ -92,20 +107,18 @@ class SessionPlan:
     metrics_tails: Sequence[Sequence[Mapping[str, Any]]]
 
 
-def plan_session(generation: Generation | None, reports: Sequence[GenerationReport]) -> SessionPlan:
-    """What follows from the reports of all hosts of a generation, the leader's first.
-
-    The generation is None where hosts are always the same.
-    """
-    wanted = "" if generation is None else generation.plan
-    knowing = [host for host, own in enumerate(reports) if wanted in own.known_plans]
+def plan_session(generation: Generation, reports: Sequence[GenerationReport]) -> SessionPlan:
+    """Derive what follows from the reports of all hosts of a generation, the leader's first."""
+    knowing = [host for host, own in enumerate(reports) if generation.plan in own.known_plans]
     norms = [own.squared_norms for own in reports if own.squared_norms is not None]
     updates = [own.optimizer_updates for own in reports if own.optimizer_updates is not None]
     known = [own.run_fingerprint for own in reports if own.run_fingerprint is not None]
     read = [own.data_fingerprint for own in reports if own.data_fingerprint is not None]
     text = known[0] if known else min(read, default=None)
+    reader = next((own for own in reports if own.serves_data), GenerationReport())
     return SessionPlan(
         members=[own.member for own in reports],
+        processes=[own.process for own in reports],
         endpoints=[own.endpoint for own in reports],
         microbatches_read=max(own.microbatches_read for own in reports),
         restores_checkpoint=any(own.restores_checkpoint for own in reports),
@@ -118,10 +131,10 @@ def plan_session(generation: Generation | None, reports: Sequence[GenerationRepo
             if own.serves_data and (own.data_fingerprint is None or own.data_fingerprint != text)
         ],
         device_kinds=[own.device_kinds for own in reports],
-        held_out_microbatches=next(
-            (own.held_out_microbatches for own in reports if own.serves_data),
-            0,
-        ),
+        held_out_microbatches=reader.held_out_microbatches,
+        texts=[own.data_fingerprint for own in reports],
+        too_long=reader.too_long,
+        damaged=[own.damaged for own in reports],
         measured={
             host: own.measured for host, own in enumerate(reports) if own.measured is not None
         },
@@ -132,10 +145,8 @@ def plan_session(generation: Generation | None, reports: Sequence[GenerationRepo
     )
 
 
-def exchange_reports(
-    host: Host, generation: Generation | None, report: GenerationReport, timeout_s: float
-) -> SessionPlan:
+def exchange_reports(group: Group, report: GenerationReport, timeout_s: float) -> SessionPlan:
     """Tell all hosts a report, hear theirs, and plan; all hosts call this together."""
-    told = gather(host, "report", lambda: asdict(report), timeout_s)
-    reports = [GenerationReport(**told[index]) for index in range(host.count)]
-    return plan_session(generation, reports)
+    told = gather(group, "report", lambda: asdict(report), timeout_s)
+    reports = [GenerationReport(**told[index]) for index in range(group.count)]
+    return plan_session(group.generation, reports)

@@ -6,9 +6,10 @@ hosts read there what it has written. All that can be wrong with the input is fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 
-from skippipe_jax.cluster.agreement import agree, from_host_0, gather, hear, tell
+from skippipe_jax import log
+from skippipe_jax.cluster.agreement import from_host_0, gather, hear, tell
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import (
     Config,
     DataConfig,
@@ -42,30 +44,42 @@ from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.runtime.threads import give_collectives_threads
 from skippipe_jax.runtime.topology import require_meshes, sharding_of
-from skippipe_jax.runtime.transport import Transfers, open_transfers
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.hold import Hold
+from skippipe_jax.runtime.transport import Transfers, open_servers, open_transfers
+from skippipe_jax.storage.checkpoint import (
+    DATA,
+    Checkpoint,
+    ReplicaStates,
+    latest_step,
+    replica_name,
+)
+from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
 from skippipe_jax.storage.joined_folder import is_joined, require_not_joined
-from skippipe_jax.storage.kept_tokenizer import keep_tokenizer, with_tokenizer_of_run
-from skippipe_jax.storage.layout import latest_step
+from skippipe_jax.storage.loading import load_data_state, parts_for_stages
 from skippipe_jax.storage.mirror import Mirror
-from skippipe_jax.storage.parent import Parent
 from skippipe_jax.storage.recording import remove_recordings
-from skippipe_jax.storage.writer import CheckpointWriter
-from skippipe_jax.training.first_weights import Weights, about_tokenizer, find_weights
-from skippipe_jax.training.messages import on_host_0, say, say_meanwhile
-from skippipe_jax.training.planning import make_plans, require_patience
-from skippipe_jax.training.report import GenerationReport, SessionPlan
-from skippipe_jax.training.trackers import require_trackers
+from skippipe_jax.storage.restore import CheckpointSearch
+from skippipe_jax.storage.run_dir import CASE, PLAN, RunDir
+from skippipe_jax.storage.run_lock import RunLock
+from skippipe_jax.training.callbacks.trackers import require_trackers
+from skippipe_jax.training.initial_weights import (
+    RunWeights,
+    WeightSource,
+    open_initial_weights,
+    tokenizer_warning,
+)
+from skippipe_jax.training.planning import check_deadline, make_plans, tell_time
+from skippipe_jax.training.report import GenerationReport, SessionPlan, exchange_reports
 from skippipe_jax.training.validation import read_held_out
 
 # How long hosts wait for host 0 while it fetches a run from its copy, or completes the copy.
 COPYING_S = 3600.0
+# How long hosts wait for each other while each reads all of its parts of a checkpoint.
+CHECKPOINT_S = 3600.0
 
 
-@dataclass(frozen=True)
-class Settled:
-    """What the hosts of a run have settled.
+@dataclass(frozen=True, kw_only=True)
+class HostSetup:
+    """What a host knows before it has heard the others.
 
     Attributes:
         schedule: the plans of the run.
@@ -74,195 +88,340 @@ class Settled:
         data: the microbatches of the run, if a data node is served here.
         held_out: those of its held-out text, if a data node is served here.
         weights: those that a new run begins with, if it is told where they come from.
-        transfers: the transfer servers of this host, once it has met the others.
         mirror: the copy of the run folder, on the host that begins as 0, if there shall be one.
-        agreed: what follows from what all hosts have reported, once they have.
     """
 
     schedule: Schedule
     host_of: tuple[int, ...]
     programs: Mapping[str, Program]
-    data: TrainingBatches | None
-    held_out: tuple[Batch, ...]
-    weights: Weights | None
-    transfers: Transfers | None
-    mirror: Mirror | None
-    agreed: SessionPlan | None = None
+    data: TrainingBatches | None = None
+    held_out: tuple[Batch, ...] = ()
+    weights: WeightSource | None = None
+    mirror: Mirror | None = None
 
     @property
     def plan(self) -> Plan:
-        """The run's own plan."""
+        """Return the run's own plan."""
         return self.schedule.plans[OWN]
 
+    def after(
+        self, agreed: SessionPlan, transfers: Transfers, checkpoint: Checkpoint | None = None
+    ) -> RunSetup:
+        """Return this with what follows from the reports of all hosts."""
+        own = {field.name: getattr(self, field.name) for field in fields(HostSetup)}
+        return RunSetup(**own, agreed=agreed, transfers=transfers, checkpoint=checkpoint)
 
-def settle(
-    config: Config,
-    host: Membership,
-    hold: Hold,
-    *,
-    resume: bool,
-    config_folder: Path,
-) -> Settled:
-    """Settle all that the run needs; all hosts call this together.
 
-    `hold` is taken on host 0. `config_folder` is where the link table of a case inside the config
-    lies.
+@dataclass(frozen=True, kw_only=True)
+class RunSetup(HostSetup):
+    """What the hosts that train have agreed on, and what of it is this host's own.
+
+    Attributes:
+        agreed: what follows from what all hosts have reported.
+        transfers: the transfer servers of this host.
+        checkpoint: that from which a run goes on, if there is one.
+    """
+
+    agreed: SessionPlan
+    transfers: Transfers
+    checkpoint: Checkpoint | None
+
+
+def setup_run(
+    config: Config, host: Membership, lock: RunLock, *, resume: bool, config_folder: Path
+) -> RunSetup:
+    """Agree with all other hosts on where a run begins, and by which plans; all call this together.
+
+    Host 0 tells by which plans, and which checkpoints there are; then all report to each other
+    what they have opened. A third exchange follows when the stages are open (`build_runtime`).
+
+    `lock` keeps the folder of the run from other runs. `config_folder` is where the link table of a
+    case inside the config lies.
 
     Raises:
-        InputError: if the configuration, the plan, the data or the weights cannot be used.
+        InputError: if the configuration, the plan, the data, the weights or the checkpoint cannot
+            be used.
     """
     _require_reaching_collectives(config, host)
-    # Whose plans? A run that is resumed goes on under its own, unless it is told of others.
+    folder, leads = Path(config.run_dir), host.index == 0
     url = config.checkpoint.copy_to
-    mirror = Mirror(url) if url is not None and host.index == 0 else None
-    plans_anew = from_host_0(
-        host,
-        "plans_anew",
-        lambda: _opened_folder(config, mirror, hold, resume=resume),
-        config.cluster.connect_timeout_s + (0.0 if url is None else COPYING_S),
-    )
+    mirror = Mirror(url) if url is not None and leads else None
+
+    def claim_run_dir() -> bool:
+        return _claim_run_dir(config, mirror, lock, resume=resume)
+
     # For what cluster? One that is not described is measured, by its own links.
     transfers, profile = None, None
-    if config.plan.measure and plans_anew:
-        nodes = check_template(config, host.count).count(host.index)
-        _give_threads(config, host, nodes, None)
-        transfers = open_transfers(config, host)
-        links = transfers.links({host.index: sharding_of((jax.local_devices()[0],))})
-        profile = measure(config, host, links, on_host_0(host.index, say))
-    # By which plans? Host 0 makes them; the others go on when it has written them.
-    if host.index != 0:
-        schedule = _schedule_of_host_0(config, host)
-    elif plans_anew:
+    if config.plan.measure:
+        patience_s = config.cluster.connect_timeout_s + (0.0 if url is None else COPYING_S)
+        needs_planning = from_host_0(host, "plans_anew", claim_run_dir, patience_s)
+        if needs_planning:
+            transfers, profile = _measure_cluster(config, host)
+    else:
+        needs_planning = leads and claim_run_dir()
+    # By which plans? Host 0 makes them, unless the run has them; the others go on when it has
+    # written them.
+    steps: Sequence[int] = ()
+    if not leads:
+        schedule, steps = _hear_leader(config, host)
+    elif needs_planning:
         schedule = make_plans(config, config_folder, None if profile is None else profile.case)
     else:
-        schedule = run_folder.saved_schedule(Path(config.run_dir))
+        schedule = RunDir(folder).schedule()
+    setup = _open_inputs(config, host, schedule, mirror, resume=resume)
+    parts = parts_to_restore(config, setup)
+    search = CheckpointSearch(folder, host, parts, mirror)
+    if leads:
+        _begin_run_dir(config, setup, lock, profile, resume=resume, needs_planning=needs_planning)
+        steps = search.saved()
+        if host.count > 1 and not host.is_distributed:
+            _warn_of_missing_links(folder)
+        tell(host, "run", lambda: _description(config, schedule) | {"steps": steps})
+    if host.is_distributed:
+        # The first look at devices is one that all hosts take together.
+        _require_attention(config)
+    transfers = transfers or open_servers(host)
+    try:
+        setup = _agreed(config, host, setup, transfers, search, steps)
+        transfers.connect(setup.agreed.endpoints)
+        if leads:
+            search.clear(setup.checkpoint)
+            tell_time(config, schedule)
+        if leads and resume:
+            truncate_run(config, 0 if setup.checkpoint is None else setup.checkpoint.step)
+        if host.count > 1 and not host.is_distributed:
+            lock.share(host.process)
+    except BaseException:
+        transfers.close()
+        raise
+    return setup
+
+
+def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
+    """Measure the cluster, which all hosts do together; host 0 has the profile."""
+    nodes = check_template(config, host.count).count(host.index)
+    _give_threads(config, host, nodes, None)
+    transfers = open_transfers(host)
+    links = transfers.links({host.index: sharding_of((jax.local_devices()[0],))})
+    say = partial(log.on_leader, host.index, tell=log.output)
+    return transfers, measure(config, host, links, say)
+
+
+def _open_inputs(
+    config: Config, host: Membership, schedule: Schedule, mirror: Mirror | None, *, resume: bool
+) -> HostSetup:
+    """Open what this host needs to train by some plans: programs, text, and first weights."""
     plan = schedule.plans[OWN]
-    require_patience(config, schedule.longest_s(config.averaging))
+    check_deadline(config, schedule.longest_s(config.averaging))
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
     require_meshes(config, plan.case)
     _give_threads(config, host, host_of.count(host.index), plan.case)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
-    # On what text, and from what weights?
-    data = open_data(config, plan, programs[OWN])
-    held_out = () if data is None else read_held_out(config, data_config(config))
+    data = open_training_data(config, plan, programs[OWN])
+    held_out = () if data is None else read_held_out(config, with_run_tokenizer(config))
     config.model.layers_of_stages(len(plan.stages))
     if not host.is_distributed:
         _require_attention(config)
-    weights = None if resume else find_weights(config, anew=host.index == 0)
-    if host.index == 0:
-        require_trackers(config.log)
-        if not resume:
-            hold.take()
-            run_folder.require_new(Path(config.run_dir))  # Another may have been quicker.
-        warnings = about_tokenizer(weights, config) + differing_sizes(config, plan.case)
-        for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
-            say_meanwhile(f"warning: {sentence}")
-        _write_folder(config, schedule, weights, profile, resume=resume, plans_anew=plans_anew)
-        if host.count > 1 and not host.is_distributed:
-            _warn_of_missing_links(Path(config.run_dir))
-        tell(host, "run", lambda: _description(config, schedule))
-    if host.is_distributed:
-        # The first look at devices is one that all hosts take together.
-        _require_attention(config)
-    data_hosts = {host_of[node] for node in plan.stages[0]}
-    if data is not None:
-        _require_same_text(config, host, data_hosts, data)
-    _say_what_is_too_long(config, host, min(data_hosts), data)
-    if transfers is None:
-        transfers = open_transfers(config, host)
-    return Settled(schedule, host_of, programs, data, held_out, weights, transfers, mirror)
+    weights = None if resume else open_initial_weights(config, anew=host.index == 0)
+    return HostSetup(
+        schedule=schedule,
+        host_of=host_of,
+        programs=programs,
+        data=data,
+        held_out=held_out,
+        weights=weights,
+        mirror=mirror,
+    )
 
 
-def settle_alone(config: Config, host: Membership) -> Settled:
-    """What a host knows by itself that comes back to a run which goes on without it.
+def _begin_run_dir(
+    config: Config,
+    setup: HostSetup,
+    lock: RunLock,
+    profile: Profile | None,
+    *,
+    resume: bool,
+    needs_planning: bool,
+) -> None:
+    """Begin the folder of a run, on host 0, when all that was given has been found good."""
+    require_trackers(config.log)
+    if not resume:
+        lock.acquire()
+        RunDir(config.run_dir).require_new()  # Another may have been quicker.
+    plan = setup.plan
+    warnings = tokenizer_warning(setup.weights, config) + differing_sizes(config, plan.case)
+    for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
+        log.warning(sentence)
+    given = {"resume": resume, "needs_planning": needs_planning}
+    _write_folder(config, setup.schedule, setup.weights, profile, **given)
+
+
+def _agreed(
+    config: Config,
+    host: Membership,
+    setup: HostSetup,
+    transfers: Transfers,
+    search: CheckpointSearch,
+    steps: Sequence[int],
+) -> RunSetup:
+    """Exchange reports, and agree on the checkpoint to go on from: one of these `steps`, if any."""
+    damaged = search.look(steps[-1]) if steps else None
+    newest = search.opened(steps[-1]) if steps and damaged is None else None
+    report = replace(
+        own_report(setup),
+        member=_member(host, setup) if host.count > 1 and not host.is_distributed else {},
+        process=host.process,
+        endpoint=transfers.endpoint,
+        microbatches_read=_microbatches_read(setup, newest),
+        damaged=damaged,
+    )
+    # Those that look at a checkpoint read all of it.
+    timeout_s = CHECKPOINT_S if steps else config.cluster.connect_timeout_s
+    agreed = exchange_reports(host, report, timeout_s)
+    _require_same_text(config, host, agreed)
+    for line in agreed.too_long:
+        log.on_leader(host.index, line, log.output)
+    checkpoint = search.newest(steps, agreed.damaged)
+    # What was reported is of no use where the newest was damaged, though it may be there again.
+    if any(parts is not None for parts in agreed.damaged):
+        own = _microbatches_read(setup, checkpoint)
+        told = gather(host, "checkpoint/read", lambda: own, timeout_s)
+        agreed = replace(agreed, microbatches_read=max(told.values()))
+    return setup.after(agreed, transfers, checkpoint)
+
+
+def _microbatches_read(setup: HostSetup, checkpoint: Checkpoint | None) -> int:
+    """Tell how many microbatches were read before a checkpoint; 0 where no text is read here."""
+    if checkpoint is None or setup.data is None:
+        return 0
+    return setup.data.position(load_data_state(checkpoint))
+
+
+def _member(host: Membership, setup: HostSetup) -> dict[str, Any]:
+    """Describe this host in membership.jsonl."""
+    nodes = [node for node, own in enumerate(setup.host_of) if own == host.index]
+    return host.here() | {"nodes": nodes}
+
+
+def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
+    """Prepare what a host knows by itself that comes back to a run which goes on without it.
 
     Raises:
         InputError: if the configuration is another than that of the run.
     """
     folder = Path(config.run_dir)
     if not is_joined(folder):
-        require_same_run(config, run_folder.saved_config(folder, "run_dir"))
-    schedule = run_folder.saved_schedule(folder)
+        require_same_run(config, RunDir(folder).config())
+    schedule = RunDir(folder).schedule()
     case = schedule.plans[OWN].case
     host_of = hosts_of_nodes(len(case.nodes), host.count, config.cluster.host_of_node)
     _give_threads(config, host, host_of.count(host.index), case)
     _require_attention(config)
     if host.index >= host.count:  # Which stage it serves the others say.
-        return Settled(schedule, host_of, {}, None, (), None, None, None)
+        return HostSetup(schedule=schedule, host_of=host_of, programs={})
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     data, held_out = None, ()
     with suppress(InputError):  # Who is given a data node tries again, and then says why.
-        data = open_data(config, schedule.plans[OWN], programs[OWN])
-        held_out = () if data is None else read_held_out(config, data_config(config))
-    return Settled(schedule, host_of, programs, data, held_out, None, None, None)
+        data = open_training_data(config, schedule.plans[OWN], programs[OWN])
+        held_out = () if data is None else read_held_out(config, with_run_tokenizer(config))
+    return HostSetup(
+        schedule=schedule, host_of=host_of, programs=programs, data=data, held_out=held_out
+    )
 
 
-def go_on(config: Config, step: int, *, is_own: bool = False) -> None:
+def parts_to_restore(config: Config, setup: HostSetup) -> Callable[[Checkpoint], set[str]]:
+    """Tell which parts of a checkpoint this host reads: its stages, and where the data is."""
+    plan = setup.plan
+    cut = config.model.layers_of_stages(len(plan.stages))
+    nodes = setup.programs[OWN].nodes
+    stages = {plan.stage_of[node] for node in nodes}
+    data = set() if setup.data is None else {DATA}
+
+    def parts(checkpoint: Checkpoint) -> set[str]:
+        own: set[str] = set()
+        if restores_replica_states(config, plan, checkpoint):
+            places = {node: (s, p) for s, of in enumerate(plan.stages) for p, node in enumerate(of)}
+            own = {replica_name(*places[node]) for node in nodes} & checkpoint.record.parts()
+        return parts_for_stages(checkpoint, cut, stages) | own | data
+
+    return parts
+
+
+def restores_replica_states(config: Config, plan: Plan, checkpoint: Checkpoint) -> bool:
+    """Tell whether replicas go on with the states of their own that a checkpoint holds.
+
+    They do so where there are as many of each stage, of as many blocks, averaged as before.
+    """
+    cut = config.model.layers_of_stages(len(plan.stages))
+    own = ReplicaStates.of(plan.stages, asdict(config.averaging))
+    return checkpoint.record.replica_states == own and checkpoint.record.stage_layers == tuple(cut)
+
+
+def truncate_run(config: Config, step: int, *, is_own: bool = False) -> None:
     """Make the folder of a run ready to go on after `step`; on host 0.
 
     `is_own`: this process has written the metrics, and nobody since.
     """
     folder, steps = Path(config.run_dir), config.train.steps
     if step >= steps:
-        say(f"nothing is left to do: the run is at step {step} of {steps}")
-    run_folder.continue_run(folder, config, step, is_own=is_own)
+        log.output(f"nothing is left to do: the run is at step {step} of {steps}")
+    RunDir(folder).truncate_after(step, config, is_own=is_own)
     remove_recordings(folder, after=step)
 
 
-def own_report(settled: Settled) -> GenerationReport:
-    """What this host tells all others of its devices and its text."""
-    data = settled.data
+def own_report(setup: HostSetup) -> GenerationReport:
+    """Make the report of this host to all others: its devices and its text."""
+    data = setup.data
     return GenerationReport(
         device_kinds=[device.device_kind for device in jax.local_devices()],
         serves_data=data is not None,
         data_fingerprint=None if data is None else data.fingerprint,
-        held_out_microbatches=len(settled.held_out),
+        too_long=[] if data is None else data.too_long,
+        held_out_microbatches=len(setup.held_out),
     )
 
 
-def open_writer(
-    config: Config, host: Membership | Team, cut: StageCut, mirror: Mirror | None
-) -> CheckpointWriter:
-    """What writes the checkpoints of the run; all hosts open one."""
-    is_team = isinstance(host, Team)
+def open_checkpointer(
+    config: Config, host: Group, cut: StageCut, mirror: Mirror | None
+) -> Checkpointer:
+    """Open what writes the checkpoints of the run, on all hosts."""
     url = config.checkpoint.copy_to
     if host.index != 0:
         mirror = None
     elif mirror is None and url is not None:
         mirror = _mirror_of_new_leader(url)
-    return CheckpointWriter(
+    return Checkpointer(
         Path(config.run_dir),
         host,
         stage_layers=cut,
-        keep=config.checkpoint.keep,
-        keep_every=config.checkpoint.keep_every,
+        policy=RetentionPolicy(config.checkpoint.keep, config.checkpoint.keep_every),
         mirror=mirror,
-        generation=host.generation.number if is_team else 0,
-        when_whole=host.saved if is_team else lambda _: None,
+        generation=host.generation.number,
+        on_commit=host.saved,
     )
 
 
 def _mirror_of_new_leader(url: str) -> Mirror | None:
-    """The copy goes on by whoever leads, if that host can write it: else the run without a copy."""
+    """Open the copy that a new leader goes on with; None, with a warning, if it cannot."""
     try:
         mirror = Mirror(url)
         mirror.steps()  # What others have copied is not missing.
     except Exception as error:  # whatever the file system raises
-        say_meanwhile(f"warning: {error}; checkpoints are copied no longer")
+        log.warning(f"{error}; checkpoints are copied no longer")
         return None
     return mirror
 
 
-def data_config(config: Config) -> DataConfig:
-    """What is read, with the tokenizer that the run keeps."""
+def with_run_tokenizer(config: Config) -> DataConfig:
+    """Return what is read, with the tokenizer that the run keeps."""
     if tokenizer_of(config.data) == BYTES:
         return config.data
-    return with_tokenizer_of_run(config.data, Path(config.run_dir))
+    return RunDir(config.run_dir).with_tokenizer(config.data)
 
 
-def _opened_folder(config: Config, mirror: Mirror | None, hold: Hold, *, resume: bool) -> bool:
+def _claim_run_dir(config: Config, mirror: Mirror | None, lock: RunLock, *, resume: bool) -> bool:
     """Refuse a folder that holds another run, or fetch the run from its copy.
 
     A run that is resumed is held before anything is fetched into it.
@@ -272,30 +431,37 @@ def _opened_folder(config: Config, mirror: Mirror | None, hold: Hold, *, resume:
     """
     folder = Path(config.run_dir)
     if not resume:
-        run_folder.require_new(folder)
-    elif mirror is not None or run_folder.is_run(folder):
-        hold.take()
+        RunDir(folder).require_new()
+    elif mirror is not None or RunDir(folder).is_run:
+        lock.acquire()
     message = None if mirror is None else mirror.prepare(folder, resume=resume)
     if message is not None:
-        say(message)
+        log.output(message)
     if not resume:
         return True
     require_not_joined(folder)
-    saved = run_folder.saved_config(folder, "run_dir")
+    saved = RunDir(folder).config()
     for name, now, before in require_same_run(config, saved):
-        say(f"the run goes on with {name} = {now!r}, before it was {before!r}")
-    return (config.plan, config.recipe) != (saved.plan, saved.recipe)
+        log.output(f"the run goes on with {name} = {now!r}, before it was {before!r}")
+    before = saved.plan, saved.recipe_in_steps
+    return (config.plan, config.recipe_in_steps) != before
 
 
 def _give_threads(config: Config, host: Membership, nodes: int, case: Case | None) -> None:
     give_collectives_threads(config, nodes, case, is_distributed=host.is_distributed)
 
 
-def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
-    """The plans that host 0 has put into the run folder, if this host was started like host 0."""
+def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]:
+    """Return the plans that host 0 has put into the run folder, and the steps of its checkpoints.
+
+    Raises:
+        InputError: if this host was started with another configuration, or in another folder.
+    """
     # Host 0 may search for plans first, and compile the search for half a minute before.
-    searches = 1 + config.recipe.most_searches
+    searches = 1 + config.recipe_in_steps.most_searches
     patience_s = config.cluster.connect_timeout_s + 2 * searches * config.plan.budget_s
+    if config.checkpoint.copy_to is not None:  # It may fetch the run.
+        patience_s += COPYING_S
     theirs = hear(host, "run", [0], patience_s)[0]
     tree = to_tree(config)
     for section, own in settings(config).items():
@@ -307,8 +473,8 @@ def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
                 "Start all hosts with the same configuration",
             )
     folder = Path(config.run_dir)
-    shared = (folder / run_folder.PLAN).exists()
-    schedule = run_folder.saved_schedule(folder) if shared else None
+    shared = (folder / PLAN).exists()
+    schedule = RunDir(folder).schedule() if shared else None
     if schedule is None or _digest_of_plans(schedule) != theirs["plans"]:
         raise InputError(
             "run_dir",
@@ -316,11 +482,11 @@ def _schedule_of_host_0(config: Config, host: Membership) -> Schedule:
             f"host {host.index} does not find there what host 0 has written",
             "Name a folder that all hosts share",
         )
-    return schedule
+    return schedule, theirs["steps"]
 
 
 def _description(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """What the other hosts compare their configuration and plans with."""
+    """Describe what the other hosts compare their configuration and plans with."""
     return {"config": settings(config), "plans": _digest_of_plans(schedule)}
 
 
@@ -328,26 +494,26 @@ def _digest_of_plans(schedule: Schedule) -> str:
     return digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
 
 
-def open_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
-    """The microbatches of the run, if a data node is served here."""
-    data = data_config(config)
+def open_training_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
+    """Open the microbatches of the run, if a data node is served here."""
+    data = with_run_tokenizer(config)
     check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
     if not set(plan.stages[0]) & set(program.nodes):
         return None
     return TrainingBatches(data)
 
 
-def with_text(config: Config, settled: Settled) -> Settled:
-    """The same with the text of the run, if it is here."""
-    if settled.data is not None:
-        return settled
+def with_text(config: Config, setup: HostSetup) -> HostSetup:
+    """Add the text of the run, if it is here."""
+    if setup.data is not None:
+        return setup
     try:
-        text = data_config(config)
+        text = with_run_tokenizer(config)
         data, held_out = TrainingBatches(text), read_held_out(config, text)
     except InputError as error:
-        say(f"warning: the text of the run is not here: {error}")
-        return settled
-    return replace(settled, data=data, held_out=held_out)
+        log.warning(f"the text of the run is not here: {error}")
+        return setup
+    return replace(setup, data=data, held_out=held_out)
 
 
 def _require_reaching_collectives(config: Config, host: Membership) -> None:
@@ -386,40 +552,42 @@ def _require_attention(config: Config) -> None:
 def _write_folder(
     config: Config,
     schedule: Schedule,
-    weights: Weights | None,
+    weights: WeightSource | None,
     profile: Profile | None,
     *,
     resume: bool,
-    plans_anew: bool,
+    needs_planning: bool,
 ) -> None:
     """Begin the folder of a new run, or leave in that of a run the plans it goes on under."""
     folder = Path(config.run_dir)
     if not resume:
-        run_folder.write_parent(folder, weights.told() if isinstance(weights, Parent) else None)
-    elif plans_anew:
-        _leave_plan(folder, schedule.plans[OWN])
-    if plans_anew:
-        run_folder.start_run(folder, config, schedule)
-    if weights is not None and weights.has_tokenizer_of(config.data):
-        weights.copy_companions(folder / TOKENIZER_FOLDER)
+        RunDir(folder).write_parent(
+            weights.provenance() if isinstance(weights, RunWeights) else None
+        )
+    elif needs_planning:
+        _archive_plan(folder, schedule.plans[OWN])
+    if needs_planning:
+        RunDir(folder).create(config, schedule)
+    if weights is not None and weights.matches_tokenizer(config.data):
+        weights.copy_tokenizer(folder / TOKENIZER_FOLDER)
     if profile is not None:
-        profile.save(folder / run_folder.CASE)
-    keep_tokenizer(config.data, folder)
+        profile.save(folder / CASE)
+    RunDir(folder).keep_tokenizer(config.data)
 
 
 def _warn_of_missing_links(folder: Path) -> None:
     """Say so where the last two hosts of a run cannot decide which of them goes on."""
-    if not run_folder.makes_links(folder):
-        say_meanwhile(
-            f"warning: {folder} lies on a file system without hard links: when two hosts are left "
+    if not RunDir(folder).supports_links():
+        log.warning(
+            f"{folder} lies on a file system without hard links: when two hosts are left "
             "and one of them is lost, the run ends with exit code 75"
         )
 
 
-def _leave_plan(folder: Path, plan: Plan) -> None:
+def _archive_plan(folder: Path, plan: Plan) -> None:
     """Say that a run goes on under another plan, and draw what was recorded under its own."""
-    own = run_folder.saved_plan(folder)
-    say(
+    own = RunDir(folder).plan()
+    log.output(
         f"the run goes on under another plan: from {_extent(own)} to {_extent(plan)}, after step "
         f"{latest_step(folder) or 0}"
     )
@@ -431,29 +599,14 @@ def _extent(plan: Plan) -> str:
     return f"{len(plan.stages)} stages on {len(plan.case.nodes)} nodes"
 
 
-def _require_same_text(
-    config: Config, host: Membership, data_hosts: set[int], data: TrainingBatches
-) -> None:
+def _require_same_text(config: Config, host: Membership, agreed: SessionPlan) -> None:
     """Data nodes read parts of one text: refuse a host with a data node that reads another."""
-
-    def differing(first: int) -> InputError:
-        return InputError(
+    read = {other: text for other, text in enumerate(agreed.texts) if text is not None}
+    first = min(read)
+    if read.get(host.index, read[first]) != read[first]:
+        raise InputError(
             "data.source",
             config.data.source,
             f"host {host.index} reads other text than host {first}",
             "Give all hosts with data nodes the same files",
         )
-
-    agree(host, "text", data.fingerprint, config.cluster.connect_timeout_s, differing, data_hosts)
-
-
-def _say_what_is_too_long(
-    config: Config, host: Membership, reader: int, data: TrainingBatches | None
-) -> None:
-    """Let host 0 say what becomes of documents longer than a sequence; `reader` knows of them."""
-    if host.index not in (0, reader):
-        return
-    lines = [] if data is None else data.too_long
-    told = gather(host, "too_long", lambda: lines, config.cluster.connect_timeout_s, [reader])
-    for line in told[reader]:
-        on_host_0(host.index, say)(line)

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from skippipe_jax.cluster.agreement import hear, tell
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.runtime.runtime import Runtime
 
 
 def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
-    """The held-out text of a run that validates; none of one that does not.
+    """Read the held-out text of a run that validates; none of one that does not.
 
     Raises:
         InputError: if there is too little text.
@@ -27,7 +26,7 @@ def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
     return tuple(held_out_batches(data, size, limit))
 
 
-class Validation:
+class Validator:
     """Computes the held-out loss; all hosts make one, and use it at the same steps."""
 
     def __init__(
@@ -36,7 +35,7 @@ class Validation:
         batches: Sequence[Batch],
         count: int,
         runtime: Runtime,
-        host: Membership | Team,
+        host: Group,
     ):
         """Over `count` microbatches, which are these `batches` where a data node is served."""
         self.host = host
@@ -46,13 +45,13 @@ class Validation:
         self.held_out = runtime.held_out(count)
         self.batches = {number: batches[number] for number in self.held_out.microbatches}
 
-    def loss(self, step: int) -> float | None:
-        """Mean held-out loss [nats per token] after `step`, on host 0; None on the others.
+    def evaluate(self, step: int) -> float | None:
+        """Compute the mean held-out loss [nats per token] after `step`; None but on host 0.
 
         All hosts call this together, between two iterations.
 
         Raises:
-            DeadlinePassed: if nothing came from another host for `network.deadline_s`.
+            PeerTimeout: if nothing came from another host for `network.deadline_s`.
         """
         losses = self.held_out.sums(step, self.batches)
         sums = sum(losses.values(), np.zeros(2))

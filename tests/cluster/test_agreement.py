@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.agreement import (
-    HostFailed,
-    agree,
-    barrier,
-    from_host_0,
-    gather,
-    hear,
-    tell,
-)
+from skippipe_jax.cluster.agreement import agree, barrier, from_host_0, gather, hear, tell
+from skippipe_jax.errors import PeerFailed
 from tests.thread_hosts import ThreadHost, on_hosts
 
 WAIT_S = 30.0
@@ -52,7 +45,7 @@ def test_where_host_0_fails_all_others_name_its_error():
     own, *others = on_hosts(3, lambda host: from_host_0(host, "it", lambda: wrong(host), WAIT_S))
     assert isinstance(own, InputError)
     for error in others:
-        assert isinstance(error, HostFailed)
+        assert isinstance(error, PeerFailed)
         assert str(error) == (
             "host 0 has failed at 'it': InputError: field = 0: is wrong. Mend it."
         )
@@ -61,7 +54,7 @@ def test_where_host_0_fails_all_others_name_its_error():
 def test_what_json_cannot_hold_is_an_error_for_all():
     own, other = on_hosts(2, lambda host: from_host_0(host, "it", object, WAIT_S))
     assert isinstance(own, TypeError)
-    assert isinstance(other, HostFailed)
+    assert isinstance(other, PeerFailed)
 
 
 def test_all_hosts_are_gathered():
@@ -83,7 +76,7 @@ def test_where_one_of_many_fails_the_others_name_it():
     first, failed, last = on_hosts(3, act)
     assert isinstance(failed, InputError)
     for error in (first, last):
-        assert isinstance(error, HostFailed)
+        assert isinstance(error, PeerFailed)
         assert "host 1 has failed at 'it': InputError: field = 1" in str(error)
 
 

@@ -6,9 +6,9 @@ import tracemalloc
 
 import pytest
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
-from skippipe_jax.cluster.board import Board, TeamEnded, named
+from skippipe_jax.cluster.board import Board, named
 from skippipe_jax.connections import told
+from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
 
 def test_what_nobody_asks_for_grows_to_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch):
@@ -24,7 +24,7 @@ def test_what_nobody_asks_for_grows_to_so_much_and_no_more(monkeypatch: pytest.M
     # The last of it is there, and what others have told.
     assert len(own.take("key 499", 0.0, 2, 0)) == 1 << 17
     assert own.take("mine", 0.0, 1, 0) == "here"
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(PeerTimeout):
         own.take("key 0", 0.0, 2, 0)
 
 
@@ -36,7 +36,7 @@ def test_small_values_are_not_kept_without_end_either(monkeypatch: pytest.Monkey
         own.post(1, "again", f"{count}")
     assert own.take("again", 0.0, None, 0) == "99"
     assert own.take("91", 0.0, None, 0) == ""
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(PeerTimeout):
         own.take("90", 0.0, None, 0)
 
 
@@ -53,7 +53,7 @@ def test_room_is_given_back_for_what_was_asked_for(monkeypatch: pytest.MonkeyPat
 def test_no_host_speaks_for_another():
     own = Board()
     own.post(2, "run/0", "theirs")
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(PeerTimeout):
         own.take("run/0", 0.0, 0, 0)
     own.post(0, "run/0", "right")
     assert own.take("run/0", 0.0, 0, 0) == "right"
@@ -64,9 +64,9 @@ def test_a_generation_takes_with_it_what_was_told_in_it():
     own.post(1, named(1, "key"), "of the first")
     own.post(1, named(2, "key"), "of the second")
     own.begin(2)
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(PeerTimeout):
         own.take(named(1, "key"), 0.0, 1, 2)
-    with pytest.raises(TeamEnded):
+    with pytest.raises(GenerationEnded):
         own.take(named(1, "key"), 0.0, 1, 1)
     assert own.take(named(2, "key"), 0.0, 1, 2) == "of the second"
 
@@ -76,5 +76,5 @@ def test_a_key_that_names_no_generation_ends_nothing(key: str):
     own = Board()
     own.post(1, key, "value")
     own.begin(1)
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(PeerTimeout):
         own.take(key, 0.0, 1, 1)

@@ -18,12 +18,12 @@ from skippipe_sched.errors import (
 )
 
 from skippipe_jax.cluster import attendance, ending, joining, membership
-from skippipe_jax.cluster.agreement import DeadlinePassed
 from skippipe_jax.cluster.attendance import Attendance
 from skippipe_jax.cluster.board import Board
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, RunFailed, exit_decision
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
+from skippipe_jax.errors import PeerTimeout
 
 WORDS = "Resume from step 7."
 
@@ -130,7 +130,7 @@ def stale() -> InputError:
         (stale(), TRAINING, 75, 75, "error: run_dir = 'run': cannot be written"),
         (BROKEN, SETUP, 1, 75, "error: [Errno 5] Input/output error: 'run/step_7/data'"),
         (BROKEN, TRAINING, 75, 75, "error: [Errno 5] Input/output error: 'run/step_7/data'"),
-        (DeadlinePassed("in vain"), TRAINING, 75, 75, "in vain"),
+        (PeerTimeout("in vain"), TRAINING, 75, 75, "in vain"),
         (KeyboardInterrupt(), SETUP, 130, 130, "interrupted at once."),
         (KeyboardInterrupt(), TRAINING, 130, 130, "interrupted at once."),
         (Terminated("by SIGTERM"), SETUP, 143, 75, "SIGTERM: interrupted at once."),

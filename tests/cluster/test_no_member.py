@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -83,8 +82,8 @@ async def meet() -> tuple[list[Membership], list[Team], Host]:
 
     await asyncio.gather(entering, join())
     third.mesh.directory.outlives = True
-    third.mesh.broadcast("put", "process/2", json.dumps({"value": 1002}))
-    teams = await on_all(hosts, lambda host: host.outlive(RULES, store, ((0,),), 0, 0))
+    processes = (hosts[0].process, hosts[1].process, 1002)
+    teams = await on_all(hosts, lambda host: host.outlive(RULES, store, ((0,),), 0, processes))
     assert [team.hosts for team in teams] == [(0, 1, 2), (0, 1, 2)]
     return hosts, teams, third
 
@@ -174,7 +173,7 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
                 raise InputError("data.path", "text", "is another here", "Mend that")
 
         joining = asyncio.create_task(asyncio.to_thread(join))
-        while any(host.generation == 2 for host in hosts):  # It is taken in after a step.
+        while any(host.generation_number == 2 for host in hosts):  # It is taken in after a step.
             for host, team in zip(hosts, teams, strict=True):
                 step = host.control._state.standing.applied + 1
                 team.contribute(step, (1.0,), lambda totals: None)

@@ -6,8 +6,8 @@ import jax
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.agreement import DeadlinePassed, HostFailed
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
+from skippipe_jax.errors import PeerFailed, PeerTimeout
 
 ILLEGAL = "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
 
@@ -29,10 +29,10 @@ def following(error: BaseException, cause: Exception) -> BaseException:
         (jax.errors.JaxRuntimeError(f"INTERNAL: NCCL operation has failed: {ILLEGAL}"), True),
         (ValueError("UNKNOWN: Gloo all-reduce failed"), True),
         (ConnectionResetError(), True),
-        (DeadlinePassed("waited in vain"), True),
+        (PeerTimeout("waited in vain"), True),
         # The other host raises the error itself, and its verdict gives the reason.
-        (HostFailed("host 0 has failed at 'run'"), True),
-        (following(RuntimeError("a checkpoint is not committed"), HostFailed("host 1")), True),
+        (PeerFailed("host 0 has failed at 'run'"), True),
+        (following(RuntimeError("a checkpoint is not committed"), PeerFailed("host 1")), True),
         (RuntimeError("mine"), False),
         # Ctrl-C, whatever was going on when it came.
         (following(KeyboardInterrupt(), TimeoutError("waited")), False),

@@ -35,7 +35,7 @@ def test_a_team_settles_things_whenever_a_connection_is_reset():
         for number in range(40):
             told = await on_all(hosts, lambda host, number=number: settle(host, number))
             assert told == [{0: 0, 1: 1}] * 2
-        assert [host.generation for host in hosts] == [1, 1]
+        assert [host.generation_number for host in hosts] == [1, 1]
         await on_all(hosts, end)
         third.end()
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from skippipe_jax.cli.main import main
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config
-from skippipe_jax.training import trainer
+from skippipe_jax.training.trainer import Trainer
 from tests.commands.examples import Command, Result, write_inputs
 
 
@@ -26,13 +27,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command in this process: its `main` with these arguments."""
+    """Runs in this process a command by its name, or the `main` of another program."""
 
-    def run(module: Any, *arguments: str) -> Result:
-        monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
+    def run(program: Any, *arguments: str) -> Result:
         capfd.readouterr()
         try:
-            code = module.main()
+            if isinstance(program, str):
+                code = main([program, *arguments])
+            else:
+                monkeypatch.setattr(sys, "argv", [program.__name__, *arguments])
+                code = program.main()
         except SystemExit as exit:  # argparse
             code = int(exit.code or 0)
         printed = capfd.readouterr()
@@ -49,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with contextlib.chdir(folder):
         config = load_config(Path("config.yaml"))
         alone = Membership(config.cluster, index=0, count=1)
-        trainer.train(config, alone, resume=False, config_folder=folder)
+        Trainer(config, host=alone, config_folder=folder).run()
     return folder
 
 

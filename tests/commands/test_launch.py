@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 
-from skippipe_jax import launch
 from skippipe_jax.campaign import tries
 from skippipe_jax.campaign.tries import (
     FORGOTTEN_S,
@@ -23,7 +22,8 @@ from skippipe_jax.campaign.tries import (
     SETTLED_S,
     Tries,
 )
-from skippipe_jax.launch import LocalHosts
+from skippipe_jax.local import hosts
+from skippipe_jax.local.hosts import LocalHosts
 from tests.commands.examples import Command
 
 LOST = "kill -9 $$"
@@ -34,7 +34,7 @@ LONG_S = 1000.0
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "POLL_S", 0.005)
+    monkeypatch.setattr(hosts, "POLL_S", 0.005)
     monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.01)
 
 
@@ -51,9 +51,9 @@ class Shells:
         return ["sh", "-c", f"cd {self._folder}\n{script}"]
 
     def hosts(
-        self, *, respawns: bool = True, outlives: bool = True, grace_s: float = LONG_S
+        self, *, restarts: int | None = MOST_FAULTS, outlives: bool = True, grace_s: float = LONG_S
     ) -> LocalHosts:
-        return LocalHosts(len(self._scripts), self.words, grace_s, lambda: outlives, respawns)
+        return LocalHosts(len(self._scripts), self.words, grace_s, lambda: outlives, restarts)
 
 
 @pytest.fixture
@@ -112,14 +112,14 @@ def test_without_respawn_nobody_is_started_again(
     outlives: bool, code: int, shells: Callable[..., Shells], capfd: pytest.CaptureFixture[str]
 ):
     machine = shells([once("sleep 0.1")], [LOST])
-    assert machine.hosts(respawns=False, outlives=outlives, grace_s=0.0).run() == code
+    assert machine.hosts(restarts=None, outlives=outlives, grace_s=0.0).run() == code
     assert machine.started == [0, 1]
     assert capfd.readouterr().out == ""
 
 
 def test_the_others_go_on_without_one_that_was_told_to_leave(shells: Callable[..., Shells]):
     machine = shells([once("sleep 0.1")], ["exit 143"])
-    assert machine.hosts(respawns=False, grace_s=0.0).run() == 0
+    assert machine.hosts(restarts=None, grace_s=0.0).run() == 0
     assert machine.started == [0, 1]
 
 
@@ -179,7 +179,7 @@ def test_a_process_of_another_user_is_no_host(monkeypatch: pytest.MonkeyPatch):
         raise PermissionError(f"{number} to {process}")
 
     monkeypatch.setattr(os, "kill", kill)
-    assert not launch._lives(1)
+    assert not hosts._lives(1)
 
 
 def test_pauses_grow_until_a_host_has_lived_for_a_minute(monkeypatch: pytest.MonkeyPatch):
@@ -258,11 +258,13 @@ def test_a_host_joins_those_that_live_where_it_is_told_to(
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     given = ("--config", "config.yaml", "--hosts", "1", "--set", "cluster.secret=secret")
     (folder / "secret").write_text("thisIsTheSecretOfThisRunAndOfNoOther\n")
-    result = command(launch, *given, "--respawn=join")
+    result = command("launch", *given, "--restart=join", "--log-level=warning")
     assert result.code == 0, result.out
-    _, again = (folder / "started").read_text().splitlines()
-    joins = "-m skippipe_jax.join 127.0.0.1:8477 --run-dir run-joined-0 --set cluster.secret=secret"
-    assert (again == joins) == lives
+    first, again = (folder / "started").read_text().splitlines()
+    joins = "-m skippipe_jax join 127.0.0.1:8477 --run-dir run-joined-0 --set cluster.secret=secret"
+    level = "--log-level warning"
+    assert level in first
+    assert (again == f"{joins} {level}") == lives
     assert ("skippipe_jax.train" in again and " --resume " in again) != lives
 
 
@@ -281,7 +283,7 @@ def test_a_host_goes_on_with_the_run_that_was_begun_here(
     )
     (folder / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    result = command(launch, "--config", "config.yaml", "--hosts", "1", "--respawn")
+    result = command("launch", "--config", "config.yaml", "--hosts", "1", "--restart=resume")
     assert result.code == 0, result.out
     started = (folder / "started").read_text().splitlines()
     assert [" --resume " in line for line in started] == [False, not is_there]

@@ -14,20 +14,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from skippipe_sched import commands as planner
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
 from experiments.benchmarks import start
-from skippipe_jax import __main__ as skippipe
-from skippipe_jax import convert, evaluate, generate, harness, launch, train
-from skippipe_jax.arguments import INTERRUPTED
+from skippipe_jax.cli import convert, evaluate, generate, lm_eval
+from skippipe_jax.cli import main as skippipe
 from tests.commands.examples import CASE, Command
 
-PLANNING = {command.name for command in skippipe.PLANNING}
-ROOMS = {"config", "experts"}
-"""Commands that are a room's."""
-OWN = skippipe.ABOUT.keys() - PLANNING - {"completion"} - ROOMS
+OWN = skippipe.COMMANDS.keys() - planner.COMMANDS.keys() - {"completion"}
 # What takes seconds to load, and what no command loads that computes nothing.
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "numba"}
 # Runs the commands of its arguments, which + separates, and says which packages were loaded.
@@ -70,14 +68,25 @@ def test_programs_are_made_without_jax():
 
 
 def test_commands_that_compute_nothing_are_light(folder: Path):
-    helps = [[name, "--help", "+"] for name in skippipe.ABOUT]
+    helps = [[name, "--help", "+"] for name in skippipe.COMMANDS]
     wrong = ["launch", "--config", "config.yaml", "--hosts", "2", "--set", "train.stepz=3", "+"]
-    words = ["--help", "+", *itertools.chain(*helps), *wrong, "config", "--print", "config.yaml"]
-    found = loaded("skippipe_jax.__main__", *words)
+    words = [
+        "--help",
+        "+",
+        *itertools.chain(*helps),
+        *wrong,
+        "config",
+        "show",
+        "--config",
+        "config.yaml",
+    ]
+    found = loaded("skippipe_jax.cli.main", *words)
     assert not found & (HEAVY | {"scipy"})
     assert "yaml" in found  # It did run.
     (folder / "wrong.yaml").write_text("trian: {steps: 3}")
-    assert not loaded("skippipe_jax.train", "--config", "wrong.yaml") & (HEAVY | {"scipy"})
+    assert not loaded("skippipe_jax.cli.main", "train", "--config", "wrong.yaml") & (
+        HEAVY | {"scipy"}
+    )
 
 
 def parser_of(module: Any) -> argparse.ArgumentParser:
@@ -98,35 +107,87 @@ def shown(parser: argparse.ArgumentParser) -> set[tuple[str, str]]:
 
 
 def test_stages_are_those_that_run_and_cut_is_how_many_there_are(capsys):
-    modules = (convert, evaluate, generate, harness)
+    modules = (convert, evaluate, generate, lm_eval)
     options = set().union(*(shown(parser_of(module)) for module in modules))
-    found = {(flag, takes) for flag, takes in options if flag in ("--cut", "--stages")}
-    assert found == {("--cut", "N"), ("--stages", "0,2,1")}
-    # As it was called, where it can mean nothing else.
-    assert parser_of(evaluate).parse_args(["--hf", "llama", "--stages", "3"]).cut == 3
-    with pytest.raises(SystemExit):
-        parser_of(evaluate).parse_args(["--hf", "llama", "--stages", "0,2,1"])
-    assert "into how many a model is cut says --cut N" in capsys.readouterr().err
+    found = {(flag, takes) for flag, takes in options if "stage" in flag or flag == "--cut"}
+    assert found == {("--num-stages", "N"), ("--stage-order", "0,2,1")}
+
+
+@pytest.mark.parametrize(
+    ("former", "words"),
+    [
+        ("evaluate --hf a --stages 3 --keep 1", "evaluate --hf a --num-stages 3 --keep-fraction 1"),
+        ("evaluate --hf a --cut 3", "evaluate --hf a --num-stages 3"),
+        (
+            "generate --run a --prompt b --tokens 3 --stages 0,1",
+            "generate --run a --prompt b --max-new-tokens 3 --stage-order 0,1",
+        ),
+        (
+            "harness --run a --tasks b --keep 0.5",
+            "lm-eval --run a --tasks b --keep-fraction 0.5",
+        ),
+        ("convert from-hf a -o b --cut 3", "convert from-hf a -o b --num-stages 3"),
+        ("tokenize a -o b --processes 3", "tokenize a -o b --num-workers 3"),
+        (
+            "launch --config a --hosts 2 --respawn --grace 3",
+            "launch --config a --hosts 2 --restart=resume --kill-after 3",
+        ),
+        (
+            "launch --config a --hosts 2 --respawn=join",
+            "launch --config a --hosts 2 --restart join",
+        ),
+        ("train --config a --num-hosts 2", "train --config a --hosts 2"),
+        ("config --print a", "config show --config a"),
+    ],
+)
+def test_former_options_are_understood_but_not_listed(
+    former: str, words: str, monkeypatch: pytest.MonkeyPatch
+):
+    def parsed(words: str) -> dict[str, Any]:
+        monkeypatch.setattr(skippipe, "run_command", lambda command, _: seen.append(command))
+        seen: list[Any] = []
+        skippipe.main(words.split())
+        [arguments] = [cell.cell_contents for cell in seen[0].__closure__]
+        return vars(arguments)
+
+    assert parsed(former) == parsed(words)
+    name, *options = former.split()
+    name = skippipe.FORMER_NAMES.get(name, name)
+    help_text = skippipe.parser([name]).format_help()
+    for word in options:
+        if word.startswith("--") and word not in words.split():
+            assert word not in help_text.split()
+
+
+def test_paths_that_were_positional_arguments_still_may_be(command: Command, tmp_path: Path):
+    for words in (("report",), ("convert", "to-hf", "-o", "b"), ("experts", "probe")):
+        option = "--config" if words[0] == "experts" else "--run"
+        without = command(*words)
+        assert without.err.startswith(f"error: {option} = None: one path is required.")
+        nowhere = str(tmp_path / "nowhere")
+        assert command(*words, nowhere) == command(*words, option, nowhere)
+        assert command(*words, nowhere, option, nowhere).err.startswith(f"error: {option} = ")
 
 
 def test_a_plan_is_drawn_without_what_searches(folder: Path):
     make_plan(parse_case(CASE), "balanced").save(folder / "plan.json")
-    found = loaded("skippipe_jax.__main__", "draw", "plan.json", "-o", "plan.svg")
+    found = loaded("skippipe_jax.cli.main", "plot", "plan.json", "-o", "plan.svg")
     assert (folder / "plan.svg").is_file()
     assert not found & (HEAVY | {"scipy"})
 
 
 def test_a_report_is_written_without_jax(run: Path):
-    found = loaded("skippipe_jax.__main__", "report", str(run))
+    found = loaded("skippipe_jax.cli.main", "report", str(run))
     assert (run / "report.html").is_file()
     assert not found & HEAVY
 
 
+@pytest.mark.nightly
 def test_the_benchmark_says_what_starting_takes(run: Path, command: Command):
     result = command(start, "--run", "run", "--starts", "1", "--against", str(start.ROOT))
     assert result.code == 0, result.err
     figures = json.loads(result.out.splitlines()[-1])["commands"]
-    assert {name.split()[1] for name in figures} >= {"train", "report", "draw", "--help"}
+    assert {name.split()[1] for name in figures} >= {"train", "report", "plot", "--help"}
     for name, row in figures.items():
         assert row["here_s"] > 0
         assert (row["there_s"] is None) == (start.COMMANDS[name][1] is None)
@@ -134,53 +195,78 @@ def test_the_benchmark_says_what_starting_takes(run: Path, command: Command):
 
 
 def test_the_list_has_every_command(command: Command):
-    listed = command(skippipe, "--help")
+    listed = command("--help")
     assert listed.code == 0
-    for name, about in skippipe.ABOUT.items():
+    for name, about in skippipe.COMMANDS.items():
         assert name in listed.out.split()
         assert about.split()[0] in listed.out
-    assert {path.stem for path in Path(skippipe.__file__).parent.glob("*.py")} == {
-        *OWN,
-        "__init__",
-        "__main__",
-        "arguments",
-    }
+    modules = {path.stem for path in Path(skippipe.__file__).parent.glob("*.py")}
+    others = {"__init__", "main", "arguments", "version", *skippipe.INTERNAL}
+    assert modules == {name.replace("-", "_") for name in OWN} | others
 
 
-@pytest.mark.parametrize("name", sorted(skippipe.ABOUT))
-def test_a_command_is_the_same_under_both_names(name: str, command: Command):
-    inside = command(skippipe, name, "--help")
-    assert inside.code == 0
-    assert inside.out.startswith(f"usage: skippipe {name} ")
-    if name == "completion":
-        return
-    if name in PLANNING:
-        alone = command(import_module("skippipe_sched.__main__"), name, "--help")
-        prog = f"python -m skippipe_sched {name}"
-    else:
-        module = f"skippipe_jax.{name}" + ".__main__" * (name in ROOMS)
-        alone = command(import_module(module), "--help")
-        prog = f"python -m skippipe_jax.{name}"
-    assert alone.out.startswith(f"usage: {prog} ")
-    assert options(inside.out) == options(alone.out)
+@pytest.mark.parametrize("name", sorted(skippipe.COMMANDS))
+def test_every_command_has_help(name: str, command: Command):
+    shown = command(name, "--help")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.startswith(f"usage: skippipe {name} ")
 
 
-def options(told: str) -> list[str]:
-    """What --help says below the usage, which is wrapped otherwise under a longer name."""
-    return told.split("\n\n")[1:]
+@pytest.mark.parametrize(("former", "name"), skippipe.FORMER_NAMES.items())
+def test_former_names_of_commands_are_understood_but_not_listed(
+    former: str, name: str, command: Command
+):
+    assert command(former, "--help") == command(name, "--help")
+    assert f"\n    {former} " not in command("--help").out
+
+
+def test_the_planner_has_the_same_commands_without_jax(command: Command):
+    alone = import_module("skippipe_sched.__main__")
+    for name in planner.COMMANDS:
+        assert options(command(name, "--help").out) == options(command(alone, name, "--help").out)
+
+
+def options(shown: str) -> list[str]:
+    """Return what --help prints below the usage, which is wrapped otherwise for a longer name."""
+    return shown.split("\n\n")[1:]
+
+
+def test_the_versions_are_printed(command: Command):
+    shown = command("--version")
+    assert shown.code == 0
+    own, of_jax, devices = shown.out.splitlines()
+    assert own.startswith("skippipe ")
+    assert of_jax == f"jax {jax.__version__}"
+    assert devices == f"devices: {jax.device_count()} x {jax.devices()[0].device_kind}"
+
+
+def test_a_device_that_another_process_uses_is_told_of(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    def devices() -> None:
+        raise RuntimeError("the TPU is in use by process 7\nmore lines")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert command("--version").out.endswith("not available: the TPU is in use by process 7\n")
+
+
+@pytest.mark.parametrize("words", [["-m", "skippipe_jax.train"], ["-m", "skippipe_jax", "train"]])
+def test_training_starts_as_a_module_too(words: list[str]):
+    done = subprocess.run([sys.executable, *words, "--help"], capture_output=True, text=True)
+    assert done.stdout.startswith("usage: skippipe train ")
 
 
 def test_a_command_runs_under_the_one_name(folder: Path, command: Command):
-    shown = command(skippipe, "memory", "--config", "config.yaml")
+    shown = command("estimate-memory", "--config", "config.yaml")
     assert shown.code == 0
     assert "node in all" in shown.out
-    wrong = command(skippipe, "memory", "--config", "config.yaml", "--set", "model.depth=3")
+    wrong = command("estimate-memory", "--config", "config.yaml", "--set", "model.depth=3")
     assert wrong.code == 2
     assert wrong.err.startswith("error: model.depth = 3: unknown key.")
 
 
 def test_a_command_that_there_is_not_is_refused(command: Command):
-    result = command(skippipe, "trian")
+    result = command("trian")
     assert result.code == 2
     assert "invalid choice: 'trian'" in result.err
 
@@ -228,30 +314,30 @@ def test_other_shells_are_told_of_commands_and_options(
     shell: str, scripts: dict[str, str], tmp_path: Path
 ):
     script = scripts[shell]
-    assert all(name in script for name in skippipe.ABOUT)
+    assert all(name in script for name in skippipe.COMMANDS)
     assert "resume" in script
     if shutil.which(shell) is not None:
         (tmp_path / "script").write_text(script)
         subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
 
 
-@pytest.mark.parametrize("module", [train, evaluate, launch])
-def test_help_explains_the_command(module: Any, command: Command):
-    result = command(module, "--help")
-    assert (result.code, result.err) == (0, "")
-    assert f"python -m {module.__name__}" in result.out
-    wanted = {
-        train: ["--config", "YAML", "--set KEY.SUB=VALUE", "--resume", "exit codes", "75"],
-        evaluate: ["--run", "folder of a run", "--step", "--json", "perplexity"],
-        launch: ["--config", "YAML", "--hosts N", "--grace", "machine"],
-    }
-    for words in wanted[module]:
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("train", ["--config", "YAML", "--set KEY.SUB=VALUE", "--resume"]),
+        ("evaluate", ["--run", "folder of a run", "--step", "--json", "perplexity"]),
+        ("launch", ["--config", "YAML", "--hosts N", "machine"]),
+    ],
+)
+def test_help_explains_the_command(name: str, wanted: list[str], command: Command):
+    result = command(name, "--help")
+    for words in wanted:
         assert words in result.out
 
 
-@pytest.mark.parametrize("module", [train, evaluate, launch])
-def test_unknown_arguments_are_refused(module: Any, command: Command):
-    result = command(module, "--config", "config.yaml", "--run", "run", "--fast")
+@pytest.mark.parametrize("name", ["train", "evaluate", "launch"])
+def test_unknown_arguments_are_refused(name: str, command: Command):
+    result = command(name, "--config", "config.yaml", "--run", "run", "--fast")
     assert result.code == 2
     assert "usage: " in result.err
     assert "Traceback" not in result.err
@@ -284,10 +370,15 @@ def test_a_signal_while_a_command_loads_ends_it_by_one_line(
     # Between two imports it is the command that ends.
     assert told in (
         [f"ended by {number.name}\n"],
-        [f"SIGTERM: {INTERRUPTED}\n" if number == signal.SIGTERM else f"{INTERRUPTED}\n"],
+        [
+            f"SIGTERM: {skippipe.INTERRUPTED}\n"
+            if number == signal.SIGTERM
+            else f"{skippipe.INTERRUPTED}\n"
+        ],
     )
 
 
+@pytest.mark.nightly
 def test_a_signal_while_the_search_is_compiled_ends_training(folder: Path):
     """numba calls back from C, where a KeyboardInterrupt would be lost."""
     command = [sys.executable, "-m", "skippipe_jax.train", "--config", "config.yaml"]

@@ -12,8 +12,8 @@ import yaml
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
-from skippipe_jax import launch, train
-from skippipe_jax.storage.layout import step_folder
+from skippipe_jax.local import hosts
+from skippipe_jax.storage.checkpoint import step_folder
 from tests.commands.examples import CASE, Command, expect_one_error
 
 
@@ -98,13 +98,72 @@ def test_wrong_values_are_refused_before_anything_is_written(
     overrides, words = WRONG_VALUES[name]
     before = sorted(folder.rglob("*"))
     result = command(
-        train, "--config", "config.yaml", *(word for text in overrides for word in ("--set", text))
+        "train",
+        "--config",
+        "config.yaml",
+        *(word for text in overrides for word in ("--set", text)),
     )
     expect_one_error(result, *words)
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("module", [train, launch])
+def test_a_dry_run_shows_plan_and_memory_and_writes_nothing(folder: Path, command: Command):
+    before = sorted(folder.rglob("*"))
+    shown = command("train", "--config", "config.yaml", "--dry-run")
+    assert (shown.code, shown.err) == (0, "")
+    assert "width: 16" in shown.out
+    assert "by the timing model, all 3 iterations take" in shown.out
+    assert "node in all" in shown.out
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_log_level_leaves_lines_on_stderr_out(folder: Path, command: Command):
+    words = ("train", "--config", "config.yaml", "--dry-run", "--set", case_with(stage_bytes=1))
+    told = command(*words, "--log-level", "warning")
+    assert "warning: case.stage_bytes[0] = 1, " in told.err
+    quiet = command(*words, "--log-level", "error")
+    assert (quiet.out, quiet.err) == (told.out, "")
+    refused = command("join", "nowhere", "--log-level", "error")
+    expect_one_error(refused, "ADDRESS = 'nowhere'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "plan.case=null"], ["plan.case = None"]),
+        (["--set", case_with(stages=[2, 3])], ["case.stages = [2, 3]"]),
+        (["--hosts", "100"], ["--hosts = 100", "3 nodes"]),
+        (["--set", "network.deadline_s=0.1s"], ["network.deadline_s = 0.1", "by the plan"]),
+        (["--resume"], ["run_dir = 'run'", "holds no run"]),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_does(
+    arguments: list[str], words: list[str], folder: Path, command: Command
+):
+    result = command("train", "--config", "config.yaml", "--dry-run", *arguments)
+    assert result.code == 2
+    [line] = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert all(word in line for word in words)
+    assert not (folder / "run").exists()
+
+
+def test_a_dry_run_over_a_run_is_refused(run: Path, command: Command):
+    assert command("train", "--config", "config.yaml", "--dry-run", "--resume").code == 0
+    result = command("train", "--config", "config.yaml", "--dry-run")
+    assert result.code == 2
+    assert f"run_dir = '{run.name}': holds a run already" in result.err
+
+
+def test_times_may_have_units(command: Command, folder: Path):
+    given = ["--set", "cluster.grace_s=2min", "--set", "network.deadline_s=0.5h"]
+    shown = command("config", "show", "--config", "config.yaml", *given)
+    config = yaml.safe_load(shown.out)
+    assert (config["cluster"]["grace_s"], config["network"]["deadline_s"]) == (120, 1800)
+    wrong = command("config", "show", "--config", "config.yaml", "--set", "cluster.grace_s=2 weeks")
+    expect_one_error(wrong, "cluster.grace_s = '2 weeks'", "must be a time", "5min")
+
+
+@pytest.mark.parametrize("name", ["train", "launch"])
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -117,13 +176,13 @@ def test_wrong_values_are_refused_before_anything_is_written(
     ],
 )
 def test_configurations_that_cannot_be_read_are_refused(
-    module: Any, text: str | None, words: list[str], folder: Path, command: Command
+    name: str, text: str | None, words: list[str], folder: Path, command: Command
 ):
     (folder / "config.yaml").unlink()
     if text is not None:
         (folder / "config.yaml").write_text(text)
-    hosts = ["--hosts", "2"] if module is launch else []
-    expect_one_error(command(module, "--config", "config.yaml", *hosts), *words)
+    hosts_given = ["--hosts", "2"] if name == "launch" else []
+    expect_one_error(command(name, "--config", "config.yaml", *hosts_given), *words)
     assert not (folder / "run").exists()
 
 
@@ -191,7 +250,7 @@ def test_wrong_parents_are_refused_before_anything_is_written(
     before = sorted(folder.rglob("*"))
     settings = ["run_dir=child", "init_from=run:run", *overrides]
     result = command(
-        train, "--config", "config.yaml", *(word for text in settings for word in ("--set", text))
+        "train", "--config", "config.yaml", *(word for text in settings for word in ("--set", text))
     )
     expect_one_error(result, *words)
     assert sorted(folder.rglob("*")) == before
@@ -200,7 +259,7 @@ def test_wrong_parents_are_refused_before_anything_is_written(
 def test_a_parent_without_a_whole_checkpoint_is_refused(run: Path, folder: Path, command: Command):
     damage(2, 3)(run)
     settings = ["--set", "run_dir=child", "--set", "init_from=run:run"]
-    result = command(train, "--config", "config.yaml", *settings)
+    result = command("train", "--config", "config.yaml", *settings)
     expect_one_error(result, "init_from = 'run:run'", "was committed as", "start a new run")
     assert not (folder / "child").exists()
 
@@ -209,7 +268,7 @@ def test_a_configuration_that_names_its_own_folder_is_refused(folder: Path, comm
     path = folder / "config.yaml"
     tree = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump(tree | {"model": {}, "init_from": f"run:{folder}"}))
-    expect_one_error(command(train, "--config", "config.yaml"), "init_from", "no such checkpoint")
+    expect_one_error(command("train", "--config", "config.yaml"), "init_from", "no such checkpoint")
 
 
 def damaged_plan(damage: Callable[[dict[str, Any]], Any]) -> str:
@@ -252,7 +311,13 @@ def test_plans_that_mean_nothing_are_refused(
 ):
     (folder / "plan.json").write_text(damaged_plan(damage))
     result = command(
-        train, "--config", "config.yaml", "--set", "plan.case=null", "--set", "plan.file=plan.json"
+        "train",
+        "--config",
+        "config.yaml",
+        "--set",
+        "plan.case=null",
+        "--set",
+        "plan.file=plan.json",
     )
     expect_one_error(result, *words)
     assert not (folder / "run").exists()
@@ -261,7 +326,13 @@ def test_plans_that_mean_nothing_are_refused(
 def test_a_plan_file_that_is_no_json_is_refused(folder: Path, command: Command):
     (folder / "plan.json").write_text('{"format": ')
     result = command(
-        train, "--config", "config.yaml", "--set", "plan.case=null", "--set", "plan.file=plan.json"
+        "train",
+        "--config",
+        "config.yaml",
+        "--set",
+        "plan.case=null",
+        "--set",
+        "plan.file=plan.json",
     )
     expect_one_error(result, "plan = 'plan.json'", "not valid JSON")
 
@@ -280,8 +351,28 @@ def test_a_plan_file_that_is_no_json_is_refused(folder: Path, command: Command):
 def test_hosts_that_make_no_cluster_are_refused(
     arguments: list[str], words: list[str], folder: Path, command: Command
 ):
-    expect_one_error(command(train, "--config", "config.yaml", *arguments), *words)
+    expect_one_error(command("train", "--config", "config.yaml", *arguments), *words)
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"HOSTS": "2"}, ["--coordinator", "missing beside --hosts"]),
+        ({"COORDINATOR": "127.0.0.1:1", "HOSTS": "2", "HOST_ID": "2"}, ["--host-id = 2"]),
+        ({"HOSTS": "two"}, ["SKIPPIPE_HOSTS = 'two'", "whole number"]),
+    ],
+)
+def test_the_place_of_a_host_may_come_from_the_environment(
+    variables: dict[str, str],
+    words: list[str],
+    folder: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SKIPPIPE_{name}", value)
+    expect_one_error(command("train", "--config", "config.yaml"), *words)
 
 
 IN_A_FILE = ["--set", "plan.case=null", "--set", "plan.file=plan.json"]
@@ -292,7 +383,7 @@ ON_TWO_HOSTS = ["--set", "cluster.host_of_node=[0, 1, 0]"]
     ("arguments", "words"),
     [
         (["--hosts", "0"], ["--hosts = 0", "at least 1"]),
-        (["--hosts", "2", "--grace", "-1"], ["--grace = -1", "at least 0"]),
+        (["--hosts", "2", "--kill-after", "-1"], ["--kill-after = -1", "at least 0"]),
         (["--hosts", "2", "--set", "train.stepz=3"], ["train.stepz = 3", "unknown key"]),
         (["--hosts", "100"], ["--hosts = 100", "3 nodes", "Start 3 hosts or fewer"]),
         (["--hosts", "4", *IN_A_FILE], ["--hosts = 4", "3 nodes"]),
@@ -309,6 +400,6 @@ def test_launcher_says_what_is_wrong_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Before it starts a host."""
-    monkeypatch.setattr(launch.LocalHosts, "run", lambda _: pytest.fail("hosts are started"))
+    monkeypatch.setattr(hosts.LocalHosts, "run", lambda _: pytest.fail("hosts are started"))
     make_plan(parse_case(CASE), "balanced").save(folder / "plan.json")
-    expect_one_error(command(launch, "--config", "config.yaml", *arguments), *words)
+    expect_one_error(command("launch", "--config", "config.yaml", *arguments), *words)

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,23 @@ from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
-from skippipe_jax import evaluate, train
+from skippipe_jax import Run
 from skippipe_jax.config import load_config, parse_config
-from skippipe_jax.storage import retrying, run_folder
-from skippipe_jax.storage.hold import Hold
-from skippipe_jax.storage.layout import saved_steps
-from skippipe_jax.training import progress
+from skippipe_jax.storage import files
+from skippipe_jax.storage.checkpoint import committed_steps
+from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.storage.run_lock import RunLock
+from skippipe_jax.training.callbacks import progress
 from tests.commands.examples import CASE, Command, expect_one_error
 
 
 def test_a_corrected_start_needs_no_resume(folder: Path, command: Command):
     """A refused start leaves nothing; a start over a run is refused and leaves that run alone."""
-    wrong = command(train, "--config", "config.yaml", "--set", "data.path=nowhere")
+    wrong = command("train", "--config", "config.yaml", "--set", "data.path=nowhere")
     expect_one_error(wrong, "data.path")
-    assert command(train, "--config", "config.yaml", "--set", "train.steps=1").code == 0
+    assert command("train", "--config", "config.yaml", "--set", "train.steps=1").code == 0
     files = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
-    again = command(train, "--config", "config.yaml")
+    again = command("train", "--config", "config.yaml")
     expect_one_error(again, "run_dir = 'run'", "holds a run already", "--resume")
     assert files == {p: p.read_bytes() for p in (folder / "run").rglob("*") if p.is_file()}
 
@@ -46,16 +47,16 @@ def test_training_tells_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_training_tells_how_to_go_on(folder: Path, command: Command):
-    result = command(train, "--config", "config.yaml")
+    result = command("train", "--config", "config.yaml")
     assert result.code == 0
     # What differs from the defaults, as a file that could be given again.
     shown, _, last = result.out.rstrip().rpartition("\n")
     assert parse_config(yaml.safe_load(shown)) == load_config(Path("config.yaml"))
     assert "optimizer" not in shown
     assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["beta2"] == 0.95
-    assert "python -m skippipe_jax.evaluate --run run" in last
-    assert saved_steps(folder / "run") == [2, 3]
-    lines = run_folder.read_metrics(folder / "run")
+    assert "skippipe evaluate --run run" in last
+    assert committed_steps(folder / "run") == [2, 3]
+    lines = Run(folder / "run").metrics
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["tokens"] == 2 * 2 * 32 for line in lines)
 
@@ -65,13 +66,13 @@ def test_a_plan_for_other_sizes_is_warned_of(folder: Path, command: Command):
     invented = CASE | {"activation_bytes": 1, "stage_bytes": 7}
     make_plan(parse_case(invented), "balanced").save(folder / "plan.json")
     once = ("--config", "config.yaml", "--set", "train.steps=1")
-    of_case = command(train, *once, "--set", f"plan.case={json.dumps(invented)}")
+    of_case = command("train", *once, "--set", f"plan.case={json.dumps(invented)}")
     of_file = command(
-        train,
+        "train",
         *(*once, "--set", "run_dir=other", "--set", "plan.case=null"),
         *("--set", "plan.file=plan.json"),
     )
-    again = command(train, *once, "--resume", "--set", f"plan.case={json.dumps(invented)}")
+    again = command("train", *once, "--resume", "--set", f"plan.case={json.dumps(invented)}")
     for result, remedies in (
         (of_case, ("Leave it out, or write activation_bytes: auto", "stage_bytes: auto")),
         (of_file, ("Make the plan again with activation_bytes: 4096", "[41024, 7808]")),
@@ -102,7 +103,7 @@ def test_a_plan_for_these_sizes_is_not_warned_of(sizes: str, folder: Path, comma
         elif sizes == "left out":
             del case[key]
     given = ("--set", f"plan.case={json.dumps(case)}", "--set", "train.steps=1")
-    result = command(train, "--config", "config.yaml", *given)
+    result = command("train", "--config", "config.yaml", *given)
     assert result.code == 0
     assert "warning" not in result.err
 
@@ -111,18 +112,18 @@ def test_resuming_a_run_that_is_over_changes_nothing(run: Path, command: Command
     metrics = (run / "metrics.jsonl").read_bytes()
     for steps in ("3", "2"):
         result = command(
-            train, "--config", "config.yaml", "--resume", "--set", f"train.steps={steps}"
+            "train", "--config", "config.yaml", "--resume", "--set", f"train.steps={steps}"
         )
         assert (result.code, result.err) == (0, "")
         assert "trained to step 3" in result.out
         assert f"the run is at step 3 of {steps}" in result.out
     assert (run / "metrics.jsonl").read_bytes() == metrics
-    assert saved_steps(run) == [2, 3]
+    assert committed_steps(run) == [2, 3]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, command: Command):
     result = command(
-        train,
+        "train",
         "--config",
         "config.yaml",
         *("--set", "optimizer.learning_rate=1e38"),
@@ -135,8 +136,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, c
     [line] = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert "optimizer.learning_rate = 1e+38: the loss of step" in line
     assert "Resume from the last checkpoint with a lower rate" in line
-    reported = run_folder.read_metrics(folder / "run")
-    assert saved_steps(folder / "run")[-1] == reported[-1]["step"]
+    reported = Run(folder / "run").metrics
+    assert committed_steps(folder / "run")[-1] == reported[-1]["step"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_a_run_cannot_be_resumed_as_another(
 ):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     result = command(
-        train,
+        "train",
         *("--config", "config.yaml", "--resume"),
         *(word for text in overrides for word in ("--set", text)),
     )
@@ -163,7 +164,7 @@ def test_a_run_cannot_be_resumed_as_another(
 
 def test_a_text_that_has_changed_is_refused(run: Path, command: Command):
     Path("text").write_text(Path("text").read_text().replace("stage", "steps"))
-    result = command(train, "--config", "config.yaml", "--resume", "--set", "train.steps=5")
+    result = command("train", "--config", "config.yaml", "--resume", "--set", "train.steps=5")
     expect_one_error(result, "data_state.fingerprint", "other data")
 
 
@@ -185,40 +186,40 @@ RESUMED = "--config", "config.yaml", "--resume", "--set", "train.steps=5"
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize("module", [train, evaluate])
-def test_a_damaged_run_is_refused(name: str, module: Any, run: Path, command: Command):
+@pytest.mark.parametrize("command_name", ["train", "evaluate"])
+def test_a_damaged_run_is_refused(name: str, command_name: str, run: Path, command: Command):
     DAMAGES[name](run / "config.yaml")
-    result = command(module, *{train: RESUMED, evaluate: ("--run", "run")}[module])
+    result = command(command_name, *{"train": RESUMED, "evaluate": ("--run", "run")}[command_name])
     expect_one_error(result, "run/config.yaml")
-    assert [line["step"] for line in run_folder.read_metrics(run)] == [1, 2, 3]
+    assert [line.step for line in RunDir(run).metrics()] == [1, 2, 3]
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, command: Command):
     damaged = largest_file(run / "checkpoints" / "00000003" / "stage_1")
     truncate(damaged)
-    result = command(evaluate, "--run", "run")
+    result = command("evaluate", "--run", "run")
     assert result.code == 0
     assert f"warning: {damaged.absolute()} = " in result.err
-    named = command(evaluate, "--run", "run", "--step", "3")
+    named = command("evaluate", "--run", "run", "--step", "3")
     expect_one_error(named, str(damaged), "was committed as", "the checkpoint before: step 2")
-    result = command(train, *RESUMED)
+    result = command("train", *RESUMED)
     assert result.code == 0
     assert f"warning: {damaged.absolute()} = " in result.err
     assert "The run goes on from step 2." in result.err
-    assert [line["step"] for line in run_folder.read_metrics(run)] == [1, 2, 3, 4, 5]
-    assert saved_steps(run) == [4, 5]
+    assert [line["step"] for line in Run(run).metrics] == [1, 2, 3, 4, 5]
+    assert committed_steps(run) == [4, 5]
 
 
 def test_where_no_checkpoint_is_whole_a_run_ends(run: Path, command: Command):
-    for step in saved_steps(run):
+    for step in committed_steps(run):
         truncate(run / "checkpoints" / f"{step:08d}" / "COMMITTED")
-    expect_one_error(command(train, *RESUMED), "COMMITTED", "start a new run")
-    assert saved_steps(run) == [2, 3]
+    expect_one_error(command("train", *RESUMED), "COMMITTED", "start a new run")
+    assert committed_steps(run) == [2, 3]
 
 
 def test_a_cache_that_cannot_be_used_costs_time_only(run: Path, command: Command):
     result = command(
-        *(train, "--config", "config.yaml", "--resume", "--set", "compilation_cache=text")
+        *("train", "--config", "config.yaml", "--resume", "--set", "compilation_cache=text")
     )
     assert result.code == 0
     assert result.err.startswith("warning: compilation_cache = 'text': cannot be used: File exists")
@@ -229,16 +230,16 @@ def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
     words = "another training is writing it", "give another folder"
     resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=4"
     new = "--config", "config.yaml", "--set", "run_dir=new"
-    with Hold(run) as hold, Hold(Path("new")) as other:
-        hold.take()
-        other.take()
+    with RunLock(run) as lock, RunLock(Path("new")) as other:
+        lock.acquire()
+        other.acquire()
         # The other may be at its end, or stopped and killed later.
         again = TRY_AGAIN_EXIT_CODE
-        expect_one_error(command(train, *resumed), "run_dir = 'run'", *words, code=again)
-        expect_one_error(command(train, *new), "run_dir = 'new'", *words, code=again)
+        expect_one_error(command("train", *resumed), "run_dir = 'run'", *words, code=again)
+        expect_one_error(command("train", *new), "run_dir = 'new'", *words, code=again)
 
-    assert command(train, *resumed).code == 0
-    assert command(train, *new).code == 0
+    assert command("train", *resumed).code == 0
+    assert command("train", *new).code == 0
 
 
 def test_a_disk_that_is_full_may_have_room_later(
@@ -246,13 +247,13 @@ def test_a_disk_that_is_full_may_have_room_later(
 ):
     """Whatever file of a run it is that does not fit: here what no other message is for."""
 
-    def full(folder: Path, step: int, loss: float) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "best.json"))
+    def full(run: RunDir, _: Mapping[str, Any] | None) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.path / "best.json"))
 
-    monkeypatch.setattr(retrying, "PAUSES_S", (0.0,))
-    monkeypatch.setattr(run_folder, "write_best", full)
+    monkeypatch.setattr(files, "RETRY_PAUSES_S", (0.0,))
+    monkeypatch.setattr(RunDir, "write_best", full)
     resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=5"
-    result = command(train, *resumed, "--set", "validation.every=1")
+    result = command("train", *resumed, "--set", "validation.every=1")
     assert result.code == TRY_AGAIN_EXIT_CODE
     line = "error: run_dir = 'run': cannot be used: No space left on device (run/best.json). Mend"
     assert result.err.splitlines()[-1].startswith(line)
@@ -265,7 +266,7 @@ def test_a_damaged_line_of_the_metrics_is_named_and_left_out(
 ):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[2], ""]))
-    assert [found["step"] for found in run_folder.read_metrics(run)] == [1, 3]
+    assert [found["step"] for found in Run(run).metrics] == [1, 3]
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith(f"warning: {run}/metrics.jsonl, line 2 = ")
 
@@ -273,7 +274,7 @@ def test_a_damaged_line_of_the_metrics_is_named_and_left_out(
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
 def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command):
     (run / name).unlink()
-    result = command(train, "--config", "config.yaml", "--resume", "--set", "train.steps=5")
+    result = command("train", "--config", "config.yaml", "--resume", "--set", "train.steps=5")
     expect_one_error(result, f"run/{name}", "No such file")
 
 
@@ -286,17 +287,23 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
         (["--run", "run", "--step", "1"], ["checkpoints = 1", "one of the steps [2, 3]"]),
         (["--run", "run", "--step", "-1"], ["checkpoints = -1"]),
         (["--run", "run", "--sequences", "0"], ["--sequences = 0", "at least 1"]),
-        (["--run", "run", "--keep", "1", "--plot", "folder.svg"], ["--plot = ", "is a folder"]),
-        (["--run", "run", "--keep", "1", "--plot", "a.pdf"], ["--plot = 'a.pdf'", "no name of"]),
+        (
+            ["--run", "run", "--keep-fraction", "1", "--plot", "folder.svg"],
+            ["--plot = ", "is a folder"],
+        ),
+        (
+            ["--run", "run", "--keep-fraction", "1", "--plot", "a.pdf"],
+            ["--plot = 'a.pdf'", "no name of"],
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(
     arguments: list[str], words: list[str], run: Path, command: Command
 ):
     Path("folder.svg").mkdir()
-    expect_one_error(command(evaluate, *arguments), *words)
+    expect_one_error(command("evaluate", *arguments), *words)
 
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(run: Path, command: Command):
     shutil.rmtree(run / "checkpoints")
-    expect_one_error(command(evaluate, "--run", "run"), "no such checkpoint", "has saved one")
+    expect_one_error(command("evaluate", "--run", "run"), "no such checkpoint", "has saved one")

@@ -13,8 +13,8 @@ import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, load_config, parse_config, to_tree
-from skippipe_jax.config import __main__ as command
 from skippipe_jax.config.differences import differences, summary
 from skippipe_jax.config.keys import described, keys_in_words, sections
 from skippipe_jax.config.schema import CASE_KEYS, schema
@@ -161,27 +161,21 @@ def test_what_could_mean_anything_is_not_guessed():
     assert "Did you mean" not in str(caught.value)
 
 
-def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    monkeypatch.setattr("sys.argv", ["config", *words])
-    assert command.main() == 0
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["config", *words]) == 0
     return capsys.readouterr().out
 
 
-def test_the_command_shows_a_configuration_in_full(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    words = ["--print", str(CONFIGS[0]), "--set", "train.steps=7"]
-    shown = told(monkeypatch, capsys, *words)
+def test_the_command_shows_a_configuration_in_full(capsys: pytest.CaptureFixture[str]):
+    words = ["show", "--config", str(CONFIGS[0]), "--set", "train.steps=7"]
+    shown = told(capsys, *words)
     assert parse_config(yaml.safe_load(shown)) == load_config(CONFIGS[0], ["train.steps=7"])
     assert yaml.safe_load(shown)["optimizer"]["beta1"] == 0.9
-    assert told(monkeypatch, capsys, "--keys") == keys_in_words() + "\n"
-    assert json.loads(told(monkeypatch, capsys, "--schema")) == schema()
+    assert told(capsys, "keys") == keys_in_words() + "\n"
+    assert json.loads(told(capsys, "schema")) == schema()
 
 
-def test_the_command_refuses_a_wrong_configuration(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    words = ["--print", str(CONFIGS[0]), "--set", "train.stepz=7"]
-    monkeypatch.setattr("sys.argv", ["config", *words])
-    assert command.main() == 2
+def test_the_command_refuses_a_wrong_configuration(capsys: pytest.CaptureFixture[str]):
+    words = ["show", "--config", str(CONFIGS[0]), "--set", "train.stepz=7"]
+    assert main(["config", *words]) == 2
     assert "Did you mean steps?" in capsys.readouterr().err

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
-from skippipe_jax.cluster.board import Board, TeamEnded
+from skippipe_jax.cluster.board import Board
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock
 from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.errors import GenerationEnded
 
 
 def test_of_some_answers_the_quickest_counts():
@@ -33,7 +34,7 @@ def test_an_answer_was_given_half_a_round_trip_ago():
 def test_who_asks_a_leader_that_is_lost_meanwhile_waits_no_longer():
     board = Board()
     board.begin(2)
-    with pytest.raises(TeamEnded):
+    with pytest.raises(GenerationEnded):
         clock.offset_s(lambda _: board.begin(3), lambda: board.take(clock.key(1), 60.0, 1, 2))
 
 

@@ -162,5 +162,5 @@ def test_nothing_that_is_sent_to_a_host_grows_hangs_or_ends(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "HELLO_S", 5.0)
-        patch.setattr("skippipe_jax.connections.door.say", lambda text: None)
+        patch.setattr("skippipe_jax.log.info", lambda text: None)
         asyncio.run(meet())

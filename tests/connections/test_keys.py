@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.__main__ import parser
-from skippipe_jax.arguments import run_parsed
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, derived
 from skippipe_jax.connections.seal import Seal
@@ -46,7 +45,7 @@ def test_the_command_makes_a_secret_that_only_its_user_may_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / "secret"
-    assert run_parsed(parser(["keys"]), ["keys", str(path)]) == 0
+    assert main(["keygen", str(path)]) == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     text = path.read_text()
     found = read_secret(str(path))
@@ -56,11 +55,11 @@ def test_the_command_makes_a_secret_that_only_its_user_may_read(
     assert f"cluster: {{secret: {path}}}" in told.out
     assert found.text not in told.out + told.err
 
-    assert run_parsed(parser(["keys"]), ["keys", str(path)]) == 2
+    assert main(["keygen", str(path)]) == 2
     told = capsys.readouterr()
     assert told.err.startswith(f"error: FILE = '{path}': is there already")
     assert path.read_text() == text
-    assert run_parsed(parser(["keys"]), ["keys", str(tmp_path / "none" / "secret")]) == 2
+    assert main(["keygen", str(tmp_path / "none" / "secret")]) == 2
     assert "No such file" in capsys.readouterr().err
 
 
@@ -253,12 +252,12 @@ def test_hosts_without_a_secret_use_no_other_address_unless_told_to(address: str
         LOOPBACK_ONLY.require_allowed(address)
     assert caught.value.field == "cluster.secret"
     assert address in caught.value.problem
-    assert "skippipe keys FILE" in caught.value.remedy
+    assert "skippipe keygen FILE" in caught.value.remedy
     insecure = Keys(insecure=True)
     insecure.require_allowed(address)
     warning = insecure.warning(address)
     assert warning is not None
-    assert warning.startswith("warning: cluster.insecure: ")
+    assert warning.startswith("cluster.insecure: ")
     assert insecure.warning(address) is None  # It is said once.
     with_secret = Keys(Secret("cluster.secret", "a file", TEXT))
     assert with_secret.warning(address) is None

@@ -404,7 +404,7 @@ def test_strangers_get_nothing_but_a_handshake_and_change_nothing(contents: list
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "HELLO_S", 5.0)
-        patch.setattr("skippipe_jax.connections.door.say", lambda text: None)
+        patch.setattr("skippipe_jax.log.info", lambda text: None)
         asyncio.run(meet())
 
 
@@ -448,7 +448,7 @@ def test_who_shakes_hands_without_the_secret_or_stops_in_the_middle_hears_nothin
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "HELLO_S", 5.0)
-        patch.setattr("skippipe_jax.connections.door.say", lambda text: None)
+        patch.setattr("skippipe_jax.log.info", lambda text: None)
         asyncio.run(meet())
 
 

@@ -69,7 +69,7 @@ def check(
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5])
-@settings(max_examples=125)
+@settings(max_examples=50)
 @given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
 def test_hosts_agree_whatever_is_lost(
     hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
@@ -78,7 +78,7 @@ def test_hosts_agree_whatever_is_lost(
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
 def test_hosts_agree_however_many_come(
     hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
@@ -99,7 +99,7 @@ def test_hosts_agree_whatever_is_lost_ten_thousand_times(
 HOST = st.integers(0, 4)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sets(HOST), st.none() | HOST, st.none() | HOST, st.booleans()), max_size=12

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from skippipe_jax.consensus import wire
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
+    MOST_NUMBERS,
     Accepted,
     Ask,
     Beat,
@@ -166,13 +167,13 @@ def test_what_is_no_message_is_a_value_error_and_nothing_else(given: Any):
         ["Counts", 1, 1, ["1"]],
         ["Counts", 1, 1, [True]],
         ["Counts", 1, 1, None],
-        ["Contribution", 1, 1, [0.0] * (wire.MOST_NUMBERS + 1)],
+        ["Contribution", 1, 1, [0.0] * (MOST_NUMBERS + 1)],
         ["Contribution", True, 1, []],
         ["Beat", 1, 1, {"0": 1, "1": 2}, [], False],
         ["Beat", -1, 1, [0, 0], [], False],
         ["Beat", 1 << 62, 1, [0, 0], [], False],
         ["Beat", 1, 1, [0, 0], [], 0],
-        ["Promise", 1, [0, 0], {"applied": 1}, None],
+        ["Promise", 1, [0, 0], {"saved": 1}, None],
         ["Decided", []],
         ["Decided"],
         [["Decided"]],

@@ -25,7 +25,7 @@ from skippipe_jax.data.corpus import Corpus, held_out_of
 from skippipe_jax.data.rows import NOT_COUNTED
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.data.tokenizing import write_tokens
-from skippipe_jax.storage.new_folder import new_folder
+from skippipe_jax.storage.files import new_directory
 
 LENGTH = 7  # and with its last target, a window holds one of the 8-byte counters below
 
@@ -426,7 +426,7 @@ def test_tokens_on_disk_are_read_as_text_is(tmp_path, packing):
     # In a folder so small, the text itself holds out one document at least: ask for a share at
     # which the hashes alone decide the same.
     config = replace(config, packing=packing, held_out=0.5)
-    with new_folder(tmp_path / "tokens", "--output") as folder:
+    with new_directory(tmp_path / "tokens", "--output") as folder:
         [source] = config.sources()
         write_tokens(folder, [source], "bytes", 0.5, config.shuffle_seed, processes=1)
     held_out = DataConfig.held_out

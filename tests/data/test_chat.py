@@ -23,7 +23,7 @@ from skippipe_jax.data.tokenizer import (
     load_tokenizer,
 )
 from skippipe_jax.data.tokenizing import train_bpe, write_tokens
-from skippipe_jax.storage.new_folder import new_folder
+from skippipe_jax.storage.files import new_directory
 
 SOURCE = DocumentSource("chat", "chat.jsonl")
 MESSAGES = [
@@ -333,7 +333,7 @@ def test_tokens_of_conversations_make_the_batches_that_the_conversations_make(
         long_and_short, too_long=too_long, tokenizer=str(with_template), sequence_length=48
     )
     [source] = config.sources()
-    with new_folder(tmp_path / "tokens", "--output") as folder:
+    with new_directory(tmp_path / "tokens", "--output") as folder:
         copy_tokenizer(str(with_template), folder / "tokenizer")
         write_tokens(folder, [source], str(with_template), config.held_out, 0, processes=1)
     path, held_out = str(tmp_path / "tokens"), DataConfig.held_out

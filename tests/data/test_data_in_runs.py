@@ -17,7 +17,7 @@ from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizing import train_bpe
 from skippipe_jax.inference.evaluation import evaluate_run
-from skippipe_jax.training.trainer import Trainer, train
+from skippipe_jax.training.trainer import Trainer
 from tests.training_runs import arrays_of_checkpoint, assert_same_bits, write_config
 
 CASE = {
@@ -36,7 +36,7 @@ CASE = {
 
 def train_alone(config: Config, folder: Path) -> None:
     alone = Membership(config.cluster, 0, 1)
-    train(config, alone, resume=False, config_folder=folder)
+    Trainer(config, host=alone, config_folder=folder).run()
 
 
 def test_own_rows_and_tokenizer(tmp_path):

@@ -20,7 +20,7 @@ from skippipe_jax.data.learnt import Learnt
 from skippipe_jax.data.rows import NOT_COUNTED, TokenizedDocuments
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.data.tokenizing import write_tokens
-from skippipe_jax.storage.new_folder import new_folder
+from skippipe_jax.storage.files import new_directory
 
 LENGTH = 15
 
@@ -170,7 +170,7 @@ def test_a_document_alone_is_cut_in_two(tmp_path):
 def test_tokens_on_disk_are_divided_as_their_text_is(tmp_path):
     config = mixture(tmp_path, packing="documents")
     text = replace(config, source="text", path=str(tmp_path / "large"), mixture=None)
-    with new_folder(tmp_path / "tokens", "--output") as folder:
+    with new_directory(tmp_path / "tokens", "--output") as folder:
         write_tokens(folder, text.sources(), "bytes", 0.5, text.shuffle_seed, processes=1)
     tokens = replace(text, source="tokens", path=str(tmp_path / "tokens"), held_out=0.05)
     for part in ("priors", "scores"):

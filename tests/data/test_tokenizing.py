@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import DataConfig, DocumentSource
 from skippipe_jax.data import token_shards
 from skippipe_jax.data.batches import TrainingBatches
@@ -20,14 +21,13 @@ from skippipe_jax.data.corpus import held_out_of, read_corpus
 from skippipe_jax.data.token_shards import BLOCK, PartWriter, open_part, read_index
 from skippipe_jax.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 from skippipe_jax.data.tokenizing import write_tokens
-from skippipe_jax.storage.new_folder import new_folder
-from skippipe_jax.tokenize import main
+from skippipe_jax.storage.files import new_directory
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def command(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "skippipe_jax.tokenize", *map(str, words)]
+    return [sys.executable, "-m", "skippipe_jax", "tokenize", *map(str, words)]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,16 @@ def jsonl(texts, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def written(jsonl, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("written") / "tokens"
-    words = ["--text-field", "body", "--train-bpe", "290", "--held-out", "0.2", "--processes", "2"]
+    words = [
+        "--text-field",
+        "body",
+        "--train-bpe",
+        "290",
+        "--held-out",
+        "0.2",
+        "--num-workers",
+        "2",
+    ]
     finished = subprocess.run(
         command(jsonl, "-o", folder, *words),
         cwd=REPOSITORY,
@@ -96,10 +105,9 @@ def test_training_reads_them_with_their_own_tokenizer(written, jsonl):
 
 
 def test_one_process_writes_the_same(written, jsonl, tmp_path, monkeypatch):
-    words = ["tokenize", str(jsonl), "-o", str(tmp_path / "tokens"), "--processes", "1"]
+    words = ["tokenize", str(jsonl), "-o", str(tmp_path / "tokens"), "--num-workers", "1"]
     words += ["--text-field", "body", "--tokenizer", str(written / "tokenizer")]
-    monkeypatch.setattr(sys, "argv", [*words, "--held-out", "0.2"])
-    assert main() == 0
+    assert main([*words, "--held-out", "0.2"]) == 0
     names = sorted(path.name for path in written.iterdir())
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == names
     for path in written.iterdir():
@@ -127,9 +135,8 @@ def test_a_mistake_is_named_and_leaves_nothing(jsonl, tmp_path, monkeypatch, cap
     empty = jsonl.with_name("empty.jsonl")
     empty.touch()
     own = [word.format(jsonl=jsonl, empty=empty) for word in words]
-    words = ["tokenize", *own, "-o", str(tmp_path / "tokens"), "--processes", "1"]
-    monkeypatch.setattr(sys, "argv", words)
-    assert main() == 2
+    words = ["tokenize", *own, "-o", str(tmp_path / "tokens"), "--num-workers", "1"]
+    assert main(words) == 2
     assert (
         capsys.readouterr()
         .err.strip()
@@ -143,21 +150,20 @@ def test_a_folder_is_never_written_over(tmp_path):
     (tmp_path / "tokens" / "mine").touch()
     with (
         pytest.raises(InputError, match="is there already"),
-        new_folder(tmp_path / "tokens", "--output"),
+        new_directory(tmp_path / "tokens", "--output"),
     ):
         raise AssertionError
 
 
 def test_a_tokenizer_alone(jsonl, tmp_path, monkeypatch):
     words = ["tokenize", str(jsonl), "-o", str(tmp_path / "own"), "--text-field", "body"]
-    monkeypatch.setattr(sys, "argv", [*words, "--train-bpe", "270", "--tokenizer-only"])
-    assert main() == 0
+    assert main([*words, "--train-bpe", "270", "--tokenizer-only"]) == 0
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["tokenizer"]
     assert load_tokenizer(str(tmp_path / "own" / "tokenizer")).vocabulary_size == 270
 
 
 def test_a_killed_command_leaves_nothing_that_looks_whole(jsonl, tmp_path):
-    words = ["-o", tmp_path / "tokens", "--text-field", "body", "--processes", "2"]
+    words = ["-o", tmp_path / "tokens", "--text-field", "body", "--num-workers", "2"]
     process = subprocess.Popen(
         command(*[jsonl] * 200, *words),
         cwd=REPOSITORY,
@@ -207,7 +213,7 @@ def chat(tmp_path) -> Path:
 
 
 def test_the_command_takes_conversations(chat, tmp_path, monkeypatch, capsys):
-    words = [chat, "--source", "chat", "--held-out", "0.3", "--processes", "1"]
+    words = [chat, "--source", "chat", "--held-out", "0.3", "--num-workers", "1"]
     parts = tokenize(tmp_path / "tokens", monkeypatch, *words)
     assert "data.packing=documents model.vocabulary_size=259" in capsys.readouterr().out
     for part, described in parts.items():
@@ -227,7 +233,7 @@ def test_the_command_takes_conversations(chat, tmp_path, monkeypatch, capsys):
 
 def test_the_day_of_conversations_is_given_to_the_command(chat, tmp_path, monkeypatch, capsys):
     own = tmp_path / "own"
-    words = [chat, "--source", "chat", "--held-out", "0.3", "--processes", "1"]
+    words = [chat, "--source", "chat", "--held-out", "0.3", "--num-workers", "1"]
     tokenize(tmp_path / "first", monkeypatch, *words, "--train-bpe", "262")
     (tmp_path / "first" / "tokenizer").rename(own)
     (own / "chat_template.jinja").write_text(
@@ -241,8 +247,7 @@ def test_the_day_of_conversations_is_given_to_the_command(chat, tmp_path, monkey
     assert text.startswith("2031hello")
     for day, error in (("soon", "--today = 'soon': is no day"), (None, "input.today = None")):
         given = [] if day is None else ["--today", day]
-        monkeypatch.setattr(sys, "argv", list(map(str, ["tokenize", *words, "-o", "no", *given])))
-        assert main() == 2
+        assert main(list(map(str, ["tokenize", *words, "-o", "no", *given]))) == 2
         assert error in capsys.readouterr().err
 
 
@@ -256,7 +261,7 @@ def test_what_a_worker_refuses_is_raised_as_it_is():
     "damage", [lambda file: file.unlink(), lambda file: os.truncate(file, 140)]
 )
 def test_tokens_that_lack_what_is_learnt_are_refused(chat, tmp_path, monkeypatch, damage):
-    words = [chat, "--source", "chat", "--held-out", "0.3", "--processes", "1"]
+    words = [chat, "--source", "chat", "--held-out", "0.3", "--num-workers", "1"]
     tokenize(tmp_path / "tokens", monkeypatch, *words)
     damage(tmp_path / "tokens" / "training.learnt.npy")
     with pytest.raises(InputError, match="Tokenize the text again"):
@@ -269,7 +274,7 @@ def shards(tmp_path, monkeypatch) -> DocumentSource:
     monkeypatch.setattr(token_shards, "_SHARD", 3)
     folder = tmp_path / "tokens"
     random = np.random.default_rng(1)
-    with new_folder(folder, "--output") as partial:
+    with new_directory(folder, "--output") as partial:
         parts = {}
         for part in token_shards.PARTS:
             writer = PartWriter(partial, part, np.dtype(np.uint16))
@@ -311,8 +316,7 @@ def test_a_folder_that_is_not_whole_is_refused(shards, damage, problem):
 
 
 def tokenize(folder: Path, monkeypatch, *words: str | Path) -> dict[str, token_shards.PartIndex]:
-    monkeypatch.setattr(sys, "argv", ["tokenize", *map(str, words), "-o", str(folder)])
-    assert main() == 0
+    assert main(["tokenize", *map(str, words), "-o", str(folder)]) == 0
     return read_index(str(folder), "data.path").parts
 
 
@@ -320,7 +324,7 @@ def test_files_named_one_by_one_are_held_out_one_by_one(tmp_path, monkeypatch):
     files = [tmp_path / f"{number:02}.txt" for number in range(40)]
     for file in files:
         file.write_text(file.name * 50)
-    words = ["--held-out", "0.3", "--processes", "1"]
+    words = ["--held-out", "0.3", "--num-workers", "1"]
     parts = tokenize(tmp_path / "tokens", monkeypatch, *files, *words)
     assert 5 <= parts["held_out"].documents <= 20
     # Which these are, the names of the files say, however they were given.
@@ -332,7 +336,7 @@ def test_files_named_one_by_one_are_held_out_one_by_one(tmp_path, monkeypatch):
 
 def test_the_tail_of_a_single_file_is_held_out(tmp_path, monkeypatch):
     (tmp_path / "only.txt").write_bytes(b"a" * 75 + b"b" * 25)
-    words = [tmp_path / "only.txt", "--held-out", "0.25", "--processes", "1"]
+    words = [tmp_path / "only.txt", "--held-out", "0.25", "--num-workers", "1"]
     tokenize(tmp_path / "tokens", monkeypatch, *words)
     tokens = DocumentSource("tokens", str(tmp_path / "tokens"))
     text = DocumentSource("text", str(tmp_path / "only.txt"))
@@ -347,7 +351,6 @@ def test_the_tail_of_a_single_file_is_held_out(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("share", "part"), [(1e-6, "held-out"), (1 - 1e-6, "training")])
 def test_a_part_without_a_document_is_refused(jsonl, tmp_path, monkeypatch, capsys, share, part):
     words = ["tokenize", str(jsonl), "-o", str(tmp_path / "tokens"), "--text-field", "body"]
-    monkeypatch.setattr(sys, "argv", [*words, "--held-out", str(share), "--processes", "1"])
-    assert main() == 2
+    assert main([*words, "--held-out", str(share), "--num-workers", "1"]) == 2
     assert f"the {part} part would have none of the documents" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

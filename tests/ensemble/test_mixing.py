@@ -13,7 +13,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.ensemble import priors
 from skippipe_jax.ensemble.mixing import cached_log_prior, mix, weights
-from skippipe_jax.ensemble.mixtures import arithmetic, geometric, top_1
+from skippipe_jax.ensemble.mixtures import arithmetic, top_1
 from skippipe_jax.ensemble.posterior import final_log_weights, log_weights
 from tests.ensemble import by_hand
 
@@ -160,24 +160,12 @@ def test_a_mixture_is_a_distribution(spread: float, seed: int):
     logits = random.normal(scale=spread, size=(3, 2, 3, 7))
     log_p = jnp.asarray(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
     log_w = jnp.log(jnp.asarray(random.dirichlet(np.ones(3), (2, 3)).transpose(2, 0, 1)))
-    for found in (
-        arithmetic(log_p, log_w[..., None]),
-        geometric(log_p, log_w),
-        top_1(log_p, log_w[..., None]),
-    ):
+    for found in (arithmetic(log_p, log_w[..., None]), top_1(log_p, log_w[..., None])):
         np.testing.assert_allclose(jnp.exp(found).sum(axis=-1), 1, rtol=1e-4)
     one_by_one = [arithmetic(log_p[..., token], log_w) for token in range(7)]
     np.testing.assert_allclose(
         jnp.stack(one_by_one, axis=-1), arithmetic(log_p, log_w[..., None]), rtol=1e-5, atol=1e-5
     )
-
-
-def test_the_geometric_mean_is_that_of_log_probabilities():
-    log_p = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
-    w = np.array([0.25, 0.75])
-    expected = np.exp(w @ log_p)
-    found = np.exp(geometric(jnp.asarray(log_p), jnp.log(jnp.asarray(w))))
-    np.testing.assert_allclose(found, expected / expected.sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from skippipe_jax.experts import __main__ as experts
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command, Result
 from tests.experts.examples import write_config, write_text
@@ -27,4 +26,4 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def experts_command(command: Command, folder: Path) -> Run:
     """Runs ``skippipe experts`` with these arguments, in the folder."""
-    return lambda *arguments: command(experts, *arguments)
+    return lambda *arguments: command("experts", *arguments)

@@ -14,7 +14,7 @@ from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.interop.huggingface import CONFIG as HF_CONFIG
-from skippipe_jax.storage.hold import Hold
+from skippipe_jax.storage.run_lock import RunLock
 from tests.commands.examples import expect_one_error
 from tests.experts.conftest import Run
 from tests.experts.examples import CONFIG, place_in, write_config
@@ -254,7 +254,7 @@ def test_unequal_tokenizers_are_refused(
 ):
     words = {word: number for number, word in enumerate(["<s>", "</s>", "a", "b"])}
     write_model(folder, "one", words)
-    monkeypatch.setattr(work, "find_weights", lambda *_, **__: None)
+    monkeypatch.setattr(work, "open_initial_weights", lambda *_, **__: None)
     run = CONFIG["run"] | {"model": {}}
     sections = {"run": run, "sizes": {"S": {}, "L": {}}, **arm(size={"easy": "S", "hard": "L"})}
     given = {"S": "hf:one", "L": "run:trained"}
@@ -282,8 +282,8 @@ def test_experts_behind_the_first_have_what_comes_with_a_given_seed(folder: Path
 
 
 def test_an_ensemble_in_use_is_told_so(folder: Path, experts_command: Run):
-    with Hold(folder / "experts") as hold:
-        hold.take()
+    with RunLock(folder / "experts") as lock:
+        lock.acquire()
         result = experts_command("experts.yaml")
     expect_one_error(result, "folder = ", "--set folder=", code=TRY_AGAIN_EXIT_CODE)
 

@@ -21,7 +21,7 @@ from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import DONE, Place, Training, asked_of, data_of
 from skippipe_jax.inference.scores import Scores
 from skippipe_jax.models.flops import iteration_flops
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.planning import make_plans
 from tests.ensemble import by_hand
 from tests.experts.examples import CONFIG, place_in
@@ -199,7 +199,7 @@ def test_training_takes_the_operations_of_the_plans_that_its_recipe_asks_for(tmp
     assert isinstance(seed, Member)
     config = seed.config()
     schedule = make_plans(config, tmp_path, None)
-    run_folder.start_run(place.run_dir(seed), config, schedule)
+    RunDir(place.run_dir(seed)).create(config, schedule)
     each = {
         name: iteration_flops(config.model, plan, 2, 16) for name, plan in schedule.plans.items()
     }

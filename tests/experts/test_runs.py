@@ -27,7 +27,7 @@ from skippipe_jax.experts.members import Members
 from skippipe_jax.experts.tasks import Place, Scored
 from skippipe_jax.inference.scores import score
 from skippipe_jax.inference.staged_model import read_model
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.run_dir import RunDir
 from tests.experts.examples import CONFIG, write_config, write_text
 from tests.multihost.processes import Processes, started_processes
 
@@ -185,6 +185,7 @@ def test_a_changed_text_is_refused_before_anything_trains(
         work.train(place_of(folder))
 
 
+@pytest.mark.nightly
 def test_it_is_compared_again_by_a_process_of_its_own(trained: Path):
     expected = results(trained)
     for name in (work.RESULTS, work.PICTURE):
@@ -208,7 +209,7 @@ def test_runs_began_with_those_before_them(trained: Path):
     place = place_of(trained)
     arms = Members(place.config, results(trained)["difficulty"]).arms()
     for own in [run for arm in arms for member in arm.members.values() for run in member.lineage()]:
-        told = run_folder.read_parent(place.run_dir(own))
+        told = RunDir(place.run_dir(own)).parent()
         assert (told is None) == (own.kind == "seed")
         if told is not None:
             assert told["init_from"] == place.origin(own)

@@ -13,8 +13,8 @@ from skippipe_jax.experts.members import Arm, Member, Members
 from skippipe_jax.experts.tasks import Place
 from skippipe_jax.experts.unchanged import Texts, require_unchanged
 from skippipe_jax.experts.work import trainings
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import DATA, declare_whole, digest, step_folder
+from skippipe_jax.storage.checkpoint import DATA, CommitRecord, commit, digest, step_folder
+from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.planning import make_plan, make_plans
 from tests.experts.examples import CONFIG, place_in
 
@@ -26,14 +26,15 @@ TEXTS = Texts({own: " ".join(own) for own in DOMAINS}, {})
 def begin(place: Place, member: Member, text: str | None = None) -> None:
     """What the folder of a run holds once it has its plan; and once it has read a text."""
     config, run = member.config(), place.run_dir(member)
-    run_folder.start_run(run, config, make_plans(config, place.configs, None))
+    RunDir(run).create(config, make_plans(config, place.configs, None))
     if text is not None:
         unfinished = run / "unfinished"
         unfinished.mkdir()
         (unfinished / DATA).write_text(json.dumps({"fingerprint": text}))
         folder = step_folder(run, 1)
         folder.parent.mkdir()
-        declare_whole(unfinished, folder, [1, 1], {DATA: digest(unfinished / DATA)})
+        files = {DATA: digest(unfinished / DATA)}
+        commit(unfinished, folder, CommitRecord(step=1, stage_layers=(1, 1), files=files))
 
 
 def refused(place: Place, arm: Arm, texts: Texts) -> set[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax import generate
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import (
@@ -26,7 +26,7 @@ from skippipe_jax.inference.decoding import (
     text_pieces,
 )
 from skippipe_jax.inference.partial import Order, chosen_order, kept
-from skippipe_jax.training.progress import CompilationCounter
+from skippipe_jax.training.callbacks.progress import CompilationCounter
 from tests.partial_models import logits_of, random_model, save_run
 
 SECTIONS: dict[str, Any] = {
@@ -189,11 +189,10 @@ def test_the_command_prints_prompt_and_text(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def printed(*arguments: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["generate", "--run", str(run), *arguments])
-        assert generate.main() == 0
+        assert main(["generate", "--run", str(run), *arguments]) == 0
         return capsys.readouterr()
 
-    settings = ["--tokens", "20", "--temperature", "0", "--stages", "0,2,1"]
+    settings = ["--max-new-tokens", "20", "--temperature", "0", "--stage-order", "0,2,1"]
     out, err = printed("--prompt", "déf", *settings)
     assert out.startswith("déf")
     assert err == "stages 0 2 1 of 4\n"
@@ -203,23 +202,28 @@ def test_the_command_prints_prompt_and_text(
     assert out == "déf" + tokenizer.decode(tokens) + "\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("déf"))
     assert printed("--prompt", "-", *settings) == (out, err)
-    assert printed("--prompt", "déf", "--tokens", "5", "--keep", "0.5")[1].endswith(" of 4\n")
+    assert printed("--prompt", "déf", "--max-new-tokens", "5", "--keep-fraction", "0.5")[
+        1
+    ].endswith(" of 4\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tokens", "64"], ["--tokens = 64", "context is 64", "Ask for 60 or fewer"]),
-        (["--tokens", "0"], ["--tokens = 0"]),
+        (
+            ["--max-new-tokens", "64"],
+            ["--max-new-tokens = 64", "context is 64", "Ask for 60 or fewer"],
+        ),
+        (["--max-new-tokens", "0"], ["--max-new-tokens = 0"]),
         (["--prompt", "caf\udce9"], ["--prompt = 'caf", "not UTF-8"]),
         (["--prompt", "-"], ["--prompt = '-'", "not UTF-8"]),
         (["--temperature", "-1"], ["--temperature = -1.0"]),
         (["--top-p", "0"], ["--top-p = 0.0", "no share"]),
-        (["--stages", "1,2"], ["--stages = '1,2'", "Begin with 0"]),
-        (["--stages", "0,4"], ["--stages = 4", "at most 3"]),
-        (["--stages", "0,1,1"], ["--stages = '0,1,1'", "twice"]),
-        (["--stages", "all"], ["--stages = 'all'", "Write 0,1,3"]),
-        (["--keep", "0"], ["--keep = 0.0"]),
+        (["--stage-order", "1,2"], ["--stage-order = '1,2'", "Begin with 0"]),
+        (["--stage-order", "0,4"], ["--stage-order = 4", "at most 3"]),
+        (["--stage-order", "0,1,1"], ["--stage-order = '0,1,1'", "twice"]),
+        (["--stage-order", "all"], ["--stage-order = 'all'", "Write 0,1,3"]),
+        (["--keep-fraction", "0"], ["--keep-fraction = 0.0"]),
         (["--step", "4"], ["checkpoints = 4", "one of the steps [5]"]),
     ],
 )
@@ -230,9 +234,8 @@ def test_what_cannot_be_generated_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr(sys, "argv", ["generate", "--run", str(run), "--prompt", "abc", *arguments])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
-    assert generate.main() == 2
+    assert main(["generate", "--run", str(run), "--prompt", "abc", *arguments]) == 2
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)
     for word in words:

@@ -10,7 +10,6 @@ import math
 import re
 import shutil
 import signal
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from skippipe_jax import evaluate
+from skippipe_jax.cli.main import main
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ModelConfig, Phase, RecipeConfig, load_config, to_tree
 from skippipe_jax.data.tokenizer import ByteTokenizer
@@ -37,10 +36,10 @@ from skippipe_jax.inference.partial import Order, kept, swapped, without_each
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.llama import DataStage, stage_shapes
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares
-from skippipe_jax.storage.layout import open_checkpoint
-from skippipe_jax.storage.reader import read_stage
-from skippipe_jax.training.progress import CompilationCounter
-from skippipe_jax.training.trainer import train
+from skippipe_jax.storage.checkpoint import open_checkpoint
+from skippipe_jax.storage.loading import load_stage
+from skippipe_jax.training.callbacks.progress import CompilationCounter
+from skippipe_jax.training.trainer import Trainer
 from tests.partial_models import random_model, save_checkpoint, save_run
 
 STAGES, TIME, MICROBATCH = 3, 32, 2
@@ -93,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with contextlib.chdir(folder):
         config = load_config(Path("config.yaml"))
         alone = Membership(config.cluster, index=0, count=1)
-        train(config, alone, resume=False, config_folder=folder)
+        Trainer(config, host=alone, config_folder=folder).run()
     return folder
 
 
@@ -113,7 +112,9 @@ def held_out_windows() -> np.ndarray:
 def read_parameters(model: ModelConfig, step: int) -> list[dict[str, Any]]:
     checkpoint = open_checkpoint(Path("run"), step)
     return [
-        read_stage(checkpoint, checkpoint.stage_layers, stage, {"parameters": shapes})["parameters"]
+        load_stage(checkpoint, checkpoint.record.stage_layers, stage, {"parameters": shapes})[
+            "parameters"
+        ]
         for stage, shapes in enumerate(stage_shapes(model, STAGES))
     ]
 
@@ -164,8 +165,7 @@ def test_no_more_sequences_are_read_than_asked_for(sequences: int, evaluated: in
 def run_main(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])
-    assert evaluate.main() == 0
+    assert main(["evaluate", *arguments]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     return printed.out
@@ -219,7 +219,7 @@ def check_each(answer: dict[str, Any]) -> np.ndarray:
 
 
 def test_all_subsets_of_a_share_are_evaluated(monkeypatch: Any, capsys: Any):
-    found = evaluated(["--keep", "1.0,0.67,0.3"], monkeypatch, capsys)
+    found = evaluated(["--keep-fraction", "1.0,0.67,0.3"], monkeypatch, capsys)
     assert [answer["share"] for answer in found["keep"]] == [1.0, 0.67, 0.3]
     orders = [[way["stages"] for way in answer["each"]] for answer in found["keep"]]
     assert orders == [[[0, 1, 2]], [[0, 1], [0, 2]], [[0]]]
@@ -253,7 +253,7 @@ def test_stages_are_swapped_and_left_out_in_turn(monkeypatch: Any, capsys: Any):
 
 
 def test_one_table_has_all_that_is_asked_for(monkeypatch: Any, capsys: Any):
-    asked = ["--keep", "0.67", "--paths", "--swaps", "--importance"]
+    asked = ["--keep-fraction", "0.67", "--paths", "--swaps", "--importance"]
     found = evaluated(asked, monkeypatch, capsys)
     out = run_main(["--run", "run", *asked], monkeypatch, capsys)
     cells = [re.split("  +", line.strip()) for line in out.splitlines()[2:]]
@@ -275,7 +275,7 @@ def test_one_table_has_all_that_is_asked_for(monkeypatch: Any, capsys: Any):
 
 def test_the_picture_has_every_subset(monkeypatch: Any, capsys: Any, tmp_path: Path):
     file = tmp_path / "shares.svg"
-    arguments = ["--run", "run", "--keep", "1,0.67,0.3", "--plot", str(file)]
+    arguments = ["--run", "run", "--keep-fraction", "1,0.67,0.3", "--plot", str(file)]
     run_main(arguments, monkeypatch, capsys)
     svg = ElementTree.parse(file).getroot()
     dots = [dot for dot in svg.iter() if dot.tag.endswith("circle")]
@@ -307,8 +307,7 @@ def test_conversations_that_are_too_long_to_be_evaluated_are_counted(
     file.write_text("".join(map(line, range(60))))
     given = {"source": "chat", "path": file, "packing": "documents"}
     settings = [word for key in given for word in ("--set", f"data.{key}={given[key]}")]
-    monkeypatch.setattr(sys, "argv", ["evaluate", "--run", "run", "--json", *settings])
-    assert evaluate.main() == 0
+    assert main(["evaluate", "--run", "run", "--json", *settings]) == 0
     printed = capsys.readouterr()
     # Each answer of two letters and the end mark.
     assert json.loads(printed.out)["tokens"] % 3 == 0
@@ -372,7 +371,14 @@ def test_losses_equal_those_of_the_export_in_transformers_with_the_layers_remove
     ]
     config = to_tree(load_config(Path("config.yaml"), overrides))
     save_run(tmp_path / "run", config, len(sizes))
-    asked = ["--run", str(tmp_path / "run"), "--sequences", "999", "--keep", "1.0,0.75,0.5,0.25"]
+    asked = [
+        "--run",
+        str(tmp_path / "run"),
+        "--sequences",
+        "999",
+        "--keep-fraction",
+        "1.0,0.75,0.5,0.25",
+    ]
     found = json.loads(run_main([*asked, "--json"], monkeypatch, capsys))
     windows = held_out_windows()
     assert found["tokens"] == windows[:, 1:].size
@@ -400,16 +406,16 @@ def loss_of_transformers(model: LlamaForCausalLM, windows: np.ndarray) -> float:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--keep", "0.5,half"], ["--keep = 'half'", "must be a number"]),
-        (["--keep", "0"], ["--keep = 0", "no share"]),
-        (["--keep", "1.5"], ["--keep = 1.5", "no share"]),
-        (["--keep", "0.5", "--subsets", "0"], ["--subsets = 0", "at least 1"]),
-        (["--plot", "a.svg"], ["--plot = 'a.svg'", "Add --keep"]),
+        (["--keep-fraction", "0.5,half"], ["--keep-fraction = 'half'", "must be a number"]),
+        (["--keep-fraction", "0"], ["--keep-fraction = 0", "no share"]),
+        (["--keep-fraction", "1.5"], ["--keep-fraction = 1.5", "no share"]),
+        (["--keep-fraction", "0.5", "--subsets", "0"], ["--subsets = 0", "at least 1"]),
+        (["--plot", "a.svg"], ["--plot = 'a.svg'", "Add --keep-fraction"]),
         (
-            ["--keep", "1", "--plot", "nowhere/a.svg"],
+            ["--keep-fraction", "1", "--plot", "nowhere/a.svg"],
             ["--plot = 'nowhere/a.svg'", "no such folder"],
         ),
-        (["--cut", "3"], ["--cut = 3", "cut by its plan"]),
+        (["--num-stages", "3"], ["--num-stages = 3", "cut by its plan"]),
         (["--set", "data.path=nowhere"], ["data.path"]),
         (["--set", "data.held_out=0.5"], ["data.held_out = 0.5", "has trained on"]),
         (["--set", "data.shuffle_seed=1"], ["data.shuffle_seed = 1", "has trained on"]),
@@ -419,8 +425,7 @@ def loss_of_transformers(model: LlamaForCausalLM, windows: np.ndarray) -> float:
 def test_what_cannot_be_asked_is_refused(
     arguments: list[str], words: list[str], monkeypatch: Any, capsys: Any
 ):
-    monkeypatch.setattr(sys, "argv", ["evaluate", "--run", "run", *arguments])
-    assert evaluate.main() == 2
+    assert main(["evaluate", "--run", "run", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     for word in words:
@@ -440,6 +445,5 @@ def test_an_interrupted_evaluation_ends_at_once(monkeypatch: Any, capsys: Any):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(evaluation, "evaluate", interrupted)
-    monkeypatch.setattr(sys, "argv", ["evaluate", "--run", "run", "--keep", "1,0.67,0.3"])
-    assert evaluate.main() == 130
+    assert main(["evaluate", "--run", "run", "--keep-fraction", "1,0.67,0.3"]) == 130
     assert capsys.readouterr().err == "interrupted; nothing is kept\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 import yaml
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from skippipe_sched.errors import InputError
 
-from skippipe_jax import harness
+from skippipe_jax.cli.arguments import ModelSpec, open_language_model
+from skippipe_jax.cli.main import main
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
@@ -107,14 +106,21 @@ def score_by_hand(
     return float(nats), logits.argmax(axis=-1).tolist() == asked
 
 
+ALL = (0, 1, 2)
+
+
+def harness(run: Path, *, stages: str | None = None, batch_size: int = 8) -> HarnessModel:
+    return HarnessModel(open_language_model(ModelSpec((run,), stage_order=stages)), batch_size)
+
+
 def encoded(text: str) -> list[int]:
     return ByteTokenizer().encode(text).tolist()
 
 
-@pytest.mark.parametrize("stages", [None, "0 2", "0 2 1"])
+@pytest.mark.parametrize("stages", [None, "0,2", "0,2,1"])
 def test_likelihoods_equal_those_computed_one_by_one(stages: str | None, run: Path):
-    model = HarnessModel(run, stages=stages, batch_size=2)
-    order = (0, 1, 2) if stages is None else tuple(map(int, stages.split()))
+    model = harness(run, stages=stages, batch_size=2)
+    order = (0, 1, 2) if stages is None else tuple(map(int, stages.split(",")))
     pairs = [("one", " two"), ("", "start"), ("space ", "word"), ("x" * 60, "yz"), ("a", "b" * 9)]
     found = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
     # A space at the end of the context belongs to the continuation.
@@ -128,11 +134,11 @@ def test_likelihoods_equal_those_computed_one_by_one(stages: str | None, run: Pa
 
 
 def test_the_likeliest_continuation_is_greedy(run: Path):
-    model, staged = HarnessModel(run), read_run(run)[0]
+    model, staged = harness(run), read_run(run)[0]
     likeliest = {}
     for letter in range(97, 123):
         tokens = np.array([[256, letter]], np.int32)
-        likeliest[chr(letter)] = logits_of(staged, model.order, tokens)[0, -1].argmax()
+        likeliest[chr(letter)] = logits_of(staged, ALL, tokens)[0, -1].argmax()
     letter, best = next((letter, best) for letter, best in likeliest.items() if 64 < best < 128)
     continuations = [chr(best), chr(best - 1)]
     found = model.loglikelihood([request("loglikelihood", letter, c) for c in continuations])
@@ -141,25 +147,23 @@ def test_the_likeliest_continuation_is_greedy(run: Path):
 
 def test_long_texts_are_read_in_windows(run: Path):
     """Every token once, the first after the begin mark, the last window with all of the context."""
-    model = HarnessModel(run, batch_size=3)
+    model = harness(run, batch_size=3)
     text = "".join(map(chr, range(40, 117)))
     tokens = encoded(text)
     parts = [([256], tokens[:32]), (tokens[31:32], tokens[32:64]), (tokens[44:64], tokens[64:])]
     staged = read_run(run)[0]
-    expected = [score_by_hand(staged, model.order, *part)[0] for part in parts]
-    short = score_by_hand(staged, model.order, [256], encoded("short"))[0]
+    expected = [score_by_hand(staged, ALL, *part)[0] for part in parts]
+    short = score_by_hand(staged, ALL, [256], encoded("short"))[0]
     requests = [request("loglikelihood_rolling", text), request("loglikelihood_rolling", "short")]
     assert model.loglikelihood_rolling(requests) == pytest.approx([sum(expected), short], abs=1e-3)
 
 
 def test_texts_are_generated_up_to_a_stop(run: Path):
-    model = HarnessModel(run)
+    model = harness(run)
     settings = {"until": [], "max_gen_toks": 12}
     [whole] = model.generate_until([request("generate_until", "begin" * 20, settings)])
     prompt = [256, *encoded("begin" * 20)][-20:]
-    tokens = generate_tokens(
-        read_run(run)[0], model.order, prompt, 12, Sampling(temperature=0.0), end=257
-    )
+    tokens = generate_tokens(read_run(run)[0], ALL, prompt, 12, Sampling(temperature=0.0), end=257)
     assert whole == ByteTokenizer().decode(list(tokens))
     stop = whole[3:5]
     stopped = request("generate_until", "begin" * 20, settings | {"until": [stop, "never"]})
@@ -167,7 +171,7 @@ def test_texts_are_generated_up_to_a_stop(run: Path):
 
 
 def test_a_request_that_is_repeated_is_drawn_anew(run: Path):
-    model = HarnessModel(run)
+    model = harness(run)
     settings = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
     requests = [request("generate_until", "begin", settings)] * 4
     texts = model.generate_until(requests)
@@ -177,18 +181,16 @@ def test_a_request_that_is_repeated_is_drawn_anew(run: Path):
 
 def test_a_continuation_beyond_the_context_is_refused(run: Path):
     with pytest.raises(InputError, match="chances of 40 tokens"):
-        HarnessModel(run).loglikelihood([request("loglikelihood", "a", "b" * 40)])
+        harness(run).loglikelihood([request("loglikelihood", "a", "b" * 40)])
 
 
-def test_the_harness_finds_the_model_by_name(run: Path, tasks: Path):
-    assert get_model("skippipe") is HarnessModel
+def test_the_harness_evaluates_some_of_the_stages(run: Path, tasks: Path):
+    model = harness(run, stages="0,2")
     results: Any = simple_evaluate(
-        model="skippipe",
-        model_args=f"run={run},stages=0 2",
+        model=model,
         tasks=["choose"],
         task_manager=TaskManager(include_path=tasks, include_defaults=False),
     )
-    model = HarnessModel(run, stages="0 2")
     right = 0
     for question in QUESTIONS:
         pairs = [(question["question"], " " + choice) for choice in question["choices"]]
@@ -200,15 +202,13 @@ def test_the_harness_finds_the_model_by_name(run: Path, tasks: Path):
 def test_the_command_runs_tasks_of_ones_own(
     run: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    arguments = ["--run", str(run), "--keep", "0.67", "--tasks-from", str(tasks)]
+    arguments = ["--run", str(run), "--keep-fraction", "0.67", "--tasks-from", str(tasks)]
     asked = ["--tasks", "choose,read,write", "--limit", "2", "--json"]
-    monkeypatch.setattr(sys, "argv", ["harness", *arguments, *asked])
-    assert harness.main() == 0
+    assert main(["lm-eval", *arguments, *asked]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert set(results) == {"choose", "read", "write"}
     assert results["read"]["bits_per_byte,none"] > 0
-    monkeypatch.setattr(sys, "argv", ["harness", *arguments, "--tasks", "choose"])
-    assert harness.main() == 0
+    assert main(["lm-eval", *arguments, "--tasks", "choose"]) == 0
     assert "choose" in capsys.readouterr().out
 
 
@@ -224,25 +224,21 @@ def test_the_command_takes_several_models(
     asked = ["--tasks", "read", "--limit", "1", "--json"]
 
     def bits(*more: str) -> float:
-        monkeypatch.setattr(sys, "argv", ["harness", *arguments, *asked, *more])
-        assert harness.main() == 0
+        assert main(["lm-eval", *arguments, *asked, *more]) == 0
         return json.loads(capsys.readouterr().out)["results"]["read"]["bits_per_byte,none"]
 
     text = QUESTIONS[0]["question"]
     ensemble = Ensemble([read_run(run)[0], other], mix="top-1")
-    [nats] = HarnessModel(model=ensemble).loglikelihood_rolling(
-        [request("loglikelihood_rolling", text)]
-    )
+    [nats] = HarnessModel(ensemble).loglikelihood_rolling([request("loglikelihood_rolling", text)])
     assert bits("--mix", "top-1") == pytest.approx(-nats / np.log(2) / len(text), abs=1e-3)
-    monkeypatch.setattr(sys, "argv", ["harness", *arguments, *asked, "--prior", "decay"])
-    assert harness.main() == 2
+    assert main(["lm-eval", *arguments, *asked, "--prior", "decay"]) == 2
     assert "--prior = 'decay': is estimated on text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--stages", "1,2"], "--stages = '1,2'"),
+        (["--stage-order", "1,2"], "--stage-order = '1,2'"),
         (["--tasks", "choose,chose"], "--tasks = 'chose': there is no such task"),
         (["--tasks-from", "nowhere"], "--tasks-from = 'nowhere'"),
         (["--batch-size", "0"], "--batch-size = 0"),
@@ -257,6 +253,5 @@ def test_what_cannot_be_run_is_refused(
     capsys: pytest.CaptureFixture[str],
 ):
     given = ["--run", str(run), "--tasks", "choose", "--tasks-from", str(tasks), *arguments]
-    monkeypatch.setattr(sys, "argv", ["harness", *given])
-    assert harness.main() == 2
+    assert main(["lm-eval", *given]) == 2
     assert words in capsys.readouterr().err

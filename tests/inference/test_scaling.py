@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -25,7 +23,8 @@ from skippipe_sched.problem.case import parse_case
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import skippipe_jax as sp
-from skippipe_jax import convert, evaluate, generate
+from skippipe_jax.cli.arguments import ModelSpec, open_language_model
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import DataConfig, parse_config
 from skippipe_jax.data.batches import Batch, TrainingBatches, held_out_batches
 from skippipe_jax.inference import scaling
@@ -123,9 +122,8 @@ def assert_alike(found: BranchScales, expected: BranchScales) -> None:
     assert found.feed_forward == pytest.approx(expected.feed_forward, rel=1e-6)
 
 
-def command(module: ModuleType, words: list[str], monkeypatch: Any, capsys: Any) -> tuple[str, str]:
-    monkeypatch.setattr(sys, "argv", ["command", *words])
-    assert module.main() == 0
+def command(name: str, words: list[str], monkeypatch: Any, capsys: Any) -> tuple[str, str]:
+    assert main([name, *words]) == 0
     printed = capsys.readouterr()
     return printed.out, printed.err
 
@@ -257,28 +255,32 @@ def test_what_is_no_scale_is_refused(given: Any):
 
 
 @pytest.mark.parametrize(
-    ("module", "words", "told"),
+    ("name", "words", "told"),
     [
-        (evaluate, ["--run", "run", "--scale", "half"], "--scale = 'half': must be a number"),
-        (evaluate, ["--run", "run", "--scale", "1e90"], "--scale = 1e+90: the loss along"),
-        (generate, ["--run", "run", "--prompt", "a", "--scale", "0"], "--scale = '0': must be gr"),
+        ("evaluate", ["--run", "run", "--scale", "half"], "--scale = 'half': must be a number"),
+        ("evaluate", ["--run", "run", "--scale", "1e90"], "--scale = '1e90': must be at most 3.4"),
+        ("evaluate", ["--run", "run", "--scale", "3e38"], "--scale = 3e+38: the loss along"),
         (
-            convert,
-            ["to-hf", "run", "-o", "hf", "--scale", "nan"],
+            "generate",
+            ["--run", "run", "--prompt", "a", "--scale", "0"],
+            "--scale = '0': must be gr",
+        ),
+        (
+            "convert",
+            ["to-hf", "--run", "run", "-o", "hf", "--scale", "nan"],
             "--scale = 'nan': must be finite",
         ),
         (
-            evaluate,
+            "evaluate",
             ["--run", "run", "--scale", "fit", "--set", "data.path=nowhere"],
             "nowhere: No such file",
         ),
     ],
 )
 def test_commands_refuse_it_in_one_line(
-    module: ModuleType, words: list[str], told: str, monkeypatch: Any, capsys: Any
+    name: str, words: list[str], told: str, monkeypatch: Any, capsys: Any
 ):
-    monkeypatch.setattr(sys, "argv", ["command", *words])
-    assert module.main() == 2
+    assert main([name, *words]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert told in line
     assert not Path("hf").exists()
@@ -295,14 +297,13 @@ def test_where_no_plan_says_who_visited_what_there_is_no_share(
         other / "plan.json"
     )
     refused = [
-        (evaluate, ["--hf", source], 5),
-        (evaluate, ["--run", run], 5),
-        (convert, ["to-hf", run, "-o", tmp_path / "back"], 5),
-        (evaluate, ["--run", other], STAGES),
+        ("evaluate", ["--hf", source], 5),
+        ("evaluate", ["--run", run], 5),
+        ("convert", ["to-hf", "--run", run, "-o", tmp_path / "back"], 5),
+        ("evaluate", ["--run", other], STAGES),
     ]
-    for module, words, stages in refused:
-        monkeypatch.setattr(sys, "argv", ["command", *map(str, words), "--scale", "share"])
-        assert module.main() == 2
+    for name, words, stages in refused:
+        assert main([name, *map(str, words), "--scale", "share"]) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert f"--scale = 'share': no plan of {stages} stages says how many" in line
         assert line.endswith("Write fit, or a number such as 0.7.")
@@ -340,11 +341,11 @@ def test_so_many_stages_as_there_are_not_are_refused(count: Any):
 def test_evaluation_shows_both(
     scale: str, of_fit: dict[int, BranchScales], monkeypatch: Any, capsys: Any
 ):
-    asked = ["--run", "run", "--sequences", "4", "--keep", "1,0.5", "--scale", scale]
+    asked = ["--run", "run", "--sequences", "4", "--keep-fraction", "1,0.5", "--scale", scale]
     words = [*asked, "--plot", "shares.svg"]
-    table, _ = command(evaluate, words, monkeypatch, capsys)
-    found = json.loads(command(evaluate, [*asked, "--json"], monkeypatch, capsys)[0])
-    plain = json.loads(command(evaluate, [*asked[:-2], "--json"], monkeypatch, capsys)[0])
+    table, _ = command("evaluate", words, monkeypatch, capsys)
+    found = json.loads(command("evaluate", [*asked, "--json"], monkeypatch, capsys)[0])
+    plain = json.loads(command("evaluate", [*asked[:-2], "--json"], monkeypatch, capsys)[0])
     scaled = found.pop("scaled")
     assert found == plain
     model, config, _ = read_run(Path("run"))
@@ -385,17 +386,29 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     scale: str, of_fit: dict[int, BranchScales], monkeypatch: Any, capsys: Any
 ):
     model, scales = read_run(Path("run"))[0], scales_by_hand(scale, 2, of_fit)
-    words = ["--run", "run", "--prompt", "ab", "--tokens", "12", "--keep", "0.5", "--scale", scale]
-    out, told = command(generate, [*words, "--temperature", "0"], monkeypatch, capsys)
+    words = [
+        "--run",
+        "run",
+        "--prompt",
+        "ab",
+        "--max-new-tokens",
+        "12",
+        "--keep-fraction",
+        "0.5",
+        "--scale",
+        scale,
+    ]
+    out, told = command("generate", [*words, "--temperature", "0"], monkeypatch, capsys)
     assert told.splitlines()[0] == f"scales {scales.told(model.cut)}"
     [order] = model.orders(0.5, most=1)
-    greedy = sp.Sampling(temperature=0)
+    greedy = sp.SamplingParams(temperature=0)
     assert out == "ab" + model.scaled(scales).generate("ab", 12, order, greedy) + "\n"
     if scale != FIT:  # What fits a model that has learnt nothing changes little.
         assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
-    harness = HarnessModel("run", keep=0.5, scale=scale)
-    assert harness.scales is not None
-    assert_alike(harness.scales, scales)
+    harness = HarnessModel(
+        open_language_model(ModelSpec((Path("run"),), keep_fraction=0.5, scale=scale))
+    )
+    assert capsys.readouterr().err.splitlines()[0] == f"scales {scales.told(model.cut)}"
     [(nats, _)] = harness.loglikelihood(
         [Instance(request_type="loglikelihood", doc={}, arguments=("ab", "ab"), idx=0)]
     )
@@ -407,7 +420,7 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
 @pytest.mark.parametrize("scale", [SHARE, FIT, 0.7])
 def test_the_face_scales_as_commands_do(scale: Scale, of_fit: dict[int, BranchScales]):
     run = sp.Run(Path("run"))
-    [batch] = run.held_out(2)
+    [batch] = run.held_out_batches(2)
     for count in (STAGES, 2):
         order = full(count)
         model = run.model(scale=scale, kept=count)
@@ -429,14 +442,14 @@ def test_what_is_exported_is_scaled(
     run = tmp_path / "run"
     save_run(run, sections, STAGES)
     shutil.copy("run/plan.json", run)
-    words = ["to-hf", str(run), "-o", str(tmp_path / "hf"), "--scale", scale]
-    told, _ = command(convert, words, monkeypatch, capsys)
+    words = ["to-hf", "--run", str(run), "-o", str(tmp_path / "hf"), "--scale", scale]
+    told, _ = command("convert", words, monkeypatch, capsys)
     ours = sp.Run(run).model(scale=scale)
     scales = sp.Run(run).scaling(scale).scales()
     assert told.splitlines()[0] == f"scales {scales.told(ours.cut)}"
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     nats = count = 0.0
-    for batch in sp.Run(run).held_out(8):
+    for batch in sp.Run(run).held_out_batches(8):
         tokens, targets = (torch.from_numpy(batch[key]).long() for key in ("tokens", "targets"))
         with torch.no_grad():
             logits = theirs(tokens, use_cache=False).logits
@@ -449,6 +462,6 @@ def test_what_is_exported_is_scaled(
         )
         count += targets.numel()
     words = ["--run", str(run), "--sequences", "8", "--scale", scale, "--json"]
-    found = json.loads(command(evaluate, words, monkeypatch, capsys)[0])
+    found = json.loads(command("evaluate", words, monkeypatch, capsys)[0])
     assert nats / count == pytest.approx(found["scaled"]["loss"], abs=1e-5)
     assert abs(nats / count - found["loss"]) > 1e-2

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax import evaluate
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts, held_out_batches
 from skippipe_jax.data.tokenizer import ByteTokenizer
@@ -212,8 +211,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(arguments: list[str], monkeypatch: Any, capsys: Any) -> str:
-    monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])
-    assert evaluate.main() == 0
+    assert main(["evaluate", *arguments]) == 0
     return capsys.readouterr().out
 
 

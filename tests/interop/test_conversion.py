@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from skippipe_sched.errors import InputError
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from skippipe_jax import convert
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import (
     Config,
     DataConfig,
@@ -30,6 +29,7 @@ from skippipe_jax.config import (
     RopeScaling,
     to_yaml,
 )
+from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from skippipe_jax.data.tokenizing import train_bpe
@@ -37,10 +37,10 @@ from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.interop import huggingface
 from skippipe_jax.interop.conversion import from_huggingface, to_huggingface
 from skippipe_jax.models.llama import create_stage, stage_shapes
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import open_checkpoint
-from skippipe_jax.storage.reader import read_stage
-from skippipe_jax.storage.writer import write_checkpoint
+from skippipe_jax.storage.checkpoint import open_checkpoint
+from skippipe_jax.storage.checkpointer import write_initial_checkpoint
+from skippipe_jax.storage.loading import load_stage
+from skippipe_jax.storage.run_dir import RunDir
 from tests.llama_models import (
     LLAMAS,
     TIME,
@@ -105,17 +105,17 @@ def random_run(model: ModelConfig, folder: Path, stages: int = STAGES) -> Path:
         shapes = stage_shapes(model, stages)[stage]
         return {"parameters": jax.tree_util.tree_map_with_path(drawn, shapes)}
 
-    write_checkpoint(folder, 0, model.layers_of_stages(stages), state_of)
+    write_initial_checkpoint(folder, 0, model.layers_of_stages(stages), state_of)
     config = Config(run_dir=str(folder), model=model, data=DataConfig(sequence_length=TIME))
-    (folder / run_folder.CONFIG).write_text(to_yaml(config))
+    (folder / CONFIG).write_text(to_yaml(config))
     return folder
 
 
 def parameters_of(run: Path) -> tuple[ModelConfig, list[Any]]:
-    model, checkpoint = run_folder.saved_config(run, "run").model, open_checkpoint(run)
-    cut = checkpoint.stage_layers
+    model, checkpoint = RunDir(run).config("run").model, open_checkpoint(run)
+    cut = checkpoint.record.stage_layers
     return model, [
-        read_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
+        load_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
         for stage, shapes in enumerate(stage_shapes(model, len(cut)))
     ]
 
@@ -301,7 +301,7 @@ def test_layers_are_cut_evenly(stages: int, layers: tuple[int, ...], tmp_path: P
     source = save(random_llama("llama-2"), tmp_path / "hf")
     model = from_huggingface(source, tmp_path / "run", stages).model
     assert model.layers_of_stages(stages) == layers
-    with pytest.raises(InputError, match="--cut"):
+    with pytest.raises(InputError, match="--num-stages"):
         from_huggingface(source, tmp_path / "more", 6)
 
 
@@ -344,7 +344,7 @@ def test_no_two_stages_are_held(tmp_path: Path):
     huggingface.write_weights(tmp_path, model, STAGES, parameters_of, "float32")
     read = len(held)
     cut = model.layers_of_stages(STAGES)
-    write_checkpoint(tmp_path, 0, cut, lambda stage: {"parameters": parameters_of(stage)})
+    write_initial_checkpoint(tmp_path, 0, cut, lambda stage: {"parameters": parameters_of(stage)})
     assert len(held) == 2 * read == 2 * len(jax.tree.leaves(shapes))
 
 
@@ -383,18 +383,17 @@ def test_the_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def command(*words: str | Path) -> int:
-        monkeypatch.setattr(sys, "argv", ["convert", *map(str, words)])
-        return convert.main()
+        return main(["convert", *map(str, words)])
 
     source = save(random_llama("llama-3.1"), tmp_path / "hf")
     run, back = tmp_path / "run", tmp_path / "back"
-    assert command("from-hf", source, "-o", run, "--cut", "2") == 0
+    assert command("from-hf", source, "-o", run, "--num-stages", "2") == 0
     assert f"evaluate --run {run}" in capsys.readouterr().out
-    assert command("to-hf", run, "-o", back, "--step", "0", "--dtype", "bfloat16") == 0
+    assert command("to-hf", "--run", run, "-o", back, "--step", "0", "--dtype", "bfloat16") == 0
     assert capsys.readouterr().out == f"step 0 of {run} is in {back}\n"
     assert {str(array.dtype) for array in weights_in(back).values()} == {"bfloat16"}
-    assert command("to-hf", run, "-o", back) == 2
-    assert command("to-hf", run, "-o", tmp_path / "other", "--step", "7") == 2
+    assert command("to-hf", "--run", run, "-o", back) == 2
+    assert command("to-hf", "--run", run, "-o", tmp_path / "other", "--step", "7") == 2
     assert command("from-hf", tmp_path / "nowhere", "-o", tmp_path / "other") == 2
     errors = capsys.readouterr().err.splitlines()
     assert [line.startswith("error: ") for line in errors] == [True] * 3

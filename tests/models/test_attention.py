@@ -52,7 +52,7 @@ def plain(query: Any, key: Any, value: Any, documents: Any) -> jax.Array:
     return attend(query, key, value, documents, "xla")
 
 
-@settings(max_examples=5)
+@settings(max_examples=2)
 @given(inputs(), st.integers(1, 17))
 def test_blocks_give_what_all_scores_give(arrays: tuple[Any, ...], block: int):
     expected = with_gradients(plain, arrays)

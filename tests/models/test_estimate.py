@@ -1,4 +1,4 @@
-"""`python -m skippipe_jax.memory`: what it prints, and what it refuses."""
+"""`skippipe estimate-memory`: what it prints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.search.budget import Search
 
-from skippipe_jax import memory
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.block_footprint import kept_by_blocks, passing_bytes
@@ -35,16 +35,13 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Any:
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Run the command on a configuration; its exit code, and what it printed."""
 
     def run(config: dict[str, Any], *words: str) -> tuple[int, str, str]:
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(config))
-        monkeypatch.setattr("sys.argv", ["memory", "--config", str(path), *words])
-        code = memory.main()
+        code = main(["estimate-memory", "--config", str(path), *words])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -199,7 +196,7 @@ def test_the_page_shows_what_the_command_prints(command: Any):
     _, said, _ = command(yaml.safe_load(blocks["yaml"]))
     assert said == blocks["text"]
     # With memory: auto, as the command that the page shows has it.
-    commands = re.findall(r"skippipe_jax\.memory --config 8b\.yaml (--set .*)$", page, re.M)
+    commands = re.findall(r"skippipe estimate-memory --config 8b\.yaml (--set .*)$", page, re.M)
     of_room, of_meshes = (
         command(yaml.safe_load(blocks["yaml"]), *words.split())[1] for words in commands
     )

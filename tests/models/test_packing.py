@@ -35,12 +35,11 @@ from skippipe_jax.models.document_mask import (
     unmark,
     within_documents,
 )
-from skippipe_jax.models.footprint import hop_bytes
+from skippipe_jax.models.footprint import bytes_per_link, hop_bytes
 from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage
 from skippipe_jax.runtime.spread import single
 from skippipe_jax.runtime.stage_functions import activation, stage_functions
-from skippipe_jax.training.metrics import bytes_per_link
 from tests import oracle
 from tests.models.test_llama import random_module
 from tests.runtime.test_oracle import (
@@ -260,8 +259,8 @@ def test_a_mark_is_one_channel_of_what_is_sent():
     assert activation(MODEL, documents.data).shape == (BATCH, TIME, MODEL.width + 1)
     assert hop_bytes(windows).activation == BATCH * TIME * MODEL.width * 4
     assert hop_bytes(documents).activation == BATCH * TIME * (MODEL.width + 1) * 4
-    more = bytes_per_link(PLAN, documents)[0, 1] - bytes_per_link(PLAN, windows)[0, 1]
-    assert more == 4 * BATCH * TIME
+    more, less = (bytes_per_link(config, PLAN, 1)[0, 1] for config in (documents, windows))
+    assert more - less == 4 * BATCH * TIME
 
 
 def test_stages_are_measured_with_packing():

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from skippipe_sched.problem.plan import load_plan
 
 from experiments.paper import shapes
-from skippipe_jax import train
+from skippipe_jax import Run
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import memory_of_node
 from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.run_dir import PLAN
 from tests.pictures import overlapping_texts
 
 AGREE = 0.02
@@ -37,6 +38,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return shapes.measure(True, tmp_path_factory.mktemp("shapes"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", shapes.MODELS)
 def test_formulas_agree_with_what_is_counted(measured: dict[str, Any], name: str):
     model = measured["models"][name]
@@ -132,12 +134,11 @@ def test_a_launched_configuration_trains(tmp_path: Path, monkeypatch: pytest.Mon
     }
     words = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
     path = shapes.CONFIGS / "8b.yaml"
-    monkeypatch.setattr("sys.argv", ["train", "--config", str(path), *words])
-    assert train.main() == 0
-    [line] = run_folder.read_metrics(tmp_path / "run")
+    assert main(["train", "--config", str(path), *words]) == 0
+    [line] = Run(tmp_path / "run").metrics
     assert line["loss"] == pytest.approx(np.log(259), rel=0.05)
     assert line["tokens"] == 5 * 16
-    plan = load_plan(tmp_path / "run" / run_folder.PLAN)
+    plan = load_plan(tmp_path / "run" / PLAN)
     assert {node.memory for node in plan.case.nodes} < {2, 3, 4}
     peaks = {int(node): peak for node, peak in line["peak_in_flight"].items()}
     assert all(peak <= plan.case.nodes[node].memory for node, peak in peaks.items())

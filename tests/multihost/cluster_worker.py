@@ -18,11 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from skippipe_sched.errors import InputError, run_command
 
-from skippipe_jax.cluster.agreement import DeadlinePassed, barrier, gather
+from skippipe_jax.cluster.agreement import barrier, gather
 from skippipe_jax.cluster.joining import joined
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AUTO, RUNTIMES
+from skippipe_jax.errors import PeerTimeout
 
 FAILURES = {
     "itself": ValueError("the data ran out"),
@@ -104,7 +105,7 @@ def sum_repeatedly(
         if step == fail_at:
             raise failure
         if step == late_at:
-            raise DeadlinePassed("nothing came from node 7 for 300 s")
+            raise PeerTimeout("nothing came from node 7 for 300 s")
 
 
 def by_telling(membership: Membership) -> Callable[[int, float], float]:

@@ -5,16 +5,20 @@ By it hosts 1 and 3 serve each other's stages.
 
 import argparse
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from skippipe_sched.errors import run_command
 
+from skippipe_jax.cli.arguments import (
+    add_cluster_arguments,
+    add_config_arguments,
+    connect_from_args,
+)
 from skippipe_jax.cluster.ending import exit_at_once
 from skippipe_jax.config import load_config
 from skippipe_jax.consensus.generations import Wish
-from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
-from skippipe_jax.training.callback import Callback
+from skippipe_jax.storage.records import StepMetrics
+from skippipe_jax.training.callbacks.base import Callback, RunView
+from skippipe_jax.training.elastic.survival import Survival
 from skippipe_jax.training.trainer import Trainer
 from tests.sched.examples import plan_of
 
@@ -27,11 +31,13 @@ FOUND_AFTER = 4
 class Finds(Callback):
     """Proposes the plan, as the leader of the first generation."""
 
-    def after_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
-        if metrics["step"] == FOUND_AFTER and metrics["generation"] == 1:
-            survival = trainer._survival
-            assert survival is not None
-            if trainer.host.index == 0:
+    trainer: Trainer
+
+    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
+        if metrics.step == FOUND_AFTER and metrics.generation == 1:
+            trainer, survival = self.trainer, self.trainer._survival
+            assert isinstance(survival, Survival)
+            if run.group.index == 0:
                 name = survival.plans.keep(PLAN)
                 assert name is not None
                 trainer.membership.control.wishes(Wish(1, PLAN.stages, name))
@@ -47,8 +53,10 @@ def main() -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.set)
-    with joined_by(arguments, config) as host:
-        Trainer(config, [Finds()], host=host, resume=arguments.resume).run()
+    with connect_from_args(arguments, config) as host:
+        finds = Finds()
+        finds.trainer = Trainer(config, [finds], host=host, resume=arguments.resume)
+        finds.trainer.run()
     exit_at_once(0)  # As the command does where hosts are lost.
 
 

@@ -8,12 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 
-from skippipe_jax.storage.layout import latest_step, open_checkpoint, saved_steps
-from skippipe_jax.storage.newest_whole import prepare_run
-from skippipe_jax.storage.reader import read_data_state, read_stage
-from skippipe_jax.storage.writer import CheckpointWriter
+from skippipe_jax.storage.checkpoint import (
+    CheckpointItems,
+    committed_steps,
+    latest_step,
+    open_checkpoint,
+)
+from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+from skippipe_jax.storage.loading import load_data_state, load_stage
 from tests.multihost.processes import started_processes
 from tests.ports import free_port
+from tests.storage.checkpoints import prepare_run
 from tests.thread_hosts import ThreadHost
 
 STEPS = [2, 4, 6, 8]
@@ -50,12 +55,14 @@ def run_host(index, port, run_dir):
 
     other = 1 - index
     advance = jax.jit(lambda old: make_state(old["optimizer"]["n"] + 2, index), donate_argnums=0)
-    writer = CheckpointWriter(run_dir, host, stage_layers=(1, 1, 1), keep=2, timeout_s=60)
+    writer = Checkpointer(
+        run_dir, host, stage_layers=(1, 1, 1), policy=RetentionPolicy(2), timeout_s=60
+    )
     state = make_state(STEPS[0], index)
     for step in STEPS:
         # Both processes save at once; one of them has two stages.
         stages = {0: state} if index == 0 else {1: state, 2: make_state(step, 2)}
-        writer.save(step, stages, {"at": step} if index == 0 else None)
+        writer.save(step, CheckpointItems(stages), {"at": step} if index == 0 else None)
         state = advance(state)
     writer.wait()
     assert latest_step(run_dir) == STEPS[-1]
@@ -68,16 +75,18 @@ def run_host(index, port, run_dir):
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), expected
         )
-        found = read_stage(checkpoint, (1, 1, 1), stage, shapes)
+        found = load_stage(checkpoint, (1, 1, 1), stage, shapes)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
         assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(found))
-    assert read_data_state(checkpoint) == {"at": STEPS[-1]}
+    assert load_data_state(checkpoint) == {"at": STEPS[-1]}
     writer.close()
 
     # Saves of one process must not meet those of another that happen to run at the same time.
-    writer = CheckpointWriter(run_dir / str(index), ThreadHost(), stage_layers=(1,), keep=1)
+    writer = Checkpointer(
+        run_dir / str(index), ThreadHost(), stage_layers=(1,), policy=RetentionPolicy(1)
+    )
     for step in range(60):
-        writer.save(step, {0: {"step": jnp.int32(step)}}, {})
+        writer.save(step, CheckpointItems({0: {"step": jnp.int32(step)}}), {})
     writer.close()
 
 
@@ -88,7 +97,7 @@ def test_two_processes_write_and_read_one_checkpoint(tmp_path):
         for index in range(2):
             processes.start(__file__, str(index), port, tmp_path)
         assert processes.exit_codes(120.0) == [0, 0], processes.outputs()
-    assert saved_steps(tmp_path) == STEPS[-2:]
+    assert committed_steps(tmp_path) == STEPS[-2:]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 

@@ -25,7 +25,7 @@ from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
 from skippipe_jax.connections.secret import SECRET_VARIABLE
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.launch import PORTS
+from skippipe_jax.local.hosts import PORTS
 from tests.multihost.processes import Processes
 from tests.ports import free_block, free_port
 

@@ -15,7 +15,7 @@ from tests.commands.examples import write_inputs
 from tests.multihost.processes import Processes, started_processes
 from tests.ports import free_port
 
-TRAIN, JOIN = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.join")
+TRAIN, JOIN = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax", "join")
 PATIENCE_S = 180.0
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
 

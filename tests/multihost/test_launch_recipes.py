@@ -25,11 +25,12 @@ import pytest
 import yaml
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 
-from skippipe_jax import join, train
+from skippipe_jax import Run
+from skippipe_jax.cli import join, train
+from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.connections.keys import derived
 from skippipe_jax.connections.secret import SECRET_VARIABLE, Secret, make_secret
-from skippipe_jax.launch import PORTS
-from skippipe_jax.storage import run_folder
+from skippipe_jax.local.hosts import PORTS
 from tests.fork_server import fork_server
 from tests.multihost.processes import Processes, started_processes
 from tests.ports import free_port
@@ -159,7 +160,7 @@ def start(programs: Processes, *command: str | Path, **variables: str) -> None:
 
 
 def assert_trained(folder: Path) -> None:
-    assert [line["step"] for line in run_folder.read_metrics(folder)] == [1, 2, 3]
+    assert [line["step"] for line in Run(folder).metrics] == [1, 2, 3]
 
 
 def assert_is_nowhere(secret: str, folder: Path) -> None:
@@ -179,7 +180,7 @@ def wait_until_all_are_back(programs: Processes, run_dir: Path) -> None:
     while not any(line["generation"] > 2 and line["hosts"] == HOSTS for line in steps):
         assert time.monotonic() < deadline_s, programs.outputs()
         time.sleep(0.02)
-        steps = run_folder.read_metrics(run_dir)
+        steps = Run(run_dir).metrics
 
 
 # SLURM.
@@ -213,7 +214,7 @@ def test_slurm_job_of_independent_hosts_goes_on_without_a_lost_one_and_is_queued
     tasks = {process.environ()["SLURM_PROCID"]: process for process in training(programs)}
     tasks["0"].kill()
     assert programs.exit_code(0, PATIENCE_S) == 128 + signal.SIGKILL, programs.output(0)
-    steps = [line["step"] for line in run_folder.read_metrics(run_dir)]
+    steps = [line["step"] for line in Run(run_dir).metrics]
     assert steps == [*range(1, MORE_STEPS + 1)]
     assert "exit code 137: the job is queued again" in programs.output(0)
 
@@ -558,7 +559,7 @@ def test_service_goes_on_with_a_run_that_has_begun(has_begun: bool, tmp_path: Pa
     del given["JOIN"]  # which is for hosts that do not reach the run
     (tmp_path / "a run").mkdir()
     if has_begun:
-        (tmp_path / "a run" / run_folder.CONFIG).touch()
+        (tmp_path / "a run" / CONFIG).touch()
     stand_in(tmp_path, "python", 'printf "%s\\n" "$@"')
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     # systemd makes one dollar of two.
@@ -633,8 +634,8 @@ def test_a_recipe_has_hosts_join(name: str, folders: list[str | None], tmp_path:
     ended = run(*command, env=variables | {"JOIN": JOIN, "SAID": str(tmp_path)}, cwd=tmp_path)
     assert ended.returncode == 0, ended
     said = [path.read_text().splitlines() for path in tmp_path.glob("said-*")]
-    assert [words[:2] for words in said] == [["-m", "skippipe_jax.join"]] * len(folders)
-    told = [arguments_of(join, words[2:]) for words in said]
+    assert [words[:3] for words in said] == [["-m", "skippipe_jax", "join"]] * len(folders)
+    told = [arguments_of(join, words[3:]) for words in said]
     assert all(one.address == ["10.88.0.1:8476", "10.88.0.2:8477"] for one in told)
     assert all(one.set == ["data.path=text"] for one in told)
     own = sorted(str(one.run_dir.relative_to(tmp_path)) for one in told if one.run_dir is not None)

@@ -11,9 +11,9 @@ from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
 
+from skippipe_jax import Run
 from skippipe_jax.config import load_config
 from skippipe_jax.data.batches import TrainingBatches
-from skippipe_jax.storage import run_folder
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.multihost.test_training_hosts import (
@@ -106,7 +106,7 @@ def test_hosts_of_meshes_equal_the_oracle_and_go_on_under_others(tmp_path: Path,
         assert processes.exit_codes(PATIENCE_S) == [0], processes.outputs()
     assert_equals_the_oracle(path, tmp_path / "replicas", STEPS)
     losses = assert_equals_the_oracle(path, tmp_path / "resumed", STEPS + 1)
-    found = [line["loss"] for line in run_folder.read_metrics(tmp_path / "run")]
+    found = [line["loss"] for line in Run(tmp_path / "run").metrics]
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
 
 

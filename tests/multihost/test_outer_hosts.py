@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
+import skippipe_jax as sp
 from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.runtime.state import MOMENTUM
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.array_files import ArrayFiles
-from skippipe_jax.storage.layout import open_checkpoint, replica_name
+from skippipe_jax.storage.arrays import ArrayFiles
+from skippipe_jax.storage.checkpoint import open_checkpoint, replica_name
 from tests.multihost.processes import started_processes
 from tests.multihost.test_survival import (
     CASE,
@@ -77,7 +77,7 @@ def test_hosts_that_resume_in_the_middle_of_averaging_equal_one_process(
         assert found.keys() == expected.keys()
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
-    lines, others = run_folder.read_metrics(hosts), run_folder.read_metrics(one)
+    lines, others = sp.Run(hosts).metrics, sp.Run(one).metrics
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
     for line, other in zip(lines, others, strict=True):
         assert abs(line["loss"] - other["loss"]) < 1e-5
@@ -106,7 +106,7 @@ def own_arrays(run_dir: Path, step: int, stage: int, place: int) -> dict[str, An
 
 def assert_replicas_have_one_outer_state(run_dir: Path, step: int) -> None:
     """Of the outer state, momentum is saved by each: the same bits, though inner states differ."""
-    own = open_checkpoint(run_dir, step).own
+    own = open_checkpoint(run_dir, step).record.replica_states
     assert own is not None
     assert own.counts == (2, 2)
     for stage, count in enumerate(own.counts):
@@ -133,7 +133,7 @@ def test_hosts_are_lost_and_come_back_in_the_middle_of_averaging(paced: Run):
     run.start(0, "--resume")
     run.wait_until_members(0, 1, 2, 3)
     run.ends_well(0, 1, 2, 3)
-    lines = run_folder.read_metrics(run.run_dir)
+    lines = sp.Run(run.run_dir).metrics
     assert [line["step"] for line in lines] == [*range(1, LONGER + 1)]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert_replicas_have_one_outer_state(run.run_dir, LONGER)

@@ -18,7 +18,7 @@ from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from tests.multihost.processes import started_processes
 from tests.training_runs import settings, write_config
 
-PROFILE = ("-m", "skippipe_jax.profile")
+PROFILE = ("-m", "skippipe_jax", "measure")
 PATIENCE_S = 120.0
 
 

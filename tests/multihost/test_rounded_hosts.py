@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skippipe_jax import Run
 from skippipe_jax.config import load_config
 from skippipe_jax.models.footprint import hop_bytes
-from skippipe_jax.storage import run_folder
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.training_runs import arrays_of_checkpoint, settings, virtual_devices, write_config
@@ -44,10 +44,10 @@ def test_nine_processes_equal_one_with_hops_in_8_bits(tmp_path: Path):
         parameters = {name: array for name, array in expected.items() if "parameters" in name}
         error = oracle.relative_error({name: found[name] for name in parameters}, parameters)
         assert error < 1e-4
-    lines, others = run_folder.read_metrics(nine), run_folder.read_metrics(one)
+    lines, others = Run(nine).metrics, Run(one).metrics
     for line, other in zip(lines, others, strict=True):
         assert abs(line["loss"] - other["loss"]) < 1e-5
-        assert line["bytes_per_link"] == other["bytes_per_link"]
+        assert line["bytes_sent"] == other["bytes_sent"]
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
     # Two microbatches' worth of a token's 16 channels and one scale, not of 4 bytes for each.
     size = hop_bytes(load_config(path))

@@ -18,16 +18,17 @@ import pytest
 import yaml
 from skippipe_sched.problem.plan import load_plan
 
+import skippipe_jax as sp
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import (
+from skippipe_jax.storage.checkpoint import (
     CHECKPOINTS,
     COMMITTED,
     latest_step,
     open_checkpoint,
     step_name,
 )
-from skippipe_jax.storage.run_folder import GENERATIONS, MEMBERSHIP
+from skippipe_jax.storage.run_dir import GENERATIONS, MEMBERSHIP, METRICS, RunDir
+from tests.former_runs import CASE
 from tests.multihost.processes import Processes, started_processes
 from tests.ports import free_block, free_port
 from tests.training_runs import (
@@ -38,24 +39,12 @@ from tests.training_runs import (
     write_config,
 )
 
-JOIN = ("-m", "skippipe_jax.join")
-TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.launch")
+JOIN = ("-m", "skippipe_jax", "join")
+TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax", "launch")
 PATIENCE_S = 180.0
 HOSTS = 4
 STEPS = 60
 # Hosts 0 and 1 have a replica of stage 0 each, hosts 2 and 3 one of stage 1.
-CASE = {
-    "nodes": 4,
-    "locations": ["here"],
-    "links": [],
-    "activation_bytes": 1e5,
-    "stage_bytes": 1e5,
-    "forward_s": 0.1,
-    "stages": [2, 2],
-    "path_length": 2,
-    "microbatches_per_data_node": 2,
-    "memory": 2,
-}
 # Nobody is silent for so long that is not stopped.
 HEARTBEAT_TIMEOUT_S = 12.0
 
@@ -178,7 +167,7 @@ def paced(config: Path, tmp_path: Path) -> Iterator[Run]:
 
 def assert_trained_like(run_dir: Path, other: Path) -> None:
     """Every step is there once, with the losses of the other run, and so are the parameters."""
-    lines, others = run_folder.read_metrics(run_dir), run_folder.read_metrics(other)
+    lines, others = sp.Run(run_dir).metrics, sp.Run(other).metrics
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for key in ("loss", "tokens", "gradient_norm"):
         np.testing.assert_allclose(
@@ -224,6 +213,7 @@ def loses_a_host_and_then_its_leader(run: Run) -> None:
     assert "host 0 was lost: 2 of 4 hosts go on from step" in run.output(1)
 
 
+@pytest.mark.nightly
 def test_a_host_that_is_started_again_comes_back(paced: Run, undisturbed: Path):
     run = paced
     run.wait_until_step(4)
@@ -352,7 +342,7 @@ def test_a_host_whose_folder_fails_goes_on_later_or_ends_alone(
     run.wait_until_step(12)
     leader = run.processes.processes[run.process_of[0]].pid
     before = resource.prlimit(leader, resource.RLIMIT_FSIZE)
-    size = (run.run_dir / run_folder.METRICS).stat().st_size + 40
+    size = (run.run_dir / METRICS).stat().st_size + 40
     resource.prlimit(leader, resource.RLIMIT_FSIZE, (size, before[1]))
     run.wait_until(lambda: "File too large; tried again in" in run.output(0))
     if is_over:
@@ -401,8 +391,8 @@ def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
         run.signal(2, signal.SIGKILL)
         run.ends_well(0, 1, 3)
         last = run.generations()[-1]
-        lines = run_folder.read_metrics(run.run_dir)
-        [told] = run_folder.read_recoveries(run.run_dir)
+        lines = sp.Run(run.run_dir).metrics
+        [told] = RunDir(run.run_dir).recoveries()
         output = run.output(0)
     assert (last["rewound"], last["lost"]) == (False, [1])
     assert last["step"] >= 12
@@ -416,19 +406,19 @@ def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
         assert (made["by"], made["sources"]) == (policy, sources)
     assert [line["step"] for line in lines] == list(range(1, SHORT + 1))
     by_step = {line["step"]: line for line in lines}
-    assert (told["by"], told["asked"], told["stages"]) == (policy, policy, [1])
-    assert told["step_before"] == told["step"] == last["step"]
+    assert (told.by, told.asked, told.stages) == (policy, policy, [1])
+    assert told.step_before == told.step == last["step"]
     # Every second state is copied, which takes two iterations; every tenth is saved.
     ages = {"average": [0], "buddy": [1, 2, 3], "skip": [last["step"] - 10]}
-    assert told["steps_old"] in ages[policy]
-    assert told["loss_before"] == by_step[last["step"]]["loss"]
-    assert told["loss_after"] == by_step[last["step"] + 1]["loss"]
+    assert told.steps_old in ages[policy]
+    assert told.loss_before == by_step[last["step"]]["loss"]
+    assert told.loss_after == by_step[last["step"] + 1]["loss"]
     # Not exact, but no stage that knows nothing either.
-    assert abs(told["loss_after"] - told["loss_before"]) < 0.5
+    assert told.loss_after == pytest.approx(told.loss_before, abs=0.5)
     done = {"average": "gets the mean of", "buddy": "is again as", "skip": "is left out until"}
     assert f"host 2 was lost; stage 1 {done[policy]}" in output
     saved = open_checkpoint(run.run_dir, SHORT)
-    assert saved.left_out == ({1: 10} if policy == "skip" else {})
+    assert saved.record.stale_stages == ({1: 10} if policy == "skip" else {})
     counts = [
         int(array)
         for stage in arrays_of_checkpoint(run.run_dir, SHORT)
@@ -451,7 +441,7 @@ def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
         run.wait_until_members(0, 1, 3)
         run.start(2, "--resume")
         run.ends_well(0, 1, 2, 3)
-        lost, back = run_folder.read_recoveries(run.run_dir)
+        lost, back = RunDir(run.run_dir).recoveries()
         output = run.output(0)
     last = run.generations()[-1]
     # The last one that was whole: that of a step which has just counted is not yet.
@@ -460,12 +450,12 @@ def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
     assert last["step"] // 10 * 10 - saved in (0, 10)
     # All checkpoints have stage 1 as it was after step 10, until it is back.
     assert last["remade"] == [{"stage": 1, "by": "skip", "step": saved, "sources": [2]}]
-    assert [own["steps_old"] for own in (lost, back)] == [lost["step"] - 10, back["step"] - 10]
+    assert [own.steps_old for own in (lost, back)] == [lost.step - 10, back.step - 10]
     assert f"host 2 came back; stage 1 is read from the checkpoint of step {saved}" in output
-    assert open_checkpoint(run.run_dir, LONGER).left_out == {}
-    lines = run_folder.read_metrics(run.run_dir)
+    assert open_checkpoint(run.run_dir, LONGER).record.stale_stages == {}
+    lines = sp.Run(run.run_dir).metrics
     assert [line["step"] for line in lines] == list(range(1, LONGER + 1))
-    assert abs(back["loss_after"] - back["loss_before"]) < 0.5
+    assert back.loss_after == pytest.approx(back.loss_before, abs=0.5)
 
 
 @pytest.mark.nightly
@@ -572,6 +562,7 @@ def test_stages_move_to_where_a_better_plan_has_them(
     assert_trained_like(run.run_dir, undisturbed)
 
 
+@pytest.mark.nightly
 def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(run: Run, undisturbed: Path):
     run.wait_until_step(3)
     for host in range(HOSTS):
@@ -585,8 +576,8 @@ def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(run: Run, un
     step = steps_done(run.run_dir)
     assert 3 <= step < STEPS
     assert latest_step(run.run_dir) == step
-    losses = [line["loss"] for line in run_folder.read_metrics(run.run_dir)]
-    others = [line["loss"] for line in run_folder.read_metrics(undisturbed)]
+    losses = [line["loss"] for line in sp.Run(run.run_dir).metrics]
+    others = [line["loss"] for line in sp.Run(undisturbed).metrics]
     np.testing.assert_allclose(losses, others[:step], rtol=2e-5)
 
 
@@ -598,7 +589,7 @@ def test_of_two_hosts_that_were_launched_one_goes_on_until_the_other_is_back(
     other = configured(config, "two.yaml", "cluster", "host_of_node: [0, 1, 0, 1]")
     with started_processes(tmp_path / "outputs") as processes:
         run_dir = tmp_path / "run"
-        command = (*LAUNCH, "--config", other, "--hosts", "2", "--respawn")
+        command = (*LAUNCH, "--config", other, "--hosts", "2", "--restart=resume")
         processes.start(*command, *settings(run_dir=run_dir), *PACED, **virtual_devices(1))
         processes.wait_until(lambda: steps_done(run_dir) >= 5, PATIENCE_S)
         [host_0] = [

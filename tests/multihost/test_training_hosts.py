@@ -16,11 +16,12 @@ from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
 
+from skippipe_jax import Run
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.data.batches import TrainingBatches
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import latest_step
+from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.run_dir import RunDir
 from tests import oracle
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import (
@@ -39,7 +40,7 @@ Paths = tuple[Nodes, Nodes]
 """The nodes of each stage, and those that each microbatch visits."""
 
 WORKER = Path(__file__).with_name("training_worker.py")
-TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax.launch")
+TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax", "launch")
 PATIENCE_S = 180.0
 # A death shows at once; a host that a busy machine keeps from running is not to be lost.
 HEARTBEAT_TIMEOUT_S = 10.0
@@ -49,10 +50,10 @@ HOST_OF_NODE = [node % HOSTS for node in range(9)]
 # Long enough that a run is still on its way when something happens to it.
 STEPS = 26
 METRICS = {
+    "validation_loss",
     "step",
     "loss",
     "z_loss",
-    "validation_loss",
     "tokens",
     "tokens_per_second",
     "flops_utilisation",
@@ -63,7 +64,6 @@ METRICS = {
     "generation",
     "hosts",
     "bytes_sent",
-    "bytes_per_link",
     "idle_share",
     "gradient_norm",
     "skipped_updates",
@@ -203,7 +203,7 @@ def test_every_replica_equals_the_oracle(
             parameters = {name: replica[name] for name in truth}
             error = oracle.relative_error(parameters, truth)
             assert error < 2e-5, f"stage {stage}: {error}"
-    found = [line["loss"] for line in run_folder.read_metrics(tmp_path / "run")]
+    found = [line["loss"] for line in Run(tmp_path / "run").metrics]
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
 
 
@@ -322,7 +322,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(
     assert_same_losses(nine_processes, one_process)
     # What travels, and in which order it is added up, is the same.
     losses, others = (
-        [line["loss"] for line in run_folder.read_metrics(folder)]
+        [line["loss"] for line in Run(folder).metrics]
         for folder in (nine_processes, nine_in_one_jax)
     )
     assert losses == others
@@ -336,7 +336,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(
 
 
 def assert_same_losses(run: Path, expected: Path) -> None:
-    lines, others = run_folder.read_metrics(run), run_folder.read_metrics(expected)
+    lines, others = Run(run).metrics, Run(expected).metrics
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line, other in zip(lines, others, strict=True):
         assert abs(line["loss"] - other["loss"]) < 1e-4
@@ -346,8 +346,8 @@ def assert_same_losses(run: Path, expected: Path) -> None:
 
 @pytest.mark.nightly
 def test_every_iteration_leaves_a_line_of_metrics(run_dir: Path):
-    plan = run_folder.saved_plan(run_dir)
-    lines = run_folder.read_metrics(run_dir)
+    plan = RunDir(run_dir).plan()
+    lines = Run(run_dir).metrics
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         assert line.keys() == METRICS
@@ -358,7 +358,7 @@ def test_every_iteration_leaves_a_line_of_metrics(run_dir: Path):
 
 @pytest.mark.nightly
 def test_nothing_is_compiled_after_the_first_iteration(run_dir: Path):
-    first, *others = [line["compilations"] for line in run_folder.read_metrics(run_dir)]
+    first, *others = [line["compilations"] for line in Run(run_dir).metrics]
     assert first > 0
     # The run has saved checkpoints in between.
     assert others == [0] * (STEPS - 1)
@@ -366,9 +366,9 @@ def test_nothing_is_compiled_after_the_first_iteration(run_dir: Path):
 
 @pytest.mark.nightly
 def test_memory_is_used_and_not_exceeded(run_dir: Path):
-    plan = run_folder.saved_plan(run_dir)
+    plan = RunDir(run_dir).plan()
     peaks = {}
-    for line in run_folder.read_metrics(run_dir):
+    for line in Run(run_dir).metrics:
         peaks = {int(node): peak for node, peak in line["peak_in_flight"].items()}
         assert all(peak <= plan.case.nodes[node].memory for node, peak in peaks.items())
     assert any(peak == plan.case.nodes[node].memory for node, peak in peaks.items())
@@ -465,8 +465,7 @@ def test_one_jax_ends_with_any_host_and_the_run_is_resumed_even_by_hosts_of_thei
     ):
         assert_same_bits(found, expected)
     losses, others = (
-        [line["loss"] for line in run_folder.read_metrics(folder)]
-        for folder in (run_dir, four_processes)
+        [line["loss"] for line in Run(folder).metrics] for folder in (run_dir, four_processes)
     )
     assert losses == others
 
@@ -486,7 +485,14 @@ def assert_told_of_loss(output: str, lost: str, run_dir: Path) -> None:
 
 def test_launch_stops_all_when_one_fails(config: Path, tmp_path: Path):
     with started_processes(tmp_path) as processes:
-        command = (*LAUNCH, "--hosts", "3", "--grace", "2", *in_folder(config, tmp_path / "run"))
+        command = (
+            *LAUNCH,
+            "--hosts",
+            "3",
+            "--kill-after",
+            "2",
+            *in_folder(config, tmp_path / "run"),
+        )
         processes.start(*command, **virtual_devices(1))
         launcher = psutil.Process(processes.processes[0].pid)
         processes.wait_until(lambda: len(launcher.children()) == 3, PATIENCE_S)

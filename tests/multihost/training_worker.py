@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 from skippipe_sched.errors import run_command
 
+from skippipe_jax.cli.arguments import (
+    add_cluster_arguments,
+    add_config_arguments,
+    connect_from_args,
+)
 from skippipe_jax.config import load_config
-from skippipe_jax.train import add_cluster_arguments, add_config_arguments, joined_by
-from skippipe_jax.training.callback import Callback
+from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.trainer import Trainer
 from tests.training_runs import by_name
 
@@ -24,10 +28,10 @@ class Replicas(Callback):
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def end(self, trainer: Trainer) -> None:
+    def on_train_end(self, run: RunView) -> None:
         self.folder.mkdir(exist_ok=True)
-        stage_of = trainer.runtime.topology.stage_of
-        for node, state in trainer.runtime.states.items():
+        stage_of = run.runtime.topology.stage_of
+        for node, state in run.runtime.states.items():
             arrays: dict[str, Any] = by_name(state.to_save())
             np.savez(self.folder / f"stage{stage_of[node]}_node{node:03}.npz", **arrays)
 
@@ -43,13 +47,13 @@ def main() -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     config, folder = load_config(arguments.config, arguments.set), arguments.config.parent
-    with joined_by(arguments, config) as host:
+    with connect_from_args(arguments, config) as host:
         callbacks = [Replicas(arguments.replicas)]
         trainer = Trainer(
             config, callbacks, host=host, resume=arguments.resume, config_folder=folder
         )
-        ending = trainer.run()
-    return 0 if ending.cut_short_by is None else 128 + ending.cut_short_by
+        result = trainer.run()
+    return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 
 if __name__ == "__main__":

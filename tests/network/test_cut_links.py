@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.shaped_network import ShapedNetwork
+from skippipe_jax import Run
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import latest_step
+from skippipe_jax.storage.checkpoint import latest_step
 from tests.multihost.processes import Processes, started_processes
 from tests.multihost.test_training_hosts import CRASHES
 from tests.network.test_shaped_network import needs_root
@@ -93,7 +93,7 @@ def start(
 
 def losses(run_dir: Path) -> list[float]:
     """The loss of every step of a whole run."""
-    lines = run_folder.read_metrics(run_dir)
+    lines = Run(run_dir).metrics
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return [line["loss"] for line in lines]
 
@@ -181,7 +181,7 @@ def test_a_run_outlives_a_cut_that_is_shorter_than_its_deadlines(
         time.sleep(CUT_S)
         network.set_link(2, up=True)
         assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
-    seconds = [line["seconds_per_iteration"] for line in run_folder.read_metrics(run_dir)]
+    seconds = [line["seconds_per_iteration"] for line in Run(run_dir).metrics]
     assert max(seconds[2:]) > CUT_S
     assert losses(run_dir) == uncut
 

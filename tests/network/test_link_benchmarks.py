@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from skippipe_sched.timing.simulate import Run, Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Run, Timeline
 
 from experiments.benchmarks import loopback
 from tests.fork_server import fork_server

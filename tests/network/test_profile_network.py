@@ -30,7 +30,7 @@ def test_every_bandwidth_is_within_a_tenth_of_its_rate(tmp_path: Path):
     rates = 1e6 * np.array(MEGABYTES_PER_S) + np.diag([np.inf] * HOSTS)
     with ShapedNetwork(rates) as network, started_processes(tmp_path / "hosts") as processes:
         cluster = ["--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS)]
-        command = ["-m", "skippipe_jax.profile", "--config", config, "-o", output, *cluster]
+        command = ["-m", "skippipe_jax", "measure", "--config", config, "-o", output, *cluster]
         for host in range(HOSTS):
             processes.start(*command, "--host-id", str(host), namespace=network.namespace(host))
         assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()

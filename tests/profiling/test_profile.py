@@ -20,6 +20,7 @@ from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.models.planned_case import cases_of
 from skippipe_jax.profiling.case import HostReport, case_of, check_template, profile_of
+from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.profiling.links import MeasuredLink, measure_copy, rounds
 from skippipe_jax.profiling.stages import (
     BACKWARD,
@@ -28,7 +29,6 @@ from skippipe_jax.profiling.stages import (
     UPDATE,
     Timing,
     fit_costs,
-    free_bytes,
     measure_stage,
 )
 from skippipe_jax.runtime.spread import single
@@ -131,7 +131,7 @@ def test_stages_are_timed_with_a_loss_where_there_is_one():
 
 def test_memory_of_the_machine_is_shared_out():
     device = jax.devices()[0]
-    alone, shared = free_bytes(device, 1, 1), free_bytes(device, 1, 4)
+    alone, shared = available_bytes(device, 1, 1), available_bytes(device, 1, 4)
     assert 2**20 < shared < 0.5 * alone
 
 
@@ -314,7 +314,7 @@ def test_templates_are_refused_before_anything_is_measured(plan: dict[str, Any],
 
 def profile(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "skippipe_jax.profile", *arguments],
+        [sys.executable, "-m", "skippipe_jax", "measure", *arguments],
         capture_output=True,
         text=True,
         timeout=120,

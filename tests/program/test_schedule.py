@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
@@ -16,12 +18,20 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.problem.rules import violations
 from skippipe_sched.search.budget import Search
 
-from skippipe_jax.config import Phase, RecipeConfig, load_config, parse_config
+from skippipe_jax import Run
+from skippipe_jax.config import (
+    AveragingConfig,
+    Phase,
+    RecipeConfig,
+    load_config,
+    parse_config,
+)
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.program.compiler import Compute, compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule, make_schedule, stage_shares
 from skippipe_jax.reporting.page import report
-from skippipe_jax.storage import run_folder
+from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.training.planning import make_plans, tell_time
 from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
@@ -54,7 +64,10 @@ CASE = {
 }
 RECIPE = {
     "full_every": 4,
-    "phases": [{"from_step": 2, "path_length": 2}, {"from_step": 5, "max_swaps": 1}],
+    "phases": [
+        {"from_share": 0.02, "path_length": 2},
+        {"from_share": 0.05, "max_swaps": 1, "skipping": 0.7},
+    ],
     "redraw_every": 1,
     "redraws": 2,
     "skip_scaling": "inverse",
@@ -66,10 +79,10 @@ PLANS_TAKEN = [
     "full",
     "from_2_draw_000",
     "from_5_draw_001",
-    "from_5_draw_000",
+    "full",
     "full",
 ]
-PATH_LENGTHS = [3, 3, 2, 4, 2, 3, 3, 4]
+PATH_LENGTHS = [3, 3, 2, 4, 2, 3, 4, 4]
 
 
 def config_in(folder: Path, **sections: Any) -> Path:
@@ -95,13 +108,13 @@ def config_in(folder: Path, **sections: Any) -> Path:
 def train_here(config: Path, *overrides: str, resume: bool = False) -> Trainer:
     """Train in this process, the nodes spread over its devices."""
     trainer = Trainer(load_config(config, overrides), resume=resume, config_folder=config.parent)
-    assert trainer.run().cut_short_by is None
+    assert trainer.run().stopped_by is None
     return trainer
 
 
 def assert_plans_were_taken(run_dir: Path) -> None:
     """The metrics tell of the plans, which are saved, drawn, and as the recipe says."""
-    schedule, lines = run_folder.saved_schedule(run_dir), run_folder.read_metrics(run_dir)
+    schedule, lines = RunDir(run_dir).schedule(), Run(run_dir).metrics
     assert [line["plan"] for line in lines] == PLANS_TAKEN
     plans = [schedule.plans[name] for name in PLANS_TAKEN]
     assert [{len(path) for path in plan.microbatches} for plan in plans] == [
@@ -113,18 +126,17 @@ def assert_plans_were_taken(run_dir: Path) -> None:
     for line, plan in zip(lines, plans, strict=True):
         assert line["predicted_seconds"] == plan.predicted.iteration_s
         assert violations(plan.case, plan.stages, plan.microbatches) == []
-    full, partial = lines[3]["bytes_per_link"], lines[4]["bytes_per_link"]
-    assert sum(full.values()) == lines[3]["bytes_sent"] > sum(partial.values())
+    assert lines[3]["bytes_sent"] > lines[4]["bytes_sent"], "the one visits all stages"
     names = {path.stem for path in (run_dir / "plans").iterdir()}
-    assert names == set(PLANS_TAKEN)
+    assert names == {*PLANS_TAKEN, "from_5_draw_000"}
     for name in names:
         assert (run_dir / "plans" / f"{name}.svg").read_text().startswith("<svg")
 
 
 def expected_run(run_dir: Path) -> tuple[list[Any], list[float]]:
     """What the oracle makes of a finished run: parameters of each stage, and the losses."""
-    config = run_folder.saved_config(run_dir, "run_dir")
-    schedule, batches = run_folder.saved_schedule(run_dir), TrainingBatches(config.data)
+    config = RunDir(run_dir).config()
+    schedule, batches = RunDir(run_dir).schedule(), TrainingBatches(config.data)
     plans = [schedule.plans[name] for name in PLANS_TAKEN]
     sent = len(plans[0].microbatches)
     phases = [
@@ -165,7 +177,7 @@ def test_training_by_several_plans_equals_the_oracle(tmp_path: Path, sections: d
         stage = trainer.runtime.topology.stage_of[node]
         error = oracle.relative_error(state.parameters, expected[stage])
         assert error < TOLERANCE, f"node {node}: {error}"
-    lines = run_folder.read_metrics(run_dir)
+    lines = Run(run_dir).metrics
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-5)
     assert [line["compilations"] for line in lines[1:]] == [0] * (STEPS - 1)
     if "trace" in sections:
@@ -199,7 +211,7 @@ def test_hosts_take_the_plans_together(tmp_path: Path, hosts: int, sections: dic
         processes.start_hosts(hosts, *command, **virtual_devices(1))
         assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
     assert_plans_were_taken(tmp_path / "run")
-    lines = run_folder.read_metrics(tmp_path / "run")
+    lines = Run(tmp_path / "run").metrics
     assert [line["compilations"] for line in lines[1:]] == [0] * (STEPS - 1)
     expected, _ = expected_run(tmp_path / "run")
     for stage, replicas in enumerate(read_replicas(tmp_path / "replicas")):
@@ -229,7 +241,7 @@ def test_a_run_may_go_on_by_another_recipe(tmp_path: Path, capsys: pytest.Captur
     train_here(config, "train.steps=2")
     train_here(config, "train.steps=4", "recipe.phases=null", "recipe.full_every=1", resume=True)
     assert "the run goes on under another plan" in capsys.readouterr().out
-    plans = [line["plan"] for line in run_folder.read_metrics(tmp_path / "run")]
+    plans = [line["plan"] for line in Run(tmp_path / "run").metrics]
     assert plans == [*PLANS_TAKEN[:2], "full", "full"]
 
 
@@ -272,6 +284,14 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_written(
         ({"phases": [{}, {"from_step": 2, "max_swaps": -1}]}, "recipe.phases[1].max_swaps"),
         ({"phases": [{"from_step": 2}, {"from_step": 2}]}, "recipe.phases[1].from_step"),
         ({"phases": [{"length": 2}]}, "recipe.phases[0].length"),
+        ({"phases": [{"skipping": 1.5}]}, "recipe.phases[0].skipping"),
+        ({"phases": [{"skipping": 0, "path_length": 2}]}, "recipe.phases[0].path_length"),
+        ({"phases": [{"from_share": 1.0}]}, "recipe.phases[0].from_share"),
+        ({"phases": [{"from_share": 0.5, "from_step": 2}]}, "recipe.phases[0].from_step"),
+        ({"phases": [{"from_step": 2}, {"from_share": 0.5}]}, "recipe.phases[1]"),
+        ({"phases": [{"from_share": 0.5}, {"from_share": 0.4}]}, "recipe.phases[1].from_share"),
+        ({"preset": "quality", "phases": []}, "recipe.phases"),
+        ({"preset": "good"}, "recipe.preset"),
     ],
 )
 def test_recipes_without_sense_are_refused(recipe: dict[str, Any], field: str):
@@ -299,6 +319,56 @@ def test_phases_begin_after_their_number_of_iterations():
     phases = (Phase(1), Phase(3))
     found = names(RecipeConfig(phases=phases, full_every=5), ["from_1", "from_3", "full"], 6)
     assert found == ["plan", "from_1", "from_1", "from_3", "full", "from_3"]
+
+
+@given(share=st.floats(0, 1), begins=st.integers(0, 50), count=st.integers(1, 200))
+def test_full_iterations_are_spread_evenly_over_a_phase(share: float, begins: int, count: int):
+    phase = Phase(begins, skipping=share)
+    skipped = np.cumsum([phase.skips(begins + number) for number in range(count)])
+    assert np.all(np.abs(skipped - share * np.arange(1, count + 1)) <= 1)
+
+
+def test_presets_count_their_phases_by_the_schedule_of_the_learning_rate():
+    quality, robust = (RecipeConfig(preset=name) for name in ("quality", "robust"))
+    assert names(quality.in_steps(5), ["full"], 5) == ["plan", "plan", "full", "full", "full"]
+    taken = names(robust.in_steps(10), ["full", "from_4"], 9)
+    assert taken == ["plan"] * 4 + ["full", "full", "full", "from_4", "full"]
+    config = parse_config({"recipe": {"preset": "quality"}, "train": {"steps": 50}})
+    assert config.recipe_in_steps.phases == (Phase(20, skipping=0.0),)
+    config = parse_config({}, ["recipe.preset=quality", "optimizer.decay_steps=80"])
+    assert config.recipe_in_steps.phases == (Phase(32, skipping=0.0),)
+
+
+def test_the_whole_run_takes_as_long_as_its_iterations_together():
+    [own] = drawn(1)
+    schedule = schedule_of(RecipeConfig(preset="robust").in_steps(20), own)
+    assert schedule.plans.keys() == {"plan", "full", "from_8"}
+    assert schedule.plans["from_8"] is own
+    partial_s, full_s = (schedule.plans[name].predicted.iteration_s for name in ("plan", "full"))
+    assert full_s > partial_s
+    total_s = schedule.total_s(16, AveragingConfig())
+    assert total_s == pytest.approx(10 * partial_s + 6 * full_s)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "suggests"),
+    [
+        ([], True),
+        (["recipe.preset=quality"], False),
+        (["recipe.phases=[{from_step: 50, path_length: 4, max_swaps: 0}]"], False),
+        (["recipe.phases=[{from_step: 50, path_length: 2}]"], True),
+        (["plan.case.path_length=4"], False),
+    ],
+)
+def test_a_run_that_skips_to_the_end_is_told_of_the_preset(
+    overrides: list[str], suggests: bool, capsys: pytest.CaptureFixture[str]
+):
+    given = {"plan": {"case": dict(CASE), "method": "balanced", "budget_s": 0.1}}
+    config = parse_config(given, overrides)
+    tell_time(config, make_plans(config, Path(), None))
+    said = "".join(capsys.readouterr())
+    assert "by the timing model, all 100 iterations take " in said
+    assert ("recipe.preset = quality" in said) == suggests
 
 
 def test_redrawn_plans_take_turns():

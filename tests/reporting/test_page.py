@@ -14,20 +14,24 @@ from xml.etree.ElementTree import Element
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
-from skippipe_sched.figures.amounts import seconds_text
+from skippipe_sched.figures.amounts import seconds_text, size_text
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch
-from skippipe_sched.timing.simulate import Averaging, Timeline, simulate, simulate_plan
+from skippipe_sched.timing.simulate import simulate, simulate_plan
+from skippipe_sched.timing.timeline import Averaging, Timeline
 from skippipe_sched.timing.traffic import link_traffic
 
-from skippipe_jax import report as command
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import RecipeConfig, parse_config
 from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.models.footprint import bytes_per_link
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting import page as page_of_run
 from skippipe_jax.reporting.page import load_timelines, report
-from skippipe_jax.storage import recording, run_folder
+from skippipe_jax.storage import recording
+from skippipe_jax.storage.records import append_record
+from skippipe_jax.storage.run_dir import METRICS, RECOVERIES, RunDir
 
 PATHS = ((0, 1, 3), (0, 2, 4), (0, 4, 1), (0, 3, 2))
 CASE = {
@@ -62,19 +66,19 @@ PLAN = small_plan()
 
 def start_run(folder: Path) -> Path:
     config = {"run_dir": str(folder), "model": {"layers": 3}, "train": {"steps": 500}}
-    run_folder.start_run(folder, parse_config(config), Schedule(RecipeConfig(), {OWN: PLAN}))
+    RunDir(folder).create(parse_config(config), Schedule(RecipeConfig(), {OWN: PLAN}))
     return folder
 
 
 def test_a_run_keeps_its_plans_until_others_are_ready(tmp_path: Path):
     folder = start_run(tmp_path)
-    config = run_folder.saved_config(folder, "run_dir")
-    run_folder.start_run(folder, config, Schedule(RecipeConfig(), {OWN: PLAN, "full": PLAN}))
+    config = RunDir(folder).config()
+    RunDir(folder).create(config, Schedule(RecipeConfig(), {OWN: PLAN, "full": PLAN}))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert folder / "plans" / "full.json" in before
     locked = replace(PLAN, order=tuple(operations[::-1] for operations in PLAN.order))
     with pytest.raises(InputError):
-        run_folder.start_run(folder, config, Schedule(RecipeConfig(), {OWN: PLAN, "x": locked}))
+        RunDir(folder).create(config, Schedule(RecipeConfig(), {OWN: PLAN, "x": locked}))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -97,7 +101,7 @@ def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
 
 def write_metrics(folder: Path, steps: int, **changes: Any) -> None:
     for step in range(1, steps + 1):
-        run_folder.append_metrics(folder, metrics_line(step, **changes))
+        append_record(folder / METRICS, metrics_line(step, **changes))
 
 
 def record(folder: Path, step: int) -> Timeline:
@@ -110,9 +114,8 @@ def record(folder: Path, step: int) -> Timeline:
     return timeline
 
 
-def run_main(monkeypatch, *arguments: Any) -> int:
-    monkeypatch.setattr("sys.argv", ["report", *map(str, arguments)])
-    return command.main()
+def run_main(*arguments: Any) -> int:
+    return main(["report", *map(str, arguments)])
 
 
 def parsed(page: str) -> Element:
@@ -168,16 +171,15 @@ def test_what_an_old_run_did_not_note_is_left_out(tmp_path):
     figures, text = figures_of(page), text_of(parsed(page))
     assert not {"predicted", "Network"} & set(figures)
     assert "Idle nodes" not in text
-    assert "sent" not in [text_of(cell) for cell in parsed(page).iter("th")]
     assert "No iteration was recorded" in text
-    assert len(pictures(parsed(page), "curve")) == 2
+    assert len(pictures(parsed(page), "chart")) == 2
 
 
 def test_a_run_that_has_just_started_says_so(tmp_path):
     folder = start_run(tmp_path / "run")
     root = parsed(report(folder))
     assert "No iteration has ended yet." in text_of(root)
-    assert not pictures(root, "curve")
+    assert not pictures(root, "chart")
     assert len(pictures(root, "gantt")) == len(pictures(root, "flows")) == 1
 
 
@@ -194,8 +196,8 @@ def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_l
     for step in range(1, 7):
         held_out = 4.0 - step / 10 if step % 2 == 0 else None
         loss = None if step == 3 else 5.0
-        run_folder.append_metrics(folder, metrics_line(step, loss=loss, validation_loss=held_out))
-    loss, held_out, _ = map(text_of, pictures(parsed(report(folder)), "curve"))
+        append_record(folder / METRICS, metrics_line(step, loss=loss, validation_loss=held_out))
+    loss, held_out, _ = map(text_of, pictures(parsed(report(folder)), "chart"))
     assert "Loss" in loss
     assert "Held-out loss" in held_out
     assert "3.8" in held_out
@@ -208,7 +210,7 @@ def test_an_emulated_network_is_said_at_the_top(tmp_path, lines, words):
     folder = start_run(tmp_path / "run")
     for step in range(1, 4):
         network = "emulate" if step > 3 - lines else "real"
-        run_folder.append_metrics(folder, metrics_line(step, network=network))
+        append_record(folder / METRICS, metrics_line(step, network=network))
     root = parsed(report(folder))
     [notice] = [p for p in root.iter("p") if p.get("class") == "notice"]
     assert text_of(notice).startswith(f"Emulated {words}")
@@ -271,7 +273,7 @@ def test_of_many_recordings_some_are_shown_the_newest_among_them(tmp_path, monke
 
 def test_links_are_listed_with_what_went_over_them(tmp_path):
     folder = start_run(tmp_path / "run")
-    write_metrics(folder, 3, bytes_per_link={"1-2": 12_300_000, "0-1": 4_560_000})
+    write_metrics(folder, 3)
     root = parsed(report(folder))
     [table] = [t for t in root.iter("table") if t.get("class") is None]
     heading, *rows = [[text_of(cell) for cell in row] for row in table]
@@ -279,15 +281,15 @@ def test_links_are_listed_with_what_went_over_them(tmp_path):
     by_link = {row[0]: row for row in rows}
     timeline = simulate_plan(PLAN)
     flow = next(f for f in link_traffic(PLAN, timeline) if (f.source, f.target) == (1, 2))
+    sent = bytes_per_link(RunDir(folder).config(), PLAN, 3)
     assert by_link["node 1 (Oregon) → node 2 (Belgium)"][1:] == [
         "averaging",
         "40.0 MB",
-        "12.3 MB",
+        size_text(sent[1, 2]),
         f"{flow.busy_s:.3f} s",
         f"{flow.busy_s / timeline.iteration_s:.0%}",
     ]
-    assert by_link["node 0 (Iowa) → node 1 (Oregon)"][3] == "4.56 MB"
-    assert by_link["node 0 (Iowa) → node 2 (Belgium)"][3] == "0 B"
+    assert by_link["node 0 (Iowa) → node 1 (Oregon)"][3] == size_text(sent[0, 1])
 
 
 def test_a_ring_that_was_quicker_than_planned_is_busy_no_longer_than_it_took(tmp_path, monkeypatch):
@@ -300,18 +302,18 @@ def test_a_ring_that_was_quicker_than_planned_is_busy_no_longer_than_it_took(tmp
     root = parsed(report(folder))
     [table] = [t for t in root.iter("table") if t.get("class") is None]
     rows = [[text_of(cell) for cell in row] for row in table][1:]
-    assert {row[3] for row in rows if row[1] == "averaging"} == {"0.00100 s"}
-    busy_s = [float(row[3].removesuffix(" s")) for row in rows]
+    assert {row[4] for row in rows if row[1] == "averaging"} == {"0.00100 s"}
+    busy_s = [float(row[4].removesuffix(" s")) for row in rows]
     assert busy_s == sorted(busy_s, reverse=True)
 
 
 def test_idle_nodes_are_bars_by_stage(tmp_path):
     folder = start_run(tmp_path / "run")
     before_a_move = metrics_line(1, idle_share=[0.9] * 7)
-    run_folder.append_metrics(folder, before_a_move)
+    append_record(folder / METRICS, before_a_move)
     for step, share in ((2, None), (3, 0.1), (4, 0.3), (5, 0.7)):
         shares = None if share is None else [share, 0.5, 0.5, 0.5, 1.0]
-        run_folder.append_metrics(folder, metrics_line(step, idle_share=shares))
+        append_record(folder / METRICS, metrics_line(step, idle_share=shares))
     root = parsed(report(folder))
     assert "Share of an iteration, median of the last 3 iterations" in text_of(root)
     tables = [t for t in root.iter("table") if t.get("class") == "idle"]
@@ -341,11 +343,11 @@ def test_hosts_that_were_lost_stand_with_the_cause(tmp_path):
     folder = start_run(tmp_path / "run")
     for step in range(1, 11):
         line = metrics_line(step, generation=1 + (step > 8), compilations=int(step in (1, 9)))
-        run_folder.append_metrics(folder, line)
+        append_record(folder / METRICS, line)
 
     def go_on(generation: Generation) -> None:
         members = [{"host": host, "address": "a:1"} for host in generation.members]
-        run_folder.append_generation(folder, generation, PLAN, members)
+        RunDir(folder).append_generation(generation, PLAN, members)
 
     go_on(Generation(1, (0, 1, 2), (7, 7, 7), 0, 0))
     assert "Hosts" not in [text_of(title) for title in parsed(report(folder)).iter("h2")]
@@ -366,7 +368,7 @@ def test_hosts_that_were_lost_stand_with_the_cause(tmp_path):
     line = {"generation": 2, "cause": "lost", "stages": [1, 2]}
     line |= {"asked": "buddy", "by": "rewind"}
     line |= {"step": 8, "steps_old": 3, "loss_before": 2.5, "loss_after": None}
-    run_folder.append_recovery(folder, line)
+    append_record(folder / RECOVERIES, line)
     rows = [[text_of(cell) for cell in row] for row in parsed(report(folder)).iter("tr")]
     by = "rewind, as buddy could not be"
     assert ["2", "1, 2", by, "3", "2.5000", "not known"] in rows
@@ -377,7 +379,7 @@ def test_hosts_that_were_lost_stand_with_the_cause(tmp_path):
 
 def test_names_are_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path):
     folder = start_run(tmp_path / "<i>&amp;")
-    write_metrics(folder, 5, idle_share=[0.5] * 5, bytes_per_link={})
+    write_metrics(folder, 5, idle_share=[0.5] * 5)
     record(folder, 5)
     page = report(folder)
     assert "<b>" not in re.sub("<dd><b>", "", page)
@@ -408,7 +410,8 @@ def test_a_page_needs_nothing_that_computes(tmp_path):
         [
             sys.executable,
             "-c",
-            "import sys; from skippipe_jax.report import main; main(); print(*sys.modules)",
+            "import sys; from skippipe_jax.cli.main import main; main(); print(*sys.modules)",
+            "report",
             folder,
         ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -423,68 +426,68 @@ def test_a_page_needs_nothing_that_computes(tmp_path):
 def test_the_command_writes_where_it_is_told(tmp_path, monkeypatch, capsys):
     folder = start_run(tmp_path / "run")
     write_metrics(folder, 2)
-    assert run_main(monkeypatch, folder) == 0
+    assert run_main(folder) == 0
     assert capsys.readouterr().out == f"report written to {folder / 'report.html'}\n"
-    assert run_main(monkeypatch, folder, "-o", tmp_path / "page.html") == 0
+    assert run_main(folder, "-o", tmp_path / "page.html") == 0
     assert (tmp_path / "page.html").read_text() == (folder / "report.html").read_text()
 
 
-GOOD = json.dumps(metrics_line(1)) + "\n"
+GOOD = json.dumps(metrics_line(1))
 
 
-@pytest.mark.parametrize(
-    ("metrics", "field"),
-    [
-        ('{"step": 1}\n', "metrics.jsonl, line 1, loss"),
-        (GOOD.replace("5.0", "NaN"), "metrics.jsonl, line 1, loss"),
-        (GOOD.replace("5.0", '"low"'), "metrics.jsonl, line 1, loss"),
-        (GOOD.replace("60.0", "0.0"), "metrics.jsonl, line 1, seconds_per_iteration"),
-        (json.dumps(metrics_line(1, predicted_seconds=0)) + "\n", "predicted_seconds"),
-        (json.dumps(metrics_line(1, bytes_per_link=[])) + "\n", "metrics.jsonl, bytes_per_link"),
-        (json.dumps(metrics_line(1, bytes_per_link={"0-1": "x"})) + "\n", "bytes_per_link.0-1"),
-        (None, "metrics.jsonl"),
-    ],
-)
-def test_damaged_metrics_are_named(tmp_path, monkeypatch, capsys, metrics, field):
+def test_a_run_without_metrics_is_refused(tmp_path, capsys):
     folder = start_run(tmp_path / "run")
-    path = folder / "metrics.jsonl"
-    path.unlink()
-    if metrics is not None:
-        path.write_bytes(metrics if isinstance(metrics, bytes) else metrics.encode())
-    assert run_main(monkeypatch, folder) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert error.startswith("error: ")
-    assert f"{field} = " in error
+    (folder / "metrics.jsonl").unlink()
+    assert run_main(folder) == 2
+    assert capsys.readouterr().err.startswith("error: metrics.jsonl = ")
     assert not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize("line", [b"{\n", b"[]\n", b"\xff\n"])
-def test_a_line_of_metrics_that_cannot_be_read_is_named_and_left_out(
-    tmp_path, monkeypatch, capsys, line
-):
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ("{", ""),
+        ("[]", ""),
+        ("\udcff", ""),
+        ('{"step": 1}', "loss"),
+        (GOOD.replace("5.0", '"low"'), "loss"),
+        (GOOD.replace("60.0", "0.0"), "seconds_per_iteration"),
+        (json.dumps(metrics_line(1, predicted_seconds=-1)), "predicted_seconds"),
+        (json.dumps(metrics_line(1, idle_share=["x"])), "idle_share"),
+    ],
+)
+def test_a_damaged_line_of_metrics_is_named_and_left_out(tmp_path, capsys, line, field):
     folder = start_run(tmp_path / "run")
-    (folder / "metrics.jsonl").write_bytes(GOOD.encode() + line)
-    assert run_main(monkeypatch, folder) == 0
+    path = folder / "metrics.jsonl"
+    path.write_text(f"{GOOD}\n{line}\n", encoding="utf-8", errors="surrogateescape")
+    assert run_main(folder) == 0
     error = capsys.readouterr().err
     assert error.startswith("warning: ")
     assert "metrics.jsonl, line 2" in error
+    assert field in error
     assert (folder / "report.html").exists()
+
+
+def test_a_loss_that_an_earlier_version_wrote_as_nan_is_no_finite_number(tmp_path):
+    folder = start_run(tmp_path / "run")
+    lines = [GOOD, GOOD.replace("5.0", "NaN").replace('"step": 1', '"step": 2')]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert figures_of(report(folder))["steps"] == "2 of 500"
 
 
 def test_a_folder_without_a_run_and_damaged_recordings_end_with_code_2(
     tmp_path, monkeypatch, capsys
 ):
-    assert run_main(monkeypatch, tmp_path) == 2
+    assert run_main(tmp_path) == 2
     assert "holds no run" in capsys.readouterr().err
     folder = start_run(tmp_path / "run")
     record(folder, 10)
     recording.recording_path(folder, 10, 1).write_text('{"runs": [["F", 0')
-    assert run_main(monkeypatch, folder) == 2
+    assert run_main(folder) == 2
     assert "timelines/00000010/host_1.json" in capsys.readouterr().err
-    assert run_main(monkeypatch, folder, "-o", tmp_path / "nowhere" / "page.html") == 2
+    assert run_main(folder, "-o", tmp_path / "nowhere" / "page.html") == 2
     recording.remove_recordings(folder, after=0)
-    assert run_main(monkeypatch, folder, "-o", tmp_path / "nowhere" / "page.html") == 2
+    assert run_main(folder, "-o", tmp_path / "nowhere" / "page.html") == 2
     assert "--output = " in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -492,5 +495,5 @@ def test_a_recording_of_another_plan_ends_with_code_2(tmp_path, monkeypatch, cap
     folder = start_run(tmp_path / "run")
     record(folder, 10)
     small_plan(PATHS[::-1]).save(folder / "plan.json")
-    assert run_main(monkeypatch, folder) == 2
+    assert run_main(folder) == 2
     assert "is no operation of this plan" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from skippipe_sched.problem.plan import Plan
 
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NetworkConfig, NodeConfig
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import compile_plan
@@ -69,7 +70,8 @@ def open_on_meshes(config: Config, plan: Plan) -> Runtime:
     [program] = compile_plan(plan, host_of)
     devices = devices_of_nodes(host_of, [["cpu"] * DEVICES], config.node.meshes(plan.case))
     topology = Topology.of(config, plan, 0, host_of, devices, HopNumbers(program.first_free_hop))
-    return Runtime(config, Schedule(config.recipe, {OWN: plan}), {OWN: program}, topology, {})
+    schedule, alone = Schedule(config.recipe, {OWN: plan}), Membership(config.cluster, 0, 1)
+    return Runtime(config, schedule, {OWN: program}, topology, {}, alone)
 
 
 def check(example: Example) -> None:

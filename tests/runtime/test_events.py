@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax.errors import PeerTimeout
 from skippipe_jax.runtime.events import EventLoop
 
 
@@ -20,5 +20,5 @@ def test_what_has_come_is_taken_though_the_deadline_has_passed():
 def test_what_has_not_come_is_not_waited_for_after_the_deadline():
     loop = EventLoop(deadline_s=30.0)
     loop.last_event_s -= 100.0
-    with pytest.raises(DeadlinePassed, match="an array"):
+    with pytest.raises(PeerTimeout, match="an array"):
         loop.run_one(lambda: "an array")

@@ -9,10 +9,9 @@ import jax
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
-from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.given_stages import GivenStages, places_apart
+from skippipe_jax.runtime.given_stages import GivenStages
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import StageState, make_states
@@ -36,8 +35,7 @@ class TeamOfThreads:
 
     def __init__(self, host: ThreadHost, *apart: int):
         self._host, self.index, self.count = host, host.index, host.count
-        self.hosts = (0, 1)
-        self.generation = Generation(2, (0, 1), (5, 6), 0, 0, apart=apart)
+        self.apart, self.timeout_s = apart, 60.0
         self.put, self.get = host.put, host.get
 
 
@@ -82,7 +80,7 @@ def saved(*apart: int) -> list[dict[int, dict[str, Any]]]:
         given = GivenStages(topology, CONFIG, team)
         assert given.source_of == ({1: 1} if 1 in apart else {})
         after = given.after(STEP, own, {0: carried, 1: carried})
-        return Replicas(topology, own).owned_stages(places_apart(team)) | after
+        return Replicas(topology, own).owned_stages(apart) | after
 
     held = {0: states[0][0].to_save(), 1: states[1][2].to_save()}
     found = []

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.problem.plan import Operation, Plan
 from skippipe_sched.timing.jitter import draw_stretch
-from skippipe_sched.timing.simulate import Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Timeline
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NetworkConfig, TrainConfig
 from skippipe_jax.data.batches import Batch
@@ -100,7 +101,7 @@ def ends(timeline: Timeline) -> dict[Operation | int, float]:
     return runs | {averaging.stage: averaging.end_s for averaging in timeline.averagings}
 
 
-@pytest.mark.parametrize("contention", ["link", "none"])
+@pytest.mark.parametrize("contention", ["link", pytest.param("none", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("averaging", ["collective", "ring"])
 def test_an_iteration_takes_what_was_predicted(tmp_path: Path, contention: str, averaging: str):
     plan = plan_of(STAGES, PATHS, contention=contention, **SECONDS)

@@ -187,7 +187,7 @@ def assert_any_training_equals_the_oracle(
     assert_training_equals_the_oracle(plan, model, optimizer, batches, devices, way)
 
 
-@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_training_by_any_plan_equals_the_oracle(data: st.DataObject):
     plan = data.draw(plans())
@@ -277,7 +277,8 @@ def test_an_iteration_without_a_target_changes_nothing(skip_above_norm: float | 
     assert skipped == [False, True, False]
 
 
-@pytest.mark.parametrize("way", [pytest.param(WAYS[0], marks=pytest.mark.nightly), WAYS[1]])
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
 def test_moments_that_wait_in_the_memory_of_the_host(way: Way):
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING, state_memory="host")
     batches = random_batches(REPLICATED, seed=4)

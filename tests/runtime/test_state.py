@@ -15,10 +15,10 @@ from skippipe_jax.config import Config, DataConfig, ModelConfig
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import functions_of_stages
 from skippipe_jax.runtime.state import Origin, StageState, from_checkpoint, make_states
-from skippipe_jax.storage import reader
-from skippipe_jax.storage.array_files import ArrayFiles
-from skippipe_jax.storage.layout import Checkpoint, open_checkpoint
-from skippipe_jax.storage.writer import write_checkpoint
+from skippipe_jax.storage import loading
+from skippipe_jax.storage.arrays import ArrayFiles
+from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
+from skippipe_jax.storage.checkpointer import write_initial_checkpoint
 from tests.one_host import open_alone
 from tests.sched.examples import plan_of
 from tests.training_runs import assert_same_bits, by_name
@@ -44,8 +44,8 @@ def checkpoint(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Ch
         return jax.numpy.asarray(random.uniform(1, 99, leaf.shape), leaf.dtype)
 
     folder = tmp_path_factory.mktemp("run")
-    stages = runtime.owned_stages()
-    write_checkpoint(folder, 7, CUT, lambda stage: jax.tree.map(drawn, stages[stage]))
+    stages = runtime.checkpoint_items(1).stages
+    write_initial_checkpoint(folder, 7, CUT, lambda stage: jax.tree.map(drawn, stages[stage]))
     return open_checkpoint(folder)
 
 
@@ -69,9 +69,9 @@ def test_every_replica_goes_on_with_what_was_saved(runtime: Runtime, checkpoint:
     assert list(states) == [0, 1, 2, 3]
     for node, state in states.items():
         stage = PLAN.stage_of[node]
-        saved = runtime.owned_stages()[stage]
+        saved = runtime.checkpoint_items(1).stages[stage]
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
-        expected = reader.read_stage(checkpoint, CUT, stage, shapes)
+        expected = loading.load_stage(checkpoint, CUT, stage, shapes)
         assert_same_bits(by_name(state.to_save()), by_name(expected))
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.gradients))
         # Zeros too lie where they are used, not all on the first device.
@@ -88,13 +88,13 @@ def test_a_stage_is_read_and_hashed_once_however_many_replicas_it_has(
     def require_intact(checkpoint: Checkpoint, part: str) -> None:
         hashed[part] += 1
 
-    def read_arrays(files: ArrayFiles, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def load_stage_numpy(files: ArrayFiles, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
         read[files.folder.name] += 1
         return own_read(files, wanted)
 
     own_read: Callable[..., dict[str, np.ndarray]] = ArrayFiles.read
-    monkeypatch.setattr(reader, "require_intact", require_intact)
-    monkeypatch.setattr(ArrayFiles, "read", read_arrays)
+    monkeypatch.setattr(loading, "require_intact", require_intact)
+    monkeypatch.setattr(ArrayFiles, "read", load_stage_numpy)
     resumed(runtime, checkpoint)
     assert hashed == read == {"stage_0": 1, "stage_1": 1}
 

@@ -62,7 +62,8 @@ def test_plan_with_the_same_seed_writes_the_same(command, tmp_path):
     case.write_text(yaml.safe_dump(dict(same_place([2, 2, 2], path_length=2).source)))
     files = []
     for name in ("a.json", "b.json"):
-        code, _, _ = command("plan", case, "-o", tmp_path / name, "--seed", 7, "--budget", 1)
+        code, _, _ = command("plan", case, "-o", tmp_path / name, "--seed", 7, "--budget", 1,
+                             "--compiled")  # fmt: skip
         assert code == 0
         files.append((tmp_path / name).read_bytes())
     assert files[0] == files[1]
@@ -71,7 +72,7 @@ def test_plan_with_the_same_seed_writes_the_same(command, tmp_path):
 def test_a_search_begins_at_a_plan_of_the_same_stages(command, paper_plan, tmp_path):
     path, _ = paper_plan
     known = command("plan", PAPER, "--method", "joint", "--begin", path, "--budget", "0.01",
-                    "-o", tmp_path / "plan.json")  # fmt: skip
+                    "--compiled", "-o", tmp_path / "plan.json")  # fmt: skip
     assert known[0] == 0
     found = load_plan(tmp_path / "plan.json").predicted.iteration_s
     assert found <= load_plan(path).predicted.iteration_s
@@ -131,7 +132,7 @@ def test_simulate_asks_the_plan_for_no_prediction(command, tmp_path):
 
 def test_draw(command, paper_plan, tmp_path):
     path, _ = paper_plan
-    code, printed, errors = command("draw", path, "-o", tmp_path / "plan.svg")
+    code, printed, errors = command("plot", path, "-o", tmp_path / "plan.svg")
     assert (code, errors) == (0, "")
     assert printed == f"wrote {tmp_path / 'plan.svg'}\n"
     assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
@@ -159,7 +160,7 @@ def test_a_case_with_averaging_behind_its_iterations(command, tmp_path):
     assert figures["percentile_95_s"] >= told.iteration_s >= figures["lower_bound_s"]
     drawn = [tmp_path / name for name in ("plan.svg", "flows.svg", "trace.json")]
     options = zip(("-o", "--flows", "--trace"), drawn, strict=True)
-    assert command("draw", path, *(word for option in options for word in option))[0] == 0
+    assert command("plot", path, *(word for option in options for word in option))[0] == 0
     assert all(file.stat().st_size for file in drawn)
     code, printed, errors = command("compare", case, "--methods", "balanced", "--budget", 0.1)
     assert (code, errors) == (0, "")
@@ -182,7 +183,7 @@ def small_plan(tmp_path_factory):
 def test_churn(command, small_plan, tmp_path):
     files = ["--json", tmp_path / "new" / "churn.json", "--figure", tmp_path / "churn.svg"]
     few = ["--mtbf", "8h", "--days", 0.5, "--seeds", 2, "--sweep", 1, "--repair", "5min"]
-    code, printed, errors = command("churn", small_plan, *few, *files)
+    code, printed, errors = command("simulate-faults", small_plan, *few, *files)
     assert (code, errors) == (0, "")
     first, _, head, *lines = printed.splitlines()
     assert first.startswith("5 nodes, ")
@@ -198,14 +199,14 @@ def test_churn(command, small_plan, tmp_path):
         policy, *shown = line.split()
         assert shown == [f"{figures[policy, mtbf_s]:.3f}" for mtbf_s in (57600, 28800, 14400)]
     assert ElementTree.parse(tmp_path / "churn.svg").getroot().tag.endswith("svg")
-    assert command("churn", small_plan, *few)[1] == printed
+    assert command("simulate-faults", small_plan, *few)[1] == printed
 
 
 def test_churn_plans_a_case_first(command, tmp_path):
     case = tmp_path / "case.yaml"
     case.write_text(yaml.safe_dump(dict(same_place([2, 2]).source)))
     given = ["--mtbf", "1d", "--days", 0.1, "--seeds", 1, "--sweep", 0, "--method", "balanced"]
-    code, printed, errors = command("churn", case, *given)
+    code, printed, errors = command("simulate-faults", case, *given)
     assert (code, errors) == (0, "")
     assert printed.startswith("4 nodes, ")
 
@@ -253,7 +254,7 @@ WRONG_CASES = {
     "unknown key": ({"node": 3}, "case.node", "3", "Remove it"),
     "unknown key over two lines": ({"no\nde": 3}, r"case.no\nde", "3", "Remove it"),
     "missing key": ({"memory": ...}, "case.memory", "None", "Add memory:"),
-    "text for a number": ({"forward_s": "fast"}, "case.forward_s", "'fast'", "Write a number"),
+    "text for a time": ({"forward_s": "fast"}, "case.forward_s", "'fast'", "Write 30s"),
     "boolean for a number": ({"forward_s": True}, "case.forward_s", "True", "Write a number"),
     "infinite": ({"forward_s": float("inf")}, "case.forward_s", "inf", "below 1e+100"),
     "not a number": ({"stage_bytes": float("nan")}, "case.stage_bytes", "nan", "below 1e+100"),
@@ -598,13 +599,13 @@ WRONG_PLANS = {
 @pytest.mark.parametrize(
     ("change", "field", "value", "remedy"), WRONG_PLANS.values(), ids=WRONG_PLANS.keys()
 )
-@pytest.mark.parametrize("name", ["simulate", "draw"])
+@pytest.mark.parametrize("name", ["simulate", "plot"])
 def test_a_wrong_plan_is_refused_in_one_line(command, tmp_path, name, change, field, value, remedy):
     plan = _three_nodes()
     change(plan)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan), encoding="utf-8")
-    output = ("-o", tmp_path / "plan.svg") if name == "draw" else ()
+    output = ("-o", tmp_path / "plan.svg") if name == "plot" else ()
     refused(command(name, path, *output), field, value, remedy)
 
 
@@ -633,7 +634,7 @@ def test_a_plan_that_is_not_a_json_object_is_refused(command, tmp_path, content,
 
 
 @pytest.mark.parametrize("output", [".", "/", "folder", "file/plan.json", "/proc/none/plan.json"])
-@pytest.mark.parametrize("name", ["plan", "draw"])
+@pytest.mark.parametrize("name", ["plan", "plot"])
 def test_an_output_that_cannot_be_written_is_refused(command, tmp_path, monkeypatch, name, output):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
@@ -647,10 +648,9 @@ def test_an_output_that_cannot_be_written_is_refused(command, tmp_path, monkeypa
 
 
 WRONG_CHURN = {
-    "no unit": ("--mtbf", "2", "'2'", "Write 30s, 5min, 2h or 7d"),
     "unknown unit": ("--repair", "2 weeks", "'2 weeks'", "Write 30s, 5min, 2h or 7d"),
     "unit alone": ("--heartbeat", "s", "'s'", "Write 30s"),
-    "text for a time": ("--restart", "two h", "'two'", "Write a number"),
+    "text for a time": ("--restart", "two h", "'two h'", "Write 30s"),
     "negative time": ("--restore=-1s", None, "at least 0", "at least 0"),
     "negative time behind a space": ("--mtbf", "-5h", "-5.0", "greater than 0"),
     "negative fraction": ("--repair", "-.5h", "-0.5", "at least 0"),
@@ -677,7 +677,7 @@ WRONG_CHURN = {
 )
 def test_wrong_churn_is_refused_in_one_line(command, small_plan, option, given, value, remedy):
     words = ["--mtbf", "2h", "--repair", "0s", option, *([] if given is None else [given])]
-    refused(command("churn", small_plan, *words), option.partition("=")[0], value, remedy)
+    refused(command("simulate-faults", small_plan, *words), option.partition("=")[0], value, remedy)
 
 
 def test_a_negative_seed_is_refused(command, tmp_path):

@@ -82,7 +82,7 @@ def test_each_method_has_its_own_search_and_row():
 def test_an_interrupt_ends_one_search_and_keeps_its_plan():
     interrupts = iter([signal.SIGINT])
 
-    def interrupt_once(used: float, best_s: float) -> None:
+    def interrupt_once(_: Search) -> None:
         for number in interrupts:
             signal.raise_signal(number)
 

@@ -10,9 +10,18 @@ from skippipe_sched.figures.amounts import duration_text
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("30s", 30), ("0s", 0), ("1.5 min", 90), ("2h", 7200), (" 7d ", 604800), ("1e3s", 1000)],
+    [
+        ("30s", 30),
+        ("0s", 0),
+        ("1.5 min", 90),
+        ("2h", 7200),
+        (" 7d ", 604800),
+        ("1e3s", 1000),
+        ("7", 7),
+        (0.5, 0.5),
+    ],
 )
-def test_a_time_has_its_unit(text, seconds):
+def test_a_time_has_a_unit_or_is_in_seconds(text, seconds):
     assert duration(text, "--mtbf") == seconds
 
 
@@ -22,7 +31,9 @@ def test_a_time_that_is_told_is_read_again(count, unit):
     assert duration(duration_text(seconds), "--mtbf") == pytest.approx(seconds, rel=0.005)
 
 
-@pytest.mark.parametrize("text", ["", "s", "7", "2 H", "5m", "1h30min", "-1s", "nan s", "1e101s"])
+@pytest.mark.parametrize(
+    "text", ["", "s", True, -1, None, "2 H", "5m", "1h30min", "-1s", "nan s", "1e101s"]
+)
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(InputError, match=r"^--mtbf = "):
         duration(text, "--mtbf")

@@ -33,7 +33,7 @@ def test_names_and_parsers_load_not_even_numpy():
 def test_drawing_a_plan_compiles_and_solves_nothing(tmp_path):
     plan = str(tmp_path / "plan.json")
     make_plan(same_place([2, 1]), "balanced").save(Path(plan))
-    command = ["skippipe_sched", "draw", plan]
+    command = ["skippipe_sched", "plot", plan]
     for option in ("--output", "--flows", "--paths", "--trace"):
         command += [option, f"{plan}{option}.svg"]
     statements = f"from skippipe_sched.__main__ import main\nsys.argv = {command!r}\n"
@@ -54,7 +54,7 @@ def test_going_on_without_a_node_compiles_and_solves_nothing(tmp_path):
     make_plan(same_place([2, 2]), "balanced").save(Path(plan))
     statements = (
         "from pathlib import Path\n"
-        "from skippipe_sched.methods.refilling import refilled\n"
+        "from skippipe_sched.methods.without_nodes import refilled\n"
         "from skippipe_sched.methods.without_nodes import plan_without\n"
         "from skippipe_sched.problem.plan import load_plan\n"
         f"plan = load_plan(Path({plan!r}))\n"

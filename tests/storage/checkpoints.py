@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from skippipe_jax.storage.writer import CheckpointWriter
+from skippipe_jax.cluster.agreement import Host, from_host_0
+from skippipe_jax.storage.checkpoint import Checkpoint, CheckpointItems
+from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+from skippipe_jax.storage.restore import CheckpointSearch, Parts
 from tests.thread_hosts import ThreadHost
 
 OPTIMIZER = optax.chain(
@@ -43,9 +49,27 @@ def assert_same(found, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def write(run_dir, steps, keep=3, **options):
-    writer = CheckpointWriter(run_dir, ThreadHost(), stage_layers=LAYERS, keep=keep, **options)
+def write(run_dir, steps, keep=3, keep_every=None, **options):
+    writer = Checkpointer(
+        run_dir,
+        ThreadHost(),
+        stage_layers=LAYERS,
+        policy=RetentionPolicy(keep, keep_every),
+        **options,
+    )
     for step in steps:
         data = {"position": [step], "epoch": None}
-        writer.save(step, {i: stage_state(10 * step + i) for i in range(2)}, data)
+        writer.save(step, CheckpointItems({i: stage_state(10 * step + i) for i in range(2)}), data)
     writer.close()
+
+
+def every_part(checkpoint: Checkpoint) -> set[str]:
+    return checkpoint.record.parts()
+
+
+def prepare_run(run_dir: Path, host: Host, parts: Parts = every_part, **given: Any) -> Any:
+    """What a run goes on from, as all hosts find out together when it is set up."""
+    search = CheckpointSearch(run_dir, host, parts, **given)
+    last = search.newest()
+    from_host_0(host, "cleared", lambda: search.clear(last), search.timeout_s)
+    return last

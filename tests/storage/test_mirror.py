@@ -17,15 +17,16 @@ import jax.numpy as jnp
 import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
+from skippipe_jax import Run
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, load_config
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.hold import Hold
-from skippipe_jax.storage.layout import COMMITTED, saved_steps
+from skippipe_jax.storage.checkpoint import COMMITTED, CheckpointItems, committed_steps
+from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
 from skippipe_jax.storage.mirror import Mirror
-from skippipe_jax.storage.writer import CheckpointWriter
-from skippipe_jax.training.callbacks import BestCheckpoint
-from skippipe_jax.training.trainer import train
+from skippipe_jax.storage.records import append_record
+from skippipe_jax.storage.run_dir import BEST, METRICS
+from skippipe_jax.storage.run_lock import RunLock
+from skippipe_jax.training.trainer import Trainer
 from tests.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,
@@ -59,14 +60,20 @@ def make_run(run_dir: Path) -> Path:
     return run_dir
 
 
-def writer(run_dir: Path, mirror: Mirror, **options: Any) -> CheckpointWriter:
+def writer(run_dir: Path, mirror: Mirror, **options: Any) -> Checkpointer:
     alone = Membership(ClusterConfig(), 0, 1)
-    return CheckpointWriter(run_dir, alone, stage_layers=(1,), keep=2, mirror=mirror, **options)
+    policy = RetentionPolicy(2, options.pop("keep_every", None))
+    return Checkpointer(run_dir, alone, stage_layers=(1,), policy=policy, mirror=mirror, **options)
 
 
-def save(checkpoints: CheckpointWriter, *steps: int) -> None:
+def save(checkpoints: Checkpointer, *steps: int, **metrics: float) -> None:
     for step in steps:
-        checkpoints.save(step, {0: {"w": jnp.full(1000, step, jnp.float32)}}, {"at": step})
+        checkpoints.save(
+            step,
+            CheckpointItems({0: {"w": jnp.full(1000, step, jnp.float32)}}),
+            {"at": step},
+            metrics,
+        )
 
 
 def write(run_dir: Path, url: str, *steps: int, **options: Any) -> None:
@@ -86,12 +93,12 @@ def files_in(run_dir: Path) -> dict[str, bytes]:
 def test_the_copy_is_the_run_folder(tmp_path: Path, url: str):
     run_dir = make_run(tmp_path / "run")
     write(run_dir, url, 1, 2, 3, 4, 5, keep_every=2)
-    assert saved_steps(run_dir) == Mirror(url).steps() == [2, 4, 5]
+    assert committed_steps(run_dir) == Mirror(url).steps() == [2, 4, 5]
     assert files_at(url) == files_in(run_dir)
 
     (run_dir / "metrics.jsonl").write_text("more")
     write(run_dir, url, 6)
-    assert saved_steps(run_dir) == Mirror(url).steps() == [5, 6]
+    assert committed_steps(run_dir) == Mirror(url).steps() == [5, 6]
     assert files_at(url) == files_in(run_dir)
 
 
@@ -137,9 +144,9 @@ def test_what_is_kept_for_good_stays_in_the_copy_of_a_run_that_was_fetched(
     write(make_run(tmp_path / "run"), url, 1, 2, 3, 4, 5, keep_every=2)
     found = tmp_path / "found"
     Mirror(url).prepare(found, resume=True)
-    assert saved_steps(found) == [5]
+    assert committed_steps(found) == [5]
     write(found, url, 6, 7, keep_every=2)
-    assert saved_steps(found) == [6, 7]
+    assert committed_steps(found) == [6, 7]
     assert Mirror(url).steps() == [2, 4, 6, 7]
 
 
@@ -149,20 +156,17 @@ def test_the_best_checkpoint_is_fetched_too_and_kept(tmp_path: Path, url: str):
 
     def save_validated(run_dir: Path, losses: dict[int, float]) -> None:
         checkpoints = writer(run_dir, Mirror(url))
-        best = BestCheckpoint(checkpoints, run_dir)
         for step, loss in losses.items():
-            run_folder.append_metrics(run_dir, {"step": step, "validation_loss": loss})
-            save(checkpoints, step)
-            best.consider(step, loss)
+            save(checkpoints, step, validation_loss=loss)
         checkpoints.close()
 
     save_validated(run_dir, {1: 3.0, 2: 1.0, 3: 4.0, 4: 5.0, 5: 6.0})
     found = tmp_path / "found"
     Mirror(url).prepare(found, resume=True)
-    assert saved_steps(found) == [2, 5]
+    assert committed_steps(found) == [2, 5]
     save_validated(found, {6: 7.0, 7: 8.0})
-    assert saved_steps(found) == Mirror(url).steps() == [2, 6, 7]
-    assert json.loads((found / run_folder.BEST).read_text())["step"] == 2
+    assert committed_steps(found) == Mirror(url).steps() == [2, 6, 7]
+    assert json.loads((found / BEST).read_text())["step"] == 2
 
 
 def test_fetching_that_was_broken_off_begins_again(tmp_path: Path, url: str):
@@ -193,13 +197,13 @@ def test_copying_that_fails_is_told_at_once_and_at_the_end(
     for step in (1, 2, 3):
         save(checkpoints, step)
         checkpoints.wait()
-        checkpoints._next_copy.result()
+        checkpoints._copying.submit(lambda: None).result()
     checkpoints.close()
     first, second, third, last = capsys.readouterr().err.splitlines()
     for line in (first, second, third):
         assert line.startswith(f"warning: checkpoints not copied to {url}: NotADirectoryError")
     assert last == f"warning: not copied to {url}: the checkpoints of steps [2, 3]"
-    assert saved_steps(run_dir) == [2, 3]
+    assert committed_steps(run_dir) == [2, 3]
 
     obstacle.unlink()
     write(run_dir, url, 4)
@@ -215,7 +219,9 @@ def test_on_a_slow_link_one_copy_waits_and_no_old_checkpoints_pile_up(tmp_path: 
             begun.append(sorted(steps))
             has_begun.set()
             assert go_on.wait(60)
-            assert set(steps) <= set(saved_steps(run_dir)), "what is being copied is not removed"
+            assert set(steps) <= set(committed_steps(run_dir)), (
+                "what is being copied is not removed"
+            )
             super().update(run_dir, steps)
 
     begun: list[list[int]] = []
@@ -226,18 +232,20 @@ def test_on_a_slow_link_one_copy_waits_and_no_old_checkpoints_pile_up(tmp_path: 
     assert has_begun.wait(60)
     save(checkpoints, *range(2, 9))
     checkpoints.wait()
-    assert saved_steps(run_dir) == [1, 7, 8]
+    assert committed_steps(run_dir) == [1, 7, 8]
     go_on.set()
     checkpoints.close()
     assert begun == [[1], [7, 8]]
-    assert saved_steps(run_dir) == Mirror(f"file://{tmp_path}/copy").steps() == [7, 8]
+    assert committed_steps(run_dir) == Mirror(f"file://{tmp_path}/copy").steps() == [7, 8]
 
 
 def test_the_copy_that_a_lost_leader_has_begun_is_completed_by_the_next(tmp_path: Path, url: str):
     run_dir = make_run(tmp_path / "run")
     write(run_dir, url, 1)
     alone = Membership(ClusterConfig(), 0, 1)
-    with closing(CheckpointWriter(run_dir, alone, stage_layers=(1,), keep=2)) as lost:
+    with closing(
+        Checkpointer(run_dir, alone, stage_layers=(1,), policy=RetentionPolicy(2))
+    ) as lost:
         save(lost, 2)
     mirror = Mirror(url)
     mirror.steps()
@@ -265,13 +273,13 @@ def test_only_files_that_have_changed_are_sent_again(tmp_path: Path, url: str):
         sent.clear()
         save(checkpoints, step)
         checkpoints.wait()
-        checkpoints._next_copy.result()
+        checkpoints._copying.submit(lambda: None).result()
         return sorted(sent)
 
     own = ["config.yaml", "metrics.jsonl", "plan.json", "tokenizer/tokenizer.json"]
     assert sent_with(1) == own
     assert sent_with(2) == []
-    run_folder.append_metrics(run_dir, {"step": 3})
+    append_record(run_dir / METRICS, {"step": 3})
     assert sent_with(3) == ["metrics.jsonl"]
     checkpoints.close()
     assert files_at(url) == files_in(run_dir)
@@ -284,14 +292,14 @@ def train_in(folder: Path, run_dir: str, **changes: Any) -> None:
     path = write_config(folder, plan={"case": SMALL_CASE, "method": "balanced"})
     changes = {"run_dir": folder / run_dir, "train__steps": 1, **changes}
     config = load_config(path, settings(**changes)[1::2])
-    train(config, Membership(config.cluster, 0, 1), resume=True, config_folder=folder)
+    Trainer(config, host=Membership(config.cluster, 0, 1), resume=True, config_folder=folder).run()
 
 
 def test_nothing_is_fetched_into_a_folder_that_another_holds(tmp_path: Path):
     url = f"file://{tmp_path}/copy"
     write(make_run(tmp_path / "run"), url, 1)
-    with Hold(tmp_path / "found") as hold:
-        hold.take()
+    with RunLock(tmp_path / "found") as lock:
+        lock.acquire()
         with pytest.raises(TemporaryError, match="another training is writing it"):
             train_in(tmp_path, "found", checkpoint__copy_to=url)
         assert not list((tmp_path / "found").iterdir())
@@ -315,11 +323,11 @@ def test_a_folder_is_held_that_vanishes_while_it_is_taken(
         lock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with Hold(folder) as hold:
-        hold.take()
+    with RunLock(folder) as run:
+        run.acquire()
         assert len(locked) == 3, "twice, and to see that the lock excludes others"
         with pytest.raises(TemporaryError, match="another training"):
-            Hold(folder).take()
+            RunLock(folder).acquire()
 
 
 # What cannot be.
@@ -413,7 +421,9 @@ def test_training_goes_on_from_the_copy(tmp_path: Path, url: str):
         return load_config(path, settings(**changes)[1::2])
 
     def train_here(config: Config, *, resume: bool) -> None:
-        train(config, Membership(config.cluster, 0, 1), resume=resume, config_folder=tmp_path)
+        Trainer(
+            config, host=Membership(config.cluster, 0, 1), resume=resume, config_folder=tmp_path
+        ).run()
 
     train_here(load("whole", 6), resume=False)
     train_here(load("run", 4, checkpoint__copy_to=url), resume=False)
@@ -425,7 +435,7 @@ def test_training_goes_on_from_the_copy(tmp_path: Path, url: str):
         strict=True,
     ):
         assert_same_bits(found, expected)
-    lines, others = (run_folder.read_metrics(tmp_path / name) for name in ("run", "whole"))
+    lines, others = (Run(tmp_path / name).metrics for name in ("run", "whole"))
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]
     assert Mirror(url).steps() == [4, 6]
     with pytest.raises(InputError, match="has a checkpoint of step 6"):

@@ -13,16 +13,17 @@ import pytest
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan
 
+from skippipe_jax import Run
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.inference.evaluation import evaluate_run
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import open_checkpoint
-from skippipe_jax.storage.reader import read_data_state
+from skippipe_jax.storage.checkpoint import open_checkpoint
+from skippipe_jax.storage.loading import load_data_state
 from skippipe_jax.storage.recording import recorded_steps
+from skippipe_jax.storage.run_dir import PLAN, RunDir
 from skippipe_jax.training.planning import plan_of
-from skippipe_jax.training.trainer import train
+from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.training_runs import (
@@ -79,7 +80,7 @@ def arguments(run: Path, steps: int, case: Any, **changes: Any) -> list[str]:
 
 
 def train_here(config: Config, *, resume: bool = True) -> None:
-    train(config, Membership(config.cluster, 0, 1), resume=resume, config_folder=Path())
+    Trainer(config, host=Membership(config.cluster, 0, 1), resume=resume).run()
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
     config = load(path, folder / "run", MOVE)
     train_here(config, resume=False)
 
-    before = run_folder.saved_plan(folder / "run")
+    before = RunDir(folder / "run").plan()
     after = plan_of(load(path, folder, 1, AFTER), Path())
     batches = TrainingBatches(config.data)
     phases = [
@@ -158,7 +159,7 @@ def assert_as_the_oracle(run: Path, moved: Moved) -> None:
     for stage, truth in enumerate(moved.parameters):
         error = oracle.relative_error({name: found[stage][name] for name in truth}, truth)
         assert error < 2e-5, f"stage {stage}: {error}"
-    lines = run_folder.read_metrics(run)
+    lines = Run(run).metrics
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     np.testing.assert_allclose([line["loss"] for line in lines], moved.losses, rtol=0, atol=1e-5)
 
@@ -171,21 +172,21 @@ def test_a_moved_run_equals_the_oracle(moved: Moved, run: Path, capsys: pytest.C
     out = capsys.readouterr().out
     move = "the run goes on under another plan: from 6 stages on 9 nodes to 4 stages on 7 nodes"
     assert f"{move}, after step {MOVE}\n" in out
-    assert run_folder.saved_config(run, "run_dir") == config
-    assert len(run_folder.saved_plan(run).stages) == 4
+    assert RunDir(run).config() == config
+    assert len(RunDir(run).plan().stages) == 4
     # What was recorded under the plan before was drawn by it, and does not meet the other.
     assert recorded_steps(run) == [STEPS]
     for step in (MOVE, STEPS):
         assert (run / "timelines" / f"{step:08d}.svg").exists()
     # The checkpoint before the move is of the same model.
-    assert open_checkpoint(run, MOVE).stage_layers == (2,) * 6
-    assert open_checkpoint(run, STEPS).stage_layers == (3,) * 4
+    assert open_checkpoint(run, MOVE).record.stage_layers == (2,) * 6
+    assert open_checkpoint(run, STEPS).record.stage_layers == (3,) * 4
     assert evaluate_run(run, MOVE, 4).loss == loss_before
 
 
 def test_what_a_moved_run_has_read_is_an_epoch(moved: Moved):
     config = load(moved.config, moved.run, STEPS)
-    assert read_data_state(open_checkpoint(moved.run))["microbatches"] == MOVE * 6
+    assert load_data_state(open_checkpoint(moved.run))["microbatches"] == MOVE * 6
     batches = TrainingBatches(config.data)
     total = MOVE * 6 + MOVE * 8
     rows = [row.tobytes() for number in range(total) for row in batches[number]["tokens"]]
@@ -215,12 +216,12 @@ def test_two_hosts_go_on_from_the_copy_of_a_run_of_one(moved: Moved, tmp_path: P
 def test_the_same_cut_in_other_words_changes_nothing(
     moved: Moved, run: Path, capsys: pytest.CaptureFixture[str]
 ):
-    plan = (run / run_folder.PLAN).read_bytes()
+    plan = (run / PLAN).read_bytes()
     train_here(load(moved.config, run, MOVE + 1, model__stage_layers=[2] * 6))
     assert "goes on with model.stage_layers = [2, 2, 2, 2, 2, 2], before it was None" in (
         capsys.readouterr().out
     )
-    assert (run / run_folder.PLAN).read_bytes() == plan
+    assert (run / PLAN).read_bytes() == plan
     assert open_checkpoint(run).step == MOVE + 1
 
 

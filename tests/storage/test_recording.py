@@ -14,7 +14,8 @@ from skippipe_sched.methods.without_nodes import plan_without
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch
-from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate, simulate_plan
+from skippipe_sched.timing.simulate import simulate, simulate_plan
+from skippipe_sched.timing.timeline import Averaging, Run, Timeline
 
 from skippipe_jax.config import Config, DataConfig, TrainConfig, to_yaml
 from skippipe_jax.reporting.timelines import draw_recorded

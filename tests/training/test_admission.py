@@ -10,13 +10,13 @@ import pytest
 from skippipe_sched.problem.links import Link
 from skippipe_sched.problem.more_nodes import NewNode
 
-from skippipe_jax.config import Config, parse_config
+from skippipe_jax.config import parse_config
 from skippipe_jax.connections.ways import Way
 from skippipe_jax.runtime.spread import single
-from skippipe_jax.training import measured as measuring
-from skippipe_jax.training.admission import Admission, admission, state_bytes
-from skippipe_jax.training.measured import Measured, forward_seconds, new_nodes
-from skippipe_jax.training.places import with_places
+from skippipe_jax.training.elastic import measured as measuring
+from skippipe_jax.training.elastic.admission import Admission, admission
+from skippipe_jax.training.elastic.measured import Measured, forward_seconds, new_nodes
+from skippipe_jax.training.elastic.places import with_places
 from tests.sched.examples import plan_of
 
 # Node 0 sends all, and nodes 1 and 2 share what comes after.
@@ -70,13 +70,6 @@ def test_it_never_pays_where_no_host_is_reached_that_has_the_state(
     assert found.lost_s == math.inf
     assert not found.pays(1e9)
     assert "has reached none of those that have the state" in found.why(1e9)
-
-
-def test_what_moves_of_a_stage_is_parameters_and_moments():
-    config = Config()
-    [one] = state_bytes(config, 1)
-    assert sum(state_bytes(config, 2)) == one
-    assert one % 12 == 0
 
 
 def test_what_a_host_has_measured_is_kept_told_and_planned_for(tmp_path: Path):

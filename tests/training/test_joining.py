@@ -14,9 +14,9 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.config import Config
 from skippipe_jax.connections.directory import HOST_ID
 from skippipe_jax.connections.invitation import Place
-from skippipe_jax.training import joining
-from skippipe_jax.training.joining import joined_by_address
-from skippipe_jax.training.measured import Measured
+from skippipe_jax.training.elastic import joining
+from skippipe_jax.training.elastic.joining import joined_by_address
+from skippipe_jax.training.elastic.measured import Measured
 
 
 class Search:

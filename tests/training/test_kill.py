@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import latest_step
+from skippipe_jax import Run
+from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.run_dir import RunDir
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import (
     SMALL_CASE,
@@ -51,7 +52,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path):
         saved = latest_step(run) or 0
         # The first is no fork.
         with started_processes(tmp_path / "output", really=number == 0) as processes:
-            start(processes, run, 1, *(["--resume"] if run_folder.is_run(run) else []))
+            start(processes, run, 1, *(["--resume"] if RunDir(run).is_run else []))
             # Now and then while it starts, else when it is under way.
             if number % 5 == 4:
                 time.sleep(chance.uniform(0.0, 2.0))
@@ -74,6 +75,6 @@ def test_killed_at_twenty_random_moments(tmp_path: Path):
         strict=True,
     ):
         assert_same_bits(found, expected)
-    lines, others = (run_folder.read_metrics(each) for each in (run, tmp_path / "undisturbed"))
+    lines, others = (Run(each).metrics for each in (run, tmp_path / "undisturbed"))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
@@ -13,11 +16,12 @@ from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections.invitation import Files, Invitation, Place
 from skippipe_jax.connections.newcomer import Newcomer, NobodyListens
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.storage.hold import Hold
-from skippipe_jax.training import inviting, newcomer
-from skippipe_jax.training.callbacks import KeptLines
-from skippipe_jax.training.inviting import Inviting
-from skippipe_jax.training.newcomer import Seeking
+from skippipe_jax.storage.run_lock import RunLock
+from skippipe_jax.training.callbacks.metrics_log import MetricsTail
+from skippipe_jax.training.elastic import newcomer
+from skippipe_jax.training.elastic.inviting import Inviting
+from skippipe_jax.training.elastic.newcomer import Seeking
+from tests.step_metrics import metrics_of
 
 RUN = Config(
     run_dir="runs/far",
@@ -38,8 +42,9 @@ class Hosts:
         self.asked: list[list[str]] = []
         monkeypatch.chdir(folder)
         monkeypatch.setattr(Newcomer, "ask", self.ask)
-        monkeypatch.setattr(newcomer.time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr(newcomer.time, "sleep", self.sleep)
+
+    def now(self) -> float:
+        return self.now_s
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -60,7 +65,7 @@ class Hosts:
         return addresses[0], Invitation(1, 4, {1: "10.0.0.1:1"}, tuple(answer), told, TEXT)
 
     def seeking(self, find_text: Callable[[Config], str], *overrides: str) -> Seeking:
-        seeking = Seeking(["10.0.0.1:1"], None, overrides, find_text)
+        seeking = Seeking(["10.0.0.1:1"], None, overrides, find_text, self)
         self.newcomers = [seeking._newcomer]
         return seeking
 
@@ -106,7 +111,7 @@ def test_a_newcomer_keeps_what_it_fetches_in_a_folder_named_after_the_runs(
     # What the folder is called is known by the configuration alone.
     with hosts.seeking(has_text).fetch():
         assert f"{len(CONTENTS['config.yaml']):,} bytes came now" in capsys.readouterr().out
-    Hold(Path("far")).take()  # It has been let go of.
+    RunLock(Path("far")).acquire()  # It has been let go of.
 
 
 @pytest.mark.parametrize(
@@ -135,6 +140,8 @@ def test_it_takes_the_first_place_that_it_can_serve(
         capsys.readouterr()
         assert seeking.place() == chosen
         assert seeking.is_free(chosen)
+        hosts.answers = [[INNER, chosen]]
+        assert seeking.is_free(chosen) == (chosen.host < 4), "a lost host's place comes first"
         hosts.answers = [[]]
         assert not seeking.is_free(chosen)
     assert capsys.readouterr().out == ""
@@ -227,7 +234,7 @@ def test_an_address_at_which_nobody_listens_is_refused_at_once(hosts: Hosts, tmp
     with hosts.seeking(has_text).fetch():
         pass
     hosts.answers = [gone, gone, [INNER]]
-    again = Seeking(["10.0.0.1:1"], tmp_path / "far", (), has_text)
+    again = Seeking(["10.0.0.1:1"], tmp_path / "far", (), has_text, hosts)
     hosts.newcomers = [again._newcomer]
     with again.fetch():
         assert hosts.now_s == 2 * newcomer.AGAIN_S
@@ -238,9 +245,9 @@ def test_a_host_tells_whose_places_are_free_and_what_they_serve(
 ):
     for name, content in CONTENTS.items():
         (tmp_path / name).write_bytes(content)
+    clock: Any = SimpleNamespace(now=lambda: now_s)
     now_s = 0.0
-    monkeypatch.setattr(inviting.time, "monotonic", lambda: now_s)
-    own, served = Inviting(tmp_path), {1: (0,), 2: (1,), 3: (0, 1), 4: ()}
+    own, served = Inviting(tmp_path, 3, clock), {1: (0,), 2: (1,), 3: (0, 1), 4: ()}
     serves = served.__getitem__
     assert own.places({1, 2}) == []
     own.entered(Generation(1, (0, 1, 2), (5, 6, 7), 0, 0), serves, TEXT)
@@ -251,6 +258,8 @@ def test_a_host_tells_whose_places_are_free_and_what_they_serve(
     assert own.text == TEXT
     assert own.places({1}) == [Place(1, (0,))]
     assert own.places(set()) == [], "its new process has said hello"
+    assert own.places({3}) == [], "nobody comes beside the hosts of the start while one is out"
+    assert own.places({1, 3}) == [Place(1, (0,)), Place(3, (0, 1))]
     own.entered(Generation(3, (0, 1, 2), (5, 8, 7), 0, 0), serves, None)
     own.entered(Generation(4, (0,), (5,), 0, 0), serves, None)
     assert own.places({1, 2}) == [Place(1, (0,), 1.0), Place(2, (1,))]
@@ -265,10 +274,9 @@ def test_a_host_tells_whose_places_are_free_and_what_they_serve(
 
 
 def test_who_leads_without_lines_of_its_own_goes_on_with_those_of_whoever_is_furthest():
-    lines = KeptLines()
-    lines.hear([[], [{"step": 3}, {"step": 4}], [{"step": 3}]])
-    assert lines.told() == [{"step": 3}, {"step": 4}]
-    lines.awaiting = {"step": 5}
-    assert lines.told()[-1] == {"step": 5}
-    lines.hear([[], []])
-    assert lines.told() == []
+    lines = MetricsTail()
+    steps = [msgspec.to_builtins(metrics_of(step)) for step in (3, 4)]
+    lines.adopt([[], steps, steps[:1]])
+    assert lines.snapshot() == steps
+    lines.adopt([[], []])
+    assert lines.snapshot() == []

@@ -11,14 +11,14 @@ import pytest
 from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.join import JoinConfig
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.training.places import (
+from skippipe_jax.training.elastic.places import (
     Placement,
     host_of_places,
     secured,
     stages_for,
     with_stages,
 )
-from skippipe_jax.training.regroup import rules_of
+from skippipe_jax.training.elastic.regroup import rules_of
 from tests.sched.examples import plan_of
 
 PATHS = [[0, 2], [0, 3], [1, 2], [1, 3]]

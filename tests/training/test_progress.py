@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from typing import cast
 
 import pytest
 
 from skippipe_jax.config import Config
-from skippipe_jax.training.progress import ProgressBar
-
-
-def line(generation: int | None, hosts: int) -> dict[str, Any]:
-    return {
-        "step": 5,
-        "loss": 2.0,
-        "validation_loss": None,
-        "skipped_updates": 0,
-        "network": "real",
-        "tokens_per_second": 100.0,
-        "seconds_per_iteration": 1.0,
-        "compilations": 0,
-        "generation": generation,
-        "hosts": hosts,
-    }
+from skippipe_jax.training.callbacks.base import RunView
+from skippipe_jax.training.callbacks.progress import ProgressBar
+from tests.step_metrics import metrics_of
 
 
 @pytest.mark.parametrize(
@@ -33,8 +19,10 @@ def line(generation: int | None, hosts: int) -> dict[str, Any]:
 def test_hosts_that_are_left_are_told_once_some_were_lost(
     generation: int | None, hosts: int, told: str, capsys: pytest.CaptureFixture[str]
 ):
-    bar = ProgressBar(Config(), 4, 0)
-    trainer: Any = SimpleNamespace(membership=SimpleNamespace(count=4))
-    bar.after_step(trainer, line(generation, hosts))
+    bar, view = ProgressBar(Config(), 4, 4, 0), cast(RunView, None)
+    bar.on_step_end(view, metrics_of(5, generation=generation, hosts=hosts))
+    bar.on_validation_end(view, 5, None)
     bar.close()
-    assert f"100 tokens/s{told}  " in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"100 tokens/s{told}  " in shown
+    assert "held-out" not in shown

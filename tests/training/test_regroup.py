@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from skippipe_jax.config import Config
-from skippipe_jax.training.regroup import rules_of
+from skippipe_jax.training.elastic.regroup import rules_of
 from tests.sched.examples import plan_of
 
 PLAN = plan_of([[0, 1], [2, 3]], [[0, 2], [0, 3], [1, 2], [1, 3]], path_length=2)

@@ -17,12 +17,12 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, TrainConfig
 from skippipe_jax.config.replan import ReplanConfig
 from skippipe_jax.consensus.generations import Generation, Wish
-from skippipe_jax.training import search_process
-from skippipe_jax.training.plan_search import is_of
-from skippipe_jax.training.replanning import SEVERAL, FoundPlans, Replanning
+from skippipe_jax.training.replan import planner_process
+from skippipe_jax.training.replan.planner_process import WarmPlanner
+from skippipe_jax.training.replan.replanner import SEVERAL, Replanner, SharedPlans
 from skippipe_jax.training.report import GenerationReport, plan_session
-from skippipe_jax.training.search_process import Standby
 from tests.sched.examples import plan_of
+from tests.step_metrics import metrics_of
 
 MODEL = ModelConfig(width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=256)
 REPLAN = ReplanConfig(method="balanced", budget_s=1.0)
@@ -56,16 +56,15 @@ class Leader:
 
     def __init__(self, config: Config, standing: Plan, generation: Generation = SECOND):
         self.wished: list[Wish] = []
-        self.plans, self.standby = FoundPlans(), Standby(config.replan.method)
-        control = SimpleNamespace(wishes=self.wished.append)
-        membership = SimpleNamespace(control=control)
-        self.trainer: Any = SimpleNamespace(membership=membership, steps_done=20)
-        given = standing, OWN, [0, 1, 2, 3], self.trainer, self.standby
-        self.replanning = Replanning(config, team_of(generation), self.plans, *given)
+        self.plans, self.planner = SharedPlans(), WarmPlanner(config.replan.method)
+        self.view: Any = SimpleNamespace(step=20)
+        given = standing, OWN, [0, 1, 2, 3], self.planner, self.wished.append
+        self.replanning = Replanner(config, team_of(generation), self.plans, *given)
+        self.replanning.on_train_begin(self.view)
 
     def makes_a_step(self, **line: Any) -> None:
-        noted = {"compilations": 0, "idle_share": [0.0] * 4, "predicted_seconds": 1.0}
-        self.replanning.after_step(self.trainer, noted | {"seconds_per_iteration": 1.0} | line)
+        noted = {"idle_share": [0.0] * 4, "predicted_seconds": 1.0} | line
+        self.replanning.on_step_end(self.view, metrics_of(20, **noted))
 
     @property
     def is_searching(self) -> bool:
@@ -86,14 +85,14 @@ def leaders() -> Iterator[list[Leader]]:
     yield leaders
     for leader in leaders:
         leader.replanning.close()
-        leader.standby.close()
+        leader.planner.close()
 
 
 def test_a_better_plan_is_searched_for_and_proposed(
     leaders: list[Leader], monkeypatch: pytest.MonkeyPatch
 ):
     # Other tests leave nothing for the lowest.
-    monkeypatch.setattr(search_process, "LOW_PRIORITY", ("nice", "-n", "0"))
+    monkeypatch.setattr(planner_process, "LOW_PRIORITY", ("nice", "-n", "0"))
     leaders.append(leader := Leader(CONFIG, STANDING))
     leader.trains_until_the_search_is_over()
     [wish] = leader.wished
@@ -103,7 +102,7 @@ def test_a_better_plan_is_searched_for_and_proposed(
     assert wish.placement == ((0, 1, 2), (3,))
     of_it = replace(SECOND, members=(0,), plan=wish.plan)
     knows = plan_session(of_it, [GenerationReport(known_plans=leader.plans.names)])
-    found = leader.plans.of_team(team_of(of_it), knows, 1.0)
+    found = leader.plans.fetch(team_of(of_it), knows)
     assert found is not None
     assert found.stages == ((0, 1), (2,))
     assert found.predicted.iteration_s < 0.9 * STANDING.predicted.iteration_s
@@ -113,7 +112,7 @@ def test_a_search_that_fails_says_why_and_nothing_is_proposed(
     leaders: list[Leader], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(
-        search_process, "LOW_PRIORITY", ("sh", "-c", "echo no such case >&2; exit 3")
+        planner_process, "LOW_PRIORITY", ("sh", "-c", "echo no such case >&2; exit 3")
     )
     leaders.append(leader := Leader(CONFIG, STANDING))
     leader.trains_until_the_search_is_over()
@@ -125,7 +124,7 @@ def test_a_search_that_fails_says_why_and_nothing_is_proposed(
 def test_the_best_plan_is_proposed_by_which_nobody_reads_that_may_lack_the_text(
     leaders: list[Leader], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(search_process, "LOW_PRIORITY", ("nice", "-n", "0"))
+    monkeypatch.setattr(planner_process, "LOW_PRIORITY", ("nice", "-n", "0"))
     leaders.append(leader := Leader(CONFIG, STANDING, replace(SECOND, apart=(2, 3))))
     leader.trains_until_the_search_is_over()
     [wish] = leader.wished
@@ -136,7 +135,7 @@ def test_a_plan_that_nobody_knows_is_none():
     alone = replace(SECOND, members=(0,))
     for generation in (alone, replace(alone, plan="another's")):
         agreed = plan_session(generation, [GenerationReport()])
-        assert FoundPlans().of_team(team_of(generation), agreed, 1.0) is None
+        assert SharedPlans().fetch(team_of(generation), agreed) is None
 
 
 def test_a_plan_is_told_to_those_alone_who_lack_it():
@@ -177,5 +176,5 @@ def test_iterations_that_take_longer_than_predicted_begin_a_search(leaders: list
 
 
 def test_a_search_begins_at_a_plan_that_is_like_the_case():
-    assert is_of(STANDING.case, EVEN)
-    assert not is_of(OWN.case, EVEN)
+    assert EVEN.fits(STANDING.case, STANDING.case.path_length)
+    assert not EVEN.fits(OWN.case, OWN.case.path_length)

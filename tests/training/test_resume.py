@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import latest_step
+import skippipe_jax as sp
+from skippipe_jax.storage.checkpoint import latest_step
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import (
     arrays_of_checkpoint,
@@ -98,7 +98,7 @@ def assert_same_run(run: Run, expected: Run) -> None:
         strict=True,
     ):
         assert_same_bits(losses, others)
-    lines, others = (run_folder.read_metrics(each.folder) for each in (run, expected))
+    lines, others = (sp.Run(each.folder).metrics for each in (run, expected))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]
     assert [line["learning_rate"] for line in lines] == [line["learning_rate"] for line in others]

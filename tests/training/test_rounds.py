@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from skippipe_sched.problem.plan import load_plan
 
+from skippipe_jax import Run
+from skippipe_jax.cluster.group import NO_GENERATION
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
@@ -23,7 +25,6 @@ from skippipe_jax.consensus.generations import (
     Send,
     Tick,
 )
-from skippipe_jax.storage.run_folder import read_metrics
 from skippipe_jax.training import setup
 from skippipe_jax.training.report import GenerationReport, plan_session
 from skippipe_jax.training.trainer import Trainer
@@ -84,14 +85,14 @@ def test_a_run_goes_on_without_a_lost_host_in_few_round_trips(network: Network, 
 
     def counts(trainer: Trainer, step: int) -> None:
         own = hosts[trainer.membership.index].membership
-        if trainer.host.count == 2:
+        if trainer.group.count == 2:
             told.setdefault(own.index, (own.depth, [*own.puts]))
 
     lost_after(hosts[2], 2, network)
     for host in hosts[:2]:
         host.after_step = counts
     train(hosts, PATIENCE_S)
-    assert [host.trainer.steps_done for host in hosts[:2]] == [STEPS, STEPS]
+    assert [host.trainer.step for host in hosts[:2]] == [STEPS, STEPS]
     assert {depth for depth, _ in told.values()} == {OPENING}, told
     assert DECIDING + OPENING <= 2 * MOST_ROUND_TRIPS
 
@@ -145,7 +146,7 @@ def test_a_host_without_the_text_does_not_take_over_the_data_stage(
             replace(config.data, path=str(other)) if current_thread() is hosts[1] else config.data
         )
 
-    monkeypatch.setattr(setup, "data_config", at_the_same_path)
+    monkeypatch.setattr(setup, "with_run_tokenizer", at_the_same_path)
     lost_after(hosts[0], 2, network)
     train(hosts, PATIENCE_S)
     lines = [json.loads(line) for line in (tmp_path / "run/membership.jsonl").open()]
@@ -153,9 +154,9 @@ def test_a_host_without_the_text_does_not_take_over_the_data_stage(
     assert [own["nodes"] for own in lines[-1]["members"]] == [[1], [2]]
     plan = load_plan(tmp_path / "run/generations/plan-3.json")
     assert plan.stages == ((1,), (0,)), "host 2 reads"
-    steps = [line["step"] for line in read_metrics(tmp_path / "run")]
+    steps = [line["step"] for line in Run(tmp_path / "run").metrics]
     assert steps == list(range(1, STEPS + 1))
-    told = capfd.readouterr().out
+    told = capfd.readouterr().err
     assert "this is not the text that the run reads" in told
     assert ("the text of the run is not here" in told) == (lacking == "no text")
 
@@ -165,5 +166,5 @@ def test_who_reads_another_text_than_the_run_does_counts_as_without():
     other: Any = {"serves_data": True}
     reports = [run, GenerationReport(data_fingerprint="run", **other), GenerationReport(**other)]
     reports += [GenerationReport(data_fingerprint="another", **other)]
-    agreed = plan_session(None, reports)
+    agreed = plan_session(NO_GENERATION, reports)
     assert (agreed.data_fingerprint, agreed.without_text) == ("run", [2, 3])

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError, TemporaryError
 
-from skippipe_jax.cluster.agreement import DeadlinePassed
+from skippipe_jax import Run
 from skippipe_jax.config import Config, load_config
-from skippipe_jax.storage import retrying, run_folder
-from skippipe_jax.storage import writer as writer_module
-from skippipe_jax.storage.layout import saved_steps
-from skippipe_jax.storage.retrying import retried, temporary_failures
+from skippipe_jax.errors import PeerTimeout
+from skippipe_jax.storage import checkpointer as checkpointer_module
+from skippipe_jax.storage import files, records
+from skippipe_jax.storage.checkpoint import committed_steps
+from skippipe_jax.storage.files import retry, temporary_failures
+from skippipe_jax.storage.run_dir import BEST, RunDir
 from skippipe_jax.training.trainer import Trainer
 from tests.training_runs import SMALL_CASE, write_config
 
@@ -40,7 +42,7 @@ def config(tmp_path: Path) -> Config:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Those that are made, which take no time."""
     made: list[float] = []
-    for module in (retrying, writer_module):
+    for module in (files, checkpointer_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=made.append))
     return made
 
@@ -62,19 +64,19 @@ def test_a_run_goes_on_when_its_folder_can_be_used_again(
     config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     for module, name in (
-        (run_folder, "add_line"),
-        (run_folder, "write_best"),
-        (writer_module, "declare_whole"),
+        (records, "add_line"),
+        (RunDir, "write_best"),
+        (checkpointer_module, "commit"),
         # Of checkpoints what cannot be repeated: the first is left out, the last is saved again.
-        (writer_module, "synchronize"),
+        (checkpointer_module, "synchronize"),
     ):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, failing(real, errno.EIO, errno.ESTALE))
     Trainer(config).run()
     folder = Path(config.run_dir)
-    assert [line["step"] for line in run_folder.read_metrics(folder)] == [1, 2, 3, 4]
-    assert json.loads((folder / run_folder.BEST).read_text())["step"] in (2, 4)
-    assert saved_steps(folder)[-1] == 4
+    assert [line["step"] for line in Run(folder).metrics] == [1, 2, 3, 4]
+    assert json.loads((folder / BEST).read_text())["step"] in (2, 4)
+    assert committed_steps(folder)[-1] == 4
     assert "tried again in" in capfd.readouterr().err
 
 
@@ -82,11 +84,11 @@ def test_a_run_whose_folder_stays_unusable_ends_with_the_code_to_start_it_again(
     config: Config, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
 ):
     """Not with that of wrong input, by which all hosts would end."""
-    monkeypatch.setattr(run_folder, "add_line", failing(print, *[errno.EIO] * 100))
+    monkeypatch.setattr(records, "add_line", failing(print, *[errno.EIO] * 100))
     with pytest.raises(TemporaryError, match=r"run_dir = .*Input/output error") as caught:
         Trainer(config).run()
     assert caught.value.exit_code == TRY_AGAIN_EXIT_CODE
-    assert pauses == [*retrying.PAUSES_S]
+    assert pauses == [*files.RETRY_PAUSES_S]
 
 
 def test_what_nothing_tries_again_ends_a_run_with_that_code_too(
@@ -95,7 +97,7 @@ def test_what_nothing_tries_again_ends_a_run_with_that_code_too(
     def fails(folder: Path) -> bool:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
 
-    monkeypatch.setattr(writer_module, "is_committed", fails)
+    monkeypatch.setattr(checkpointer_module, "is_committed", fails)
     with pytest.raises(TemporaryError, match=r"run_dir = .*Input/output error"):
         Trainer(config).run()
 
@@ -103,11 +105,11 @@ def test_what_nothing_tries_again_ends_a_run_with_that_code_too(
 def test_what_is_no_fault_of_the_folder_is_not_tried_again(tmp_path: Path, pauses: list[float]):
     for error in (
         InputError("run_dir", "x", "is wrong", "Change it"),
-        DeadlinePassed("nothing came"),
+        PeerTimeout("nothing came"),
         ConnectionResetError(errno.ECONNRESET, "reset"),
     ):
         with pytest.raises(type(error)):
-            retried(tmp_path, failing_with(error))
+            retry(tmp_path, failing_with(error))
         assert ends_by(tmp_path, error) is error
     assert pauses == []
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skippipe_jax.runtime.events import EventLoop
-from skippipe_jax.training import stretch, watchdog
+from skippipe_jax.training import session, watchdog
 from skippipe_jax.training.trainer import Trainer
 from skippipe_jax.training.watchdog import Watchdog
 from tests.thread_cluster import Host, Lost, Network, ThreadMembership, train
@@ -111,10 +111,10 @@ def test_the_others_go_on_without_a_host_that_hangs(
     network = Network(3)
     hosts = [Host(configured(tmp_path), index, network, []) for index in range(3)]
     released = threading.Event()
-    reads = stretch.Stretch._batches
+    reads = session.Session._batches
 
-    def read(own: stretch.Stretch, iteration: int) -> Any:
-        if own._trainer is hosts[2].trainer and iteration == 2:
+    def read(own: session.Session, iteration: int) -> Any:
+        if own._run.membership is hosts[2].membership and iteration == 2:
             assert released.wait(PATIENCE_S)
             raise Lost
         return reads(own, iteration)
@@ -124,10 +124,10 @@ def test_the_others_go_on_without_a_host_that_hangs(
         released.set()
 
     monkeypatch.setattr(watchdog, "LEAST_S", 3.0)
-    monkeypatch.setattr(stretch.Stretch, "_batches", read)
+    monkeypatch.setattr(session.Session, "_batches", read)
     monkeypatch.setattr(ThreadMembership, "stop", stop)
     train(hosts, PATIENCE_S)
     assert released.is_set()
     trainers: list[Trainer] = [host.trainer for host in hosts[:2]]
-    assert [trainer.steps_done for trainer in trainers] == [6, 6]
+    assert [trainer.step for trainer in trainers] == [6, 6]
     network.close()

@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,26 @@ import wandb
 from skippipe_sched.errors import InputError
 from tensorboardX.proto import event_pb2
 
+from skippipe_jax import Run
 from skippipe_jax.cluster.ending import RunFailed
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, LogConfig, load_config, parse_config
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, TrainingBatches
 from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.reporting.page import report
-from skippipe_jax.storage import run_folder
-from skippipe_jax.storage.layout import saved_steps
-from skippipe_jax.storage.writer import CheckpointWriter
-from skippipe_jax.training.callbacks import BestCheckpoint, trackers_of
-from skippipe_jax.training.trackers import numbers, open_trackers, require_trackers
-from skippipe_jax.training.trainer import train
+from skippipe_jax.storage.checkpoint import CheckpointItems, committed_steps
+from skippipe_jax.storage.checkpointer import BEST_METRIC, Checkpointer, RetentionPolicy
+from skippipe_jax.storage.run_dir import BEST, METRICS, RunDir
+from skippipe_jax.training.callbacks.base import RunView
+from skippipe_jax.training.callbacks.trackers import (
+    flatten_scalars,
+    open_trackers,
+    require_trackers,
+    trackers_of_leader,
+)
+from skippipe_jax.training.trainer import Trainer
 from tests.multihost.processes import started_processes
+from tests.step_metrics import metrics_of
 from tests.thread_hosts import ThreadHost
 from tests.training_runs import (
     arrays_of_checkpoint,
@@ -69,7 +76,7 @@ WATCHED: dict[str, Any] = {
 def train_here(config: Path, run_dir: Path, resume: bool = False, **changes: Any) -> None:
     loaded = load_config(config, settings(run_dir=run_dir, **changes)[1::2])
     alone = Membership(loaded.cluster, index=0, count=1)
-    train(loaded, alone, resume=resume, config_folder=config.parent)
+    Trainer(loaded, host=alone, resume=resume, config_folder=config.parent).run()
 
 
 @pytest.fixture(scope="module")
@@ -92,50 +99,48 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_held_out_loss_is_that_of_evaluation(watched: Path):
-    lines = run_folder.read_metrics(watched)
+    lines = Run(watched).metrics
     losses = {line["step"]: line["validation_loss"] for line in lines}
     assert [step for step, loss in losses.items() if loss is not None] == [2, 4, 6]
-    for step in saved_steps(watched):
+    for step in committed_steps(watched):
         assert losses[step] == pytest.approx(evaluate_run(watched, step, SEQUENCES).loss, rel=1e-6)
     assert losses[6] != losses[4]
 
 
 def test_the_best_checkpoint_is_noted(watched: Path):
-    best = json.loads((watched / run_folder.BEST).read_text())
-    losses = {line["step"]: line["validation_loss"] for line in run_folder.read_metrics(watched)}
+    best = json.loads((watched / BEST).read_text())
+    losses = {line["step"]: line["validation_loss"] for line in Run(watched).metrics}
     assert best == {"step": 6, "validation_loss": losses[6]}
     assert losses[6] < losses[4]
 
 
 def test_the_best_checkpoint_is_kept_until_a_better_one_comes(tmp_path: Path):
-    run_folder.append_metrics(tmp_path, {"step": 0})
-
     def save(losses: dict[int, float | None]) -> None:
-        writer = CheckpointWriter(tmp_path, ThreadHost(), stage_layers=(1,), keep=1)
-        best = BestCheckpoint(writer, tmp_path)
+        policy = RetentionPolicy(keep=1)
+        writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=(1,), policy=policy)
         for step, loss in losses.items():
-            run_folder.append_metrics(tmp_path, {"step": step, "validation_loss": loss})
-            writer.save(step, {0: {"parameters": jnp.ones(2)}}, {})
-            best.consider(step, loss)
+            items = CheckpointItems({0: {"parameters": jnp.ones(2)}})
+            writer.save(step, items, {}, {} if loss is None else {BEST_METRIC: loss})
         writer.close()
 
     def best() -> int:
-        return json.loads((tmp_path / run_folder.BEST).read_text())["step"]
+        return json.loads((tmp_path / BEST).read_text())["step"]
 
     save({1: 3.0, 2: 1.0, 3: 2.0, 4: None})
-    assert (saved_steps(tmp_path), best()) == ([2, 4], 2)
+    assert (committed_steps(tmp_path), best()) == ([2, 4], 2)
     # As after a resume.
     save({5: 1.5})
-    assert (saved_steps(tmp_path), best()) == ([2, 5], 2)
+    assert (committed_steps(tmp_path), best()) == ([2, 5], 2)
     save({6: 0.5, 7: 0.6})
-    assert (saved_steps(tmp_path), best()) == ([6, 7], 6)
+    assert (committed_steps(tmp_path), best()) == ([6, 7], 6)
     # A run that goes on from before the best has none yet.
-    for step in saved_steps(tmp_path):
+    for step in committed_steps(tmp_path):
         shutil.rmtree(tmp_path / "checkpoints" / f"{step:08d}")
     save({})
-    assert not (tmp_path / run_folder.BEST).exists()
+    assert not (tmp_path / BEST).exists()
 
 
+@pytest.mark.nightly
 def test_three_hosts_validate_as_one(config: Path, tmp_path: Path):
     """Host 2 has no data node; the others have one each."""
     run_dir = tmp_path / "run"
@@ -155,7 +160,7 @@ def test_three_hosts_validate_as_one(config: Path, tmp_path: Path):
             **virtual_devices(1),
         )
         assert processes.exit_codes(120.0) == [0] * 3, processes.outputs()
-    losses = [line["validation_loss"] for line in run_folder.read_metrics(run_dir)]
+    losses = [line["validation_loss"] for line in Run(run_dir).metrics]
     assert losses[1] == pytest.approx(evaluate_run(run_dir, 2, SEQUENCES).loss, rel=1e-6)
     assert losses[0] != losses[1]
     assert f"step 2: held-out loss {losses[1]:.4f}" in processes.output(0)
@@ -185,8 +190,8 @@ def test_tensorboard_has_the_numbers_of_metrics(watched: Path):
     }
     expected = {
         (line["step"], name): value
-        for line in run_folder.read_metrics(watched)
-        for name, value in numbers(line)
+        for line in Run(watched).metrics
+        for name, value in flatten_scalars(line)
     }
     assert {(6, "loss"), (6, "validation_loss"), (1, "peak_in_flight/0")} < expected.keys()
     assert found == pytest.approx(expected, rel=1e-6)
@@ -200,10 +205,10 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     config = parse_config({"log": {"wandb": "far-apart"}, "seed": 7})
-    ids = set()
+    ids, view = set(), cast(RunView, None)
     for step in (1, 2):
         [tracker] = open_trackers(config, tmp_path, step - 1)
-        tracker.write({"step": step, "loss": 2.5, "idle_share": [0.5], "z_loss": None})
+        tracker.on_step_end(view, metrics_of(step, 2.5, idle_share=[0.5]))
         assert wandb.run is not None
         ids.add(wandb.run.id)
         tracker.close()
@@ -219,7 +224,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_every_number_of_a_line_has_a_name():
     line = {"step": 1, "none": None, "word": "real", "list": [0.5, None], "map": {3: {"a": 2}}}
-    assert dict(numbers(line)) == {"step": 1, "list/0": 0.5, "map/3/a": 2}
+    assert dict(flatten_scalars(line)) == {"step": 1, "list/0": 0.5, "map/3/a": 2}
 
 
 @pytest.mark.parametrize(
@@ -245,8 +250,8 @@ def test_who_leads_anew_without_the_package_goes_on_without_trackers(
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     config = Config(log=LogConfig(tensorboard=True))
     with pytest.raises(InputError):
-        trackers_of(config, tmp_path, 5, is_new=False)
-    assert trackers_of(config, tmp_path, 5, is_new=True) == []
+        trackers_of_leader(config, tmp_path, 5, is_new=False)
+    assert trackers_of_leader(config, tmp_path, 5, is_new=True) == []
     assert "warning: log.tensorboard = True: needs the package" in capfd.readouterr().err
 
 
@@ -258,7 +263,7 @@ def test_the_profile_of_a_step_names_its_operations(watched: Path):
     [path] = watched.glob("profile/*/host_0/plugins/profile/*/*.xplane.pb")
     profile = jax.profiler.ProfileData.from_file(str(path))
     names = [e.name for plane in profile.planes for line in plane.lines for e in line.events]
-    plan = run_folder.saved_plan(watched)
+    plan = RunDir(watched).plan()
     for order in plan.order:
         for operation in order:
             assert names.count(f"{operation}, stage {plan.stage_of[operation.node]}") == 1
@@ -266,7 +271,7 @@ def test_the_profile_of_a_step_names_its_operations(watched: Path):
 
 
 def test_metrics_tell_what_devices_and_compilation_needed(watched: Path):
-    lines = run_folder.read_metrics(watched)
+    lines = Run(watched).metrics
     assert lines[0]["compile_seconds"] > 0.0
     for line in lines:
         assert (line["compile_seconds"] > 0.0) == (line["compilations"] > 0)
@@ -294,12 +299,12 @@ def test_skipped_updates_change_nothing_and_are_counted_over_a_resume(
         strict=True,
     ):
         assert_same_bits(after, before)
-    lines = run_folder.read_metrics(tmp_path / "run")
+    lines = Run(tmp_path / "run").metrics
     assert [line["skipped_updates"] for line in lines] == [1, 2, 3, 4]
     assert len({line["learning_rate"] for line in lines}) == 1
     # Where updates are made, the schedule goes on from where it stood.
     train_here(config, tmp_path / "run", resume=True, train__steps=6)
-    *_, fifth, sixth = run_folder.read_metrics(tmp_path / "run")
+    *_, fifth, sixth = Run(tmp_path / "run").metrics
     assert (fifth["skipped_updates"], sixth["skipped_updates"]) == (4, 4)
     assert fifth["learning_rate"] == lines[0]["learning_rate"] < sixth["learning_rate"]
 
@@ -326,10 +331,10 @@ def test_an_iteration_without_a_target_is_told_of_and_the_run_goes_on(
 
     monkeypatch.setattr(TrainingBatches, "__getitem__", without_targets)
     train_here(config, tmp_path / "run", train__steps=3, **averaging)
-    lines = run_folder.read_metrics(tmp_path / "run")
+    lines = Run(tmp_path / "run").metrics
     assert [line["loss"] is None for line in lines] == [False, True, False]
     assert [line["tokens"] == 0 for line in lines] == [False, True, False]
-    assert "NaN" not in (tmp_path / "run" / run_folder.METRICS).read_text()
+    assert "NaN" not in (tmp_path / "run" / METRICS).read_text()
     told = "step 2: update skipped, none of its tokens is a target"
     # Replicas that go apart each count their own.
     assert (told in capfd.readouterr().err) == (not averaging)
@@ -345,9 +350,9 @@ def test_a_loss_that_is_no_number_ends_a_run_without_the_guard_alone(config: Pat
         train_here(config, tmp_path / "ended", **explosive)
     assert caught.value.field == "optimizer.learning_rate"
     train_here(config, tmp_path / "run", optimizer__skip_above_norm=1e6, **explosive)
-    lines = run_folder.read_metrics(tmp_path / "run")
+    lines = Run(tmp_path / "run").metrics
     assert [line["loss"] is None for line in lines] == [False, True, True]
     assert [line["gradient_norm"] is None for line in lines] == [False, True, True]
     assert [line["skipped_updates"] for line in lines] == [0, 1, 2]
-    assert "NaN" not in (tmp_path / "run" / run_folder.METRICS).read_text()
+    assert "NaN" not in (tmp_path / "run" / METRICS).read_text()
     assert "Loss" in report(tmp_path / "run")

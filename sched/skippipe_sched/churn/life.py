@@ -10,8 +10,8 @@ wait for that. Checkpoints stop all hosts for `save_s` every `save_every` steps.
 Where no host is left that holds a stage, the policy decides:
 
 - `rewind`: all go back to the last checkpoint, which takes `restore_s`. Where a stage has no host
-  at all, one of the fullest moves there (`methods.refilling`), now and whenever else that happens;
-  it goes back to its own stage when others serve that one again.
+  at all, one of the fullest moves there (`without_nodes.refilled`), now and whenever else that
+  happens; it goes back to its own stage when others serve that one again.
 - `buddy`: a copy of each stage goes to a node of the next one, a part in each of `copy_every` steps
   of a generation, and then anew. A step takes as long as its part at least. A lost stage goes on
   from the last whole copy, the others from where they were.
@@ -38,11 +38,13 @@ whichever stages it skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from skippipe_sched.churn.faults import Attendance, Change
-from skippipe_sched.churn.pace import Pace
 from skippipe_sched.churn.policies import (
     AVERAGE,
     BUDDY,
@@ -53,8 +55,8 @@ from skippipe_sched.churn.policies import (
     STOP,
     recovery_of,
 )
-from skippipe_sched.churn.states import States, buddies
-from skippipe_sched.methods.refilling import refilled
+from skippipe_sched.methods.without_nodes import refilled
+from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 
@@ -360,3 +362,121 @@ class _Life:
 
     def count(self, recovery: str) -> None:
         self.told.recoveries[recovery] = self.told.recoveries.get(recovery, 0) + 1
+
+
+# No run has more of them; what is looked through has a length that fits into a word.
+MOST_STEPS = 10**15
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Steps of `iteration_s` each, from `start_s` on, when `step` of them have been made.
+
+    After every `save_every` steps a checkpoint stops all for `save_s`.
+    """
+
+    start_s: float
+    step: int
+    iteration_s: float
+    save_every: int
+    save_s: float
+
+    def counts_s(self, step: int) -> float:
+        """When a later step counts."""
+        return self._time_s(step, step - 1)
+
+    def free_s(self, step: int) -> float:
+        """When a step has counted, and its checkpoint is whole if it has one."""
+        return self._time_s(step, step)
+
+    def _time_s(self, step: int, saved: int) -> float:
+        checkpoints = saved // self.save_every - self.step // self.save_every
+        return self.start_s + (step - self.step) * self.iteration_s + checkpoints * self.save_s
+
+    def steps_by(self, time_s: float) -> int:
+        """The last step that counts by then."""
+        most = min(MOST_STEPS, int((time_s - self.start_s) / self.iteration_s) + 1)
+        later = range(self.step + 1, self.step + most + 1)
+        return self.step + bisect_right(later, time_s, key=self.counts_s)
+
+    def saved_by(self, time_s: float) -> int | None:
+        """The last of these steps whose checkpoint is whole by then, if there is one."""
+        step = self.steps_by(time_s) // self.save_every * self.save_every
+        if step > self.step and self.free_s(step) > time_s:
+            step -= self.save_every
+        return step if step > self.step else None
+
+    def free_after(self, time_s: float) -> float:
+        """When the step or checkpoint that is under way at a time is done."""
+        step = self.steps_by(time_s)
+        return self.free_s(step) if self.free_s(step) >= time_s else self.free_s(step + 1)
+
+
+# Parameters, and the two moments of AdamW.
+OF_PARAMETERS = 3.0
+
+
+def buddies(placement: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Tell who keeps copies of stages: the first node of the next stage that has one, in a circle.
+
+    The copy comes from the first node of the stage itself, as in a run.
+    """
+    further = {
+        stage: [*placement[stage + 1 :], *placement[:stage]]
+        for stage, nodes in enumerate(placement)
+        if nodes
+    }
+    first = {
+        stage: [node for nodes in others for node in nodes] for stage, others in further.items()
+    }
+    return {stage: nodes[0] for stage, nodes in first.items() if nodes}
+
+
+class States:
+    """Fetches of the states of a case's stages. Each comes over the best link to one who has it.
+
+    Fetches go side by side, and none waits for another: a set of them takes as long as its longest.
+    A state is `factor` times `stage_bytes`, which are the gradients that its replicas average.
+    """
+
+    def __init__(self, case: Case, factor: float):
+        """`factor` of 0: states take no longer than the latency of a link."""
+        self._factor = factor
+        self._stage_bytes = case.stage_bytes
+        self._latency_s, self._bandwidth = case.link_matrices
+
+    def fetched_s(self, stage: int, targets: Iterable[int], holders: Collection[int]) -> float:
+        """Seconds until all `targets` have the state of a stage that the `holders` have."""
+        return self._seconds(self._factor * self._stage_bytes[stage], targets, holders)
+
+    def averaged_s(self, stage: int, targets: Iterable[int], beside: Sequence[set[int]]) -> float:
+        """Seconds until all `targets` have the parameters of two neighbours, one after the other.
+
+        `beside` are the nodes that hold the stage before and the stage after; equal stages have as
+        many bytes.
+        """
+        targets, size = list(targets), self._stage_bytes[stage]
+        return sum(self._seconds(size, targets, holders) for holders in beside)
+
+    def copied_s(self, placement: Sequence[Sequence[int]], parts: int) -> float:
+        """Seconds until the buddies of all stages have so small a part of their copies."""
+        return max(
+            (
+                self._seconds(
+                    self._factor * self._stage_bytes[stage] / parts, [node], placement[stage][:1]
+                )
+                for stage, node in buddies(placement).items()
+            ),
+            default=0.0,
+        )
+
+    def _seconds(self, size: float, targets: Iterable[int], holders: Collection[int]) -> float:
+        lacking = [node for node in targets if node not in holders]
+        if not lacking:
+            return 0.0
+        return float(self._each_s(size, lacking, holders).min(axis=0).max())
+
+    def _each_s(self, size: float, targets: Sequence[int], holders: Collection[int]) -> np.ndarray:
+        """Seconds from each holder (row) to each target."""
+        pairs = np.ix_(sorted(holders), targets)
+        return self._latency_s[pairs] + size / self._bandwidth[pairs]

@@ -1,20 +1,34 @@
-"""The command `compare`: plan a case by all methods, side by side."""
+"""Plan a case by all methods, side by side."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
-from skippipe_sched.commands.searching import progress
+from skippipe_sched.commands.searching import add_search_arguments, progress
 from skippipe_sched.commands.writing import require_writable, write
-from skippipe_sched.compare import compare, picture, table, to_json
-from skippipe_sched.errors import InputError
-from skippipe_sched.problem.auto import load_cases
-from skippipe_sched.search.budget import Search
+from skippipe_sched.errors import InputError, loading
+from skippipe_sched.methods import METHODS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("case", type=Path, help="the case, a YAML file")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
+    add_search_arguments(parser)
+    add("--json", type=Path, metavar="FILE", help="write the figures here")
+    add("-o", "--output", type=Path, help="write a picture (SVG) here")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table, and write figures and a picture where they are asked for."""
+    with loading():
+        from skippipe_sched import fields
+        from skippipe_sched.compare import compare, picture, table, to_json
+        from skippipe_sched.problem.auto import load_cases
+        from skippipe_sched.search.budget import Search
     require_writable("--json", arguments.json)
     require_writable("--output", arguments.output)
     cases = load_cases(arguments.case)
@@ -23,11 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
             "case.stages", "auto", "methods are compared on one case",
             "Run the plan command first and give the sizes and the length that it chose",
         )  # fmt: skip
-    with progress("compare", None) as watch:
+    budget_s = fields.duration(arguments.budget, "--budget", above=True)
+    with progress("compare") as watch:
         rows = compare(
             cases[0],
             arguments.methods,
-            lambda _: Search(arguments.seed, arguments.budget, watch=watch),
+            lambda _: Search(arguments.seed, budget_s, watch=watch),
         )
     print(table(rows))
     if arguments.json is not None:

@@ -1,49 +1,79 @@
-"""The command `plan`: make a plan for a case."""
+"""Make a plan for a case."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from skippipe_sched.commands.searching import progress
-from skippipe_sched.commands.simulate import summary
+from skippipe_sched.commands.searching import add_search_arguments, progress
 from skippipe_sched.commands.writing import require_writable, write
-from skippipe_sched.errors import InputError
-from skippipe_sched.methods import plan_best
-from skippipe_sched.problem.auto import load_cases
-from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.plan import Plan, load_plan
-from skippipe_sched.search.budget import Search
-from skippipe_sched.timing.bound import lower_bound_s
-from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.errors import InputError, loading
+from skippipe_sched.methods import DEFAULT_METHOD, METHODS, path_length_of
+
+if TYPE_CHECKING:
+    from skippipe_sched.problem.case import Case
+    from skippipe_sched.problem.plan import Plan
+
+DESCRIPTION = "\n".join(
+    [
+        "Makes a plan for a case by one of these methods:",
+        *(f"  {name:<16} {method.about}" for name, method in METHODS.items()),
+        "Ctrl-C ends the search with the best plan so far.",
+    ]
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = DESCRIPTION
+    add = parser.add_argument
+    add("case", type=Path, help="the case, a YAML file")
+    add("-o", "--output", type=Path, required=True, help="where to write the plan")
+    add("--method", choices=METHODS, default=DEFAULT_METHOD, help="default: %(default)s")
+    add_search_arguments(parser)
+    add("--placement", type=Path, metavar="PLAN", help="keep the placement of this plan")
+    add(
+        "--begin", type=Path, metavar="PLAN",
+        help="let the search of joint begin at this plan too, of a case with the same stages",
+    )  # fmt: skip
+    add(
+        "--compiled", action="store_true",
+        help="wait until joint is compiled, once on a machine, also with a budget of 2 s or less: "
+        "its plan does not depend on whether a machine has searched before",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write the plan, and say how good it is."""
+    with loading():
+        from skippipe_sched import fields
+        from skippipe_sched.commands.simulate import summary
+        from skippipe_sched.methods import plan_best
+        from skippipe_sched.problem.auto import load_cases
+        from skippipe_sched.search.budget import Search
+        from skippipe_sched.timing.simulate import simulate_plan
     require_writable("--output", arguments.output)
     cases = load_cases(arguments.case)
-    if not 0 <= arguments.robust < float("inf"):
-        raise InputError(
-            "--robust", arguments.robust, "must be a share of 0 or more", "Give 0.3, say"
-        )
-    if arguments.robust and arguments.method not in ("joint", "full-joint"):
-        raise InputError(
-            "--robust", arguments.robust, f"the method {arguments.method} cannot plan for jitter",
-            "Use --method joint or full-joint",
-        )  # fmt: skip
     placement = begin = None
     if arguments.placement is not None:
-        placement = _plan_of("--placement", arguments.placement, cases).stages
+        placement = _plan_of("--placement", arguments.placement, cases, arguments.method).stages
     if arguments.begin is not None:
-        begin = _plan_of("--begin", arguments.begin, cases)
-    bound_s = min(lower_bound_s(case, case.path_length) for case in cases)
-    with progress(arguments.method, bound_s) as watch:
-        search = Search(arguments.seed, arguments.budget, placement, arguments.robust, begin, watch)
+        begin = _plan_of("--begin", arguments.begin, cases, arguments.method)
+    budget_s = fields.duration(arguments.budget, "--budget", above=True)
+    with progress(arguments.method) as watch:
+        search = Search(arguments.seed, budget_s, placement, begin, watch, arguments.compiled)
         with search.interruptible():
             plan = plan_best(cases, arguments.method, search)
     if search.end.interrupted:
         print("the search was interrupted: this is the best plan it had", file=sys.stderr)
+    elif search.end.interpreted:
+        print(
+            "the search was not compiled on this machine yet, so it has done little; that goes on, "
+            "and in a minute the same command finds a better plan",
+            file=sys.stderr,
+        )
     elif search.end.cut_short:
         print(
             "the clock ended the search before its work was done: on a machine with less else to "
@@ -56,8 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_of(option: str, path: Path, cases: tuple[Case, ...]) -> Plan:
+def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> Plan:
     """Another plan, whose placement must be one of the case's."""
+    from skippipe_sched.problem.plan import load_plan
+
     plan = load_plan(path)
     sizes = tuple(len(nodes) for nodes in plan.stages)
     if len(cases) != 1 or sizes != cases[0].stages:
@@ -65,11 +97,7 @@ def _plan_of(option: str, path: Path, cases: tuple[Case, ...]) -> Plan:
             option, str(path), f"its stages have sizes {list(sizes)}, "
             "which are not the case's", "Give the plan of a case with the same stages",
         )  # fmt: skip
-    sent = tuple(sum(path[0] == node for path in plan.microbatches) for node in plan.stages[0])
-    if option == "--begin" and (
-        sent != cases[0].microbatches
-        or {len(path) for path in plan.microbatches} != {cases[0].path_length}
-    ):
+    if option == "--begin" and not plan.fits(cases[0], path_length_of(method, cases[0])):
         raise InputError(
             option, str(path), "its paths are not as many or not as long as the case's",
             "Give the plan of a case with the same microbatches and path_length",

@@ -1,25 +1,42 @@
-"""What a command shows while it searches."""
+"""Options and progress of the commands that search."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tqdm import tqdm
+from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the seed and the budget."""
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="the same seed and budget give the same plan (default: 0)",
+    )
+    parser.add_argument(
+        "--budget", default=DEFAULT_BUDGET_S, metavar="TIME",
+        help="how long to search at most (default: %(default)g)",
+    )  # fmt: skip
 
 
 @contextmanager
-def progress(name: str, bound_s: float | None) -> Iterator[Callable[[float, float], None]]:
+def progress(name: str) -> Iterator[Callable[[Search], None]]:
     """A bar on a terminal, with the best iteration so far and the bound; elsewhere nothing.
 
-    Gives what `Search` calls with the share of the budget that is used and the best iteration_s.
+    Gives what a `Search` calls as its `watch`.
     """
+    from tqdm import tqdm
+
     format_ = "{desc} {percentage:3.0f}%|{bar}|{postfix}"
     with tqdm(total=1.0, desc=name, bar_format=format_, leave=False, disable=None) as bar:
-        bound = "" if bound_s is None else f", bound {bound_s:.2f} s"
 
-        def watch(share: float, best_s: float) -> None:
-            bar.n = share
-            bar.set_postfix_str(f"best {best_s:.2f} s{bound}")
+        def watch(search: Search) -> None:
+            bar.n = search.share
+            bound = "" if search.bound_s is None else f", bound {search.bound_s:.2f} s"
+            bar.set_postfix_str(f"best {search.best_s:.2f} s{bound}")
 
         yield watch

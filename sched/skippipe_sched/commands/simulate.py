@@ -1,24 +1,50 @@
-"""The command `simulate`: simulate one iteration of a plan."""
+"""Simulate one iteration of a plan."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from skippipe_sched.errors import loading
 
-from skippipe_sched.problem.plan import Plan, load_plan
-from skippipe_sched.problem.rules import violations
-from skippipe_sched.timing.bound import lower_bound_s
-from skippipe_sched.timing.jitter import replay
-from skippipe_sched.timing.simulate import simulate_plan
-from skippipe_sched.timing.timeline import Timeline
+if TYPE_CHECKING:
+    from skippipe_sched.problem.plan import Plan
+    from skippipe_sched.timing.timeline import Timeline
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("plan", type=Path, help="the plan, a JSON file")
+    add(
+        "--contention", choices=("none", "link"),
+        help="whether transfers on one link follow one another (default: as the plan's case says)",
+    )  # fmt: skip
+    add(
+        "--jitter", type=float, metavar="SHARE",
+        help="replay it with every hop and operation taking random times longer, by this mean "
+        "share (exponential), and print median and 95th percentile",
+    )  # fmt: skip
+    add(
+        "--draws", type=int, default=200,
+        help="how often to replay with --jitter (default: %(default)s)",
+    )  # fmt: skip
+    add("--seed", type=int, default=0, help="of the jitter (default: 0)")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the figures of the plan, and which rules it breaks."""
+    with loading():
+        import numpy as np
+
+        from skippipe_sched.problem.plan import load_plan
+        from skippipe_sched.problem.rules import violations
+        from skippipe_sched.timing.jitter import replay
+        from skippipe_sched.timing.simulate import simulate_plan
     plan = load_plan(arguments.plan)
     if arguments.contention:
         plan = replace(plan, case=replace(plan.case, contention=arguments.contention))
@@ -54,6 +80,8 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     Where averaging goes on behind iterations, they are those of the steady state, and `late_s` is
     one more.
     """
+    from skippipe_sched.timing.bound import lower_bound_s
+
     bound_s = lower_bound_s(plan.case, min(len(path) for path in plan.microbatches))
     return {
         "method": plan.method,

@@ -17,6 +17,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.annealer import MEAN_WEIGHT, WEIGHTS
 from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, cost_of
 from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, problem_of
+from skippipe_sched.search.compiled import fast
 
 # How often each move is tried.
 MOVES = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
@@ -97,10 +98,10 @@ class Chains:
     def anneal_alone(self, lane: int, cut: Cut, chain: ChainState, steps: int) -> None:
         """Improve a lane whatever the others do; its nodes stay."""
         problem = self.problem(lane, cut)
-        chain.costs[:] = cost_of(problem, chain.candidate, chain.scratch, np.inf, MEAN_WEIGHT)
+        chain.costs[:] = fast(cost_of)(problem, chain.candidate, chain.scratch, np.inf, MEAN_WEIGHT)
         hottest = HOTTEST * chain.costs[0]
         cooling = (COLDEST / HOTTEST) ** (1 / steps)
-        anneal(problem, chain, Piece(steps, hottest, cooling, MOVES, MEAN_WEIGHT))
+        fast(anneal)(problem, chain, Piece(steps, hottest, cooling, MOVES, MEAN_WEIGHT))
         copy(chain.best, chain.candidate)
 
     def _on_stages(self, lane: int, place: Place) -> tuple[Case, list[list[int]], np.ndarray]:

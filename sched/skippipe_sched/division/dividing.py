@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from skippipe_sched.division.chains import COLDEST, HOTTEST, MOVES, Chains
-from skippipe_sched.division.lanes import Lane, Training, checked
+from skippipe_sched.division.lanes import Division, Lane, Part, Training, checked, soonest
 from skippipe_sched.division.layout import SCREENED, Layout, Layouts, Place
 from skippipe_sched.division.parts import Cut, Whole
-from skippipe_sched.division.result import Division, Part, soonest
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan, with_prediction
 from skippipe_sched.methods.joint import THREADS
@@ -37,6 +36,7 @@ from skippipe_sched.search.annealer import (
 )
 from skippipe_sched.search.annealing import ChainState, Piece, cost_of
 from skippipe_sched.search.budget import Search
+from skippipe_sched.search.compiled import fast
 from skippipe_sched.search.trading import trade
 
 # Of the budget; the rest is for the plans of the finalists.
@@ -289,7 +289,7 @@ class _Search:
 
         def ends(mean_weight: float) -> np.ndarray:
             costs = [
-                cost_of(problem, chain.candidate, chain.scratch, np.inf, mean_weight)
+                fast(cost_of)(problem, chain.candidate, chain.scratch, np.inf, mean_weight)
                 for problem, chain in zip(problems, member.chains, strict=True)
             ]
             return self.weights[:lanes] * costs
@@ -300,7 +300,7 @@ class _Search:
         cooling = (COLDEST / hottest) ** (1 / (pieces * PIECE))
         for done in range(pieces):
             first, second = member.random.permutation(lanes)[:2] if lanes > 1 else (0, 0)
-            trade(
+            fast(trade)(
                 problems[first], member.chains[first], problems[second], member.chains[second],
                 idle, now, np.array([first, second]), self.weights,
                 Piece(

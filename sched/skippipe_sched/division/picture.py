@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from xml.etree.ElementTree import SubElement
 
-from skippipe_sched.division.result import Division, Part
+from skippipe_sched.division.lanes import Division, Part
 from skippipe_sched.figures.amounts import duration_text, seconds_text
 from skippipe_sched.figures.colours import GOLDEN_ANGLE, oklch
 from skippipe_sched.figures.svg import (

@@ -94,14 +94,14 @@ def gantt_series(plan: Plan, timelines: Mapping[str, Timeline]) -> str:
 
 
 def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, title: str) -> None:
-    add_title(
-        svg,
-        title,
-        f"iteration {layout.seconds(timeline.iteration_s)} · "
-        f"pipeline {layout.seconds(timeline.pipeline_s)} · "
-        f"lower bound {layout.seconds(plan.predicted.lower_bound_s)}"
-        + (f" · rings late by {layout.seconds(timeline.late_s)}" if timeline.late_s else ""),
-    )
+    figures = {
+        "iteration": timeline.iteration_s,
+        "pipeline": timeline.pipeline_s,
+        "lower bound": plan.predicted.lower_bound_s,
+        "rings late by": timeline.late_s or None,
+    }
+    told = [f"{name} {layout.seconds(s)}" for name, s in figures.items() if s is not None]
+    add_title(svg, title, " · ".join(told))
     _draw_legend(svg)
     _draw_stages(svg, layout, plan, timeline)
     _draw_axis(svg, layout)

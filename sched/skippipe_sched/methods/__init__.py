@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from skippipe_sched.methods.planning import make_plan, plan_best, with_prediction
+    from skippipe_sched.problem.case import Case
 
 __all__ = ["DEFAULT_METHOD", "METHODS", "make_plan", "plan_best", "with_prediction"]
 
@@ -52,6 +53,11 @@ METHODS = {
     "skippipe": Method("the same search of paths that do not collide", "skippipe"),
 }
 DEFAULT_METHOD = "joint"
+
+
+def path_length_of(method: str, case: Case) -> int:
+    """Count the stages that each path visits in the plans of a method."""
+    return len(case.stages) if method in ("full", "full-joint") else case.path_length
 
 
 def __getattr__(name: str) -> Any:

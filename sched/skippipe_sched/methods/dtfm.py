@@ -17,10 +17,9 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from skippipe_sched.problem.case import Case
-from skippipe_sched.search.averaging import added_s
 from skippipe_sched.search.budget import Placement, Search
-from skippipe_sched.search.compiled import compiled
-from skippipe_sched.timing.averaging import Rings, bytes_of_rings, rings_of_iteration
+from skippipe_sched.search.compiled import fast, kernel
+from skippipe_sched.timing.averaging import Rings, added_s, bytes_of_rings, rings_of_iteration
 
 POPULATION = 16
 # How many swaps are tried on every child, for each node of the case.
@@ -73,9 +72,8 @@ def place(case: Case, search: Search, share: float = 1.0) -> Placement:
     if search.placement is not None:
         return search.placement
     model = _model(case)
-    if not _improve.signatures:  # pyright: ignore[reportFunctionMemberAccess]
-        _improve(np.repeat(np.arange(len(case.stages)), case.stages), _NO_SWAPS, model)
-        search.start_clock()
+    compile_scoring(case, model)
+    search.start_clock()
     swaps = SWAPS_PER_NODE * len(case.nodes)
     locations = len(model.round_trip_s)
     # A matching looks at all pairs of locations, then at all pairs of the matches it has.
@@ -92,7 +90,7 @@ def place(case: Case, search: Search, share: float = 1.0) -> Placement:
             first, second = search.random.choice(len(population), 2, replace=False)
             child = _cross(population[first][1], population[second][1], model, search.random)
         tried = search.random.integers(len(case.nodes), size=(swaps, 2))
-        cost = _improve(child, tried, model)
+        cost = fast(_improve)(child, tried, model)
         if not population or cost < population[0][0]:
             # There is no plan yet: this only shows that the search goes on.
             search.found(search.best_s)
@@ -101,6 +99,12 @@ def place(case: Case, search: Search, share: float = 1.0) -> Placement:
             population.sort(key=lambda member: member[0])
             del population[POPULATION:]
     return _seated(case, population[0][1])
+
+
+def compile_scoring(case: Case, model: _Model | None = None) -> None:
+    """Compile what scores a placement, so that this does not count as searching."""
+    stage_of = np.repeat(np.arange(len(case.stages)), case.stages)
+    fast(_improve)(stage_of, _NO_SWAPS, model or _model(case))
 
 
 def _seated(case: Case, stage_of: np.ndarray) -> Placement:
@@ -178,7 +182,7 @@ def _cross(
     return child
 
 
-@compiled
+@kernel
 def _improve(stage_of: np.ndarray, tried: np.ndarray, model: _Model) -> float:
     """Improve a partition in place: order its stages, swap nodes, order again. Returns its cost."""
     _order_stages(stage_of, model)
@@ -206,7 +210,7 @@ def _improve(stage_of: np.ndarray, tried: np.ndarray, model: _Model) -> float:
     return _cost(_score(stage_of, model), model)
 
 
-@compiled
+@kernel
 def _score(stage_of: np.ndarray, model: _Model) -> _Parts:
     stages = len(model.sizes)
     counts = np.zeros((stages, len(model.round_trip_s)), np.int64)
@@ -220,7 +224,7 @@ def _score(stage_of: np.ndarray, model: _Model) -> _Parts:
     return parts
 
 
-@compiled
+@kernel
 def _move(node, source, target, stage_of, parts, model):
     stage_of[node] = target
     place = model.location[node]
@@ -230,7 +234,7 @@ def _move(node, source, target, stage_of, parts, model):
     parts.speed[target] += model.speed[node]
 
 
-@compiled
+@kernel
 def _rescore(stage, parts, model):
     """Score anew what depends on the nodes of `stage`."""
     stages = len(model.sizes)
@@ -242,7 +246,7 @@ def _rescore(stage, parts, model):
         parts.match_s[stage] = _match_s(counts[stage], counts[after], model)
 
 
-@compiled
+@kernel
 def _cost(parts, model):
     averaging_s = parts.averaging_s.max() + WEIGHT_OF_MEAN_AVERAGING * parts.averaging_s.mean()
     trips_s = model.rounds * parts.match_s.sum()
@@ -251,7 +255,7 @@ def _cost(parts, model):
     return added_s(model.rings, averaging_s, pipeline_s, pipeline_s) + trips_s + busy_s
 
 
-@compiled
+@kernel
 def _averaging_s(counts, stage, model):
     """About the quickest ring over these nodes: no ring has a cheaper slowest link than this.
 
@@ -295,7 +299,7 @@ def _averaging_s(counts, stage, model):
     return slowest
 
 
-@compiled
+@kernel
 def _match_s(counts, others, model):
     """Mean round trip when the replicas of two stages are matched, near ones first.
 
@@ -350,7 +354,7 @@ def _match_s(counts, others, model):
     return cost / total
 
 
-@compiled
+@kernel
 def _order_stages(stage_of: np.ndarray, model: _Model) -> None:
     """Give stages of one group the places in the pipeline that make the way through it short.
 
@@ -387,7 +391,7 @@ def _order_stages(stage_of: np.ndarray, model: _Model) -> None:
         stage_of[node] = seat[stage_of[node]]
 
 
-@compiled
+@kernel
 def _tour_s(place, match_s):
     length = 0.0
     for position in range(len(place)):

@@ -13,25 +13,31 @@ Not in the paper, which places nodes, finds paths and orders operations one afte
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from skippipe_sched.methods import dtfm, full, skippipe
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches
-from skippipe_sched.problem.case import Case, Rules
+from skippipe_sched.problem.case import Case, Rules, parse_case
 from skippipe_sched.problem.plan import NodePath, Plan
 from skippipe_sched.search import annealer
 from skippipe_sched.search.annealer import Annealer, Chain, Round
-from skippipe_sched.search.arrays import Stretches, as_operations, candidate_of, problem_of
+from skippipe_sched.search.arrays import as_operations, candidate_of, problem_of
 from skippipe_sched.search.budget import Placement, Search
-from skippipe_sched.search.compiled import is_compiled
-from skippipe_sched.search.polishing import polish
+from skippipe_sched.search.compiled import (
+    compiling_alone,
+    interpreting,
+    is_compiled,
+    mark_as_compiled,
+    start_compiling,
+)
 from skippipe_sched.timing.bound import lower_bound_s
-from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import forecast
 
 THREADS = 2
@@ -50,19 +56,26 @@ PREPARING_SHARE = 0.2
 # one chain starts, with as little heat, from there.
 PLACING_SHARE = 0.1
 
-# A robust plan is first a good plan. Then, for the rest of the work, its paths and order are
-# polished for the mean over draws of jitter: other draws than `simulate --jitter` has.
-CALM_SHARE = 0.4
-DRAWS = 48
-DRAWS_SEED = 1_000_000
+# On a machine that has not compiled the search yet, a budget up to this is spent in plain Python,
+# which does about so much work in a second, the first of it by the quick estimate.
+SHORT_BUDGET_S = 2.0
+INTERPRETED_OPERATIONS_PER_S = 6e4
+INTERPRETED_SETTLE_SHARE = 0.6
 # The quick estimate first, then the rounds, and last the order.
 SETTLE_SHARE = 0.05
 POLISH_SHARE = 0.18
+# A step of polishing replays an order, which is so many times as quick as to choose one.
+REPLAYS_OF_STEP = 1.75
 ROUNDS = (
     Round(chains=8, share=0.42, hottest=0.03, coldest=0.003),
     Round(chains=3, share=0.2, hottest=0.012, coldest=0.0015),
     Round(chains=2, share=0.15, hottest=0.006, coldest=0.0003),
 )
+SMALLEST_CASE = {
+    "nodes": 2, "locations": ["a"], "links": [], "activation_bytes": 1, "stage_bytes": 1,
+    "forward_s": 1, "stages": [1, 1], "path_length": 2, "microbatches_per_data_node": 1,
+    "memory": 1,
+}  # fmt: skip
 
 
 def routes(case: Case, search: Search) -> Routes:
@@ -88,6 +101,14 @@ def dealt(case: Case, plan: Plan) -> tuple[NodePath, ...]:
     return tuple(of_node[node].pop(0) for node in data_node_of_microbatches(case, plan.stages))
 
 
+def compile_search() -> None:
+    """Compile what a search needs, once on this machine."""
+    with compiling_alone():
+        if not is_compiled():
+            joint = _Joint(parse_case(SMALLEST_CASE), Search())
+            joint.compile(joint.start(0))
+
+
 class _Joint:
     """One search: the case as arrays, the chains, and how much work there is."""
 
@@ -99,18 +120,26 @@ class _Joint:
             self.problem, sum(case.microbatches), case.path_length,
             lambda: self.optimal or search.stopped(),
         )  # fmt: skip
-        self.bound_s = lower_bound_s(case, case.path_length)
         if search.placement is not None:
             self.annealer.keep_placement()
         self.prepared: Routes | None = None
         self.placed: Placement | None = None
         self.optimal = False
 
+    @cached_property
+    def bound_s(self) -> float:
+        """A bound that no plan of the case can beat [s]."""
+        return lower_bound_s(self.case, self.case.path_length)
+
     def run(self) -> Routes:
+        if not (self.search.waits_for_compiler or is_compiled()):
+            quick = self.interpreted()
+            if quick is not None:
+                return quick
         self.compile(self.start(0))
         self.search.start_clock()
         work = self.search.steps(THREADS * annealer.OPERATIONS_PER_S)
-        steps = work / self.annealer.operations * (CALM_SHARE if self.search.jitter else 1.0)
+        steps = work / self.annealer.operations
         least = max(LEAST_STEPS, LEAST_STEPS_OF_MICROBATCH * sum(self.case.microbatches))
         most = int(np.clip(ROUNDS[0].share * steps / least, THREADS, ROUNDS[0].chains))
         if ROUNDS[0].share * steps / most < HURRIED_STEPS * sum(self.case.microbatches):
@@ -133,30 +162,13 @@ class _Joint:
                         chain, r, n, s
                     ),
                 )
-            work_of_polish = POLISH_SHARE * steps
+            work_of_polish = POLISH_SHARE * steps * REPLAYS_OF_STEP
             worth = work_of_polish / self.annealer.steps_to_reorder
             most = int(np.clip(worth, THREADS, len(every_chain)))
             chains = sorted(every_chain, key=lambda chain: chain.cost_s)[:most]
             each_polish = int(work_of_polish / len(chains))
             self.each(threads, chains, lambda chain: self.annealer.polish(chain, each_polish))
-            if self.search.jitter:
-                self.annealer.draws = self.draws_of_jitter()
-                steps = (1 - CALM_SHARE) / CALM_SHARE * steps / DRAWS / len(chains)
-                self.each(threads, chains, lambda chain: self.annealer.polish(chain, int(steps)))
         return self.best_of(chains)
-
-    def draws_of_jitter(self) -> Stretches:
-        """The luck that a robust plan is made for."""
-        size = sum(self.case.microbatches), len(self.case.stages)
-        luck = [
-            draw_stretch(*size, self.search.jitter, DRAWS_SEED + self.search.seed, draw)
-            for draw in range(DRAWS)
-        ]
-        return Stretches(
-            np.stack([one.operations for one in luck]),
-            np.stack([one.hops for one in luck]),
-            np.stack([one.averagings for one in luck]),
-        )
 
     def each(
         self, threads: ThreadPoolExecutor, chains: list[Chain], work: Callable[[Chain], None]
@@ -171,7 +183,7 @@ class _Joint:
             self.search.found(min(chain.cost_s for chain in chains))
         # Only here, where all have ended: what a chain does must not hang on how quick others are.
         least_s = min(chain.cost_s for chain in chains)
-        self.optimal = not self.search.jitter and least_s <= self.bound_s * (1 + ROUNDING)
+        self.optimal = least_s <= self.bound_s * (1 + ROUNDING)
 
     def start(self, number: int) -> Chain:
         """A chain with random balanced paths on a random placement, if no better are known."""
@@ -208,18 +220,57 @@ class _Joint:
 
     def compile(self, chain: Chain) -> None:
         """Run everything once with no steps, so that compiling does not count as searching."""
-        if not is_compiled(polish):
+        if not is_compiled():
             print("compiling the search, once on this machine: half a minute", file=sys.stderr)
         self.annealer.settle(chain, 0.0)
         self.annealer.anneal(chain, ROUNDS[0], 0, 1.0)
         self.annealer.polish(chain, 0)
+        dtfm.compile_scoring(self.case)
+        mark_as_compiled()
+        self.search.bound_s = self.bound_s
+
+    def interpreted(self) -> Routes | None:
+        """The best plan that plain Python finds while another process compiles the search.
+
+        None once that is done, unless the budget is over by then or the user asks for the end: only
+        a search of more than `SHORT_BUDGET_S` waits for it.
+        """
+        search = replace(self.search)  # With random numbers of its own.
+        waits = search.budget_s > SHORT_BUDGET_S
+
+        def over() -> bool:
+            return (search.stopped() and not waits) or compiling.poll() is not None
+
+        with interpreting():
+            own = _Joint(self.case, search)
+            chain = own.start(0)
+            compiling = start_compiling(__name__)
+            own.annealer.over = lambda: search.end.interrupted or over()
+            own.annealer.operations_per_s = INTERPRETED_OPERATIONS_PER_S
+            search.start_clock()
+            work = INTERPRETED_OPERATIONS_PER_S * min(search.budget_s, SHORT_BUDGET_S)
+            quick_until_s = time.monotonic() + SHORT_BUDGET_S
+            while not own.annealer.over():
+                if waits and time.monotonic() > quick_until_s:
+                    # More of this would only slow the compiler down.
+                    time.sleep(annealer.LOOK_S)
+                    continue
+                if chain.cost_s < np.inf:
+                    steps = int(work / own.annealer.operations)
+                    own.annealer.anneal(chain, ROUNDS[1], steps, chain.cost_s)
+                else:
+                    own.annealer.settle(chain, INTERPRETED_SETTLE_SHARE * work)
+                search.found(chain.cost_s)
+        search.end.interpreted = search.end.interrupted or compiling.poll() is None
+        search.end.cut_short = search.end.interpreted
+        return own.routes_of(chain) if search.end.interpreted else None
 
     def best_of(self, chains: list[Chain]) -> Routes:
         """What the best chain has found; where iterations overlap, best by how they follow."""
         by_cost = sorted(chains, key=lambda chain: chain.cost_s)
-        # A plan that locks has no steady state, and one for jitter is best by its draws.
+        # A plan that locks has no steady state.
         judged = [chain for chain in by_cost if chain.cost_s < np.inf]
-        if not self.case.averaging.is_outer or self.search.jitter or not judged:
+        if not self.case.averaging.is_outer or not judged:
             return self.routes_of(by_cost[0])
 
         def steady_s(routes: Routes) -> float:

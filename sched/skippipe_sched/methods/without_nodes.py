@@ -5,10 +5,14 @@ does not hold, and nothing compiles anew. Every microbatch visits the stages tha
 same order; where its path led over a lost node, another replica of that stage takes its place.
 Stages of which no node is left may be left out: then paths lead past them. It is made within
 milliseconds, without a search, and without SciPy, which is slow to load.
+
+A search finds orders in which nodes wait where that pays, which dispatch never does; so the plan
+keeps what it can of the order that there was.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,14 +21,12 @@ from itertools import product
 import numpy as np
 
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods.earlier_order import earlier_order, start_times
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.fewer_nodes import sorted_nodes, with_nodes
-from skippipe_sched.problem.plan import NodePath, Plan
+from skippipe_sched.problem.plan import NodePath, Operation, Plan, microbatch_chain
 from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares
 from skippipe_sched.search.budget import Placement
-from skippipe_sched.timing.quick_bound import quick_lower_bound_s
-from skippipe_sched.timing.simulate import forecast
+from skippipe_sched.timing.simulate import forecast, require_memory, simulate
 
 # The first time, the visits of the stages after are still to be dealt, and may be on lost nodes.
 SWEEPS = 2
@@ -52,7 +54,7 @@ def plan_without(
     plan, however little memory holds, and it keeps every rule that `plan` keeps. Visits of lost
     nodes are dealt out so that trips are short; others of that stage only trade their replicas if
     the iteration is shorter for it. The order is the simulator's dispatch, or what is left of the
-    plan's own if that is quicker. `lower_bound_s` is `quick_lower_bound_s`.
+    plan's own if that is quicker. There is no time for a lower bound: `lower_bound_s` is None.
 
     Raises:
         InputError: if a stage has no node left, `stages` do not fit `kept` and the plan, or the
@@ -85,13 +87,12 @@ def plan_without(
         if order is not None:
             found.append((forecast(case, placed, paths, order), paths))
     timeline, paths = min(found, key=lambda one: (one[0].iteration_s, one[0].pipeline_s))
-    predicted = timeline.predicted(quick_lower_bound_s(case, min(map(len, paths))))
     before = {node for replicas in plan.stages for node in replicas}
     lost, new = len(before - set(nodes)), len(set(nodes) - before)
     method = plan.method
     method += f", nodes lost: {lost}" if lost or not new else ""
     method += f", nodes new: {new}" if new else ""
-    return Plan(method, placed, paths, timeline.order, predicted, case)
+    return Plan(method, placed, paths, timeline.order, timeline.predicted(None), case)
 
 
 def stages_of(plan: Plan, kept: Collection[int]) -> Placement:
@@ -244,3 +245,120 @@ def _trade(cost_s: np.ndarray, place: np.ndarray, traders: np.ndarray) -> None:
         if saved_s[first, second] <= ROUNDING_S:
             return
         place[traders[[first, second]]] = now[[second, first]]
+
+
+Order = tuple[tuple[Operation, ...], ...]
+
+
+def start_times(plan: Plan) -> list[list[float]]:
+    """When each operation of each microbatch's chain starts in an iteration of a plan alone [s].
+
+    Raises:
+        InputError: if the plan's own order cannot be run.
+    """
+    require_memory(plan)
+    alone = simulate(plan.case, plan.stages, plan.microbatches, plan.order)
+    start_s = {run.operation: run.start_s for run in alone.runs}
+    return [
+        [start_s[operation] for operation in microbatch_chain(microbatch, path)]
+        for microbatch, path in enumerate(plan.microbatches)
+    ]
+
+
+def earlier_order(
+    start_s: Sequence[Sequence[float]], case: Case, paths: Sequence[NodePath]
+) -> Order | None:
+    """What each node runs, in order, if everything starts as it once did, or as soon after it.
+
+    `start_s` are the start times of a plan whose paths visit the same stages (`start_times`);
+    `paths` are those of now, on the nodes of `case`. All operations are gone through by their
+    time. A forward on a node whose memory is full waits until a backward ends there, and all the
+    rest of its microbatch is then as much later. That may lock where paths swap: None then.
+    """
+    chains = [microbatch_chain(microbatch, path) for microbatch, path in enumerate(paths)]
+    order: list[list[Operation]] = [[] for _ in case.nodes]
+    free_slots = [node.memory for node in case.nodes]
+    waiting: list[list[tuple[float, int]]] = [[] for _ in case.nodes]
+    position = [0] * len(chains)
+    late_s = [0.0] * len(chains)
+    coming = [(times[0], microbatch) for microbatch, times in enumerate(start_s)]
+    heapq.heapify(coming)
+    now_s = 0.0
+    while coming:
+        due_s, microbatch = heapq.heappop(coming)
+        now_s = max(now_s, due_s)
+        operation = chains[microbatch][position[microbatch]]
+        node = operation.node
+        if operation.kind == "F":
+            if free_slots[node] == 0:
+                heapq.heappush(waiting[node], (due_s, microbatch))
+                continue
+            free_slots[node] -= 1
+        late_s[microbatch] += now_s - due_s
+        order[node].append(operation)
+        if operation.kind == "B":
+            free_slots[node] += 1
+            if waiting[node]:
+                heapq.heappush(coming, heapq.heappop(waiting[node]))
+        position[microbatch] += 1
+        if position[microbatch] < len(chains[microbatch]):
+            due_s = start_s[microbatch][position[microbatch]] + late_s[microbatch]
+            heapq.heappush(coming, (due_s, microbatch))
+    locked = any(waiting)
+    return None if locked else tuple(map(tuple, order))
+
+
+def refilled(
+    plan: Plan,
+    kept: Collection[int],
+    without_text: Collection[int] = (),
+    left_out: Collection[int] = (),
+) -> Placement:
+    """The nodes `kept` of each stage, after one has been moved to each stage that has none left.
+
+    No fewer moves would do. Each is from the stage that has most nodes then, and among equal ones
+    from an inner stage, as data nodes need the run's text. Of that stage goes the node that
+    serves a stage alone best: the fastest, then the one with most memory, then the nearest to all
+    others. None `without_text` is moved to the data stage, and none to stages that stay
+    `left_out`. Nodes have their numbers in `plan`;
+    `plan_without` makes the plan of the placement.
+
+    Raises:
+        InputError: if there are fewer nodes than stages, or none that could become a data node.
+    """
+    stages = [list(nodes) for nodes in stages_of(plan, kept)]
+    nodes = [node for replicas in stages for node in replicas]
+    needed = len(stages) - len(left_out)
+    if len(nodes) < needed:
+        raise InputError(
+            "nodes",
+            sorted(nodes),
+            f"only {len(nodes)} are left, and each of the {needed} stages needs one",
+            f"Start {needed - len(nodes)} of the lost ones again, or make a new plan with "
+            "fewer stages",
+        )
+    case = plan.case
+    round_trip_s = case.round_trip_s
+
+    def alone(node: int) -> tuple[float, int, float]:
+        far_s = float((round_trip_s[node, nodes] + round_trip_s[nodes, node]).sum())
+        return case.nodes[node].forward_s, -case.nodes[node].memory, far_s
+
+    for place, replicas in enumerate(stages):
+        if not replicas and place not in left_out:
+            barred = set(without_text) if place == 0 else set[int]()
+            givers = [own for own in range(len(stages)) if set(stages[own]) - barred]
+            giver = max(
+                givers, key=lambda stage: (len(stages[stage]), stage > 0, -stage), default=None
+            )
+            if giver is None:
+                raise InputError(
+                    "nodes",
+                    sorted(nodes),
+                    "none of those that are left has the text that the data stage reads",
+                    "Start one of the lost data nodes again",
+                )
+            moved = min((node for node in stages[giver] if node not in barred), key=alone)
+            stages[giver].remove(moved)
+            replicas.append(moved)
+    return tuple(map(tuple, stages))

@@ -18,7 +18,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
 from skippipe_sched.problem.averaging import EXACT, AveragingPolicy, parse_averaging
 from skippipe_sched.problem.node_mesh import MESH, mesh_of
-from skippipe_sched.problem.stage_sizes import sizes_and_left_out, so_that_they_add_up
 
 Contention = Literal["none", "link"]
 
@@ -219,7 +218,7 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         path_length=path_length,
         microbatches=_microbatches(given, stages[0]),
         rules=_rules(given.get("rules", {}), len(stages)),
-        hop_overhead_s=fields.number(given.get("hop_overhead_s", 0.0), "case.hop_overhead_s", 0.0),
+        hop_overhead_s=fields.duration(given.get("hop_overhead_s", 0.0), "case.hop_overhead_s"),
         backward_ratio=fields.number(
             given.get("backward_ratio", 1.5), "case.backward_ratio", 0.0, above=True
         ),
@@ -266,7 +265,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
         nodes.append(
             Node(
                 fields.text(own["location"], f"{field}.location"),
-                fields.number(own["forward_s"], f"{field}.forward_s", 0.0, above=True),
+                fields.duration(own["forward_s"], f"{field}.forward_s", above=True),
                 _memory(own, field),
                 _memory_bytes(own, field),
                 mesh_of(own, field),
@@ -284,7 +283,7 @@ def _of_all_nodes(
         names = enumerate(fields.sequence(given["locations"], "case.locations"))
         shared["location"] = [fields.text(name, f"case.locations[{n}]") for n, name in names]
     if "forward_s" in given:
-        seconds = fields.number(given["forward_s"], "case.forward_s", 0.0, above=True)
+        seconds = fields.duration(given["forward_s"], "case.forward_s", above=True)
         shared["forward_s"] = [seconds]
     if "memory" in given:
         shared["memory"] = [_memory(given, "case")]
@@ -310,7 +309,7 @@ def _memory(given: Mapping[str, Any], of: str) -> int:
             f"{of}.memory",
             AUTO,
             "follows from a model, and a case by itself has none",
-            "Write the number of microbatches, which python -m skippipe_jax.memory says for a "
+            "Write the number of microbatches, which skippipe estimate-memory says for a "
             "configuration that has this case as plan.case",
         )
     return fields.integer(given["memory"], f"{of}.memory", 1)
@@ -345,7 +344,7 @@ def _known(given: Mapping[str, Any], key: str) -> Any:
             f"case.{key}",
             AUTO,
             "follows from a model, and a case by itself has none",
-            "Write the bytes, which python -m skippipe_jax.memory says for a configuration that "
+            "Write the bytes, which skippipe estimate-memory says for a configuration that "
             "has this case as plan.case",
         )
     return given[key]
@@ -448,3 +447,42 @@ def _rules(value: Any, stages: int) -> Rules:
         ),
         max_jump=fields.integer(given.get("max_jump", stages), "case.rules.max_jump", 0),
     )
+
+
+def sizes_and_left_out(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The nodes of each stage of a case, and the stages that are left out.
+
+    Raises:
+        InputError: if another stage has no node, or one that is left out has some; the first stage
+            cannot be left out.
+    """
+    sizes = fields.sequence(given["stages"], "case.stages")
+    left_out = []
+    stages = fields.sequence(given.get("left_out", []), "case.left_out", minimum_length=0)
+    for position, stage in enumerate(stages):
+        field = f"case.left_out[{position}]"
+        left_out.append(fields.integer(stage, field, 1, len(sizes) - 1))
+    if sorted(set(left_out)) != left_out:
+        remedy = "Name each stage once, in order"
+        raise InputError("case.left_out", left_out, "is not ascending", remedy)
+    for stage, size in enumerate(sizes):
+        field = f"case.stages[{stage}]"
+        if stage in left_out:
+            fields.integer(size, field, 0, 0)
+        else:
+            fields.integer(size, field, 1)
+    return tuple(sizes), tuple(left_out)
+
+
+def so_that_they_add_up(nodes: int, stages: Sequence[int]) -> str:
+    """What to change where the sizes of the stages do not add up to the nodes."""
+    lacking = sum(stages) - nodes
+    if lacking < 0:
+        return f"Add {-lacking} to the sizes or take {-lacking} from the nodes to make them add up"
+    if nodes < len(stages):
+        least = len(stages) - nodes
+        return (
+            f"Each stage needs a node: leave out {least} of the stages, or add {least} to the "
+            f"nodes; then make the sizes add up"
+        )
+    return f"Take {lacking} from the sizes or add {lacking} to the nodes to make them add up"

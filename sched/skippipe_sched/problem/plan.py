@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +59,7 @@ class Predicted:
 
     `iteration_s` is when the last stage has averaged, `pipeline_s` when the last backward ends,
     `averaging_s` the longest averaging of one stage, and `lower_bound_s` a time that no plan of
-    the case can beat.
+    the case can beat, None for a plan that was made too quickly to reckon one.
 
     Where averaging goes on behind the iterations that follow (mode `outer`), `iteration_s` is the
     mean of many, `pipeline_s` the same if rings took no time, `averaging_s` the longest ring of a
@@ -68,10 +69,10 @@ class Predicted:
     iteration_s: float
     pipeline_s: float
     averaging_s: float
-    lower_bound_s: float
+    lower_bound_s: float | None
     late_s: float = 0.0
 
-    def to_json(self, averaging: AveragingPolicy) -> dict[str, float]:
+    def to_json(self, averaging: AveragingPolicy) -> dict[str, float | None]:
         """As a plan has it; nothing is late where iterations wait for averaging."""
         told = asdict(self)
         if not averaging.is_outer:
@@ -95,10 +96,29 @@ class Plan:
     predicted: Predicted
     case: Case
 
+    def __repr__(self) -> str:
+        """Tell what a reader asks first; the rest would fill pages."""
+        return (
+            f"Plan(method={self.method!r}, stages={tuple(map(len, self.stages))}, "
+            f"microbatches={len(self.microbatches)}, iteration_s={self.predicted.iteration_s:.4g})"
+        )
+
+    def _repr_svg_(self) -> str:
+        """Draw what each node does when, for notebooks."""
+        # Looked up by name: pictures and the simulation stand above plans.
+        simulated = import_module("skippipe_sched.timing.simulate").simulate_plan(self)
+        return import_module("skippipe_sched.figures.gantt").gantt(self, simulated)
+
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
         """The stage that each node serves."""
         return stage_of_nodes(self.stages)
+
+    def fits(self, case: Case, path_length: int) -> bool:
+        """Whether a search for a plan of `case` with paths of this length can begin here."""
+        sent = tuple(sum(path[0] == node for path in self.microbatches) for node in self.stages[0])
+        sizes, lengths = tuple(map(len, self.stages)), {len(path) for path in self.microbatches}
+        return (sizes, sent, lengths) == (case.stages, case.microbatches, {path_length})
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object (docs/formats.md)."""
@@ -254,6 +274,9 @@ def _predicted(value: Any, averaging: AveragingPolicy) -> Predicted:
     names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s")
     names += ("late_s",) if averaging.is_outer else ()
     given: Mapping[str, Any] = fields.mapping(value, "plan.predicted", names, names)
-    return Predicted(
-        **{name: fields.number(given[name], f"plan.predicted.{name}", 0.0) for name in names}
-    )
+    told = {
+        name: fields.number(seconds, f"plan.predicted.{name}", 0.0)
+        for name, seconds in given.items()
+        if (name, seconds) != ("lower_bound_s", None)
+    }
+    return Predicted(**{"lower_bound_s": None, **told})  # pyright: ignore[reportArgumentType]

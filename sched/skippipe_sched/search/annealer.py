@@ -8,21 +8,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from skippipe_sched.search import moves
-from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, cost_of
+from skippipe_sched.search.annealing import (
+    ChainState,
+    Piece,
+    anneal,
+    chain_from,
+    cost_of,
+    polish,
+    settle,
+)
 from skippipe_sched.search.arrays import (
-    NO_DRAWS,
     Candidate,
     Order,
     Problem,
-    Stretches,
     copy,
     copy_of,
-    no_stretch,
     order_for,
 )
-from skippipe_sched.search.evaluator import evaluate
-from skippipe_sched.search.polishing import cost_of_order, polish
-from skippipe_sched.search.settling import settle
+from skippipe_sched.search.compiled import fast
+from skippipe_sched.search.evaluator import evaluate, replay
 
 # A second of the budget pays for simulating so many operations on each of the threads, however
 # quick the machine is. The machine of the committed results does half as many again.
@@ -91,6 +95,7 @@ class Annealer:
         self, problem: Problem, microbatches: int, path_length: int, over: Callable[[], bool]
     ):
         """Reckon what a step costs, in operations simulated."""
+        self.operations_per_s = OPERATIONS_PER_S
         self.problem = problem
         self.over = over
         self.chain_length = 2 * path_length + 1
@@ -103,7 +108,6 @@ class Annealer:
         self.polish_moves[[moves.PRIORITY, moves.URGENCY]] = 0.0
         if problem.unequal:  # Then a node's order is not another's.
             self.polish_moves[moves.NODES] = 0.0
-        self.draws: Stretches = NO_DRAWS
 
     def keep_placement(self) -> None:
         """From now on nodes stay on their stages."""
@@ -122,7 +126,7 @@ class Annealer:
         hottest, coldest = chain.heat * SETTLE_HOTTEST_S, chain.heat * SETTLE_COLDEST_S
         self.in_pieces(
             int(work / work_of_step), work_of_step, (hottest, coldest),
-            lambda steps, hot, cooling: settle(
+            lambda steps, hot, cooling: fast(settle)(
                 self.problem, state, Piece(steps, hot, cooling, weights, 0.0)
             ),
         )  # fmt: skip
@@ -141,7 +145,7 @@ class Annealer:
         colder = chain.heat * round_.coldest * reference_s
         self.in_pieces(
             steps, self.operations, (hotter, colder),
-            lambda number, hot, cooling: anneal(
+            lambda number, hot, cooling: fast(anneal)(
                 self.problem, state, Piece(number, hot, cooling, self.weights, MEAN_WEIGHT)
             ),
         )  # fmt: skip
@@ -156,17 +160,16 @@ class Annealer:
         before, order_before = copy_of(candidate), Order(*(array.copy() for array in order))
 
         def cost_s() -> float:
-            draws = (self.draws, state.scratch, np.inf, 0.0)
-            return cost_of_order(self.problem, candidate, order, *draws)
+            return fast(replay)(self.problem, candidate, order, state.scratch, np.inf, 0.0)
 
         chain.cost_s = cost_s()
         hotter = np.clip(steps / self.steps_to_reorder, 1, POLISH_MOST)
         hottest, coldest = hotter * POLISH_HOTTEST * chain.cost_s, POLISH_COLDEST * chain.cost_s
         weights = self.weights * self.polish_moves
         self.in_pieces(
-            steps, self.operations * max(1, len(self.draws.operations)), (hottest, coldest),
-            lambda number, hot, cooling: polish(
-                self.problem, state, order, self.draws,
+            steps, self.operations, (hottest, coldest),
+            lambda number, hot, cooling: fast(polish)(
+                self.problem, state, order,
                 Piece(number, hot, cooling, weights, POLISH_MEAN_WEIGHT),
             ),
         )  # fmt: skip
@@ -180,8 +183,8 @@ class Annealer:
     def dispatched(self, chain: Chain) -> Order:
         """The order in which dispatch runs a chain's candidate."""
         order = order_for(chain.candidate)
-        rest = (False, no_stretch(), chain.state.scratch, np.inf, 0.0)
-        evaluate(self.problem, chain.candidate, order, *rest)
+        rest = (order, chain.state.scratch, np.inf, 0.0)
+        fast(evaluate)(self.problem, chain.candidate, *rest)
         return order
 
     def in_pieces(
@@ -193,7 +196,7 @@ class Annealer:
     ) -> None:
         """Run steps with falling temperatures, and look at the clock in between."""
         hottest, coldest = temperatures
-        piece = max(1, int(LOOK_S * OPERATIONS_PER_S / work_of_step))
+        piece = max(1, int(LOOK_S * self.operations_per_s / work_of_step))
         cooling = (coldest / hottest) ** (1 / max(1, steps))
         for done in range(0, max(1, steps), piece):
             if done and self.over():
@@ -202,7 +205,8 @@ class Annealer:
 
     def cost(self, chain: Chain, mean_weight: float) -> float:
         """What a chain's candidate costs [s] where dispatch decides the order."""
-        return cost_of(self.problem, chain.candidate, chain.state.scratch, np.inf, mean_weight)
+        rest = (chain.state.scratch, np.inf, mean_weight)
+        return fast(cost_of)(self.problem, chain.candidate, *rest)
 
     def judge(self, chain: Chain) -> None:
         """Put down what the chain's best candidate costs, and go on from it."""

@@ -1,11 +1,13 @@
 """Simulated annealing over everything that a plan decides, compiled.
 
-Each result of a move is judged by the whole iteration (`evaluate`), so placement, paths and order
-are searched together.
+`settle` judges each result of a move by a quick estimate, `anneal` by the whole iteration
+(`evaluate`), so that placement, paths and order are searched together, and `polish` by the whole
+iteration in an order that it changes too (`replay`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -17,13 +19,27 @@ from skippipe_sched.search.arrays import (
     Scratch,
     copy,
     copy_of,
-    no_stretch,
+    hop_seconds,
+    operation_s,
     scratch_for,
+    slot_at,
 )
-from skippipe_sched.search.chance import random_state, uniform
-from skippipe_sched.search.compiled import compiled
-from skippipe_sched.search.evaluator import evaluate
-from skippipe_sched.search.moves import Undo, draw_move, propose, revert, undo_for
+from skippipe_sched.search.compiled import kernel
+from skippipe_sched.search.evaluator import evaluate, replay
+from skippipe_sched.search.moves import (
+    NODES,
+    REPLICA,
+    STAGE,
+    Undo,
+    below,
+    draw_move,
+    propose,
+    random_state,
+    revert,
+    undo_for,
+    uniform,
+)
+from skippipe_sched.timing.averaging import added_s
 
 
 class ChainState(NamedTuple):
@@ -63,15 +79,15 @@ def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
     )
 
 
-@compiled
+@kernel
 def cost_of(problem, candidate, scratch, limit, mean_weight):
     """What a candidate costs [s] if its priorities decide what goes first."""
     nothing = np.zeros(0, np.int64)
     order = Order(nothing, nothing)
-    return evaluate(problem, candidate, order, False, no_stretch(), scratch, limit, mean_weight)
+    return evaluate(problem, candidate, order, scratch, limit, mean_weight)
 
 
-@compiled
+@kernel
 def anneal(problem, chain, piece):
     """Make the moves of a piece; the best candidate on the way is put into ``chain.best``."""
     candidate, costs, state = chain.candidate, chain.costs, chain.state
@@ -82,7 +98,7 @@ def anneal(problem, chain, piece):
         made = propose(problem, candidate, chain.undo, move, state)
         if made:
             # Drawn first, so that a simulation can stop once the move cannot be accepted.
-            limit = costs[0] - temperature * np.log(1.0 - uniform(state))
+            limit = costs[0] - temperature * math.log(1.0 - uniform(state))
             cost = cost_of(problem, candidate, chain.scratch, limit, piece.mean_weight)
             if cost < limit:
                 costs[0] = cost
@@ -91,3 +107,259 @@ def anneal(problem, chain, piece):
                     copy(candidate, chain.best)
                 continue
         revert(problem, candidate, chain.undo, move, made)
+
+
+# The quick estimate of `settle` lies between the mean and the maximum over the data nodes.
+POWER = 8.0
+
+
+@kernel
+def _round_trip_s(problem, candidate, microbatch):
+    """How long a microbatch takes if it never waits, for each that its data node may hold."""
+    paths = candidate.paths
+    length = paths.shape[1]
+    seconds = 0.0
+    before = paths[microbatch, 0]
+    for position in range(2 * length + 1):
+        slot = slot_at(paths, microbatch, position, length)
+        source, node = candidate.node_of_slot[before], candidate.node_of_slot[slot]
+        if slot != before:
+            seconds += hop_seconds(problem, source, node, position, length)
+        stage = problem.stage_of_slot[slot]
+        seconds += operation_s(problem, node, stage, position, length)
+        before = slot
+    return seconds / problem.memory[candidate.node_of_slot[paths[microbatch, 0]]]
+
+
+@kernel
+def _estimate(problem, candidate, busy_s):
+    """A quick guess at the iteration from how long each data node waits for its microbatches."""
+    data_nodes = problem.first_slot[1]
+    largest = 0.0
+    for slot in range(data_nodes):
+        largest = max(largest, busy_s[slot])
+    total = 0.0
+    for slot in range(data_nodes):
+        total += (busy_s[slot] / largest) ** POWER
+    pipeline_s = largest * (total / data_nodes) ** (1.0 / POWER)
+    averaging_s = candidate.averaging_s
+    own_s = added_s(problem.rings, averaging_s[0], pipeline_s, pipeline_s)
+    greatest_s, total_s = 0.0, 0.0
+    for stage in range(averaging_s.shape[0]):
+        seconds = added_s(problem.rings, averaging_s[stage], pipeline_s, pipeline_s)
+        greatest_s = max(greatest_s, seconds)
+        total_s += seconds
+    # Stages after the first end before the data stage, which hides much of their averaging.
+    longest_s = max(own_s, 0.7 * greatest_s)
+    return pipeline_s + longest_s + 0.2 * (total_s / averaging_s.shape[0])
+
+
+@kernel
+def settle(problem, chain, piece):
+    """Anneal as `anneal` does, but by a quick estimate of the iteration in place of the simulation.
+
+    The estimate knows no waiting for nodes or links. It is for a start from which to anneal, and
+    for cases so large that there is time for few simulations.
+    """
+    candidate, undo, state = chain.candidate, chain.undo, chain.state
+    temperature = piece.temperature
+    microbatches = candidate.paths.shape[0]
+    data_nodes = problem.first_slot[1]
+    trip_s = np.zeros(microbatches)
+    busy_s = np.zeros(data_nodes)
+    for m in range(microbatches):
+        trip_s[m] = _round_trip_s(problem, candidate, m)
+        busy_s[candidate.paths[m, 0]] += trip_s[m]
+    trips_before = trip_s.copy()
+    busy_before = busy_s.copy()
+    current = _estimate(problem, candidate, busy_s)
+    for _ in range(piece.steps):
+        temperature *= piece.cooling
+        move = draw_move(piece.weights, state)
+        if not propose(problem, candidate, undo, move, state):
+            revert(problem, candidate, undo, move, False)
+            continue
+        if move == NODES:
+            trips_before[:] = trip_s
+            busy_before[:] = busy_s
+            busy_s[:] = 0.0
+            for m in range(microbatches):
+                trip_s[m] = _round_trip_s(problem, candidate, m)
+                busy_s[candidate.paths[m, 0]] += trip_s[m]
+        else:
+            for m in undo.microbatches:
+                slot = candidate.paths[m, 0]
+                trips_before[m] = trip_s[m]
+                busy_before[slot] = busy_s[slot]
+            for m in undo.microbatches:
+                now_s = _round_trip_s(problem, candidate, m)
+                busy_s[candidate.paths[m, 0]] += now_s - trip_s[m]
+                trip_s[m] = now_s
+        cost = _estimate(problem, candidate, busy_s)
+        if cost < current - temperature * math.log(1.0 - uniform(state)):
+            current = cost
+            continue
+        revert(problem, candidate, undo, move, True)
+        if move == NODES:
+            trip_s[:] = trips_before
+            busy_s[:] = busy_before
+        else:
+            for m in undo.microbatches:
+                trip_s[m] = trips_before[m]
+            for m in undo.microbatches:
+                busy_s[candidate.paths[m, 0]] = busy_before[candidate.paths[m, 0]]
+
+
+# Of the moves of `polish`, so many change paths and not the order alone.
+PATH_MOVES_SHARE = 0.25
+FARTHEST_ROTATION = 4
+
+
+@kernel
+def polish(problem, chain, order, piece):
+    """Anneal a candidate together with the order on its nodes, both in place.
+
+    Here a node may wait for an operation although another is there, which no dispatch does. Most
+    moves change the order; the others change the paths, by the moves of `weights`, and the
+    microbatches that change places keep each other's places in the orders.
+    """
+    candidate, undo, state = chain.candidate, chain.undo, chain.state
+    operations, first = order.operations, order.first
+    temperature = piece.temperature
+    count = candidate.priority.shape[1]
+    best = copy_of(candidate)
+    best_operations, best_first = operations.copy(), first.copy()
+    before, first_before = operations.copy(), first.copy()
+    current = replay(problem, candidate, order, chain.scratch, np.inf, piece.mean_weight)
+    least = current
+    for _ in range(piece.steps):
+        temperature *= piece.cooling
+        changes_paths = uniform(state) < PATH_MOVES_SHARE
+        move = -1
+        slot_begin, slot_end, forward = 0, 0, True
+        if changes_paths:
+            move = draw_move(piece.weights, state)
+            if not propose(problem, candidate, undo, move, state):
+                revert(problem, candidate, undo, move, False)
+                continue
+            if move != NODES:
+                before[:] = operations
+                first_before[:] = first
+                if move in (REPLICA, STAGE):
+                    _follow_relocation(candidate, undo, order, before, state)
+                else:
+                    _follow_paths(candidate, undo, order)
+        else:
+            slot = below(state, candidate.node_of_slot.shape[0])
+            room = first[slot + 1] - first[slot]
+            if room < 2:
+                continue
+            # One operation passes over a few others, forward or back.
+            slot_begin = first[slot] + below(state, room - 1)
+            farthest = min(FARTHEST_ROTATION, first[slot + 1] - slot_begin - 1)
+            slot_end = slot_begin + 1 + below(state, farthest)
+            forward = uniform(state) < 0.5
+            moved = operations[slot_begin if forward else slot_end]
+            own = 0
+            for place in range(slot_begin, slot_end + 1):
+                own += operations[place] // count == moved // count
+            if own > 1:
+                continue
+            _rotate(operations, slot_begin, slot_end, forward)
+        limit = current - temperature * math.log(1.0 - uniform(state))
+        cost = replay(problem, candidate, order, chain.scratch, limit, piece.mean_weight)
+        if cost < limit:
+            current = cost
+            if cost < least:
+                least = cost
+                copy(candidate, best)
+                best_operations[:] = operations
+                best_first[:] = first
+        elif changes_paths:
+            revert(problem, candidate, undo, move, True)
+            if move != NODES:
+                operations[:] = before
+                first[:] = first_before
+        else:
+            _rotate(operations, slot_begin, slot_end, not forward)
+    copy(best, candidate)
+    operations[:] = best_operations
+    first[:] = best_first
+
+
+@kernel
+def _follow_paths(candidate, undo, order):
+    """After an exchange between two microbatches: each takes over the other's places."""
+    paths, first, operations = candidate.paths, order.first, order.operations
+    length = paths.shape[1]
+    count = 2 * length + 1
+    for side in range(2):
+        mine, other = undo.microbatches[side], undo.microbatches[1 - side]
+        for i in range(1, length):
+            slot = undo.paths[side, i]
+            left = True
+            for k in range(1, length):
+                left = left and paths[mine, k] != slot
+            if left:
+                for place in range(first[slot], first[slot + 1]):
+                    # Marked, so that the other's turn does not take it back.
+                    if operations[place] >= 0 and operations[place] // count == mine:
+                        operations[place] = -1 - other
+    for side in range(2):
+        m = undo.microbatches[side]
+        for i in range(1, length):
+            slot = paths[m, i]
+            position = i
+            for place in range(first[slot], first[slot + 1]):
+                if operations[place] == -1 - m or (
+                    operations[place] >= 0 and operations[place] // count == m
+                ):
+                    operations[place] = m * count + position
+                    position = 2 * length - i
+
+
+@kernel
+def _follow_relocation(candidate, undo, order, before, state):
+    """After a relocation: the microbatch leaves one slot's order for any places in the other's."""
+    operations, first = order.operations, order.first
+    length = candidate.paths.shape[1]
+    count = 2 * length + 1
+    m = undo.microbatches[0]
+    i = 1
+    while candidate.paths[m, i] == undo.paths[0, i]:
+        i += 1
+    source, target = undo.paths[0, i], candidate.paths[m, i]
+    room = first[target + 1] - first[target]
+    forward_at, backward_at = below(state, room + 1), below(state, room + 1)
+    if forward_at > backward_at:
+        forward_at, backward_at = backward_at, forward_at
+    written = 0
+    for slot in range(candidate.node_of_slot.shape[0]):
+        begin, end = first[slot], first[slot + 1]
+        # `first` of this slot is not needed any more; that of the next is, until its turn.
+        first[slot] = written
+        for place in range(begin, end + 1):
+            if slot == target and place - begin == forward_at:
+                operations[written] = m * count + i
+                written += 1
+            if slot == target and place - begin == backward_at:
+                operations[written] = m * count + 2 * length - i
+                written += 1
+            if place < end and not (slot == source and before[place] // count == m):
+                operations[written] = before[place]
+                written += 1
+
+
+@kernel
+def _rotate(operations, i, k, forward):
+    """Operation i goes to k past those between, or if not `forward` operation k to i."""
+    if forward:
+        moved = operations[i]
+        for place in range(i, k):
+            operations[place] = operations[place + 1]
+        operations[k] = moved
+    else:
+        moved = operations[k]
+        for place in range(k, i, -1):
+            operations[place] = operations[place - 1]
+        operations[i] = moved

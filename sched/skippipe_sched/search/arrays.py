@@ -16,9 +16,14 @@ from jaxtyping import Float
 
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import KINDS, NodePath, Operation, microbatch_chain
-from skippipe_sched.search.averaging import set_averaging
-from skippipe_sched.search.compiled import compiled
-from skippipe_sched.timing.averaging import Rings, bytes_of_rings, rings_of_iteration
+from skippipe_sched.search.compiled import fast, kernel
+from skippipe_sched.timing.averaging import (
+    Rings,
+    bytes_of_rings,
+    ring_s,
+    rings_of_iteration,
+    settle_ring,
+)
 
 
 class Problem(NamedTuple):
@@ -62,14 +67,6 @@ class Order(NamedTuple):
     first: np.ndarray  # slots + 1
 
 
-class Stretches(NamedTuple):
-    """`simulate.Stretch` as arrays; several draws of it have one more axis in front."""
-
-    operations: np.ndarray  # microbatches, 2 * length + 1
-    hops: np.ndarray  # microbatches, 2 * length + 1
-    averagings: np.ndarray  # stages
-
-
 class Scratch(NamedTuple):
     """What one simulation at a time writes to."""
 
@@ -88,7 +85,7 @@ class Scratch(NamedTuple):
     remaining_s: np.ndarray
     stage_begin_s: np.ndarray
     stage_end_s: np.ndarray
-    data_end_s: np.ndarray
+    slot_end_s: np.ndarray
     link_free_s: np.ndarray
     next_in_order: np.ndarray
 
@@ -124,7 +121,7 @@ def candidate_of(problem: Problem, node_of_slot: np.ndarray, paths: np.ndarray) 
     microbatches, length = paths.shape
     averaging_s = np.zeros(len(problem.ring_bytes))
     for stage in range(len(averaging_s)):
-        set_averaging(problem, node_of_slot, stage, averaging_s)
+        fast(set_averaging)(problem, node_of_slot, stage, averaging_s)
     visits = np.bincount(paths.ravel(), minlength=len(node_of_slot))
     priority = dispatch_priority(microbatches, length)
     return Candidate(node_of_slot.copy(), paths.copy(), priority, averaging_s, visits)
@@ -158,7 +155,7 @@ def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
         remaining_s=np.zeros((microbatches, 2 * length + 1)),
         stage_begin_s=np.zeros(stages),
         stage_end_s=np.zeros(stages),
-        data_end_s=np.zeros(slots),
+        slot_end_s=np.zeros(slots),
         link_free_s=np.zeros(links),
         next_in_order=np.zeros(slots, np.int64),
     )
@@ -191,7 +188,7 @@ def as_operations(
     return tuple(of_node)
 
 
-@compiled
+@kernel
 def copy(source, target):
     """Make a candidate equal to another."""
     target.node_of_slot[:] = source.node_of_slot
@@ -201,7 +198,7 @@ def copy(source, target):
     target.visits[:] = source.visits
 
 
-@compiled
+@kernel
 def copy_of(candidate):
     """A candidate of its own."""
     return Candidate(
@@ -213,14 +210,7 @@ def copy_of(candidate):
     )
 
 
-@compiled
-def no_stretch():
-    """Nothing is late."""
-    nothing = np.ones((0, 0))
-    return Stretches(nothing, nothing, np.ones(0))
-
-
-@compiled
+@kernel
 def slot_at(paths, microbatch, position, length):
     """The slot of the operation at a position of a microbatch's chain."""
     if position < length:
@@ -230,7 +220,7 @@ def slot_at(paths, microbatch, position, length):
     return paths[microbatch, 2 * length - position]
 
 
-@compiled
+@kernel
 def operation_s(problem, node, stage, position, length):
     """Seconds of the operation at a position of a chain."""
     forward_s = problem.forward_s[node] * problem.stage_cost[stage]
@@ -241,7 +231,7 @@ def operation_s(problem, node, stage, position, length):
     return forward_s * problem.backward_ratio
 
 
-@compiled
+@kernel
 def hop_seconds(problem, source, target, position, length):
     """Seconds of the hop between nodes to the operation at a position of a chain."""
     if position > length:
@@ -249,4 +239,14 @@ def hop_seconds(problem, source, target, position, length):
     return problem.forward_hop_s[source, target]
 
 
-NO_DRAWS = Stretches(np.ones((0, 1, 1)), np.ones((0, 1, 1)), np.ones((0, 1)))
+@kernel
+def set_averaging(problem, node_of_slot, stage, averaging_s):
+    """Put down how long a stage averages over its best ring, or one of its fragments does."""
+    begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
+    if end - begin < 2:
+        averaging_s[stage] = 0.0
+        return
+    ring = node_of_slot[begin:end].copy()
+    settle_ring(problem.latency_s, problem.bandwidth, problem.ring_bytes[stage], ring)
+    seconds = ring_s(problem.latency_s, problem.bandwidth, problem.ring_bytes[stage], ring)
+    averaging_s[stage] = problem.rings.of_all_reduce * seconds

@@ -21,10 +21,14 @@ Placement = tuple[tuple[int, ...], ...]
 
 @dataclass
 class End:
-    """How a search and its parts ended: before their steps were done, because a user wished so."""
+    """How a search and its parts ended: before their steps were done, because a user wished so.
+
+    `interpreted`: the search was not compiled when it ended, and has done little.
+    """
 
     cut_short: bool = False
     interrupted: bool = False
+    interpreted: bool = False
 
 
 @dataclass
@@ -32,26 +36,28 @@ class Search:
     """A seed, a budget in seconds, a placement to keep if one is given, and what was found so far.
 
     With `begin`, a plan whose stages and paths are as large as the case's, a method that can begins
-    there too. With `jitter`, a method that can plans for everything taking random times longer, by
-    this mean share, instead of for an iteration in which nothing is late.
+    there too.
 
     A method does a number of steps that follows from the budget alone (`steps`), so the same seed
     and budget give the same plan on every machine that is quick enough. The clock is only the
     last resort: once `budget_s` is over, or the user asks for the end, `stopped` says so, and the
     method returns the best that it has; `end` tells that this happened.
 
-    `watch`, if given, is called with the share of the budget that is used and the best
-    iteration_s so far.
+    `watch`, if given, is called with the search whenever it has come further: `share` of the budget
+    is used, `best_s` is the best iteration so far, `bound_s` what none can beat, if that is known.
+    A machine's first search has to be compiled before; unless it `waits_for_compiler`, it begins
+    in plain Python.
     """
 
     seed: int = 0
     budget_s: float = DEFAULT_BUDGET_S
     placement: Placement | None = None
-    jitter: float = 0.0
     begin: Plan | None = None
-    watch: Callable[[float, float], None] | None = None
+    watch: Callable[[Search], None] | None = None
+    waits_for_compiler: bool = True
     end: End = field(default_factory=End)
     best_s: float = field(default=float("inf"), init=False)
+    bound_s: float | None = field(default=None, init=False)
     _start_s: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self):
@@ -80,6 +86,11 @@ class Search:
         """Seconds since the clock was started."""
         return time.monotonic() - self._start_s
 
+    @property
+    def share(self) -> float:
+        """The share of the budget that is used."""
+        return min(1.0, self.elapsed_s / self.budget_s)
+
     def steps(self, per_second: float) -> int:
         """How many steps the budget pays for, at a nominal number of steps a second."""
         return max(1, int(self.budget_s * per_second))
@@ -94,7 +105,7 @@ class Search:
         """Tell of a plan, and with it that the search goes on."""
         self.best_s = min(self.best_s, iteration_s)
         if self.watch is not None:
-            self.watch(min(1.0, self.elapsed_s / self.budget_s), self.best_s)
+            self.watch(self)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -1,60 +1,131 @@
-"""Compiled functions, kept on disk under a name that changes with any code they consist of.
+"""Kernels: functions that run as they are, or compiled, which takes a machine some time, once.
 
-numba keeps what it compiled beside each module and looks only at that module's own file: after an
-update of evaluator.py alone, it would go on with an annealing.py that has the old evaluator in it.
+Whoever calls a kernel from Python says `fast(kernel)(...)`; kernels call each other by name. numba
+is loaded when the first one is compiled. It keeps what it compiled beside each module and looks
+only at that module's own file: after an update of evaluator.py alone, it would go on with an
+annealing.py that has the old evaluator in it. So all is kept under a name that changes with any
+code that kernels consist of.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import importlib.metadata
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from numba import njit
-from numba.core import config
-from numba.extending import register_jitable
+import numpy as np
+
+from skippipe_sched.timing.averaging import ON_ARRAYS
 
 # The modules that compiled code is made of, besides all of this room.
 MODULES = ("methods/dtfm.py", "problem/rules.py", "timing/averaging.py")
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+_not_registered: list[Callable[..., Any]] = [*ON_ARRAYS]
+_lock = threading.Lock()
+_mode = threading.local()
 
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function on its first call; it then runs without the interpreter's lock."""
-    settings: Any = config
-    others_folder = settings.CACHE_DIR
-    settings.CACHE_DIR = _cache_folder()
+
+def kernel(function: Function) -> Function:
+    """Let compiled kernels call a function, which stays as it is."""
+    _not_registered.append(function)
+    return function
+
+
+def fast(function: Callable[..., Any]) -> Any:
+    """Give a kernel in machine code; it then runs without the interpreter's lock.
+
+    While this thread is `interpreting`, give the function as it is.
+    """
+    return function if getattr(_mode, "interprets", False) else _machine_code(function)
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Run kernels of this thread by the interpreter, about a thousand times as slowly."""
+    _mode.interprets = True
     try:
-        return njit(cache=True, nogil=True)(function)
+        with np.errstate(over="ignore"):  # Random numbers leave out what does not fit.
+            yield
     finally:
-        settings.CACHE_DIR = others_folder
-
-
-def compiled_within(function: Callable[..., Any]) -> None:
-    """Let compiled functions call one of plain Python, which stays as it is for everyone else."""
-    register_jitable(function)
-
-
-def is_compiled(function: Any) -> bool:
-    """Whether a `compiled` function was compiled before on this machine, for this installation."""
-    # numba has a folder for each place in which a module lies: another installation compiles anew.
-    folder = Path(function._cache.cache_path)
-    return any(folder.glob(f"*.{function.py_func.__name__}-*.nbi"))
+        _mode.interprets = False
 
 
 @cache
-def _cache_folder() -> str:
-    """A folder for this very code: the user's cache, or the system's temporary files."""
+def _machine_code(function: Callable[..., Any]) -> Any:
+    from numba import njit
+    from numba.core import config
+    from numba.extending import register_jitable
+
+    settings: Any = config
+    with _lock:
+        while _not_registered:
+            register_jitable(_not_registered.pop())
+        others_folder = settings.CACHE_DIR
+        settings.CACHE_DIR = str(_cache_folder())
+        try:
+            return njit(cache=True, nogil=True)(function)
+        finally:
+            settings.CACHE_DIR = others_folder
+
+
+def is_compiled() -> bool:
+    """Whether a search was compiled before on this machine, for this installation."""
+    return _mark().exists()
+
+
+def mark_as_compiled() -> None:
+    """Note that whatever a search needs is compiled, for those that come after."""
+    _mark().touch()
+
+
+@contextmanager
+def compiling_alone() -> Iterator[None]:
+    """Wait until no other process of this machine compiles."""
+    with (_cache_folder() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def start_compiling(module: str) -> subprocess.Popen[bytes]:
+    """Call `compile_search` of a module in a process that stays if this one ends."""
+    program = f"from {module} import compile_search; compile_search()"
+    null = subprocess.DEVNULL
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdin=null, stdout=null, stderr=null,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _mark() -> Path:
+    # numba has a folder for each place in which a module lies: another installation compiles anew.
+    place = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:16]
+    name = f"{place}-{sys.implementation.cache_tag}-numba-{importlib.metadata.version('numba')}"
+    return _cache_folder() / name
+
+
+@cache
+def _cache_folder() -> Path:
+    """A folder for this very code: in the user's cache, or among the system's temporary files."""
     here = Path(__file__).parents[1]
     modules = [*sorted(here.glob("search/*.py")), *(here / name for name in MODULES)]
     digest = hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()
     name = f"skippipe_sched/{digest[:16]}"
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = user / name
     try:
-        (user / name).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # A home that cannot be written to, as service users often have.
-        return f"{tempfile.gettempdir()}/{name}"
-    return str(user / name)
+        folder = Path(tempfile.gettempdir(), name)
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -17,12 +17,53 @@ from __future__ import annotations
 import numpy as np
 
 from skippipe_sched.search.arrays import hop_seconds, operation_s, slot_at
-from skippipe_sched.search.averaging import added_s
-from skippipe_sched.search.compiled import compiled
-from skippipe_sched.search.events import pop, push
+from skippipe_sched.search.compiled import kernel
+from skippipe_sched.timing.averaging import added_s
 
 
-@compiled
+@kernel
+def push(event_s, event_of, size, time_s, microbatch):
+    """Add an event to a heap of `size` events, the earliest first, then the lowest microbatch."""
+    i = size
+    while i > 0:
+        parent = (i - 1) >> 1
+        if event_s[parent] < time_s or (
+            event_s[parent] == time_s and event_of[parent] < microbatch
+        ):
+            break
+        event_s[i] = event_s[parent]
+        event_of[i] = event_of[parent]
+        i = parent
+    event_s[i] = time_s
+    event_of[i] = microbatch
+
+
+@kernel
+def pop(event_s, event_of, size):
+    """Take the first event away."""
+    last = size - 1
+    time_s, microbatch = event_s[last], event_of[last]
+    i = 0
+    while True:
+        child = 2 * i + 1
+        if child >= last:
+            break
+        right = child + 1
+        if right < last and (
+            event_s[right] < event_s[child]
+            or (event_s[right] == event_s[child] and event_of[right] < event_of[child])
+        ):
+            child = right
+        if time_s < event_s[child] or (time_s == event_s[child] and microbatch < event_of[child]):
+            break
+        event_s[i] = event_s[child]
+        event_of[i] = event_of[child]
+        i = child
+    event_s[i] = time_s
+    event_of[i] = microbatch
+
+
+@kernel
 def _set_remaining(problem, candidate, scratch, limit_s):
     """Seconds from the start of each operation to the end, if nothing waits; False if over limit.
 
@@ -56,7 +97,7 @@ def _set_remaining(problem, candidate, scratch, limit_s):
     return True
 
 
-@compiled
+@kernel
 def _chosen(scratch, slot, priority, length):
     """The waiting microbatch that goes first, and the one before it in the queue; or -1."""
     best = -1
@@ -76,47 +117,27 @@ def _chosen(scratch, slot, priority, length):
     return best, before_best
 
 
-@compiled
-def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean_weight):
+@kernel
+def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
     """iteration_s of a candidate, plus `mean_weight` times the mean end of its data nodes.
 
     Where iterations do not wait for averaging, what the rings of all stages would add is part of
     that mean.
 
-    With `ordered`, nodes run the operations of `order` in that order. Without, a free node takes
-    the operation with the highest priority, first come first served among equals, and what it took
-    is written to `order` if there is room.
+    A free node takes the operation with the highest priority, first come first served among equals,
+    and what it took is written to `order` if there is room.
     Infinity where nodes lock against each other or the result cannot be below `limit_s`.
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
-    operations, first = order.operations, order.first
+    operations = order.operations
     microbatches, length = paths.shape
-    slots = node_of_slot.shape[0]
-    stages = problem.ring_bytes.shape[0]
     last = 2 * length
     count = last + 1
-    recording = not ordered and operations.shape[0] > 0
-    stretched = stretch.operations.shape[0] > 0
+    recording = operations.shape[0] > 0
     if not _set_remaining(problem, candidate, scratch, limit_s):
         return np.inf
-    for q in range(slots):
-        scratch.first_waiting[q] = -1
-        scratch.last_waiting[q] = -1
-        scratch.busy[q] = False
-        scratch.free[q] = problem.memory[node_of_slot[q]]
-        scratch.data_end_s[q] = 0.0
-        if ordered or recording:
-            scratch.next_in_order[q] = first[q]
-    for stage in range(stages):
-        scratch.stage_begin_s[stage] = np.inf
-        scratch.stage_end_s[stage] = 0.0
-    size = 0
-    for m in range(microbatches):
-        scratch.position[m] = 0
-        scratch.running[m] = False
-        scratch.waiting[m] = False
-        push(scratch.event_s, scratch.event_of, size, 0.0, m)
-        size += 1
+    _clear(problem, candidate, order, recording, scratch)
+    size = microbatches
     ended = 0
     while size > 0:
         now = scratch.event_s[0]
@@ -139,7 +160,7 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
                     scratch.stage_end_s[problem.stage_of_slot[slot]] = now
                 if position == last:
                     ended += 1
-                    scratch.data_end_s[slot] = now
+                    scratch.slot_end_s[slot] = now
                     continue
                 position += 1
                 scratch.position[m] = position
@@ -147,15 +168,11 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
                 if target_slot != slot:
                     source, target = node_of_slot[slot], node_of_slot[target_slot]
                     hop_s = hop_seconds(problem, source, target, position, length)
-                    if stretched:
-                        hop_s *= stretch.hops[m, position]
                     start_s = now
                     if problem.one_after_another:
                         start_s = max(now, scratch.link_free_s[source, target])
                         scratch.link_free_s[source, target] = start_s + hop_s
                     if start_s + hop_s + scratch.remaining_s[m, position] >= limit_s:
-                        for i in range(touched):
-                            scratch.is_touched[scratch.touched[i]] = False
                         return np.inf
                     push(scratch.event_s, scratch.event_of, size, start_s + hop_s, m)
                     size += 1
@@ -167,44 +184,28 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
             else:
                 scratch.first_waiting[slot] = m
             scratch.last_waiting[slot] = m
-        over = False
         for i in range(touched):
             slot = scratch.touched[i]
             scratch.is_touched[slot] = False
-            if scratch.busy[slot] or over:
+            if scratch.busy[slot]:
                 continue
-            if ordered:
-                following = scratch.next_in_order[slot]
-                if following == first[slot + 1]:
-                    continue
-                m = operations[following] // count
-                position = operations[following] % count
-                if not scratch.waiting[m] or scratch.position[m] != position:
-                    continue
-                if position < length and scratch.free[slot] == 0:
-                    continue
-                scratch.next_in_order[slot] += 1
+            m, before = _chosen(scratch, slot, candidate.priority, length)
+            if m < 0:
+                continue
+            position = scratch.position[m]
+            if before < 0:
+                scratch.first_waiting[slot] = scratch.next_waiting[m]
             else:
-                m, before = _chosen(scratch, slot, candidate.priority, length)
-                if m < 0:
-                    continue
-                position = scratch.position[m]
-                if before < 0:
-                    scratch.first_waiting[slot] = scratch.next_waiting[m]
-                else:
-                    scratch.next_waiting[before] = scratch.next_waiting[m]
-                if scratch.last_waiting[slot] == m:
-                    scratch.last_waiting[slot] = before
-                if recording:
-                    operations[scratch.next_in_order[slot]] = m * count + position
-                    scratch.next_in_order[slot] += 1
+                scratch.next_waiting[before] = scratch.next_waiting[m]
+            if scratch.last_waiting[slot] == m:
+                scratch.last_waiting[slot] = before
+            if recording:
+                operations[scratch.next_in_order[slot]] = m * count + position
+                scratch.next_in_order[slot] += 1
             if now + scratch.remaining_s[m, position] >= limit_s:
-                over = True
-                continue
+                return np.inf
             stage = problem.stage_of_slot[slot]
             seconds = operation_s(problem, node_of_slot[slot], stage, position, length)
-            if stretched:
-                seconds *= stretch.operations[m, position]
             if position < length:
                 scratch.free[slot] -= 1
                 scratch.stage_begin_s[stage] = min(scratch.stage_begin_s[stage], now)
@@ -213,18 +214,115 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
             scratch.waiting[m] = False
             push(scratch.event_s, scratch.event_of, size, now + seconds, m)
             size += 1
-        if over:
-            return np.inf
     if ended < microbatches:
         return np.inf
+    return _cost(problem, candidate, scratch, limit_s, mean_weight)
+
+
+@kernel
+def replay(problem, candidate, order, scratch, limit_s, mean_weight):
+    """What `evaluate` says of a candidate whose nodes run the operations of `order`, in that order.
+
+    As in `skippipe_sched.timing.replay`, there are no events then: a slot goes on until the input
+    of its next operation is not there yet, and whoever brings it wakes the slot.
+    """
+    node_of_slot, paths = candidate.node_of_slot, candidate.paths
+    operations, first = order.operations, order.first
+    microbatches, length = paths.shape
+    count = 2 * length + 1
+    if not _set_remaining(problem, candidate, scratch, limit_s):
+        return np.inf
+    _clear(problem, candidate, order, True, scratch)
+    arrived_s, end_s, awake = scratch.event_s, scratch.slot_end_s, scratch.touched
+    size = node_of_slot.shape[0]
+    for q in range(size):
+        awake[q] = q
+        scratch.is_touched[q] = True
+    ended = 0
+    while size > 0:
+        size -= 1
+        slot = awake[size]
+        scratch.is_touched[slot] = False
+        node, stage = node_of_slot[slot], problem.stage_of_slot[slot]
+        while scratch.next_in_order[slot] < first[slot + 1]:
+            operation = operations[scratch.next_in_order[slot]]
+            m, position = operation // count, operation % count
+            if scratch.position[m] != position:
+                break
+            now = max(end_s[slot], arrived_s[m])
+            if now + scratch.remaining_s[m, position] >= limit_s:
+                return np.inf
+            if position < length:
+                if scratch.free[slot] == 0:
+                    return np.inf
+                scratch.free[slot] -= 1
+                scratch.stage_begin_s[stage] = min(scratch.stage_begin_s[stage], now)
+            now += operation_s(problem, node, stage, position, length)
+            end_s[slot] = now
+            if position > length:
+                scratch.free[slot] += 1
+                scratch.stage_end_s[stage] = max(scratch.stage_end_s[stage], now)
+            scratch.next_in_order[slot] += 1
+            scratch.position[m] += 1
+            if position == 2 * length:
+                ended += 1
+                continue
+            target_slot = slot_at(paths, m, position + 1, length)
+            if target_slot != slot:
+                target = node_of_slot[target_slot]
+                if problem.one_after_another:
+                    now = max(now, scratch.link_free_s[node, target])
+                now += hop_seconds(problem, node, target, position + 1, length)
+                if problem.one_after_another:
+                    scratch.link_free_s[node, target] = now
+                waits_for = scratch.next_in_order[target_slot]
+                if (
+                    not scratch.is_touched[target_slot]
+                    and waits_for < first[target_slot + 1]
+                    and operations[waits_for] == operation + 1
+                ):
+                    scratch.is_touched[target_slot] = True
+                    awake[size] = target_slot
+                    size += 1
+            arrived_s[m] = now
+    if ended < microbatches:
+        return np.inf
+    return _cost(problem, candidate, scratch, limit_s, mean_weight)
+
+
+@kernel
+def _clear(problem, candidate, order, ordered, scratch):
+    """Begin: all microbatches arrive at once. Links are cleared by `_set_remaining`."""
+    for m in range(candidate.paths.shape[0]):
+        scratch.position[m] = 0
+        scratch.running[m] = False
+        scratch.waiting[m] = False
+        scratch.event_s[m] = 0.0
+        scratch.event_of[m] = m
+    for q in range(candidate.node_of_slot.shape[0]):
+        scratch.first_waiting[q] = -1
+        scratch.last_waiting[q] = -1
+        scratch.busy[q] = False
+        scratch.is_touched[q] = False
+        scratch.free[q] = problem.memory[candidate.node_of_slot[q]]
+        scratch.slot_end_s[q] = 0.0
+        if ordered:
+            scratch.next_in_order[q] = order.first[q]
+    for stage in range(problem.ring_bytes.shape[0]):
+        scratch.stage_begin_s[stage] = np.inf
+        scratch.stage_end_s[stage] = 0.0
+
+
+@kernel
+def _cost(problem, candidate, scratch, limit_s, mean_weight):
+    """What an iteration costs in which everything has ended."""
+    stages = problem.ring_bytes.shape[0]
     pipeline_s = 0.0
     for stage in range(stages):
         pipeline_s = max(pipeline_s, scratch.stage_end_s[stage])
     iteration_s, mean_s = 0.0, 0.0
     for stage in range(stages):
         seconds = candidate.averaging_s[stage]
-        if stretched:
-            seconds *= stretch.averagings[stage]
         end_s = scratch.stage_end_s[stage]
         worked_s = max(0.0, end_s - scratch.stage_begin_s[stage])
         seconds = added_s(problem.rings, seconds, pipeline_s, worked_s)
@@ -234,6 +332,6 @@ def evaluate(problem, candidate, order, ordered, stretch, scratch, limit_s, mean
         iteration_s = max(iteration_s, end_s + seconds)
     data_nodes = problem.first_slot[1]
     for slot in range(data_nodes):
-        mean_s += scratch.data_end_s[slot] / data_nodes
+        mean_s += scratch.slot_end_s[slot] / data_nodes
     cost_s = iteration_s + mean_weight * mean_s
     return cost_s if cost_s < limit_s else np.inf

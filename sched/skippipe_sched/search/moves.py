@@ -11,11 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
-from skippipe_sched.search.arrays import Candidate
-from skippipe_sched.search.averaging import set_averaging
-from skippipe_sched.search.chance import below, uniform
-from skippipe_sched.search.compiled import compiled
-from skippipe_sched.search.rules import keeps_balance, keeps_rules, keeps_shares
+from skippipe_sched.search.arrays import Candidate, set_averaging
+from skippipe_sched.search.compiled import kernel
 
 NODES, REPLICAS, STAGES, SWAP, TAILS, PRIORITY, URGENCY, REPLICA, STAGE = range(9)
 MOVES = 9
@@ -50,7 +47,85 @@ def undo_for(candidate: Candidate) -> Undo:
     )
 
 
-@compiled
+def random_state(seed: int) -> np.ndarray:
+    """The state of the random numbers of one chain."""
+    return np.array([seed % 2**64], np.uint64)
+
+
+@kernel
+def uniform(state):
+    """A number in [0, 1): splitmix64."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return np.float64(z >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@kernel
+def below(state, number):
+    """A whole number from 0 to below `number`."""
+    return int(uniform(state) * number)
+
+
+@kernel
+def keeps_rules(problem, path):
+    """CC1 and CC2 of one path, as rules.sequence_problem says them."""
+    highest = 0
+    previous = 0
+    swaps = 0
+    for i in range(1, path.shape[0]):
+        stage = problem.stage_of_slot[path[i]]
+        for k in range(i):
+            if problem.stage_of_slot[path[k]] == stage:
+                return False
+        if stage - previous - 1 > problem.rules[2]:
+            return False
+        if stage < highest:
+            swaps += 1
+            if highest - stage > problem.rules[1]:
+                return False
+        else:
+            highest = stage
+        previous = stage
+    return swaps <= problem.rules[0]
+
+
+@kernel
+def keeps_shares(problem, candidate, stage):
+    """TC1 of one stage, as rules.violations says it."""
+    begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
+    total = 0
+    speeds = 0.0
+    fastest_s = np.inf
+    for slot in range(begin, end):
+        total += candidate.visits[slot]
+        fastest_s = min(fastest_s, problem.forward_s[candidate.node_of_slot[slot]])
+    for slot in range(begin, end):
+        speeds += fastest_s / problem.forward_s[candidate.node_of_slot[slot]]
+    for slot in range(begin, end):
+        share = total * (fastest_s / problem.forward_s[candidate.node_of_slot[slot]]) / speeds
+        if candidate.visits[slot] < np.floor(share + SHARE_TOLERANCE):
+            return False
+        if candidate.visits[slot] > np.ceil(share - SHARE_TOLERANCE):
+            return False
+    return True
+
+
+@kernel
+def keeps_balance(problem, candidate):
+    """CC3, as rules.violations says it."""
+    least, most = np.int64(1) << 60, np.int64(0)
+    for stage in range(1, problem.ring_bytes.shape[0]):
+        total = 0
+        for slot in range(problem.first_slot[stage], problem.first_slot[stage + 1]):
+            total += candidate.visits[slot]
+        least, most = min(least, total), max(most, total)
+    return most - least <= 1
+
+
+@kernel
 def share_out(problem, candidate, stage, state):
     """Move microbatches between the replicas of a stage until each has its share (TC1)."""
     begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
@@ -89,7 +164,7 @@ def share_out(problem, candidate, stage, state):
         candidate.visits[under] += 1
 
 
-@compiled
+@kernel
 def _swap_nodes(problem, candidate, undo, state):
     slots = candidate.node_of_slot.shape[0]
     x, y, count = below(state, slots), below(state, slots), 1
@@ -115,12 +190,12 @@ def _swap_nodes(problem, candidate, undo, state):
     return True
 
 
-@compiled
+@kernel
 def _size(problem, stage):
     return problem.first_slot[stage + 1] - problem.first_slot[stage]
 
 
-@compiled
+@kernel
 def _exchange_nodes(candidate, undo):
     """The nodes of some slots change places with others; once more, and they are back."""
     nodes = candidate.node_of_slot
@@ -129,7 +204,7 @@ def _exchange_nodes(candidate, undo):
         nodes[x], nodes[y] = nodes[y], nodes[x]
 
 
-@compiled
+@kernel
 def _exchange_replicas(problem, candidate, a, b, i):
     """Two microbatches exchange the replicas on which they visit one stage."""
     paths = candidate.paths
@@ -141,7 +216,7 @@ def _exchange_replicas(problem, candidate, a, b, i):
     return False
 
 
-@compiled
+@kernel
 def _relocate(problem, candidate, a, i, target):
     """One microbatch visits another slot instead, if the shares and the balance allow it."""
     slot = candidate.paths[a, i]
@@ -164,14 +239,14 @@ def _relocate(problem, candidate, a, i, target):
     return kept
 
 
-@compiled
+@kernel
 def _shift_priority(candidate, a, position, state):
     base = 1.0 if position > candidate.paths.shape[1] else 0.0
     back = uniform(state) < 0.3
     candidate.priority[a, position] = base if back else base + 2.5 * (uniform(state) - 0.5)
 
 
-@compiled
+@kernel
 def _shift_urgency(candidate, a, state):
     """Prefer one microbatch to the others, or not, wherever it goes."""
     shift = 0.0 if uniform(state) < 0.3 else uniform(state) - 0.5
@@ -180,7 +255,7 @@ def _shift_urgency(candidate, a, state):
         candidate.priority[a, position] = base + shift
 
 
-@compiled
+@kernel
 def draw_move(weights, state):
     """One of the moves, as often as the weights say."""
     drawn = uniform(state) * weights.sum()
@@ -191,7 +266,7 @@ def draw_move(weights, state):
     return weights.shape[0] - 1
 
 
-@compiled
+@kernel
 def propose(problem, candidate, undo, move, state):
     """Make one move; False if it came to nothing (then `revert` must follow all the same)."""
     if move == NODES:
@@ -238,7 +313,7 @@ def propose(problem, candidate, undo, move, state):
     return keeps_rules(problem, paths[a]) and keeps_rules(problem, paths[b])
 
 
-@compiled
+@kernel
 def revert(problem, candidate, undo, move, made):
     """Take the last move back; `made` is what `propose` said of it."""
     if move == NODES:

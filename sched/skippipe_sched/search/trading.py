@@ -10,13 +10,12 @@ otherwise nearly all trades would be as good as none.
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
 from skippipe_sched.search.annealing import cost_of
-from skippipe_sched.search.averaging import set_averaging
-from skippipe_sched.search.chance import below, uniform
-from skippipe_sched.search.compiled import compiled
-from skippipe_sched.search.moves import draw_move, propose, revert, share_out
+from skippipe_sched.search.arrays import set_averaging
+from skippipe_sched.search.compiled import kernel
+from skippipe_sched.search.moves import below, draw_move, propose, revert, share_out, uniform
 
 # Of the mean of the pipelines' ends: with more, little but the last one counts.
 POWER = 8.0
@@ -24,14 +23,14 @@ POWER = 8.0
 TRADES_SHARE = 0.3
 
 
-@compiled
+@kernel
 def _left_s(room, power_of_others, weight):
     """What an iteration may take [s] that leaves the mean of the ends within its limit."""
     left = room - power_of_others
     return left ** (1.0 / POWER) / weight if left > 0.0 else 0.0
 
 
-@compiled
+@kernel
 def _put(problem, chain, slot, node):
     """Another node takes a slot; what is lost by it is kept in ``chain.undo``."""
     candidate, undo = chain.candidate, chain.undo
@@ -46,7 +45,7 @@ def _put(problem, chain, slot, node):
             share_out(problem, candidate, stage, chain.state)
 
 
-@compiled
+@kernel
 def _put_back(problem, chain, slot, node):
     candidate, undo = chain.candidate, chain.undo
     candidate.node_of_slot[slot] = node
@@ -56,7 +55,7 @@ def _put_back(problem, chain, slot, node):
         candidate.visits[:] = undo.visits
 
 
-@compiled
+@kernel
 def trade(first, a, second, b, idle, ends, places, weights, piece):
     """Make the moves of a piece in two pipelines, and trades between them and with `idle` nodes.
 
@@ -76,7 +75,7 @@ def trade(first, a, second, b, idle, ends, places, weights, piece):
         power_a = ends[places[0]] ** POWER
         power_b = 0.0 if alone else ends[places[1]] ** POWER
         mean = (others + power_a + power_b) ** (1.0 / POWER)
-        room = (mean - temperature * np.log(1.0 - uniform(a.state))) ** POWER - others
+        room = (mean - temperature * math.log(1.0 - uniform(a.state))) ** POWER - others
         if uniform(a.state) >= TRADES_SHARE:
             within_a = alone or uniform(a.state) < 0.5
             problem, chain = (first, a) if within_a else (second, b)

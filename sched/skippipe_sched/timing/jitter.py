@@ -9,7 +9,8 @@ from jaxtyping import Float
 
 from skippipe_sched import fields
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.timing.simulate import simulate_alone, simulate_plan
+from skippipe_sched.timing.replay import Work
+from skippipe_sched.timing.simulate import require_memory, simulate_plan
 from skippipe_sched.timing.steady import successive_s
 from skippipe_sched.timing.timeline import Stretch
 
@@ -48,10 +49,9 @@ def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.nda
             draw_stretch(*size, jitter, seed, draw)
             for draw in chain(range(draws, draws + every), range(draws))
         )
-        alone = simulate_alone(plan)
-        return np.array(
-            successive_s(plan.case, plan.stages, plan.microbatches, alone, lucks)[every:]
-        )
+        require_memory(plan)
+        work = Work(plan.case, plan.stages, plan.microbatches, plan.order)
+        return np.array(successive_s(work, lucks)[every:])
     iterations = (
         simulate_plan(plan, draw_stretch(*size, jitter, seed, draw)).iteration_s
         for draw in range(draws)

@@ -2,9 +2,7 @@
 
 In mode `outer` a node goes on to its next iteration as soon as it has ended one: all of its
 operations, and the fragment that it has to apply then. A ring goes on behind, and only who has to
-apply what it brings waits for it. As every node keeps its order, no choice is left, and everything
-is the latest of few things before it: iterations are gone through operation by operation, each
-after all that it waits for.
+apply what it brings waits for it. As every node keeps its order, no choice is left (`replay`).
 
 Such a system becomes steady. What happens in a cycle follows from the state in which it begins:
 when each node, each link and the ring of each fragment is through. If a cycle makes none of them
@@ -17,7 +15,7 @@ would only come right after thousands of iterations.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,18 +23,9 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_sched.problem.averaging import AveragingPolicy
-from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.plan import NodePath, microbatch_chain
 from skippipe_sched.timing.averaging import quickest_averaging_s
-from skippipe_sched.timing.timeline import (
-    Averaging,
-    Run,
-    SteadyState,
-    Stretch,
-    Timeline,
-    Transfer,
-    no_stretch,
-)
+from skippipe_sched.timing.replay import Replay, Work
+from skippipe_sched.timing.timeline import Averaging, SteadyState, Stretch, Timeline
 
 # What has not settled after so many cycles, or in large cases after so many operations, is taken as
 # it is: as the mean of the later half.
@@ -47,102 +36,35 @@ MOST_IN_TURN = 8
 TOLERANCE = 1e-9
 
 
-def steady_timeline(
-    case: Case,
-    stages: Sequence[Sequence[int]],
-    paths: Sequence[NodePath],
-    alone: Timeline,
-    stretch: Stretch | None = None,
-) -> Timeline:
-    """One iteration of the steady state of a plan in the order of `alone`, an iteration by itself.
+def steady_timeline(work: Work, stretch: Stretch | None = None) -> Timeline:
+    """One iteration of the steady state of a plan.
 
     It is the one beside which the rings run that were sent at the end of a cycle, and the rings
     are shown with it. With `stretch` everything takes so much longer in every iteration.
     """
-    work = _Work(case, stages, paths, alone)
     run = _Iterations(work, stretch)
     iteration_s, late_s = _settled(run)
     pipeline_s = iteration_s
     if run.has_waited:
         pipeline_s, _ = _settled(_Iterations(work, stretch, without_rings=True))
-    if case.averaging.delay:
+    if work.case.averaging.delay:
         run.iterate()
     longest_s = max(map(run.ring_s, run.rings), default=0.0)
     return run.shown(SteadyState(iteration_s, pipeline_s, longest_s, late_s))
 
 
-def successive_s(
-    case: Case,
-    stages: Sequence[Sequence[int]],
-    paths: Sequence[NodePath],
-    alone: Timeline,
-    stretches: Iterable[Stretch],
-) -> list[float]:
+def successive_s(work: Work, stretches: Iterable[Stretch]) -> list[float]:
     """Seconds from the end of each iteration of a run to that of the next, each with its stretch.
 
     An iteration has ended when its last node has. The first is reckoned from the start.
     """
-    run = _Iterations(_Work(case, stages, paths, alone))
+    run = _Iterations(work)
     ends = [0.0]
     for stretch in stretches:
         run.stretch(stretch)
         run.iterate()
         ends.append(max(run.free_s))
     return [after - before for before, after in pairwise(ends)]
-
-
-class _Work:
-    """The operations of an iteration, each after all that it waits for, and what follows it.
-
-    `following` is the place of the operation that needs the result, -1 for the last of a chain;
-    `link` is the number of the link on which that waits its turn, -1 if on none. Hops without a
-    link of their own take their time all the same.
-    """
-
-    def __init__(
-        self,
-        case: Case,
-        stages: Sequence[Sequence[int]],
-        paths: Sequence[NodePath],
-        alone: Timeline,
-    ):
-        self.case, self.stages = case, stages
-        # In an iteration by itself nothing starts before what it waits for.
-        self.operations = [run.operation for run in alone.runs]
-        place = {operation: index for index, operation in enumerate(self.operations)}
-        chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
-        self.position = {op: index for chain in chains for index, op in enumerate(chain)}
-        after = {source: target for chain in chains for source, target in pairwise(chain)}
-        self.size = len(paths), max(map(len, chains)), len(stages)
-        self.node = [operation.node for operation in self.operations]
-        self.target = [after.get(operation) for operation in self.operations]
-        self.following = [-1 if target is None else place[target] for target in self.target]
-        self.stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
-        numbers: dict[tuple[int, int], int] = {}
-        self.link = [
-            numbers.setdefault((operation.node, target.node), len(numbers))
-            if case.contention == "link" and target is not None and target.node != operation.node
-            else -1
-            for operation, target in zip(self.operations, self.target, strict=True)
-        ]
-        self.links = len(numbers)
-
-    def seconds(self, stretch: Stretch) -> list[float]:
-        """What each operation takes."""
-        return [
-            self.case.duration(operation.kind, operation.node, self.stage_of[operation.node])
-            * stretch.operations.item(operation.microbatch, self.position[operation])
-            for operation in self.operations
-        ]
-
-    def hop_s(self, stretch: Stretch) -> list[float]:
-        """What the hop takes that each operation's result goes by, 0 where it stays."""
-        return [
-            0.0 if target is None or target.node == operation.node
-            else self.case.hop_duration(target.kind, operation.node, target.node)
-            * stretch.hops.item(target.microbatch, self.position[target])
-            for operation, target in zip(self.operations, self.target, strict=True)
-        ]  # fmt: skip
 
 
 @dataclass
@@ -162,24 +84,13 @@ class _Ring:
     origin: list[int]
 
 
-class _Iterations:
-    """A run that has come so far: iterations one after another, from a start at 0 s.
+class _Iterations(Replay):
+    """Iterations with rings behind them: a node ends one when it has applied what it has to."""
 
-    `free_s` is when each node has ended its last iteration, `link_free_s` when each link was
-    through with it. Of the last iteration, `arrived_s`, `start_s` and `sent_s` tell when the input
-    of each operation was there, when it started, and when its result was on the link.
-    `free_from` and the like name what that waited for, as the cycle began: see `origins`.
-    """
-
-    def __init__(self, work: _Work, stretch: Stretch | None = None, *, without_rings: bool = False):
-        case, operations = work.case, len(work.operations)
-        self.work = work
+    def __init__(self, work: Work, stretch: Stretch | None = None, *, without_rings: bool = False):
+        case = work.case
         self.policy: AveragingPolicy = case.averaging
         self.number = 0
-        self.free_s = [0.0] * len(case.nodes)
-        self.link_free_s = [-math.inf] * work.links
-        self.arrived_s, self.start_s, self.sent_s = ([0.0] * operations for _ in range(3))
-        self.began_s: list[float] = []
         count = self.policy.fragments
         self.rings = [
             _Ring(
@@ -196,27 +107,18 @@ class _Iterations:
         ]
         self.late_s = 0.0
         self.has_waited = False
-        self.stretch(stretch or no_stretch(*work.size))
-        self.mark()
-
-    def stretch(self, stretch: Stretch) -> None:
-        """From now on everything takes so much longer than planned."""
-        self.seconds, self.hop_s = self.work.seconds(stretch), self.work.hop_s(stretch)
-        self.ring_factor = stretch.averagings
+        super().__init__(work, stretch)
 
     def ring_s(self, ring: _Ring) -> float:
         """What a ring takes now."""
         return ring.seconds * self.ring_factor.item(ring.stage)
 
     def mark(self) -> None:
-        """A cycle begins: origins are what there is now."""
+        """Begin a cycle: name what nodes, links and rings wait for by how they are now."""
+        super().mark()
         self.late_s = 0.0
-        nodes, links = len(self.free_s), len(self.link_free_s)
-        self.free_from = list(range(nodes))
-        self.link_from = list(range(nodes, nodes + links))
-        self.arrived_from = [0] * len(self.work.operations)
         for place, ring in enumerate(self.rings):
-            first = nodes + links + place * len(ring.origin)
+            first = len(self.free_s) + len(self.link_free_s) + place * len(ring.origin)
             ring.origin[:] = range(first, first + len(ring.origin))
 
     def state(self) -> Float[np.ndarray, " things"]:
@@ -231,8 +133,7 @@ class _Iterations:
     def iterate(self) -> None:
         """Run one iteration more."""
         self.number += 1
-        self.began_s = [*self.free_s]
-        self._run_operations()
+        self.run()
         policy = self.policy
         sent, due = policy.sent_after(self.number), None
         if self.number > policy.delay:
@@ -243,33 +144,6 @@ class _Iterations:
             self._send(sent)
         if due is not None and not policy.delay:
             self._apply(due)
-
-    def _run_operations(self) -> None:
-        # The innermost loop of all planning in mode `outer`: lists of its own, and no calls.
-        work, free_s, free_from = self.work, self.free_s, self.free_from
-        arrived_s, arrived_from = self.arrived_s, self.arrived_from
-        starts, sent_s, hops = self.start_s, self.sent_s, self.hop_s
-        link_free_s, link_from, links = self.link_free_s, self.link_from, work.link
-        arrived_s[:] = [-math.inf] * len(arrived_s)
-        for place, (node, seconds, following) in enumerate(
-            zip(work.node, self.seconds, work.following, strict=True)
-        ):
-            time_s, origin = arrived_s[place], arrived_from[place]
-            if free_s[node] >= time_s:
-                time_s, origin = free_s[node], free_from[node]
-            starts[place] = time_s
-            time_s += seconds
-            free_s[node], free_from[node] = time_s, origin
-            if following < 0:
-                continue
-            link = links[place]
-            if link >= 0 and link_free_s[link] > time_s:
-                time_s, origin = link_free_s[link], link_from[link]
-            sent_s[place] = time_s
-            time_s += hops[place]
-            if link >= 0:
-                link_free_s[link], link_from[link] = time_s, origin
-            arrived_s[following], arrived_from[following] = time_s, origin
 
     def _send(self, fragment: int) -> None:
         """Rings begin when the last replica is there and the stage's ring before is over."""
@@ -300,34 +174,12 @@ class _Iterations:
         averagings = [Averaging(s, start - zero_s, end - zero_s) for s, start, end in rings]
         return Timeline(
             len(self.work.case.nodes),
-            tuple(sorted(self._runs(zero_s), key=lambda run: run.start_s)),
-            tuple(sorted(self._transfers(zero_s), key=lambda transfer: transfer.start_s)),
+            self.runs(zero_s),
+            self.transfers(zero_s),
             tuple(sorted(averagings, key=lambda averaging: averaging.start_s)),
             steady,
             tuple(began_s - zero_s for began_s in self.began_s),
         )
-
-    def _runs(self, zero_s: float) -> Iterator[Run]:
-        """Operations that wait for no other one are there as soon as their node has ended one."""
-        for place, operation in enumerate(self.work.operations):
-            start_s = self.start_s[place]
-            arrived_s = self.arrived_s[place]
-            if arrived_s == -math.inf:
-                arrived_s = self.began_s[operation.node]
-            end_s = start_s + self.seconds[place]
-            yield Run(operation, arrived_s - zero_s, start_s - zero_s, end_s - zero_s)
-
-    def _transfers(self, zero_s: float) -> Iterator[Transfer]:
-        for place, (source, target) in enumerate(
-            zip(self.work.operations, self.work.target, strict=True)
-        ):
-            if target is not None and target.node != source.node:
-                times = (
-                    self.start_s[place] + self.seconds[place],
-                    self.sent_s[place],
-                    self.arrived_s[self.work.following[place]],
-                )
-                yield Transfer(source.node, target.node, target, *(t - zero_s for t in times))
 
 
 def _settled(run: _Iterations) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from skippipe_sched.churn.pace import Pace
+from skippipe_sched.churn.life import Pace
 
 # Eighths of a second, so that sums are exact.
 SECONDS = st.integers(0, 80).map(lambda eighths: eighths / 8)

@@ -12,8 +12,7 @@ from skippipe_sched.churn.iteration_times import IterationTimes
 from skippipe_sched.churn.life import Costs
 from skippipe_sched.churn.picture import picture
 from skippipe_sched.churn.policies import POLICIES
-from skippipe_sched.churn.sweep import Churn, Point, doublings, sweep
-from skippipe_sched.churn.verdict import causes, goodputs, verdict
+from skippipe_sched.churn.sweep import Churn, Point, causes, doublings, goodputs, sweep, verdict
 from skippipe_sched.errors import InputError
 from skippipe_sched.fields import duration
 

@@ -12,7 +12,7 @@ import pytest
 from skippipe_sched.figures.amounts import seconds_text, size_text
 from skippipe_sched.figures.flows import flows_map
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.timing.simulate import Timeline
+from skippipe_sched.timing.timeline import Timeline
 from skippipe_sched.timing.traffic import link_name, link_traffic, location_traffic
 
 from tests.sched.examples import case_with, in_order, planned, same_place

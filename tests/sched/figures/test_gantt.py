@@ -11,7 +11,8 @@ import pytest
 from skippipe_sched.figures.gantt import gantt, gantt_series
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, microbatch_chain, parse_plan
-from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Averaging, Run, Timeline
 
 from tests.sched.examples import planned
 

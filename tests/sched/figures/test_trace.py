@@ -10,7 +10,8 @@ from skippipe_sched.figures.trace import chrome_trace
 from skippipe_sched.problem.plan import Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
 from skippipe_sched.timing.jitter import draw_stretch
-from skippipe_sched.timing.simulate import Averaging, Run, Timeline, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
+from skippipe_sched.timing.timeline import Averaging, Run, Timeline
 
 from tests.sched.examples import case_with, outer, planned, routed_cases, same_place
 

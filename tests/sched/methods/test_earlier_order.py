@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.methods.earlier_order import earlier_order, start_times
+from skippipe_sched.methods.without_nodes import earlier_order, start_times
 from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import joint, make_plan, plan_best
+from skippipe_sched.methods import joint, make_plan, path_length_of, plan_best
 from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import load_plan
@@ -17,7 +17,6 @@ from skippipe_sched.problem.rules import violations
 from skippipe_sched.search import annealer
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.bound import lower_bound_s
-from skippipe_sched.timing.jitter import replay
 from skippipe_sched.timing.simulate import simulate_plan
 
 from tests.sched.examples import PAPER, outer, same_place
@@ -42,12 +41,13 @@ def test_joint_is_within_two_percent_of_the_optimum(seed):
     optimum = kept_optimum(seed).iteration_s
     plan = make_plan(case, "joint", Search(budget_s=2.0))
     assert plan.predicted.iteration_s <= IDLES_ON_PURPOSE.get(seed, 1.02) * optimum
+    assert plan.predicted.lower_bound_s is not None
     assert plan.predicted.lower_bound_s <= optimum * (1 + 1e-9)
 
 
 def test_the_papers_case_is_planned_far_better_than_published():
-    """A second of search; the benchmark has the figures that matter."""
-    case, search = paper_case(), Search(budget_s=2.0)
+    """A short search; the benchmark has the figures that matter."""
+    case, search = paper_case(), Search(budget_s=5.0)
     plan = make_plan(case, "joint", search)
     published = simulate_plan(load_plan(PUBLISHED))
     assert published.pipeline_s == pytest.approx(32.92, abs=0.01)
@@ -62,6 +62,15 @@ def test_a_search_that_begins_at_a_good_plan_needs_less_to_find_one():
     known = make_plan(case, "joint", Search(budget_s=1.0))
     plain, begun = (make_plan(case, "joint", Search(1, 0.02, begin=b)) for b in (None, known))
     assert begun.predicted.iteration_s < plain.predicted.iteration_s
+
+
+def test_a_search_for_full_paths_begins_at_a_plan_of_them_for_a_case_of_shorter_ones():
+    case = paper_case()
+    known = make_plan(case, "full", Search(budget_s=1.0))
+    assert known.fits(case, path_length_of("full-joint", case))
+    assert not known.fits(case, path_length_of("joint", case))
+    begun = make_plan(case, "full-joint", Search(1, 0.02, begin=known))
+    assert begun.predicted.iteration_s <= known.predicted.iteration_s
 
 
 def test_partial_paths_beat_full_ones_under_the_same_search():
@@ -131,14 +140,6 @@ def test_an_interrupt_ends_the_search_with_the_best_so_far():
     assert violations(plan.case, plan.stages, plan.microbatches) == []
 
 
-def test_a_robust_plan_keeps_the_rules_and_is_replayed_in_its_order():
-    case = paper_case()
-    plan = make_plan(case, "joint", Search(budget_s=2.0, jitter=0.3))
-    assert violations(case, plan.stages, plan.microbatches) == []
-    assert simulate_plan(plan).iteration_s == plan.predicted.iteration_s
-    assert np.all(replay(plan, 0.3, 5) > plan.predicted.iteration_s)
-
-
 def test_an_open_case_is_planned_with_sizes_that_fit():
     source = dict(same_place([2, 2, 2], microbatches_per_data_node=2).source)
     del source["microbatches_per_data_node"]
@@ -181,6 +182,7 @@ def test_with_averaging_behind_it_the_papers_case_takes_as_long_as_without_any()
     plan = make_plan(outer(case), "joint", Search(budget_s=1.0))
     free = make_plan(replace(case, stage_bytes=(0.0,) * 6), "joint", Search(budget_s=1.0))
     assert violations(plan.case, plan.stages, plan.microbatches) == []
+    assert plan.predicted.lower_bound_s is not None
     assert plan.predicted.lower_bound_s <= plan.predicted.iteration_s
     assert plan.predicted.iteration_s < 1.05 * free.predicted.iteration_s
     assert plan.predicted.late_s < 0.1 * plan.predicted.iteration_s

@@ -182,7 +182,7 @@ def test_bytes_that_follow_from_a_model_are_asked_for_where_there_is_none(key):
     with pytest.raises(InputError) as caught:
         parse_case(TWO_NODES | {key: "auto"})
     assert (caught.value.field, caught.value.value) == (f"case.{key}", "auto")
-    assert "python -m skippipe_jax.memory" in caught.value.remedy
+    assert "skippipe estimate-memory" in caught.value.remedy
 
 
 def test_memory_that_follows_from_a_model_is_asked_for_where_there_is_none():
@@ -196,7 +196,7 @@ def test_memory_that_follows_from_a_model_is_asked_for_where_there_is_none():
         with pytest.raises(InputError) as caught:
             parse_case(TWO_NODES | change)
         assert (caught.value.field, caught.value.value) == (field, "auto")
-        assert "python -m skippipe_jax.memory" in caught.value.remedy
+        assert "skippipe estimate-memory" in caught.value.remedy
 
 
 def test_nodes_may_say_the_bytes_of_their_devices_and_need_not():

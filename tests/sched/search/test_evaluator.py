@@ -8,23 +8,28 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.search import settling
+from skippipe_sched.search import annealing
 from skippipe_sched.search.arrays import (
-    Stretches,
     as_operations,
     candidate_of,
     copy_of,
     no_order,
-    no_stretch,
     order_for,
     problem_of,
     scratch_for,
 )
-from skippipe_sched.search.chance import random_state
-from skippipe_sched.search.evaluator import evaluate
-from skippipe_sched.search.moves import MOVES, PRIORITY, SWAP, propose, revert, undo_for
+from skippipe_sched.search.compiled import fast
+from skippipe_sched.search.evaluator import evaluate, replay
+from skippipe_sched.search.moves import (
+    MOVES,
+    PRIORITY,
+    SWAP,
+    propose,
+    random_state,
+    revert,
+    undo_for,
+)
 from skippipe_sched.timing.averaging import added_s, quickest_averaging_s, rings_of_iteration
-from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import cases, in_order, outer, policies
@@ -48,19 +53,18 @@ def stages_and_paths(case, candidate):
     return stages, tuple(map(tuple, nodes[candidate.paths].tolist()))
 
 
-def evaluated(case, candidate, order=None, stretch=None, limit=np.inf):
+def evaluated(case, candidate, order=None, limit=np.inf):
     """What the candidate costs in an order, or where dispatch decides."""
     problem = problem_of(case)
     scratch = scratch_for(problem, *candidate.paths.shape)
-    ordered = order is not None
-    rest = (ordered, stretch or no_stretch(), scratch, limit, 0.0)
-    return evaluate(problem, candidate, order or no_order(), *rest)
+    judge = evaluate if order is None else replay
+    return fast(judge)(problem, candidate, order or no_order(), scratch, limit, 0.0)
 
 
 def recorded(case, candidate):
     problem, order = problem_of(case), order_for(candidate)
     scratch = scratch_for(problem, *candidate.paths.shape)
-    iteration_s = evaluate(problem, candidate, order, False, no_stretch(), scratch, np.inf, 0.0)
+    iteration_s = fast(evaluate)(problem, candidate, order, scratch, np.inf, 0.0)
     _, paths = stages_and_paths(case, candidate)
     return iteration_s, order, as_operations(order, candidate, paths)
 
@@ -100,20 +104,6 @@ def test_dispatch_is_the_simulators_where_nothing_happens_at_once():
     run()
 
 
-@given(cases(), st.integers(0, 2**30), st.floats(0, 2))
-@settings(max_examples=100)
-def test_a_stretched_iteration_takes_as_long_as_the_simulator_says(case, seed, jitter):
-    candidate = placed(case, seed)
-    if candidate is None:
-        return
-    stages, paths = stages_and_paths(case, candidate)
-    _, order, operations = recorded(case, candidate)
-    luck = draw_stretch(len(paths), len(stages), jitter, seed, 0)
-    expected_s = simulate(case, stages, paths, operations, luck).iteration_s
-    stretch = Stretches(luck.operations, luck.hops, luck.averagings)
-    assert evaluated(case, candidate, order, stretch) == pytest.approx(expected_s)
-
-
 @given(cases(), st.integers(0, 2**30))
 @settings(max_examples=60)
 def test_a_round_trip_of_the_quick_estimate_is_that_of_a_microbatch_alone(case, seed):
@@ -124,7 +114,7 @@ def test_a_round_trip_of_the_quick_estimate_is_that_of_a_microbatch_alone(case, 
     stages, paths = stages_and_paths(case, candidate)
     for microbatch, path in enumerate(paths):
         trip_s = simulate(case, stages, [path]).pipeline_s / problem.memory[path[0]]
-        found_s = settling._round_trip_s(problem, candidate, microbatch)
+        found_s = fast(annealing._round_trip_s)(problem, candidate, microbatch)
         assert found_s == pytest.approx(trip_s)
 
 
@@ -138,14 +128,14 @@ def test_every_move_keeps_the_rules_and_can_be_taken_back(case, seed, moves):
     for number in range(moves):
         before = copy_of(candidate)
         move = (seed + number) % MOVES
-        made = propose(problem, candidate, undo, move, state)
+        made = fast(propose)(problem, candidate, undo, move, state)
         if made:
             assert violations(case, *stages_and_paths(case, candidate)) == []
             again = candidate_of(problem, candidate.node_of_slot, candidate.paths)
             assert np.array_equal(again.visits, candidate.visits)
             assert np.array_equal(again.averaging_s, candidate.averaging_s)
         if not made or number % 2:
-            revert(problem, candidate, undo, move, made)
+            fast(revert)(problem, candidate, undo, move, made)
             for now, then in zip(candidate, before, strict=True):
                 assert np.array_equal(now, then)
 
@@ -159,9 +149,9 @@ def test_a_candidate_that_locks_or_is_too_slow_costs_infinity(case, seed, moves)
     problem, undo, state = problem_of(case), undo_for(candidate), random_state(seed)
     for _ in range(moves):
         for move in (SWAP, PRIORITY):
-            made = propose(problem, candidate, undo, move, state)
+            made = fast(propose)(problem, candidate, undo, move, state)
             if not made:
-                revert(problem, candidate, undo, move, made)
+                fast(revert)(problem, candidate, undo, move, made)
     iteration_s, _, operations = recorded(case, candidate)
     stages, paths = stages_and_paths(case, candidate)
     if iteration_s == np.inf:
@@ -215,9 +205,9 @@ def test_moves_keep_the_rings_of_fragments(case, policy, seed, moves):
     problem, undo, state = problem_of(case), undo_for(candidate), random_state(seed)
     for number in range(moves):
         move = (seed + number) % MOVES
-        made = propose(problem, candidate, undo, move, state)
+        made = fast(propose)(problem, candidate, undo, move, state)
         if not made or number % 2:
-            revert(problem, candidate, undo, move, made)
+            fast(revert)(problem, candidate, undo, move, made)
         stages, _ = stages_and_paths(case, candidate)
         expected = [quickest_averaging_s(case, s, nodes) for s, nodes in enumerate(stages)]
         # A ring of many replicas is a local optimum, and may follow from where it began.

@@ -13,7 +13,8 @@ from skippipe_sched.fields import LARGEST_SEED
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch, replay
-from skippipe_sched.timing.simulate import Stretch, simulate, simulate_plan
+from skippipe_sched.timing.simulate import simulate, simulate_plan
+from skippipe_sched.timing.timeline import Stretch
 
 from tests.sched.examples import (
     PAPER,

@@ -11,8 +11,10 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.problem.rules import violations
+from skippipe_sched.timing import dispatch
 from skippipe_sched.timing.averaging import averaging_s, best_ring
-from skippipe_sched.timing.simulate import Averaging, simulate, simulate_plan
+from skippipe_sched.timing.simulate import simulate, simulate_plan
+from skippipe_sched.timing.timeline import Averaging
 
 from tests.sched.examples import (
     PAPER,
@@ -348,6 +350,26 @@ def test_the_order_of_a_dispatch_replays_to_the_same_timeline(example):
     assert set(again.transfers) == set(timeline.transfers)
     assert again.averagings == timeline.averagings
     assert again.order == timeline.order
+
+
+class _Watched(dispatch._Dispatch):
+    """Notes when what ends and arrives, by the queue of events."""
+
+    def push(self, time_s, event, operation):
+        self.times = getattr(self, "times", {})
+        self.times[event, operation] = time_s
+        super().push(time_s, event, operation)
+
+
+@given(routed_cases())
+@settings(max_examples=80)
+def test_without_a_queue_of_events_everything_happens_when_it_does_with_one_to_the_bit(example):
+    case, stages, paths = example
+    watched = _Watched(case, stages, paths)
+    timeline = simulate(case, stages, paths, watched.run())
+    replayed = {(dispatch._END, run.operation): run.end_s for run in timeline.runs}
+    replayed |= {(dispatch._ARRIVAL, run.operation): run.arrived_s for run in timeline.runs}
+    assert replayed == watched.times
 
 
 @given(routed_cases(swaps=False))

@@ -14,6 +14,8 @@ from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing import steady
 from skippipe_sched.timing.averaging import averaging_s, best_ring, quickest_averaging_s
+from skippipe_sched.timing.dispatch import dispatch
+from skippipe_sched.timing.replay import Work
 from skippipe_sched.timing.simulate import forecast, simulate
 from skippipe_sched.timing.steady import steady_timeline
 
@@ -42,6 +44,10 @@ def examples(draw: st.DrawFn):
     size = draw(st.sampled_from([0, 2**24, 2**33]))
     given = {**case.source, "averaging": policy, "stage_bytes": size}
     return parse_case(given), stages, paths
+
+
+def work_of(case, stages, paths):
+    return Work(case, stages, paths, dispatch(case, stages, paths))
 
 
 def with_bytes(case: Case, stage_bytes: float) -> Case:
@@ -135,7 +141,7 @@ def test_iterations_end_when_the_reference_says(example):
     case, stages, paths = example
     alone = simulate(case, stages, paths)
     expected = Reference(case, stages, paths, alone.order)
-    run = steady._Iterations(steady._Work(case, stages, paths, alone))
+    run = steady._Iterations(work_of(case, stages, paths))
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(20_000)
     try:
@@ -145,20 +151,6 @@ def test_iterations_end_when_the_reference_says(example):
             assert run.free_s == pytest.approx(ended)
     finally:
         sys.setrecursionlimit(limit)
-
-
-@given(routed_cases())
-@settings(max_examples=60)
-def test_the_first_iteration_is_the_one_by_itself_to_the_bit(example):
-    case, stages, paths = example
-    case = outer(case, every=1, fragments=1, delay=0)
-    alone = simulate(case, stages, paths)
-    run = steady._Iterations(steady._Work(case, stages, paths, alone))
-    run.iterate()
-    shown = run.shown(steady.SteadyState(1, 1, 0, 0))
-    assert {own.operation: own for own in shown.runs} == {r.operation: r for r in alone.runs}
-    assert set(shown.transfers) == set(alone.transfers)
-    assert shown.order == alone.order
 
 
 @given(routed_cases(), st.integers(2, 4))
@@ -184,7 +176,7 @@ def test_without_rings_iterations_follow_as_in_one_long_one(example, iterations)
     ]
     together = simulate(case, stages, paths * iterations, order)
     ends = {run.operation: run.end_s for run in together.runs}
-    run = steady._Iterations(steady._Work(case, stages, paths, alone))
+    run = steady._Iterations(work_of(case, stages, paths))
     for k in range(iterations):
         run.iterate()
         for node, own in enumerate(alone.order):
@@ -241,7 +233,7 @@ def test_rings_that_have_no_time_between_them_set_the_pace():
 def test_rings_of_a_stage_follow_one_another():
     """Sent after iterations 1 and 3 of 3, and due two later: a ring waits for the one before it."""
     case, stages, paths = replicas(6.0, every=3, fragments=2, delay=2)
-    run = steady._Iterations(steady._Work(case, stages, paths, simulate(case, stages, paths)))
+    run = steady._Iterations(work_of(case, stages, paths))
     ends = []
     for _ in range(5):
         run.iterate()
@@ -320,8 +312,7 @@ def test_what_must_hold_of_every_steady_state(example):
 @settings(max_examples=60)
 def test_the_mean_is_that_of_a_long_run(example):
     case, stages, paths = example
-    alone = simulate(case, stages, paths)
-    run = steady._Iterations(steady._Work(case, stages, paths, alone))
+    run = steady._Iterations(work_of(case, stages, paths))
     ends = []
     cycles = 240 // case.averaging.every
     for _ in range(cycles * case.averaging.every):
@@ -413,8 +404,7 @@ def test_quicker_rings_make_no_iteration_longer_and_none_late_that_was_in_time(e
 @settings(max_examples=80)
 def test_if_nobody_waits_for_a_ring_it_could_as_well_be_free(example):
     case, stages, paths = example
-    alone = simulate(case, stages, paths)
-    free = steady._settled(steady._Iterations(steady._Work(case, stages, paths, alone),
+    free = steady._settled(steady._Iterations(work_of(case, stages, paths),
                                               without_rings=True))[0]  # fmt: skip
     timeline = forecast(case, stages, paths)
     assert timeline.pipeline_s == pytest.approx(free)
@@ -467,7 +457,7 @@ def test_the_slowest_circle_is_found():
 def test_what_drifts_for_long_does_not_delay_what_is_said():
     """The second node is quicker by a ten-thousandth: it would come to wait after 70,000 s."""
     case, stages, paths = replicas(1.0, (1.0, 0.9999), every=2, delay=1)
-    run = steady._Iterations(steady._Work(case, stages, paths, simulate(case, stages, paths)))
+    run = steady._Iterations(work_of(case, stages, paths))
     iteration_s, late_s = steady._settled(run)
     assert iteration_s == pytest.approx(ALONE_S)
     assert late_s == 0
@@ -493,6 +483,6 @@ def test_a_steady_timeline_is_of_the_order_it_is_given():
     case = outer(case_with(microbatches_per_data_node=2), every=1, fragments=1, delay=0)
     stages, paths = ((0,), (1,)), ((0, 1), (0, 1))
     alone = simulate(case, stages, paths)
-    assert steady_timeline(case, stages, paths, alone).order == alone.order
+    assert steady_timeline(work_of(case, stages, paths)).order == alone.order
     # One data node: its iterations follow one another as if there were a barrier.
     assert forecast(case, stages, paths).iteration_s == pytest.approx(alone.pipeline_s)

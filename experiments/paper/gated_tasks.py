@@ -1,0 +1,116 @@
+"""Gated runs as tasks of a campaign: each is trained once, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched import fields
+
+from experiments.paper import study_text
+from experiments.paper.gates import GatedRun, state_of
+from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD, digest_of, run_all
+
+
+@dataclass(frozen=True)
+class GatedTask:
+    """A gated run that is trained where its result is missing.
+
+    Attributes:
+        name: of its files.
+        run: what is trained.
+        results: the folder of its result.
+        work_folder: where texts and states are kept.
+        command: what makes the result, as the result says.
+        text: one of those of `study_text`.
+        start: whose last weights are the first ones.
+    """
+
+    name: str
+    run: GatedRun
+    results: Path
+    work_folder: Path
+    command: str
+    text: str = study_text.ALL
+    start: GatedTask | None = None
+
+    @property
+    def of_text(self) -> dict[str, str]:
+        """Say which text it reads and whose weights it starts from, where that is unusual."""
+        start = {} if self.start is None else {"start": self.start.name}
+        return ({"text": self.text} if self.text else {}) | start
+
+    @property
+    def digest(self) -> str:
+        """Compute what the results of equal runs have in common."""
+        # Without a text or a start of their own, results have the digests that they always had.
+        start = {} if self.start is None else {"start": self.start.digest}
+        return digest_of(asdict(self.run) | self.of_text | start)
+
+    @property
+    def output(self) -> Path:
+        """The file of the result."""
+        return self.results / f"{self.name}.json"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Name the task whose weights it starts from."""
+        return () if self.start is None else (self.start.name,)
+
+    @property
+    def work(self) -> float:
+        """Blocks that it runs."""
+        return self.run.compute() * self.run.blocks
+
+    def result(self) -> dict[str, Any] | None:
+        """Read the result, if there is one of this very run."""
+        if not self.output.exists():
+            return None
+        found = dict(fields.load_json(self.output, str(self.output)))
+        return found if found["digest"] == self.digest else None
+
+    def is_done(self) -> bool:
+        """Tell whether the result is there."""
+        return self.result() is not None
+
+    def environment(self) -> Mapping[str, str]:
+        """Give the process one thread."""
+        return ONE_THREAD
+
+    def commands(self) -> list[Callable[[], Sequence[str]]]:
+        """Train and write the result."""
+        return [self._training]
+
+    def found(self) -> str:
+        """Tell the loss of the full model."""
+        result = self.result()
+        assert result is not None, self.name
+        return f"validation loss {result['losses']['validation']:.4f}"
+
+    def _training(self) -> Sequence[str]:
+        path = self.work_folder / "specified" / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        given = {"digest": self.digest, "command": self.command, "run": asdict(self.run)}
+        given |= self.of_text
+        path.write_text(json.dumps(given), encoding="utf-8")
+        folders = ["--work", str(self.work_folder), "--output", str(self.output)]
+        return ["experiments.paper.gates", str(path), *folders]
+
+
+class Pretraining(GatedTask):
+    """A gated run that is done only while the state is there that others start from."""
+
+    def is_done(self) -> bool:
+        """Tell whether the result and the state are there."""
+        return super().is_done() and state_of(self.work_folder, self.name).exists()
+
+
+def train(tasks: Sequence[GatedTask], folder: Path, at_once: int = AT_ONCE) -> None:
+    """Train what is missing, two runs at a time; Ctrl-C stops, and the next call goes on."""
+    # Written once, before processes read them.
+    for text in {task.text for task in tasks}:
+        study_text.read(folder / "text", text)
+    run_all(tasks, folder / "logs", at_once, Path(__file__).parents[2])

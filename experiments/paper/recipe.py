@@ -1,0 +1,371 @@
+"""A study of whether training along partial paths keeps the quality of training in full.
+
+    python -m experiments.paper.recipe                  trains what is missing, and writes figures
+    python -m experiments.paper.recipe --only 12x50     one setting: 12 blocks, 50 bytes a parameter
+    python -m experiments.paper.recipe --list           says which runs are there, trains none
+
+An arm is a way to train, and a setting a depth and an amount of text: so many bytes for each
+parameter of the full model. Arms of equal compute run as many blocks as `quality`; arms of equal
+time are as long as `full` on 20 nodes in 12 regions, by the planner's clock, of plans for exact or
+for outer averaging with 8-bit hops; all runs average gradients exactly. Runs are gated (see
+`gates`).
+
+A run that is there is not trained again. Ctrl-C stops, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.paper import (
+    drawing,
+    gated_tasks,
+    intervals,
+    jobs,
+    plans,
+    provenance,
+    study_command,
+)
+from experiments.paper.drawing import BLACK, BLUE
+from experiments.paper.gated_tasks import GatedTask
+from experiments.paper.gates import TOKENS, GatedRun, Phase
+from experiments.paper.reproduce import write
+from experiments.paper.study_text import TEST, VALIDATION
+from skippipe_jax.models.llama import parameter_count, stage_shapes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "recipe"
+
+COMMAND = "python -m experiments.paper.recipe"
+RESULTS = Path(__file__).parent / "results" / "recipe"
+SEEDS = 5
+WIDTH = 16
+PARTIAL = Phase(0.0, 4)
+QUALITY = (PARTIAL, Phase(0.4, 6, 0.0))
+ROBUST = (PARTIAL, Phase(0.4, 4, 1.0, 4))
+FULL, SKIPPED, SMALLER = "full", "skip33", "small67"
+# By how the replicas average: the kinds of plans whose seconds count.
+CLOCKS = {"exact": "", "outer": "_outer"}
+CONTROLS = ("full", "smaller, equal compute", "grown, equal compute")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A depth of the full model, and an amount of text."""
+
+    blocks: int
+    bytes_per_parameter: int
+
+    @property
+    def name(self) -> str:
+        """How its files begin."""
+        return f"{self.blocks}x{self.bytes_per_parameter}"
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of the full model."""
+        model = GatedRun(blocks=self.blocks, width=WIDTH).model
+        return sum(map(parameter_count, stage_shapes(model, 1)))
+
+    @property
+    def steps(self) -> int:
+        """Iterations of the full model."""
+        return round(self.bytes_per_parameter * self.parameters / TOKENS)
+
+
+SETTINGS = tuple(Setting(blocks, amount) for amount in (50, 20) for blocks in (12, 6, 24))
+
+
+OF_OPTIONS = SETTINGS[0]
+"""The setting in which options are compared."""
+
+
+def seconds(kind: str, clock: str) -> float:
+    """Seconds of an iteration of a kind of plan on 20 nodes in 12 regions."""
+    return plans.plan_of(kind + CLOCKS[clock]).predicted.iteration_s
+
+
+def as_long(run: GatedRun, full: GatedRun, clock: str) -> GatedRun:
+    """Lengthen a run to as many steps as take the time of `full`."""
+    small_share = run.grown_at if run.grown_from else float(run.stages < full.stages)
+    skipped = sum(run.skipping(step) > 0 for step in range(run.steps)) / run.steps
+    of_full = seconds(FULL, clock)
+    mean = (
+        small_share * seconds(SMALLER, clock)
+        + skipped * seconds(SKIPPED, clock)
+        + (1 - small_share - skipped) * of_full
+    )
+    return replace(run, steps=round(run.steps * of_full / mean))
+
+
+def arms(setting: Setting) -> dict[str, GatedRun]:
+    """All ways to train in a setting, with seed 0."""
+    full = GatedRun(blocks=setting.blocks, width=WIDTH, steps=setting.steps)
+    quality = replace(full, phases=QUALITY)
+    small = replace(full, blocks=2 * setting.blocks // 3, stages=4)
+    grown = replace(full, grown_from=2 * setting.blocks // 3)
+
+    def as_much(run: GatedRun) -> GatedRun:
+        """As many steps as make up the compute of `quality`."""
+        of_one_step = run.compute() * run.blocks / run.steps
+        return replace(run, steps=round(quality.compute() * setting.blocks / of_one_step))
+
+    found = {
+        "full": full,
+        "skipped": replace(full, phases=(PARTIAL,), schedule="cosine", scaled_start=False),
+        "quality": quality,
+        "robust": replace(full, phases=ROBUST),
+        "smaller": small,
+        "full, equal compute": as_much(full),
+        "smaller, equal compute": as_much(small),
+        "grown, equal compute": as_much(grown),
+    }
+    for clock in CLOCKS:
+        found |= {
+            f"{name}, equal time, {clock}": as_long(run, full, clock)
+            for name, run in (("quality", quality), ("smaller", small), ("grown", grown))
+        }
+    return found
+
+
+def options(setting: Setting) -> dict[str, dict[str, GatedRun]]:
+    """By option: the runs that differ in it, `without` first."""
+    full = GatedRun(blocks=setting.blocks, width=WIDTH, steps=setting.steps)
+    quality, robust = replace(full, phases=QUALITY), replace(full, phases=ROBUST)
+    always = replace(full, phases=(PARTIAL,))
+    return {
+        "schedule": {
+            "cosine, skipping to the end": replace(always, schedule="cosine"),
+            "constant, then falling, skipping to the end": always,
+            "constant, then falling, full in the last 60%": quality,
+        },
+        "last part in full": {
+            f"{share:.0%}": replace(full, phases=(PARTIAL, Phase(1 - share, 6, 0.0)))
+            for share in (0.3, 0.4, 0.5, 0.6)
+        },
+        "start of residual branches": {
+            "full, plain": replace(full, scaled_start=False),
+            "full, scaled": full,
+            "quality, plain": replace(quality, scaled_start=False),
+            "quality, scaled": quality,
+        },
+        "where a quarter goes on skipping": {
+            "every fourth iteration": robust,
+            "a quarter of the microbatches": replace(full, phases=(PARTIAL, Phase(0.4, 4, 0.25))),
+        },
+        "full microbatches among others": {
+            "none until 40%": quality,
+            "30%, then all for the last 30%": replace(
+                full, phases=(Phase(0.0, 4, 0.75), Phase(0.7, 6, 0.0))
+            ),
+        },
+        "which stages are skipped": {
+            "evenly": quality,
+            "late ones more": replace(quality, depth="late"),
+            "early ones more": replace(quality, depth="early"),
+        },
+        "scaling in training": {
+            "none": quality,
+            "inverse": replace(quality, skip_scaling="inverse"),
+        },
+        "distillation": {
+            "none": robust,
+            "half of the loss": replace(robust, distillation=0.5),
+        },
+        "optimizer": {
+            "full, adamw": full,
+            "full, muon": replace(full, optimizer="muon"),
+            "quality, adamw": quality,
+            "quality, muon": replace(quality, optimizer="muon"),
+        },
+    }
+
+
+class Study:
+    """The runs of all settings, trained once each."""
+
+    def __init__(self, folder: Path, results: Path = RESULTS):
+        """`folder` is worked in; results are small and committed."""
+        self.folder, self.results = folder, results
+        self._names: dict[GatedRun, str] = {}
+
+    def task(self, setting: Setting, arm: str, run: GatedRun, seed: int) -> GatedTask:
+        """Name a run of an arm with a seed; equal runs have one name."""
+        run = replace(run, seed=seed)
+        name = self._names.setdefault(run, f"{setting.name}-{jobs.slug(arm)}-{seed}")
+        return GatedTask(name, run, self.results / "runs", self.folder, COMMAND)
+
+    def arms(self, setting: Setting, seeds: int = SEEDS) -> Iterator[tuple[str, int, GatedTask]]:
+        """Name all arms of a setting, first seeds first."""
+        for seed in range(seeds):
+            for arm, run in arms(setting).items():
+                yield arm, seed, self.task(setting, arm, run, seed)
+
+    def options(self) -> Iterator[tuple[str, str, int, GatedTask]]:
+        """Name all runs of the options, first seeds first."""
+        for _ in self.arms(OF_OPTIONS):  # Which have the names of runs that are options too.
+            pass
+        for seed in range(SEEDS):
+            for option, runs in options(OF_OPTIONS).items():
+                for value, run in runs.items():
+                    task = self.task(OF_OPTIONS, f"{option}-{value}", run, seed)
+                    yield option, value, seed, task
+
+
+ByArm = Mapping[str, Mapping[int, GatedTask]]
+"""The tasks of arms, by seed."""
+
+
+def results(tasks: Mapping[int, GatedTask]) -> list[dict[str, Any]]:
+    """Read the results of the first seeds, up to one that is missing."""
+    found = (tasks[seed].result() for seed in sorted(tasks))
+    return [result for result in itertools.takewhile(bool, found) if result is not None]
+
+
+def figures_of(by_arm: ByArm, full: float, controls: Sequence[str], part: str) -> dict[str, Any]:
+    """Gather losses by arm, and the differences of all arms from controls, paired by seed.
+
+    `full` is the compute of the full model, of which an arm's is given as a share.
+    """
+    found = {arm: own for arm, tasks in by_arm.items() if (own := results(tasks))}
+    losses = {arm: [own["losses"][part] for own in seeds] for arm, seeds in found.items()}
+    return {
+        "arms": {
+            arm: {
+                "steps": seeds[0]["run"]["steps"],
+                "compute": round(seeds[0]["compute"] * seeds[0]["run"]["blocks"] / full, 3),
+                "loss": losses[arm],
+                **_with_half(seeds, part),
+                "minutes": [own["minutes"] for own in seeds],
+            }
+            for arm, seeds in found.items()
+        },
+        "minus": {
+            control: intervals.figures(
+                {arm: intervals.paired(own, losses[control]) for arm, own in losses.items()}
+            )
+            for control in controls
+            if control in losses
+        },
+    }
+
+
+def _with_half(seeds: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
+    """Gather the losses with half of the stages, and by which factor perplexity is more."""
+    half = seeds[0]["run"]["stages"] // 2
+    losses = [own["losses"][f"{part} of {half} stages"] for own in seeds]
+    more = [loss - own["losses"][part] for loss, own in zip(losses, seeds, strict=True)]
+    return {
+        "loss_of_half": losses,
+        "perplexity_of_half": intervals.figures({"": [math.exp(one) for one in more]})[""],
+    }
+
+
+def table(figures: Mapping[str, Any], control: str) -> str:
+    """Write the arms as a table in Markdown, with their differences from a control."""
+    minus = figures["minus"].get(control, {})
+    lines = [
+        f"| arm | compute | loss | minus {control} | perplexity with half of the stages |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for arm, own in figures["arms"].items():
+        mean = sum(own["loss"]) / len(own["loss"])
+        difference = "" if arm not in minus or arm == control else _with_half_width(minus[arm])
+        half = own["perplexity_of_half"]["mean"] - 1
+        lines.append(
+            f"| {arm} | {own['compute']:.2f} | {mean:.4f} ({len(own['loss'])}) | {difference} | "
+            f"{half:+.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def _with_half_width(found: Mapping[str, Any]) -> str:
+    if found["low"] is None:
+        return f"{found['mean']:+.4f}"
+    return f"{found['mean']:+.4f} ± {(found['high'] - found['low']) / 2:.4f}"
+
+
+def draw(figures: Mapping[str, Any]) -> Figure:
+    """Draw how arms differ from full training, a panel for each setting."""
+    by_setting = figures["settings"]
+    figure, rows = drawing.panels(3, *[3.6] * -(-len(by_setting) // 3))
+    panels = itertools.chain(*rows)
+    for axes, (setting, own) in zip(panels, by_setting.items(), strict=False):
+        arms = [arm for arm in own["arms"] if arm not in (FULL, "skipped")]
+        minus = own["minus"].get(FULL, {})
+        for row, arm in enumerate(arms):
+            color = BLUE if arm.startswith(("quality", "robust")) else BLACK
+            drawing.interval(axes, row, minus[arm], color)
+        axes.axvline(0.0, color=BLACK, linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(arms)), arms)
+        axes.set_ylim(len(arms) - 0.5, -0.5)
+        blocks, amount = setting.split("x")
+        axes.set_title(f"{blocks} blocks, {amount} bytes a parameter")
+        axes.set_xlabel("held-out loss minus full, nats per byte")
+    return figure
+
+
+def main() -> int:
+    """Parse the command line, train and write; returns the exit code."""
+    parser = study_command.parser_of(COMMAND, __doc__ or "")
+    names = [setting.name for setting in SETTINGS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="settings (all)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="(%(default)s)")
+    parser.add_argument("--options", action="store_true", help="the options too, of the first one")
+    parser.add_argument("--list", action="store_true", help="say which runs are there, train none")
+    parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="where to work")
+    arguments = parser.parse_args()
+    return jobs.stoppable(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    study = Study(arguments.folder.resolve())
+    chosen = [setting for setting in SETTINGS if setting.name in arguments.only]
+    tasks = [task for setting in chosen for _, _, task in study.arms(setting, arguments.seeds)]
+    if arguments.options:
+        tasks += [task for *_, task in study.options()]
+    unique = list({task.name: task for task in tasks}.values())
+    if arguments.list:
+        for task in unique:
+            print(f"{task.name:60s}", task.found() if task.is_done() else "not trained")
+        return 0
+    gated_tasks.train(unique, study.folder)
+    write_figures(study)
+    return 0
+
+
+def write_figures(study: Study) -> None:
+    """Write the figures of all runs that are there, with tables and pictures."""
+    by_setting, of_options = {}, {}
+    for setting in SETTINGS:
+        by_arm: dict[str, dict[int, GatedTask]] = {}
+        for arm, seed, task in study.arms(setting):
+            by_arm.setdefault(arm, {})[seed] = task
+        found = figures_of(by_arm, setting.steps * setting.blocks, CONTROLS, TEST)
+        if found["arms"]:
+            by_setting[setting.name] = found
+            print(f"\n{setting.name}", table(found, FULL), sep="\n")
+    by_option: dict[str, dict[str, dict[int, GatedTask]]] = {}
+    for option, value, seed, task in study.options():
+        by_option.setdefault(option, {}).setdefault(value, {})[seed] = task
+    for option, by_arm in by_option.items():
+        first = next(iter(by_arm))
+        found = figures_of(by_arm, OF_OPTIONS.steps * OF_OPTIONS.blocks, [first], VALIDATION)
+        if len(found["arms"]) > 1:
+            of_options[option] = found
+            print(f"\n{option}", table(found, first), sep="\n")
+    figures = {"settings": by_setting, "options": of_options}
+    write(sys.modules[__name__], provenance.of(COMMAND) | figures, study.results.parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

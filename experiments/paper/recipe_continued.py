@@ -1,0 +1,150 @@
+"""A trained model goes on with the text of a new domain, along full and along partial paths.
+
+    python -m experiments.paper.recipe_continued             trains what is missing, prints tables
+    python -m experiments.paper.recipe_continued --quick     few iterations, one seed: minutes
+    python -m experiments.paper.recipe_continued --list      says which runs are there, trains none
+
+Whoever is given a model cannot take a smaller one instead. A model of the study `recipe` is trained
+in full on the standard library without two domains, and goes on with each of them for a fifth of
+the text, in full or for as long, by the planner's clock, with a third of the stages skipped: to the
+end, or by the preset `quality`. What is reported are held-out losses of the full model, on the
+domain and on the text of before.
+
+Ctrl-C stops, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.paper import gated_tasks, jobs, provenance, study_command
+from experiments.paper.gated_tasks import GatedTask, Pretraining
+from experiments.paper.gates import GatedRun
+from experiments.paper.recipe import (
+    CLOCKS,
+    FULL,
+    OF_OPTIONS,
+    PARTIAL,
+    QUALITY,
+    SEEDS,
+    WIDTH,
+    Setting,
+    as_long,
+    figures_of,
+    results,
+    table,
+)
+from experiments.paper.study_text import DOMAINS, GENERAL, TEST
+
+NAME = "recipe_continued"
+COMMAND = "python -m experiments.paper.recipe_continued"
+RESULTS = Path(__file__).parent / "results" / NAME
+# Half of that of training from nothing, for all arms; no other has been tried.
+LEARNING_RATE = 1e-2
+PARTS = {"domain": TEST, "general text": f"general {TEST}"}
+"""Texts whose losses are reported, and how results name them."""
+
+
+def arms(setting: Setting) -> dict[str, GatedRun]:
+    """All ways to go on, with seed 0."""
+    full = GatedRun(
+        blocks=setting.blocks, width=WIDTH, steps=setting.steps, learning_rate=LEARNING_RATE
+    )
+    partial = {"skipped": (PARTIAL,), "quality": QUALITY}
+    return {FULL: full} | {
+        f"{name}, equal time, {clock}": as_long(replace(full, phases=phases), full, clock)
+        for clock in CLOCKS
+        for name, phases in partial.items()
+    }
+
+
+class Study:
+    """Models that are trained in full, and how each goes on."""
+
+    def __init__(self, folder: Path, quick: bool):
+        """`folder` is worked in; results of a quick study stay there."""
+        self.folder, self.results = folder, folder / "results" if quick else RESULTS
+        self.seeds = range(1 if quick else SEEDS)
+        self.trained = Setting(OF_OPTIONS.blocks, 1) if quick else OF_OPTIONS
+        self.goes_on = replace(
+            self.trained, bytes_per_parameter=max(1, self.trained.bytes_per_parameter // 5)
+        )
+
+    def tasks(self) -> Iterator[tuple[str, str, int, GatedTask]]:
+        """Name all runs that go on: domain, arm, seed and task, first seeds first."""
+        places = (self.results / "runs", self.folder, COMMAND)
+        blocks, steps = self.trained.blocks, self.trained.steps
+        for seed in self.seeds:
+            run = GatedRun(blocks=blocks, width=WIDTH, steps=steps, seed=seed)
+            start = Pretraining(f"pretrained-{seed}", run, *places, text=GENERAL)
+            for domain in DOMAINS:
+                for arm, own in arms(self.goes_on).items():
+                    name = f"{domain}-{jobs.slug(arm)}-{seed}"
+                    own = replace(own, seed=seed)
+                    yield domain, arm, seed, GatedTask(name, own, *places, domain, start)
+
+    def train(self) -> None:
+        """Train what is missing, and before it the models that it starts from."""
+        missing = [task for *_, task in self.tasks() if not task.is_done()]
+        starts = {task.start.name: task.start for task in missing if task.start}
+        gated_tasks.train([*starts.values(), *missing], self.folder)
+
+    def figures(self) -> dict[str, Any]:
+        """Gather losses on the domains and on the general text, before and after."""
+        by_domain: dict[str, dict[str, dict[int, GatedTask]]] = {}
+        for domain, arm, seed, task in self.tasks():
+            by_domain.setdefault(domain, {}).setdefault(arm, {})[seed] = task
+        full = self.goes_on.steps * self.goes_on.blocks
+        return {
+            domain: {
+                label: figures_of(by_arm, full, [FULL], part)
+                | {"before": [own["losses"][f"{part} before"] for own in results(by_arm[FULL])]}
+                for label, part in PARTS.items()
+            }
+            for domain, by_arm in by_domain.items()
+        }
+
+
+def tables(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write a table for each domain and text, with the mean loss before."""
+    return "\n".join(
+        f"\n{domain}, loss on the {label}, before {sum(own['before']) / len(own['before']):.4f}\n"
+        f"{table(own, FULL)}"
+        for domain, parts in figures.items()
+        for label, own in parts.items()
+        if own["before"]
+    )
+
+
+def main() -> int:
+    """Parse the command line, train and write; returns the exit code."""
+    parser = study_command.parser_of(COMMAND, __doc__ or "")
+    parser.add_argument("--quick", action="store_true", help="few iterations, one seed")
+    parser.add_argument("--list", action="store_true", help="say which runs are there, train none")
+    parser.add_argument("--folder", type=Path, help=f"where to work (runs/{NAME}, with _quick)")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path("runs", f"{NAME}_quick" if arguments.quick else NAME)
+    return jobs.stoppable(lambda: _run(Study(folder.resolve(), arguments.quick), arguments.list))
+
+
+def _run(study: Study, lists: bool) -> int:
+    if lists:
+        for *_, task in study.tasks():
+            print(f"{task.name:50s}", task.found() if task.is_done() else "not trained")
+        return 0
+    study.train()
+    figures = study.figures()
+    path = study.results.parent / f"{NAME}.json"
+    written = json.dumps(provenance.of(COMMAND) | {"domains": figures}, indent=1) + "\n"
+    path.write_text(written, encoding="utf-8")
+    print(tables(figures), path, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Draw one iteration of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from skippipe_sched.commands.writing import write
+from skippipe_sched.errors import InputError, loading
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("plan", type=Path, help="the plan, a JSON file")
+    add("-o", "--output", type=Path, metavar="SVG", help="a Gantt chart")
+    add("--flows", type=Path, metavar="SVG", help="a map of which links carry how much")
+    add("--paths", type=Path, metavar="SVG", help="the way of every microbatch through the stages")
+    add("--trace", type=Path, metavar="JSON", help="a trace for ui.perfetto.dev, chrome://tracing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write every picture that is asked for."""
+    with loading():
+        from skippipe_sched.figures.flows import flows_map
+        from skippipe_sched.figures.gantt import gantt
+        from skippipe_sched.figures.paths import paths_picture
+        from skippipe_sched.figures.trace import chrome_trace
+        from skippipe_sched.problem.plan import load_plan
+        from skippipe_sched.timing.simulate import simulate_plan
+    plan = load_plan(arguments.plan)
+    timeline = simulate_plan(plan)
+    pictures: dict[str, Callable[[], str]] = {
+        "output": lambda: gantt(plan, timeline),
+        "flows": lambda: flows_map(plan, timeline),
+        "paths": lambda: paths_picture(plan),
+        "trace": lambda: json.dumps(chrome_trace(plan, timeline)) + "\n",
+    }
+    asked = [name for name in pictures if getattr(arguments, name) is not None]
+    if not asked:
+        raise InputError(
+            "--output", None, "there is nothing to draw",
+            "Give -o, --flows, --paths or --trace, and a file",
+        )  # fmt: skip
+    for name in asked:
+        path = getattr(arguments, name)
+        write(f"--{name}", path, pictures[name]())
+        print(f"wrote {path}")
+    return 0

@@ -1,0 +1,221 @@
+"""Simulate a run whose hosts vanish and come back: what it gets done, on paper."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skippipe_sched.churn.policies import POLICIES
+from skippipe_sched.commands.searching import progress
+from skippipe_sched.commands.writing import require_writable, write
+from skippipe_sched.errors import InputError, loading
+from skippipe_sched.methods import DEFAULT_METHOD, METHODS
+from skippipe_sched.search.budget import DEFAULT_BUDGET_S
+
+if TYPE_CHECKING:
+    from skippipe_sched.churn.iteration_times import IterationTimes
+    from skippipe_sched.churn.life import Costs
+    from skippipe_sched.churn.sweep import Churn, Point
+    from skippipe_sched.problem.plan import Plan
+
+# What is more is a mistake, and would only fill the memory.
+MOST_FAULTS, MOST_SEEDS, MOST_DOUBLINGS = 10_000_000, 1000, 20
+DAY_S = 86400.0
+DESCRIPTION = "\n".join(
+    [
+        "Simulates a run whose hosts, a node each, vanish at random and come back: how many",
+        "microbatches count, as a share of those of a run without faults, by what is done then:",
+        *(f"  {name:<8} {policy.about}" for name, policy in POLICIES.items()),
+        "All but restart go on without those that are lost while every stage has a host left,",
+        "by the instant plan that a run makes; all of them live through the same faults.",
+    ]
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = DESCRIPTION
+    # Or argparse takes -5h for an option, and says that the time before it is missing.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
+    parser.add_argument(
+        "case", type=Path,
+        help="the case, a YAML file, which is planned first; or a plan, a .json file",
+    )  # fmt: skip
+    time = parser.add_argument_group("hosts that come and go; times are given as 30s, 5min, 2h, 7d")
+    time.add_argument(
+        "--mtbf", required=True, metavar="TIME",
+        help="mean time between the faults of one node; a thousand nodes have a thousand times as "
+        "many",
+    )  # fmt: skip
+    _add_time(
+        time, "--repair", "10min", "how long a node that was lost is away, its start included"
+    )
+    time.add_argument(
+        "--days", type=float, default=7.0, help="how long the run is watched (default: %(default)g)"
+    )
+    time.add_argument(
+        "--sweep", type=int, default=3, metavar="N",
+        help="halve and double --mtbf so often (default: %(default)s)",
+    )  # fmt: skip
+    time.add_argument(
+        "--seed", type=int, default=0, help="of the faults, and of the search (default: 0)"
+    )
+    time.add_argument(
+        "--seeds", type=int, default=3, metavar="N",
+        help="draw faults so often, with this seed and those after it (default: %(default)s)",
+    )  # fmt: skip
+    costs = parser.add_argument_group("what it costs")
+    _add_time(costs, "--heartbeat", "30s", "how long a loss stays unnoticed")
+    _add_time(costs, "--regroup", "1s", "how long a generation takes to form, without its plan")
+    _add_time(costs, "--restore", "10s", "how long hosts that live take to read a checkpoint")
+    _add_time(costs, "--restart", "2min", "how long a run takes to start again, once all are there")
+    costs.add_argument(
+        "--checkpoint-every", type=int, default=50, metavar="STEPS", help="default: %(default)s"
+    )
+    _add_time(costs, "--checkpoint", "1s", "how long a checkpoint stops training")
+    costs.add_argument(
+        "--copy-every", type=int, default=10, metavar="STEPS",
+        help="how often stages are copied to their buddies (default: %(default)s)",
+    )  # fmt: skip
+    costs.add_argument(
+        "--state-factor", type=float, default=3.0, metavar="FACTOR",
+        help="a stage's state as a multiple of stage_bytes (default: %(default)g, for parameters "
+        "and two moments)",
+    )  # fmt: skip
+    plans = parser.add_argument_group("plans")
+    plans.add_argument(
+        "--method", choices=METHODS, default=DEFAULT_METHOD,
+        help="of the plan for all nodes (default: %(default)s)",
+    )  # fmt: skip
+    plans.add_argument(
+        "--budget", default=DEFAULT_BUDGET_S, metavar="TIME",
+        help="how long to search for it at most (default: %(default)g)",
+    )  # fmt: skip
+    plans.add_argument(
+        "--plans", type=int, metavar="N",
+        help="plan for so many sets of live nodes at most, and liken the others to those (default: "
+        "as many as take some minutes)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--figure", type=Path, metavar="SVG", help="write a picture here")
+
+
+def _add_time(group: argparse._ArgumentGroup, option: str, default: str, about: str) -> None:
+    group.add_argument(
+        option, default=default, metavar="TIME", help=f"{about} (default: %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print tables and a verdict, and write figures and a picture where they are asked for."""
+    with loading():
+        from tqdm import tqdm
+
+        from skippipe_sched import fields
+        from skippipe_sched.churn.iteration_times import IterationTimes, affordable, planning_s
+        from skippipe_sched.churn.picture import picture
+        from skippipe_sched.churn.sweep import causes, doublings, goodputs, sweep, verdict
+    require_writable("--json", arguments.json)
+    require_writable("--figure", arguments.figure)
+    churn, costs = _churn(arguments), _costs(arguments)
+    mtbf_s = fields.duration(arguments.mtbf, "--mtbf", above=True)
+    mtbfs_s = doublings(mtbf_s, fields.integer(arguments.sweep, "--sweep", 0, MOST_DOUBLINGS))
+    plans = arguments.plans
+    most = None if plans is None else fields.integer(plans, "--plans", 1)
+    plan = _plan(arguments)
+    _require_few_faults(len(plan.case.nodes), mtbfs_s[-1], churn)
+    costs = replace(costs, planning_s=planning_s(plan))
+    runs = len(mtbfs_s) * len(churn.seeds) * len(POLICIES)
+    with tqdm(total=runs, desc="churn", unit="run", leave=False, disable=None) as bar:
+        times = IterationTimes(
+            plan, most or affordable(plan), lambda planned: bar.set_postfix(planned=planned)
+        )
+        points = sweep(plan, mtbfs_s, churn, costs, times, bar.update)
+    print(
+        f"{len(plan.case.nodes)} nodes, {times(plan.stages):.2f} s an iteration, "
+        f"{arguments.days:g} days, {len(churn.seeds)} times; planned for {times.planned} sets of "
+        f"live nodes, {times.likened} likened to those"
+    )
+    print(f"\n{goodputs(points)}")
+    print(f"\n{causes(points, mtbf_s, churn.end_s)}")
+    print(f"\n{verdict(points)}")
+    if arguments.json is not None:
+        told = _told(churn, costs, times, points) | {"iteration_s": times(plan.stages)}
+        write("--json", arguments.json, json.dumps(told, indent=1) + "\n")
+    if arguments.figure is not None:
+        write("--figure", arguments.figure, picture(points, arguments.case.stem))
+    return 0
+
+
+def _churn(arguments: argparse.Namespace) -> Churn:
+    from skippipe_sched import fields
+    from skippipe_sched.churn.sweep import Churn
+
+    count = fields.integer(arguments.seeds, "--seeds", 1, MOST_SEEDS)
+    first = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED - MOST_SEEDS)
+    days = fields.number(arguments.days, "--days", 0.0, above=True)
+    repair_s = fields.duration(arguments.repair, "--repair")
+    return Churn(repair_s, days * DAY_S, tuple(range(first, first + count)))
+
+
+def _costs(arguments: argparse.Namespace) -> Costs:
+    from skippipe_sched import fields
+    from skippipe_sched.churn.life import Costs
+
+    return Costs(
+        heartbeat_s=fields.duration(arguments.heartbeat, "--heartbeat"),
+        regroup_s=fields.duration(arguments.regroup, "--regroup"),
+        restore_s=fields.duration(arguments.restore, "--restore"),
+        restart_s=fields.duration(arguments.restart, "--restart"),
+        save_every=fields.integer(arguments.checkpoint_every, "--checkpoint-every", 1),
+        save_s=fields.duration(arguments.checkpoint, "--checkpoint"),
+        copy_every=fields.integer(arguments.copy_every, "--copy-every", 1),
+        state_factor=fields.number(arguments.state_factor, "--state-factor", 0.0),
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    """The plan for all nodes: that of a file, or the one that a method makes of a case."""
+    from skippipe_sched import fields
+    from skippipe_sched.methods import plan_best
+    from skippipe_sched.problem.auto import load_cases
+    from skippipe_sched.problem.plan import load_plan
+    from skippipe_sched.search.budget import Search
+
+    path: Path = arguments.case
+    if path.suffix == ".json":
+        return load_plan(path)
+    cases = load_cases(path)
+    budget_s = fields.duration(arguments.budget, "--budget", above=True)
+    with progress(arguments.method) as watch:
+        search = Search(arguments.seed, budget_s, watch=watch)
+        return plan_best(cases, arguments.method, search)
+
+
+def _require_few_faults(nodes: int, mtbf_s: float, churn: Churn) -> None:
+    from skippipe_sched.figures.amounts import duration_text
+
+    faults = nodes * len(churn.seeds) * churn.end_s / (mtbf_s + churn.repair_s)
+    if faults > MOST_FAULTS:
+        raise InputError(
+            "--mtbf", duration_text(mtbf_s),
+            f"is in the sweep, and there would be {faults:.3g} faults",
+            f"Give a longer time, fewer days or a smaller --sweep: {MOST_FAULTS} faults at most",
+        )  # fmt: skip
+
+
+def _told(churn: Churn, costs: Costs, times: IterationTimes, points: list[Point]) -> dict[str, Any]:
+    from skippipe_sched.churn.sweep import verdict
+
+    return {
+        "churn": asdict(churn),
+        "costs": asdict(costs),
+        "planned": times.planned,
+        "likened": times.likened,
+        "verdict": verdict(points),
+        "points": [asdict(point) for point in points],
+    }

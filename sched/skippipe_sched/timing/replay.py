@@ -1,0 +1,195 @@
+"""When everything happens that nodes do in given orders, in one iteration or in many in a row.
+
+With an order no choice is left: everything starts at the latest of few times before it. A directed
+link has one source, which runs one operation at a time, so transfers follow one another there in
+the order of its operations. So operations are gone through once, each after all that it waits for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from skippipe_sched.errors import InputError
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain, stage_of_nodes
+from skippipe_sched.timing.timeline import Run, Stretch, Transfer, no_stretch
+
+
+class Work:
+    """The operations of an iteration, each after all that it waits for, and what follows it.
+
+    `following` is the place of the operation that needs the result, or its own place for the last
+    of a chain; `link` is the number of the link on which that waits its turn, -1 if on none. Hops
+    without a link of their own take their time all the same.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        stages: Sequence[Sequence[int]],
+        paths: Sequence[NodePath],
+        order: Sequence[Sequence[Operation]],
+    ):
+        """Sort the operations of `order`.
+
+        Raises:
+            InputError: if nodes wait for each other for ever.
+        """
+        self.case, self.stages = case, stages
+        chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
+        position = {op: index for chain in chains for index, op in enumerate(chain)}
+        self.after = {source: target for chain in chains for source, target in pairwise(chain)}
+        self.size = len(paths), max(map(len, chains)), len(stages)
+        self.operations = self._sorted(order, {chain[0] for chain in chains}, len(position))
+        place = {operation: index for index, operation in enumerate(self.operations)}
+        self.node = [operation.node for operation in self.operations]
+        # The last of a chain is its own target: nothing is sent.
+        self.target = [self.after.get(operation, operation) for operation in self.operations]
+        self.following = [place[target] for target in self.target]
+        stage_of = stage_of_nodes(stages)
+        self.planned_s, self.planned_hop_s, self.link = [], [], []
+        links: dict[tuple[int, int], int] = {}
+        for (kind, _, node), target in zip(self.operations, self.target, strict=True):
+            self.planned_s.append(case.duration(kind, node, stage_of[node]))
+            is_hop = target.node != node
+            hop_s = case.hop_duration(target.kind, node, target.node) if is_hop else 0.0
+            self.planned_hop_s.append(hop_s)
+            queued = is_hop and case.contention == "link"
+            self.link.append(links.setdefault((node, target.node), len(links)) if queued else -1)
+        self.links = len(links)
+        # Where a `Stretch` has the factors of operations, and of hops to those after them.
+        microbatch = [operation.microbatch for operation in self.operations]
+        self.own_factor = microbatch, [position[operation] for operation in self.operations]
+        self.hop_factor = microbatch, [position[target] for target in self.target]
+
+    def _sorted(
+        self, order: Sequence[Sequence[Operation]], can_start: set[Operation], count: int
+    ) -> list[Operation]:
+        done: list[Operation] = []
+        nexts = [0] * len(order)
+        awake = list(range(len(order)))
+        while awake:
+            node = awake.pop()
+            own = order[node]
+            while nexts[node] < len(own) and own[nexts[node]] in can_start:
+                operation = own[nexts[node]]
+                nexts[node] += 1
+                done.append(operation)
+                following = self.after.get(operation)
+                if following is not None:
+                    can_start.add(following)
+                    awake.append(following.node)
+        if len(done) == count:
+            return done
+        before = {target: source for source, target in self.after.items()}
+        heads = [own[next_] for own, next_ in zip(order, nexts, strict=True) if next_ < len(own)]
+        waits = "; ".join(f"the {head} waits for the {before[head]}" for head in heads)
+        raise InputError(
+            "plan.order",
+            [[head.kind, head.microbatch] for head in heads],
+            f"these operations wait for each other for ever: {waits}",
+            "Reorder the operations of one of these nodes",
+        )
+
+
+class Replay:
+    """Iterations of some work one after another, as far as they have come, from a start at 0 s.
+
+    `free_s` is when each node has ended its last iteration, `link_free_s` when each link was
+    through with it. Of the last iteration, `arrived_s`, `start_s` and `sent_s` tell when the input
+    of each operation was there, when it started, and when its result was on the link.
+    `free_from` and the like name what that waited for: the nodes and links as they were at the last
+    `mark`, by their numbers, nodes first.
+    """
+
+    def __init__(self, work: Work, stretch: Stretch | None = None):
+        """Start at 0 s, with all nodes and links free."""
+        operations = len(work.operations)
+        self.work = work
+        self.free_s = [0.0] * len(work.case.nodes)
+        self.link_free_s = [-math.inf] * work.links
+        self.arrived_s, self.start_s, self.sent_s = ([0.0] * operations for _ in range(3))
+        self.arrived_from = [0] * operations
+        self.began_s: list[float] = []
+        self.stretch(stretch or no_stretch(*work.size))
+        self.mark()
+
+    def stretch(self, stretch: Stretch) -> None:
+        """Let everything take so much longer than planned from now on."""
+        work = self.work
+        self.seconds = (stretch.operations[work.own_factor] * work.planned_s).tolist()
+        self.hop_s = (stretch.hops[work.hop_factor] * work.planned_hop_s).tolist()
+        self.ring_factor = stretch.averagings
+
+    def mark(self) -> None:
+        """Name what nodes and links wait for by how they are now."""
+        nodes = len(self.free_s)
+        self.free_from = list(range(nodes))
+        self.link_from = list(range(nodes, nodes + len(self.link_free_s)))
+
+    def run(self) -> None:
+        """Run one iteration more."""
+        # The innermost loop of all planning in mode `outer`: lists of its own, and no calls.
+        self.began_s = [*self.free_s]
+        work, free_s, free_from = self.work, self.free_s, self.free_from
+        arrived_s, arrived_from = self.arrived_s, self.arrived_from
+        starts, sent_s, hops = self.start_s, self.sent_s, self.hop_s
+        link_free_s, link_from, links = self.link_free_s, self.link_from, work.link
+        arrived_s[:] = [-math.inf] * len(arrived_s)
+        for place, (node, seconds, following) in enumerate(
+            zip(work.node, self.seconds, work.following, strict=True)
+        ):
+            time_s, origin = arrived_s[place], arrived_from[place]
+            if free_s[node] >= time_s:
+                time_s, origin = free_s[node], free_from[node]
+            starts[place] = time_s
+            time_s += seconds
+            free_s[node], free_from[node] = time_s, origin
+            if following == place:
+                continue
+            link = links[place]
+            if link >= 0 and link_free_s[link] > time_s:
+                time_s, origin = link_free_s[link], link_from[link]
+            sent_s[place] = time_s
+            time_s += hops[place]
+            if link >= 0:
+                link_free_s[link], link_from[link] = time_s, origin
+            arrived_s[following], arrived_from[following] = time_s, origin
+
+    def runs(self, zero_s: float = 0.0) -> tuple[Run, ...]:
+        """The operations of the last iteration as they started, counted from `zero_s`.
+
+        One that waits for no other is there as soon as its node has ended the iteration before.
+        """
+        node, seconds = self.work.node, self.seconds
+        # What takes no time comes before what it may have let start at the same moment.
+        in_order = sorted(
+            range(len(node)),
+            key=lambda place: (self.start_s[place], (node[place] + 1) * (seconds[place] > 0.0)),
+        )
+        runs = []
+        for place in in_order:
+            start_s, arrived_s = self.start_s[place], self.arrived_s[place]
+            if arrived_s == -math.inf:
+                arrived_s = self.began_s[node[place]]
+            times = (arrived_s, start_s, start_s + seconds[place])
+            runs.append(Run(self.work.operations[place], *(time_s - zero_s for time_s in times)))
+        return tuple(runs)
+
+    def transfers(self, zero_s: float = 0.0) -> tuple[Transfer, ...]:
+        """The transfers of the last iteration as they started, counted from `zero_s`."""
+        transfers = []
+        for place, (source, target) in enumerate(
+            zip(self.work.operations, self.work.target, strict=True)
+        ):
+            if target.node != source.node:
+                times = (
+                    self.start_s[place] + self.seconds[place],
+                    self.sent_s[place],
+                    self.arrived_s[self.work.following[place]],
+                )
+                own = (time_s - zero_s for time_s in times)
+                transfers.append(Transfer(source.node, target.node, target, *own))
+        return tuple(sorted(transfers, key=lambda transfer: transfer.start_s))

@@ -1,0 +1,360 @@
+"""Arguments that several commands share, and what they name. Nothing here computes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skippipe_sched.errors import InputError, loading
+
+from skippipe_jax import log
+from skippipe_jax.storage.files import os_errors_as
+
+if TYPE_CHECKING:
+    from skippipe_jax.cluster.membership import Membership
+    from skippipe_jax.config import Config, DataConfig
+    from skippipe_jax.inference.ensemble import Ensemble
+    from skippipe_jax.inference.language_model import LanguageModel
+    from skippipe_jax.inference.scaling import Scaling
+    from skippipe_jax.inference.staged_model import StagedModel
+
+OF_ONE = (
+    *("step", "stage_order", "keep_fraction", "paths", "swaps", "importance"),
+    *("scale", "plot", "part"),
+)
+OF_SEVERAL = ("mix", "prior")
+"""Arguments that are about a single model, and about models that are mixed."""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = True) -> None:
+    """Add the arguments that name a configuration, and --resume if the command `resumes`."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        help="the configuration, YAML: skippipe config keys lists what it may hold",
+    )
+    add_overrides(parser, "override a key of the configuration; repeatable")
+    if resumes:
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="continue from the last checkpoint in run_dir, or in checkpoint.copy_to if "
+            "run_dir is gone",
+        )
+
+
+def add_overrides(parser: argparse.ArgumentParser, told: str) -> None:
+    """Add the argument that overrides keys of a configuration, with what is told of it."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY.SUB=VALUE", help=told)
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that says which lines are printed, which `main` reads."""
+    parser.add_argument(
+        "--log-level",
+        choices=log.LEVELS,
+        default=log.LEVELS[0],
+        help="the least severe messages to print on stderr; results are printed on stdout in any "
+        "case (default: %(default)s)",
+    )
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments by which `connect_from_args` finds the other hosts."""
+    cluster = parser.add_argument_group("several hosts")
+    cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of host 0")
+    cluster.add_argument("--hosts", type=int, metavar="N", help="number of hosts")
+    accept_former(parser, **{"num-hosts": "--hosts"})
+    cluster.add_argument("--host-id", type=int, metavar="I", help="index of this host, from 0")
+    cluster.add_argument(
+        "--distributed",
+        action="store_true",
+        help="let JAX detect the hosts (for TPU pods whose environment does not name them)",
+    )
+
+
+def connect_from_args(
+    arguments: argparse.Namespace, config: Config
+) -> AbstractContextManager[Membership]:
+    """Keep compiled programs as `config` says, and be one of the hosts that `arguments` name."""
+    with loading():
+        from skippipe_jax.cluster.joining import connect
+        from skippipe_jax.runtime.compilation import keep_programs
+        from skippipe_jax.storage.run_dir import RunDir
+
+    keep_programs(config.compilation_cache)
+    place, of_environment = (arguments.coordinator, arguments.hosts, arguments.host_id), _place()
+    if place == (None, None, None) and not arguments.distributed:
+        place = of_environment
+    is_resumed = getattr(arguments, "resume", False)
+    known = RunDir(config.run_dir).last_addresses() if is_resumed else ()
+    return connect(config, *place, detect=arguments.distributed, last_addresses=known)
+
+
+def _place() -> tuple[str | None, int | None, int | None]:
+    """Take SKIPPIPE_COORDINATOR, _HOSTS and _HOST_ID out of the environment.
+
+    Processes that this one starts are no hosts of the same place, so they do not inherit them.
+
+    Raises:
+        InputError: for what is not a number.
+    """
+    coordinator = os.environ.pop("SKIPPIPE_COORDINATOR", None)
+    numbers: list[int | None] = []
+    for name in ("SKIPPIPE_HOSTS", "SKIPPIPE_HOST_ID"):
+        text = os.environ.pop(name, None)
+        if text is not None and not text.isdecimal():
+            raise InputError(name, text, "must be a whole number", "Write a number")
+        numbers.append(None if text is None else int(text))
+    return coordinator, numbers[0], numbers[1]
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a model, which `ModelSpec` holds."""
+    from skippipe_jax.config.model import MOST_STAGES
+
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--run",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="the folder of a run; if repeated, the models are mixed",
+    )
+    where.add_argument(
+        "--hf",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a model folder in the format of Hugging Face; if repeated, the models are mixed",
+    )
+    parser.add_argument("--step", type=int, help="checkpoint of --run (default: the latest)")
+    parser.add_argument(
+        "--num-stages",
+        type=int,
+        metavar="N",
+        help=f"number of stages of an --hf model (default: {MOST_STAGES}, or the next lower number "
+        "that divides its layers evenly)",
+    )
+    accept_former(parser, cut="--num-stages")
+    add_overrides(parser, "override a key of the model's configuration; repeatable")
+    several = parser.add_argument_group("several models")
+    several.add_argument(
+        "--mix",
+        metavar="{posterior,prior,top-1}",
+        help="weight of each model: its posterior, which each token updates; its prior, constant; "
+        "or top-1, all for the model of the highest posterior (default: posterior)",
+    )
+    several.add_argument(
+        "--prior",
+        metavar="PRIOR",
+        help="probability of each model at the start of a document: uniform, or a FILE.json that "
+        "evaluate --json has written; evaluate also takes cached, estimated on a part of the "
+        "held-out text, and decay, updated along the text (default: uniform; cached in evaluate)",
+    )
+
+
+def add_scale(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, scaled: str = "the model"
+) -> None:
+    """Add the argument that scales residual branches, as `scaling_of` reads it."""
+    parser.add_argument(
+        "--scale",
+        metavar="SCALE",
+        help=f"{scaled} with residual branches of inner stages multiplied by a NUMBER; or by "
+        "`share`, the share of the run's microbatches that visited the stage (if only some stages "
+        "run, more in proportion, at most 1); or by `fit`, fitted on training text in seconds",
+    )
+
+
+def accept_former(parser: argparse.ArgumentParser, **former: str) -> None:
+    """Accept former names of options, without telling of them in the help."""
+    for name, option in former.items():
+        parser._option_string_actions[f"--{name}"] = parser._option_string_actions[option]
+
+
+def add_path(parser: argparse.ArgumentParser, option: str, told: str) -> None:
+    """Add a required path, as `named_path` reads it: once it was a positional argument."""
+    parser.add_argument(option, type=Path, metavar=option[2:].upper(), help=f"{told} (required)")
+    parser.add_argument("former", nargs="*", type=Path, help=argparse.SUPPRESS)
+
+
+def named_path(option: str, given: Path | None, former: Sequence[Path]) -> Path:
+    """Return the path that an option names, or the one positional argument.
+
+    Raises:
+        InputError: if there is none, or several.
+    """
+    named = [*([] if given is None else [given]), *former]
+    if len(named) != 1:
+        shown = " ".join(map(str, named)) or None
+        raise InputError(option, shown, "one path is required", f"Write {option} PATH")
+    return named[0]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The models that the arguments of a command name, and how they are used.
+
+    Attributes:
+        runs: folders of runs; or else
+        hf: folders from Hugging Face.
+        step: the checkpoint of a run; None is the latest.
+        num_stages: into how many stages a model from Hugging Face is cut.
+        overrides: of the configuration, as `--set` takes them.
+        scale: how residual branches are scaled, as `--scale` takes it.
+        stage_order: which stages run, in order; or else
+        keep_fraction: the share of the stages that runs, drawn by
+        seed.
+        mix: how several models are weighed.
+        prior: how likely each of several is where a document begins.
+    """
+
+    runs: tuple[Path, ...] = ()
+    hf: tuple[Path, ...] = ()
+    step: int | None = None
+    num_stages: int | None = None
+    overrides: tuple[str, ...] = ()
+    scale: str | None = None
+    stage_order: str | None = None
+    keep_fraction: float | None = None
+    seed: int = 0
+    mix: str | None = None
+    prior: str | None = None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> ModelSpec:
+        """Read the arguments of a command.
+
+        Raises:
+            InputError: if they say of one model what only several have, or the other way around.
+        """
+        named = arguments.run or arguments.hf
+        if len(named) > 1:
+            told, problem = OF_ONE, "is of one model, and several are named"
+            remedy = "Name one, or leave it out"
+        else:
+            told, problem = OF_SEVERAL, "is of several models, and one is named"
+            remedy = "Name another, or leave it out"
+        for name in told:
+            value = getattr(arguments, name, None)
+            if value is not None and value is not False:
+                shown = str(value) if isinstance(value, Path) else value
+                raise InputError(f"--{name.replace('_', '-')}", shown, problem, remedy)
+        given: dict[str, Any] = {
+            field.name: getattr(arguments, field.name, field.default)
+            for field in fields(cls)
+            if field.name != "overrides"
+        }
+        given["runs"], given["hf"] = tuple(arguments.run or ()), tuple(arguments.hf or ())
+        return cls(**given, overrides=tuple(arguments.set))
+
+    @property
+    def names_several(self) -> bool:
+        """Tell whether several models are to be mixed."""
+        return len(self.runs) + len(self.hf) > 1
+
+    @property
+    def run(self) -> Path | None:
+        """The run of the one model that is named, if it is one of a run."""
+        return self.runs[0] if self.runs else None
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """One model as `open_model` reads it; `step` is None if it is not of a run."""
+
+    model: StagedModel
+    data: DataConfig
+    step: int | None
+    scaling: Scaling | None
+
+
+def open_model(spec: ModelSpec) -> OpenedModel:
+    """Read the one model that is named.
+
+    Raises:
+        InputError: if there is none, it cannot be read, or it cannot be scaled so.
+    """
+    with loading():
+        from skippipe_jax.inference.scaling import parse_scale, scaling_of
+        from skippipe_jax.inference.staged_model import read_model
+
+    scale = spec.scale
+    if scale is not None:
+        scale = parse_scale(scale)  # A mistake shows before much is read.
+    hf = spec.hf[0] if spec.hf else None
+    model, config, step = read_model(spec.run, hf, spec.step, spec.num_stages, spec.overrides)
+    scaling = None
+    if scale is not None:
+        scaling = scaling_of(scale, model, config.data, spec.run, step)
+    return OpenedModel(model, config.data, step, scaling)
+
+
+def open_mixture(
+    spec: ModelSpec, prior: str = "uniform", allowed: Collection[str] = ("uniform",)
+) -> tuple[Ensemble, DataConfig, list[int | None], str]:
+    """Read the models that are named, as `read_ensemble` does.
+
+    `prior` is the default, and those `allowed` are estimated by the command.
+    """
+    with loading():
+        from skippipe_jax.inference.reading_experts import read_ensemble
+
+    models = (spec.runs, spec.hf, spec.num_stages, spec.overrides)
+    return read_ensemble(*models, spec.mix, spec.prior or prior, allowed)
+
+
+def open_language_model(spec: ModelSpec) -> LanguageModel:
+    """Read what is named: several models together, or the stages of one that are to run.
+
+    The stages and scales are printed to standard error.
+    """
+    if spec.names_several:
+        return open_mixture(spec)[0]
+    with loading():
+        from skippipe_jax.inference.partial import chosen_order
+
+    opened = open_model(spec)
+    model = opened.model
+    order = chosen_order(spec.stage_order, spec.keep_fraction, model.stages, spec.seed)
+    if opened.scaling is not None:
+        scales = opened.scaling.scales(len(order))
+        log.info(f"scales {scales.told(model.cut)}")
+        model = model.scaled(scales)
+    if len(order) < model.stages or spec.stage_order is not None:
+        log.info(f"stages {' '.join(map(str, order))} of {model.stages}")
+    return replace(model, order=order)
+
+
+def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name what `open_language_model` reads: models, stages, scales."""
+    add_model_arguments(parser)
+    stages = parser.add_mutually_exclusive_group()
+    stages.add_argument(
+        "--stage-order", metavar="0,2,1", help="run these stages, in this order (default: all)"
+    )
+    stages.add_argument(
+        "--keep-fraction",
+        type=float,
+        metavar="SHARE",
+        help="run this share of the stages, drawn at random by --seed",
+    )
+    accept_former(parser, stages="--stage-order", keep="--keep-fraction")
+    add_scale(parser)
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Write the file that an option names.
+
+    Raises:
+        InputError: if that fails.
+    """
+    with os_errors_as(option, path, "cannot be written", "Name another file"):
+        path.write_text(text, encoding="utf-8")

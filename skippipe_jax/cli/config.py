@@ -1,0 +1,46 @@
+"""The command that shows a configuration, all keys, or a JSON schema."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from skippipe_jax.cli.arguments import accept_former, add_overrides, named_path
+
+SHOW, KEYS, SCHEMA = "show", "keys", "schema"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = "Show a configuration with all defaults, or every key that there is."
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=(SHOW, KEYS, SCHEMA),
+        default=SHOW,
+        help="show: print the configuration with all defaults, as YAML; keys: list all keys with "
+        "type, default and meaning; schema: print a JSON schema for editors (default: show)",
+    )
+    parser.add_argument("--config", type=Path, help="the configuration to show, YAML")
+    add_overrides(parser, "override a key of --config; repeatable")
+    accept_former(parser, print="--config")
+    for former in (KEYS, SCHEMA):
+        parser.add_argument(f"--{former}", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what is asked for; return the exit code."""
+    if arguments.keys or arguments.action == KEYS:
+        from skippipe_jax.config.keys import keys_in_words
+
+        print(keys_in_words())
+    elif arguments.schema or arguments.action == SCHEMA:
+        from skippipe_jax.config.schema import to_text
+
+        print(to_text(), end="")
+    else:
+        from skippipe_jax.config.parsing import load_config, to_yaml
+
+        path = named_path("--config", arguments.config, [])
+        print(to_yaml(load_config(path, arguments.set)), end="")
+    return 0

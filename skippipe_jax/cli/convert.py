@@ -1,0 +1,102 @@
+"""Hugging Face models become runs, and runs become Hugging Face models."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from skippipe_sched.errors import loading
+
+from skippipe_jax.cli.arguments import accept_former, add_path, add_scale, named_path
+from skippipe_jax.config.choices import DTYPES
+from skippipe_jax.config.model import LAYERS_OF_STAGE
+
+DESCRIPTION = """\
+Convert models between the format of Hugging Face and a run's folder: those of the Llama 2 and 3
+family, and Mistrals without a sliding window, which are written as Llamas.
+
+from-hf reads config.json and safetensors files (one or many; float32, bfloat16 or float16) and
+writes a run folder with its configuration, a checkpoint of step 0 and, in tokenizer/, the files of
+the tokenizer. Pickled weights (.bin, .pt) are never loaded. Fine-tuning needs no conversion: write
+init_from: hf:DIR in the configuration of the run.
+
+to-hf writes config.json, safetensors and the tokenizer, which transformers, vLLM and others load.
+The tokenizer of a run on bytes has a token for each byte.
+
+One stage of the model is held in memory at a time, except by --scale fit, which needs all. The
+output is written completely or not at all.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = DESCRIPTION
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="direction")
+    reading = commands.add_parser("from-hf", help="convert a Hugging Face model to a run")
+    reading.add_argument("source", type=Path, metavar="DIR", help="the folder of the model")
+    reading.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="RUN", help="a new folder for the run"
+    )
+    reading.add_argument(
+        "--num-stages",
+        type=int,
+        metavar="N",
+        help=f"number of stages (default: one for every {LAYERS_OF_STAGE} layers)",
+    )
+    accept_former(reading, cut="--num-stages", stages="--num-stages")
+    writing = commands.add_parser("to-hf", help="convert a run to a Hugging Face model")
+    add_path(writing, "--run", "the folder of the run")
+    writing.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="a new folder for the model"
+    )
+    writing.add_argument("--step", type=int, help="checkpoint (default: the latest)")
+    writing.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the weights (default: that of the run's parameters)",
+    )
+    add_scale(writing)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert in the direction named; return the exit code."""
+    to_hf = arguments.direction == "to-hf"
+    return _to_huggingface(arguments) if to_hf else _from_huggingface(arguments)
+
+
+def _from_huggingface(arguments: argparse.Namespace) -> int:
+    with loading():
+        from skippipe_jax.interop.conversion import from_huggingface, parameters_in_all
+
+    _compute_on_cpu()
+    config = from_huggingface(arguments.source, arguments.output, arguments.num_stages)
+    print(
+        f"{parameters_in_all(config.model):,} parameters of {config.model.layers} layers are in "
+        f"{arguments.output}. Their held-out loss: "
+        f"skippipe evaluate --run {arguments.output}"
+    )
+    return 0
+
+
+def _to_huggingface(arguments: argparse.Namespace) -> int:
+    with loading():
+        from skippipe_jax.inference.scaling import FIT, scales_of_run
+        from skippipe_jax.interop.conversion import to_huggingface
+
+    if arguments.scale != FIT:
+        _compute_on_cpu()
+    run = named_path("--run", arguments.run, arguments.former)
+    step, scales = arguments.step, None
+    if arguments.scale is not None:
+        scales, cut, step = scales_of_run(arguments.scale, run, step)
+        print(f"scales {scales.told(cut)}")
+    step = to_huggingface(run, arguments.output, step, arguments.dtype, scales)
+    print(f"step {step} of {run} is in {arguments.output}")
+    return 0
+
+
+def _compute_on_cpu() -> None:
+    """Next to nothing is computed, and accelerators may be too small or busy."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")

@@ -1,0 +1,170 @@
+"""Held-out loss and perplexity of a model, in full and with stages left out or swapped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError, loading
+
+from skippipe_jax import log
+from skippipe_jax.cli.arguments import (
+    ModelSpec,
+    accept_former,
+    add_model_arguments,
+    add_scale,
+    open_mixture,
+    open_model,
+    write_output,
+)
+from skippipe_jax.config.data import HELD_OUT_PARTS
+
+if TYPE_CHECKING:
+    from skippipe_jax.inference.partial import Question
+
+DEFAULT_SEQUENCES = 256
+DEFAULT_SUBSETS = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Compute held-out loss and perplexity of the full model, all stages in order, and of "
+        "partial models, on the same text: the held-out part of data.source and data.path, which "
+        "--set can change. For several models, compute the loss of each alone and of the mixture, "
+        "by domain, on a part of the held-out text of the first."
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=DEFAULT_SEQUENCES,
+        help="limit of sequences; for a mixture also for each of its domains (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--part",
+        choices=HELD_OUT_PARTS,
+        help="held-out documents to evaluate on: all, or those on which the priors of an ensemble "
+        "are estimated, or those on which an ensemble is scored (default: all)",
+    )
+    partial = parser.add_argument_group("partial models", "What to evaluate besides.")
+    partial.add_argument(
+        "--keep-fraction",
+        metavar="SHARES",
+        help="shares of the stages, as 1.0,0.75,0.5: all subsets of so many with the data stage",
+    )
+    partial.add_argument(
+        "--subsets",
+        type=int,
+        default=DEFAULT_SUBSETS,
+        help="number of subsets drawn where --keep-fraction has more (default: %(default)s)",
+    )
+    partial.add_argument(
+        "--seed", type=int, default=0, help="seed of that draw (default: %(default)s)"
+    )
+    partial.add_argument("--paths", action="store_true", help="the paths of the run's plan")
+    partial.add_argument("--swaps", action="store_true", help="each two neighboring stages swapped")
+    partial.add_argument("--importance", action="store_true", help="each stage skipped in turn")
+    accept_former(parser, keep="--keep-fraction", stages="--num-stages")
+    add_scale(partial, "evaluate once more")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="draw perplexity against --keep-fraction"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate and print; return the exit code."""
+    with loading():
+        from skippipe_jax.data.batches import what_is_too_long
+        from skippipe_jax.inference.by_domain import evaluate_domains
+        from skippipe_jax.inference.evaluation import evaluate, subsets, table
+        from skippipe_jax.reporting.line_chart import perplexity_plot
+
+    sequences = fields.integer(arguments.sequences, "--sequences", 1)
+    spec = ModelSpec.of(arguments)
+    if spec.names_several:
+        return _evaluate_several(spec, sequences, as_json=arguments.json)
+    shares = _shares(arguments)
+    opened = open_model(spec)
+    model, data = opened.model, opened.data
+    _ = model.tokenizer  # Which is refused before anything is evaluated.
+    questions = _questions(arguments, spec.run, shares, model.stages)
+    part = arguments.part or "all"
+    found = evaluate(model, opened.step, data, sequences, questions, opened.scaling, part)
+    by_domain = None
+    if data.mixture is not None:
+        by_domain = evaluate_domains(model, data, part, sequences)
+    if arguments.plot is not None:
+        scaled = None if found.scaled is None else subsets(found.scaled)
+        plot = perplexity_plot(subsets(found), model.stages, found.perplexity, scaled)
+        write_output("--plot", arguments.plot, plot)
+    for line in what_is_too_long(data):
+        log.info(line)
+    if arguments.json:
+        print(json.dumps(found.to_json() | (by_domain.to_json() if by_domain else {})))
+    else:
+        print(table(found, model.cut) + (f"\n{by_domain.table()}" if by_domain else ""))
+    return 0
+
+
+def _evaluate_several(spec: ModelSpec, sequences: int, *, as_json: bool) -> int:
+    with loading():
+        from skippipe_jax.data.batches import what_is_too_long
+        from skippipe_jax.ensemble.priors import CACHED, PRIORS
+        from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
+
+    ensemble, data, steps, prior = open_mixture(spec, CACHED, PRIORS)
+    found = evaluate_ensemble(ensemble, steps, data, sequences, prior)
+    for line in what_is_too_long(data):
+        log.info(line)
+    print(json.dumps(found.to_json()) if as_json else found.table())
+    return 0
+
+
+def _shares(arguments: argparse.Namespace) -> list[float]:
+    """List the shares of --keep-fraction; refuse at once what could not be drawn."""
+    if arguments.plot is not None:
+        if arguments.keep_fraction is None:
+            raise InputError(
+                "--plot",
+                str(arguments.plot),
+                "draws what --keep-fraction finds",
+                "Add --keep-fraction 1.0,0.75,0.5",
+            )
+        if not arguments.plot.parent.is_dir():
+            raise InputError("--plot", str(arguments.plot), "there is no such folder", "Create it")
+        if arguments.plot.suffix != ".svg":
+            raise InputError(
+                "--plot", str(arguments.plot), "is no name of an SVG file", "Write shares.svg, say"
+            )
+        if arguments.plot.is_dir():
+            raise InputError("--plot", str(arguments.plot), "is a folder", "Give another name")
+    if arguments.keep_fraction is None:
+        return []
+    return [fields.number(share, "--keep-fraction") for share in arguments.keep_fraction.split(",")]
+
+
+def _questions(
+    arguments: argparse.Namespace, run: Path | None, shares: Sequence[float], stages: int
+) -> list[Question]:
+    from skippipe_jax.inference.partial import along_paths, kept, swapped, without_each
+    from skippipe_jax.storage.run_dir import RunDir
+
+    limit = fields.integer(arguments.subsets, "--subsets", 1)
+    questions = [kept(stages, share, limit, arguments.seed) for share in shares]
+    if arguments.paths:
+        if run is None:
+            raise InputError("--paths", True, "only a run has a plan", "Leave it out")
+        questions.append(along_paths(RunDir(run).plan(), stages))
+    if arguments.swaps:
+        questions.append(swapped(stages))
+    if arguments.importance:
+        questions.append(without_each(stages))
+    return questions

@@ -1,0 +1,132 @@
+"""Train experts on domains, each apart from the others, and compare what they say together."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skippipe_sched.errors import InputError, loading
+
+from skippipe_jax.cli.arguments import add_overrides, named_path
+
+if TYPE_CHECKING:
+    from skippipe_jax.experts.tasks import Place
+
+ACTIONS = TRAIN, EVALUATE, PROBE, PLAN, EXPORT = "train", "evaluate", "probe", "plan", "export"
+EPILOG = """\
+train      train missing seed models, probes and experts, score all domains, compare (default)
+evaluate   compare again what is trained and scored, and write results.json and results.svg
+probe      measure how hard each domain is, and propose lanes, steps and sizes
+plan       divide the nodes of `nodes.case` among the lanes of each arm
+export     write every expert as a Hugging Face model to FOLDER/huggingface
+
+An arm is one of the ensembles compared. A lane is a sequence of domains: each of its experts starts
+from the one before, the first from the seed model. Two runs train at a time (at_once). Ctrl-C stops
+after a checkpoint of each; the same command continues, also after a crash, and trains no run twice:
+a digest of its configuration identifies each. If runs there have another text, case or plan than
+their files hold now, they are named and nothing is trained.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Train experts, each on its own domain and from the weights of a seed model, and compare "
+        "ensembles of them (HDEE, arXiv 2502.19385)."
+    )
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "action",
+        nargs="*",
+        metavar="ACTION",
+        help=f"one of {', '.join(ACTIONS)} (default: {TRAIN})",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="the configuration of the experts, YAML (required)",
+    )
+    add_overrides(parser, "override a key of the configuration; repeatable")
+    parser.set_defaults(interrupted="stopped; the same command goes on where this one was")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the action; return the exit code."""
+    from skippipe_jax.experts.config import load_experts
+
+    # Once the configuration came behind the action, as a positional argument.
+    actions = [word for word in arguments.action if word in ACTIONS]
+    former = [Path(word) for word in arguments.action if word not in ACTIONS]
+    if len(actions) > 1:
+        raise InputError("ACTION", " ".join(actions), "only one can be done", "Name one")
+    path = named_path("--config", arguments.config, former)
+    config = load_experts(path, arguments.set)
+    with loading():
+        from skippipe_jax.experts.tasks import Place
+
+    place = Place(config, Path(config.folder).absolute())
+    return _RUNNERS[actions[0] if actions else TRAIN](place)
+
+
+def _train(place: Place) -> int:
+    with loading():
+        from skippipe_jax.experts import work
+
+    return _tell(place, work.train(place)["arms"])
+
+
+def _evaluate(place: Place) -> int:
+    with loading():
+        from skippipe_jax.experts import work
+
+    return _tell(place, work.evaluate(place)["arms"])
+
+
+def _tell(place: Place, arms: dict) -> int:
+    from skippipe_jax.experts.evaluation import table
+    from skippipe_jax.experts.work import PICTURE, RESULTS
+
+    print(table(place.config, arms))
+    print(f"{place.folder / RESULTS}, {place.folder / PICTURE}")
+    return 0
+
+
+def _probe(place: Place) -> int:
+    with loading():
+        from skippipe_jax.experts import difficulty, work
+
+    arm = next((own for own in place.config.arms.values() if isinstance(own.steps, int)), None)
+    steps = 100 if arm is None else arm.steps
+    assert isinstance(steps, int)
+    print(difficulty.told(place.config, work.probe(place), steps))
+    return 0
+
+
+def _export(place: Place) -> int:
+    with loading():
+        from skippipe_jax.experts.work import export
+
+    for folder in export(place):
+        print(folder)
+    return 0
+
+
+def _plan(place: Place) -> int:
+    with loading():
+        from skippipe_sched.division.picture import picture, table
+
+        from skippipe_jax.experts.nodes import DIVISION, compared
+        from skippipe_jax.experts.work import divisible_arms
+        from skippipe_jax.storage.files import atomic_write
+
+    for arm in divisible_arms(place):
+        divisions = compared(place, arm)
+        drawn = place.folder / DIVISION / f"{arm.name}.svg"
+        atomic_write(drawn, picture(divisions, arm.name))
+        print(arm.name, table(divisions), drawn, sep="\n")
+    return 0
+
+
+_RUNNERS = {TRAIN: _train, EVALUATE: _evaluate, PROBE: _probe, PLAN: _plan, EXPORT: _export}

@@ -1,0 +1,84 @@
+"""Join a run that trains, in the place of a host that it has lost or as one more."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skippipe_sched.errors import loading
+
+from skippipe_jax import log
+from skippipe_jax.cli.arguments import add_log_level, add_overrides
+
+if TYPE_CHECKING:
+    from skippipe_jax.training.trainer import RunResult
+
+EPILOG = """\
+The other hosts send what this one needs: configuration, plans, tokenizer, and the state of its
+stages. It replaces the first failed host whose training text it has; a host without data nodes
+needs no text. If no host has failed, it joins as one of join.places extra hosts, if faster
+iterations make up for the state transfer within join.horizon. If the run is full, it waits for
+cluster.rejoin_s.
+"""
+
+INTERRUPTED = "interrupted; the run goes on without this host"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Join a run that trains, in the place of a failed host or as an extra one. This machine "
+        "needs neither the configuration nor the folder of the run."
+    )
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "address",
+        metavar="ADDRESS",
+        nargs="+",
+        help="HOST:PORT of a host of the run, such as its --coordinator; of several addresses, the "
+        "first that answers is used",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder for what is downloaded (default: one here with the name of the run's own); "
+        "files that are there already are not downloaded again",
+    )
+    add_overrides(parser, "override a key on this host, such as data.path; repeatable")
+    add_log_level(parser)
+    parser.set_defaults(interrupted=INTERRUPTED)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Join a run and train; return the exit code."""
+    with loading():
+        from skippipe_jax.cluster.ending import exit_at_once
+        from skippipe_jax.connections.addresses import parse_address
+        from skippipe_jax.training.elastic.joining import joined_by_address
+        from skippipe_jax.training.trainer import Trainer
+
+    for address in arguments.address:
+        parse_address("ADDRESS", address)
+    given = arguments.address, arguments.run_dir, arguments.set
+    with joined_by_address(*given) as (config, host):
+        host.last_words = lambda: "Join again, if the run goes on."
+        ending = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
+    _say_how_it_ended(ending)
+    # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
+    # would end them within JAX.
+    exit_at_once(0 if ending.stopped_by is None else 128 + ending.stopped_by)
+
+
+def _say_how_it_ended(ending: RunResult) -> None:
+    if ending.left_run:
+        log.output(
+            f"this host has left the run, which goes on from step {ending.step}; it can join again"
+        )
+    elif ending.stopped_by is not None:
+        log.output(f"the run was stopped by {ending.stopped_by.name} after step {ending.step}")
+    else:
+        log.output(
+            f"the run is trained to step {ending.step}; what it has saved is in its own folder"
+        )

@@ -1,0 +1,146 @@
+"""Start all hosts of a run as processes of this machine, and restart those that are lost."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skippipe_sched import fields
+
+from skippipe_jax.campaign.tries import FIRST_PAUSE_S, FORGOTTEN_S, LONGEST_PAUSE_S, MOST_FAULTS
+from skippipe_jax.cli.arguments import accept_former, add_config_arguments, add_log_level
+
+if TYPE_CHECKING:
+    from skippipe_jax.config import Config
+
+NEVER, RESUME, JOIN = "never", "resume", "join"
+"""Ways in which a lost host comes back: not, by its number, or by addresses of live hosts."""
+
+EPILOG = f"""\
+--restart=resume starts a host again that was ended by a signal or with code 75, with --resume once
+the run has begun. A host that ended by an error of its own (code 1 and others) is started again at
+most --max-restarts times; each {FORGOTTEN_S / 60:g} min that it has run make up for one restart.
+The pause before a restart is {FIRST_PAUSE_S:g} s; it doubles each time that the host ends within a
+minute, to {LONGEST_PAUSE_S:g} s at most. A host is not started again after code 0, 2, 130 or 143,
+after this command was told to stop, or once the run is trained. While another host stays away, code
+75 counts as an error of its own.
+
+--restart=join is for hosts that do not reach run_dir: the host joins the live ones, as skippipe
+join does, with a folder of its own beside run_dir.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Start skippipe train N times on this machine, once for each host of a run, and print the "
+        "output of all. If a host fails before they train, all are stopped. After that, with "
+        "cluster.runtime: independent, the others continue without a host that a signal has ended."
+    )
+    parser.epilog = EPILOG
+    add_config_arguments(parser)
+    parser.add_argument("--hosts", type=int, required=True, metavar="N", help="number of hosts")
+    parser.add_argument(
+        "--restart",
+        choices=(NEVER, RESUME, JOIN),
+        default=NEVER,
+        help="whether and how a lost host is started again, see below (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=MOST_FAULTS,
+        metavar="N",
+        help="limit of restarts of a host after errors of its own (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kill-after",
+        default="60s",
+        metavar="TIME",
+        help="time that hosts have to stop before they are killed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--respawn", dest="restart", nargs="?", const=RESUME, choices=(RESUME, JOIN),
+        help=argparse.SUPPRESS,
+    )  # fmt: skip
+    accept_former(parser, grace="--kill-after")
+    add_log_level(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run all hosts until they end.
+
+    Raises:
+        InputError: for arguments and a configuration that no host could use.
+    """
+    from skippipe_jax.config import load_config
+    from skippipe_jax.connections.addresses import chosen_address, join_address
+    from skippipe_jax.connections.keys import Keys
+    from skippipe_jax.local.hosts import LocalHosts, free_port, joining, living_addresses
+
+    hosts = fields.integer(arguments.hosts, "--hosts", 1)
+    grace_s = fields.duration(arguments.kill_after, "--kill-after")
+    # What is wrong here is said once; every host would say it.
+    config = load_config(arguments.config, arguments.set)
+    from skippipe_jax.config.parsing import is_run
+    from skippipe_jax.storage.run_dir import MEMBERSHIP
+
+    address = chosen_address(config.cluster.bind_address) or "127.0.0.1"
+    Keys.of(config.cluster).require_allowed(address)
+    coordinator = join_address(address, free_port(address))
+    command = [sys.executable, "-m", "skippipe_jax.train", "--config", str(arguments.config)]
+    command += [word for override in arguments.set for word in ("--set", override)]
+    level = ["--log-level", arguments.log_level]
+    place = [*level, "--coordinator", coordinator, "--hosts", str(hosts), "--host-id"]
+    folder, begun_s = Path(config.run_dir), time.time()
+    # A run that is there already goes on only where that is asked for: else the hosts refuse it.
+    is_new = not is_run(folder)
+    if is_new:
+        _require_nodes(config, hosts)
+
+    def words(host: int) -> list[str]:
+        living = living_addresses(folder) if arguments.restart == JOIN and outlives_hosts() else []
+        if living:
+            return [*joining(living, Path(f"{folder}-joined-{host}"), config.cluster), *level]
+        resumes = arguments.resume or (is_new and is_run(folder))
+        return [*command, *["--resume"] * resumes, *place, str(host)]
+
+    def outlives_hosts() -> bool:
+        path = folder / MEMBERSHIP
+        return path.exists() and path.stat().st_mtime >= begun_s
+
+    restarts = fields.integer(arguments.max_restarts, "--max-restarts", 0)
+    most = None if arguments.restart == NEVER else restarts
+    launched = LocalHosts(hosts, words, grace_s, outlives_hosts, most)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: launched.told(number))
+    return launched.run()
+
+
+def _require_nodes(config: Config, hosts: int) -> None:
+    """Refuse hosts that a new run has no nodes for, as far as its configuration says how many.
+
+    Each host would find out by itself, once all have started.
+
+    Raises:
+        InputError: if there are such, or for a plan or a case that cannot be read.
+    """
+    from skippipe_sched.problem.case import node_count
+    from skippipe_sched.problem.plan import load_plan
+
+    from skippipe_jax.program.compiler import hosts_of_nodes
+
+    given = config.plan.case
+    if isinstance(given, str):
+        given = fields.load_yaml(Path(given), "case")
+    if config.plan.file is not None:
+        nodes = len(load_plan(Path(config.plan.file)).case.nodes)
+    elif isinstance(given, dict) and "nodes" in given:
+        nodes = node_count(given["nodes"])
+    else:  # Each host that measures is a node, unless it is told otherwise.
+        nodes = len(config.cluster.host_of_node or range(hosts))
+    hosts_of_nodes(nodes, hosts, config.cluster.host_of_node)

@@ -1,0 +1,89 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, run on a model of which any stages run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+from skippipe_sched.errors import InputError, loading
+
+from skippipe_jax.cli.arguments import (
+    ModelSpec,
+    add_language_model_arguments,
+    open_language_model,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Run tasks of EleutherAI's lm-evaluation-harness on a model, on some of its stages, or on "
+        "a mixture of models."
+    )
+    add_language_model_arguments(parser)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of --keep-fraction (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tasks",
+        required=True,
+        metavar="NAMES",
+        help="names of tasks, separated by commas; * is a wildcard",
+    )
+    parser.add_argument(
+        "--tasks-from",
+        type=Path,
+        metavar="DIR",
+        help="folder with your own tasks, used instead of the built-in ones",
+    )
+    parser.add_argument("--num-fewshot", type=int, help="number of examples before each question")
+    parser.add_argument("--limit", type=int, help="limit of questions per task")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="sequences per batch (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print all results as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the tasks and print their results; return the exit code."""
+    folder = arguments.tasks_from
+    if folder is not None and not folder.is_dir():
+        raise InputError("--tasks-from", str(folder), "is no folder", "Name one with tasks")
+    spec = ModelSpec.of(arguments)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError(
+            "--tasks",
+            arguments.tasks,
+            "lm-evaluation-harness is not installed",
+            'Install it, in a clone of the repository: pip install -e ".[harness]"',
+        )
+    with loading():
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import handle_non_serializable, make_table
+
+        from skippipe_jax.inference.harness_model import HarnessModel
+
+    tasks = TaskManager(include_path=folder, include_defaults=folder is None)
+    names = arguments.tasks.split(",")
+    for name in names:
+        if not tasks.match_tasks([name]):
+            raise InputError(
+                "--tasks", name, "there is no such task", "lm-eval ls tasks lists the harness's own"
+            )
+    model = HarnessModel(open_language_model(spec), arguments.batch_size)
+    results = simple_evaluate(
+        model=model,
+        tasks=[*tasks.match_tasks(names)],
+        num_fewshot=arguments.num_fewshot,
+        limit=arguments.limit,
+        log_samples=False,
+        task_manager=tasks,
+    )
+    if arguments.json:
+        print(json.dumps(results, default=handle_non_serializable))
+    else:
+        print(make_table(results))
+    return 0

@@ -1,0 +1,151 @@
+"""The command line: the list of commands, and the parser that runs the one named."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched import commands as planner
+from skippipe_sched.errors import run_command
+
+from skippipe_jax import log
+
+# What each command does, in the order of the list that --help prints.
+COMMANDS = {
+    "train": "train a model, as one host or as one of several",
+    "join": "join a run that trains, by the address of one of its hosts",
+    "launch": "start all hosts of a run on this machine",
+    **planner.COMMANDS,
+    "keygen": "generate the secret with which the hosts of a run authenticate each other",
+    "measure": "measure a cluster, and write the case to plan for",
+    "estimate-memory": "estimate the memory of each node and the traffic on links",
+    "evaluate": "compute the held-out loss of a model, in full and with stages skipped or swapped",
+    "generate": "sample text from a model, or from some of its stages",
+    "lm-eval": "run tasks of lm-evaluation-harness on a model, or on some of its stages",
+    "experts": "train experts on domains, independently of each other, and compare ensembles",
+    "report": "write an HTML page about a run",
+    "tokenize": "tokenize text once, or train a tokenizer for it",
+    "convert": "convert models from and to Hugging Face",
+    "config": "show a configuration with its defaults, all keys, or a JSON schema",
+    "completion": "print a script with which a shell completes these commands",
+}
+# Commands that only other commands start.
+INTERNAL = ("score",)
+FORMER_NAMES = {
+    "keys": "keygen",
+    "profile": "measure",
+    "memory": "estimate-memory",
+    "harness": "lm-eval",
+    **planner.FORMER_NAMES,
+}
+EPILOG = """\
+A host is a process of a run. A stage is a part of the model, consecutive layers; a node serves one
+stage on a device of a host, and the nodes of a stage are its replicas. A case describes nodes and
+links; a plan for it assigns nodes to stages and gives each microbatch its path.
+
+Details of a command: skippipe COMMAND --help. Exit codes: 0 done; 2 wrong input; 75 temporary
+failure, run it again; 130 and 143 stopped by SIGINT and SIGTERM; others: an unexpected error.
+"""
+SHELLS = ("bash", "zsh", "fish")
+INTERRUPTED = "interrupted; nothing is kept"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command of these words, or of the command line; return its exit code.
+
+    Ctrl-C that the command does not handle prints its line `interrupted`.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    words[:1] = [FORMER_NAMES.get(word, word) for word in words[:1]]
+    arguments = parser(words[:1]).parse_args(words)
+    log.set_level(getattr(arguments, "log_level", log.LEVELS[0]))
+    interrupted = getattr(arguments, "interrupted", INTERRUPTED)
+    return run_command(lambda: arguments.command(arguments), interrupted)
+
+
+def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Make the parser of all commands; those that are not `named` are only listed."""
+    made = argparse.ArgumentParser(
+        prog="skippipe",
+        description="Train LLaMA models with pipeline parallelism over slow and uneven links: each "
+        "microbatch takes its own path, which may skip stages.",
+        epilog=EPILOG,
+        formatter_class=_HelpFormatter,
+    )
+    made.add_argument(
+        "--version", action=_Version, nargs=0, help="print versions and devices, and exit"
+    )
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    for name, about in COMMANDS.items():
+        _add(commands, name, named, help=about)
+    for name in {*INTERNAL} & {*named}:
+        _add(commands, name, named)
+    return made
+
+
+def _add(
+    commands: argparse._SubParsersAction, name: str, named: Collection[str], **listed: Any
+) -> None:
+    inner = commands.add_parser(name, formatter_class=_HelpFormatter, **listed)
+    if name not in named:
+        return
+    if name == "completion":
+        inner.description = "Print a script by which a shell completes the commands of skippipe."
+        inner.add_argument("shell", choices=SHELLS, help="which shell")
+        inner.set_defaults(command=_complete)
+        return
+    package = "skippipe_sched.commands" if name in planner.COMMANDS else "skippipe_jax.cli"
+    module = import_module(f"{package}.{name.replace('-', '_')}")
+    module.add_arguments(inner)
+    inner.set_defaults(command=module.run)
+
+
+class _Version(argparse.Action):
+    """Prints the versions, for which JAX is loaded, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from skippipe_jax.cli.version import version_text
+
+        print(version_text())
+        parser.exit()
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills paragraphs, but keeps tables as they are written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = argparse.HelpFormatter._fill_text
+        return "\n\n".join(
+            part if "  " in part.strip() else fill(self, part, width, indent)
+            for part in text.strip().split("\n\n")
+        )
+
+
+def _complete(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    made = parser()
+    for inner in parsers(made):
+        for action in inner._actions:
+            if action.type is Path:
+                action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+    print(shtab.complete(made, arguments.shell))
+    return 0
+
+
+def parsers(outer: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers of all commands of a parser; itself, if it has none."""
+    inner = [
+        command
+        for action in outer._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for command in action.choices.values()
+    ]
+    for command in inner:
+        yield from parsers(command)
+    if not inner:
+        yield outer

@@ -1,0 +1,92 @@
+"""Measure the cluster, and write a case that the planner takes as it is."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from skippipe_sched.errors import InputError, loading
+
+from skippipe_jax import log
+from skippipe_jax.cli.arguments import (
+    add_cluster_arguments,
+    add_config_arguments,
+    connect_from_args,
+)
+from skippipe_jax.storage.files import os_errors_as
+
+EPILOG = """\
+Start it on all hosts like skippipe train, with the same configuration, whose model, data and
+network it uses. plan.case may hold what cannot be measured: locations, stages or stage_count,
+path_length or skip_ratio, microbatches or microbatches_per_data_node, rules, and memory: the
+maximum number of microbatches in flight on a node, or auto.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Measure the links between hosts, the time of each stage on each node, and the memory of "
+        "nodes, and write a case for skippipe plan."
+    )
+    parser.epilog = EPILOG
+    add_config_arguments(parser, resumes=False)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("case.yaml"),
+        help="where host 0 writes the case; all figures in full go beside it, to "
+        "case.measured.json (default: %(default)s)",
+    )
+    add_cluster_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and write the case on host 0; return the exit code."""
+    from skippipe_jax.config import load_config
+
+    config = load_config(arguments.config, arguments.set)
+    with loading():
+        import jax
+
+        from skippipe_jax.profiling.case import check_template
+        from skippipe_jax.profiling.cluster import measure
+        from skippipe_jax.runtime.topology import sharding_of
+        from skippipe_jax.runtime.transport import open_transfers
+
+    start = time.monotonic()
+    with connect_from_args(arguments, config) as host:
+
+        def say(text: str) -> None:
+            if host.index == 0:
+                log.output(f"[{time.monotonic() - start:5.1f} s] {text}")
+
+        check_template(config, host.count)
+        if host.index == 0:
+            _make_room(arguments.output)
+        say(f"{host.count} hosts have met")
+        # Each host stands for a node.
+        here = {host.index: sharding_of((jax.local_devices()[0],))}
+        links = open_transfers(host).links(here)
+        say("links are open")
+        profile = measure(config, host, links, say)
+        if profile is not None:
+            with _writing(arguments.output):
+                profile.save(arguments.output)
+            say(f"{arguments.output} is written\n{profile.summary()}")
+    return 0
+
+
+def _make_room(path: Path) -> None:
+    """Make the folder of a file, so that what cannot be written is known at the start."""
+    if path.is_dir():
+        raise InputError("--output", str(path), "is a folder", "Name a file")
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return os_errors_as("--output", path, "cannot be written", "Name another file")

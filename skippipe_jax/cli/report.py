@@ -1,0 +1,29 @@
+"""One HTML page that shows a run, with nothing beside it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from skippipe_sched.errors import loading
+
+from skippipe_jax.cli.arguments import add_path, named_path, write_output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = "Write an HTML page about a run: curves, timelines, links, idle nodes."
+    add_path(parser, "--run", "the folder of a run")
+    parser.add_argument("-o", "--output", type=Path, help="default: report.html in that folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page; return the exit code."""
+    with loading():
+        from skippipe_jax.reporting.page import report
+
+    folder = named_path("--run", arguments.run, arguments.former)
+    output = arguments.output or folder / "report.html"
+    write_output("--output", output, report(folder))
+    print(f"report written to {output}")
+    return 0

@@ -1,0 +1,149 @@
+"""Tokenize text once, so that training reads tokens; train a tokenizer for it, too."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError, loading
+
+from skippipe_jax.cli.arguments import accept_former
+from skippipe_jax.config import DocumentSource
+from skippipe_jax.config.data import require_day
+from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
+
+EPILOG = """\
+DIR must be new, and appears once it is complete. A hash of a document decides whether it is held
+out: of the name of its file, or of the text of its row; of a single document, the end is held out.
+Train on DIR with:
+
+  --set data.source=tokens --set data.path=DIR --set model.vocabulary_size=...
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Tokenize text into shards for data.source: tokens, or train a tokenizer for it."
+    )
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "input", nargs="+", metavar="INPUT", help="file, folder, glob or URL of the text"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="a new folder to write"
+    )
+    parser.add_argument(
+        "--source",
+        choices=("text", "jsonl", "parquet", "chat"),
+        help="format of the inputs (default: jsonl or parquet by their names, else text)",
+    )
+    parser.add_argument(
+        "--text-field", default="text", help="key or column of the text (%(default)s)"
+    )
+    parser.add_argument(
+        "--today",
+        metavar="DAY",
+        help="date for chat templates that write one, as 2026-11-22",
+    )
+    own = parser.add_mutually_exclusive_group()
+    own.add_argument(
+        "--tokenizer",
+        default=BYTES,
+        metavar="PATH",
+        help="tokenizer.json, SentencePiece tokenizer.model, or a folder with one (%(default)s)",
+    )
+    own.add_argument(
+        "--train-bpe",
+        type=int,
+        metavar="SIZE",
+        help="train a byte-level BPE tokenizer of this vocabulary size",
+    )
+    parser.add_argument("--tokenizer-only", action="store_true", help="write only the tokenizer")
+    parser.add_argument(
+        "--held-out",
+        type=float,
+        default=0.05,
+        help="share of documents kept for evaluation (%(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the hash that decides which (%(default)s)"
+    )
+    parser.add_argument(
+        "--num-workers", type=int, help="number of processes (default: one for each core)"
+    )
+    accept_former(parser, processes="--num-workers")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tokenize and write; return the exit code."""
+    with loading():
+        from skippipe_jax.data.tokenizer import MARKS, copy_tokenizer, load_tokenizer
+        from skippipe_jax.data.tokenizing import train_bpe, training_documents, write_tokens
+        from skippipe_jax.storage.files import new_directory
+
+    cores = os.cpu_count() or 1
+    processes = fields.integer(
+        cores if arguments.num_workers is None else arguments.num_workers, "--num-workers", 1
+    )
+    seed = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED)
+    held_out = fields.number(arguments.held_out, "--held-out", 0.0, above=True)
+    if held_out >= 1:
+        raise InputError("--held-out", held_out, "must be below 1", "Write a share such as 0.05")
+    if arguments.tokenizer_only and arguments.train_bpe is None and arguments.tokenizer == BYTES:
+        raise InputError(
+            "--tokenizer-only", True, "bytes need no tokenizer", "Give --train-bpe or --tokenizer"
+        )
+    if arguments.today is not None:
+        require_day(arguments.today, "--today")
+    sources = [
+        DocumentSource(
+            arguments.source or _kind(path), path, arguments.text_field, "input", arguments.today
+        )
+        for path in arguments.input
+    ]
+    with new_directory(arguments.output, "--output") as folder:
+        own, name = folder / TOKENIZER_FOLDER, arguments.tokenizer
+        if arguments.train_bpe is not None:
+            # Every byte is a token, so that any text can be written with them.
+            least = 256 + len(MARKS)
+            size = fields.integer(arguments.train_bpe, "--train-bpe", least)
+            train_bpe(training_documents(sources, held_out, seed), size, own)
+            name = str(own)
+        elif name != BYTES:
+            copy_tokenizer(name, own, "--tokenizer")
+        vocabulary_size = load_tokenizer(name, "--tokenizer").vocabulary_size
+        written = f"a tokenizer of {vocabulary_size:,} tokens"
+        if not arguments.tokenizer_only:
+            index = write_tokens(folder, sources, name, held_out, seed, processes)
+            if not index.parts["training"].tokens:
+                documents = sum(part.documents for part in index.parts.values())
+                raise InputError(
+                    "INPUT",
+                    " ".join(arguments.input),
+                    f"holds {documents} documents, and none with text to train on",
+                    "Name other files, or say by --source what they hold",
+                )
+            written = ", ".join(
+                f"{part.tokens:,} tokens of {part.documents:,} documents ({kind.replace('_', ' ')})"
+                for kind, part in index.parts.items()
+            )
+    print(f"{arguments.output}: {written}")
+    if arguments.tokenizer_only:
+        print(f"use it with: data.tokenizer={arguments.output / TOKENIZER_FOLDER}", end=" ")
+    else:
+        print(f"train on it with: data.source=tokens data.path={arguments.output}", end=" ")
+        if arguments.source == "chat":
+            print("data.packing=documents", end=" ")
+    print(f"model.vocabulary_size={vocabulary_size}")
+    return 0
+
+
+def _kind(path: str) -> str:
+    """Guess from its name what an input holds."""
+    for kind in ("jsonl", "parquet"):
+        if f".{kind}" in Path(path).name:
+            return kind
+    return "text"

@@ -1,0 +1,155 @@
+"""Train a LLaMA along the paths of a plan, as one host or as one of many."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skippipe_sched.errors import loading
+
+from skippipe_jax import log
+from skippipe_jax.cli.arguments import (
+    add_cluster_arguments,
+    add_config_arguments,
+    add_log_level,
+    connect_from_args,
+)
+
+if TYPE_CHECKING:
+    from skippipe_jax.config import Config
+    from skippipe_jax.training.trainer import RunResult
+
+EPILOG = """\
+Under SLURM and on TPU pods the hosts find each other. Elsewhere start one process for each host
+with --coordinator, --hosts and --host-id, or set SKIPPIPE_COORDINATOR, SKIPPIPE_HOSTS and
+SKIPPIPE_HOST_ID; skippipe launch does that on one machine.
+"""
+
+INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Train a LLaMA over a pipeline in which every microbatch takes the path of its plan."
+    )
+    parser.epilog = EPILOG
+    add_config_arguments(parser)
+    add_cluster_arguments(parser)
+    add_log_level(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check and print configuration, plan and memory, and exit without training",
+    )
+    parser.set_defaults(interrupted=INTERRUPTED)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train as one host; return the exit code."""
+    from skippipe_jax.config import load_config
+    from skippipe_jax.config.differences import summary
+
+    # What is wrong there is said before anything is loaded that takes seconds.
+    config = load_config(arguments.config, arguments.set)
+    if arguments.dry_run:
+        log.output(summary(config))
+        _dry_run(config, arguments)
+        return 0
+    with loading():
+        from skippipe_jax.cluster.ending import exit_at_once
+        from skippipe_jax.training.trainer import Trainer
+
+    with connect_from_args(arguments, config) as host:
+        host.last_words = lambda: where_to_resume(config)
+        if host.index == 0:
+            log.output(summary(config))
+        ending = Trainer(
+            config, host=host, resume=arguments.resume, config_folder=arguments.config.parent
+        ).run()
+    if ending.left_run:
+        log.output(
+            f"host {host.index} has left the run, which goes on from step {ending.step}; "
+            "it comes back by --resume"
+        )
+    elif host.leads:
+        _say_how_it_ended(config, ending)
+    code = 0 if ending.stopped_by is None else 128 + ending.stopped_by
+    if host.generation_number not in (0, 1):
+        # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
+        # would end them within JAX.
+        exit_at_once(code)
+    return code
+
+
+def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
+    """Check and print what host 0 finds out before it writes the run folder, but for the data.
+
+    Raises:
+        InputError: if the run could not start.
+    """
+    with loading():
+        from skippipe_jax.config import require_same_run
+        from skippipe_jax.models.estimate import table
+        from skippipe_jax.models.footprint import traffic
+        from skippipe_jax.models.in_flight import short_of_memory
+        from skippipe_jax.models.node_memory import least_memory_bytes, memory_of_stages
+        from skippipe_jax.models.planned_case import differing_sizes
+        from skippipe_jax.profiling.case import check_template
+        from skippipe_jax.program.compiler import hosts_of_nodes
+        from skippipe_jax.program.schedule import OWN
+        from skippipe_jax.runtime.topology import require_meshes
+        from skippipe_jax.storage.run_dir import RunDir
+        from skippipe_jax.training.planning import check_deadline, make_plans, tell_time
+
+    run, host_of_node = RunDir(config.run_dir), config.cluster.host_of_node
+    hosts = arguments.hosts or max(host_of_node or [0]) + 1
+    if arguments.resume:
+        require_same_run(config, run.config())
+        schedule = run.schedule()
+    else:
+        run.require_new()
+        if config.plan.measure:
+            check_template(config, hosts)
+            log.output("# the cluster is measured and planned for when the run starts")
+            return
+        schedule = make_plans(config, arguments.config.parent, None)
+    check_deadline(config, schedule.longest_s(config.averaging))
+    plan = schedule.plans[OWN]
+    case = plan.case
+    hosts_of_nodes(len(case.nodes), hosts, host_of_node)
+    require_meshes(config, case)
+    tell_time(config, schedule)
+    memory = memory_of_stages(config, case, memory_bytes=least_memory_bytes(case))
+    log.output(
+        f"\n{table(config, case, memory, traffic(config, case, sum(map(len, plan.microbatches))))}"
+    )
+    for sentence in differing_sizes(config, case) + short_of_memory(config, case, plan.stage_of):
+        log.warning(sentence)
+
+
+def where_to_resume(config: Config) -> str:
+    """Say in a sentence how a run that ended early can be continued."""
+    from skippipe_jax.config.parsing import is_run
+    from skippipe_jax.storage.checkpoint import latest_step
+
+    folder = Path(config.run_dir)
+    step = latest_step(folder)
+    if step is None and not (is_run(folder) or config.checkpoint.copy_to):
+        return f"Start it again: no run has begun in {config.run_dir} yet."
+    if step is None:
+        # Not without --resume: the folder holds the run already.
+        return f"Start it again with --resume: without a checkpoint, {config.run_dir} begins anew."
+    return f"Start it again with --resume to go on from step {step} in {config.run_dir}."
+
+
+def _say_how_it_ended(config: Config, ending: RunResult) -> None:
+    if ending.stopped_by is not None:
+        name = ending.stopped_by.name
+        log.output(f"stopped by {name} after step {ending.step}. {where_to_resume(config)}")
+    else:
+        log.output(
+            f"trained to step {ending.step}; the run is in {config.run_dir}. Its held-out loss: "
+            f"skippipe evaluate --run {config.run_dir}"
+        )

@@ -1,0 +1,57 @@
+"""A trained model by its folder: that of a run, or one from Hugging Face."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.inference.staged_model import StagedModel, read_model
+from skippipe_jax.storage.run_dir import BEST, RunDir
+
+BEST_STEP = "best"
+
+
+def load_model(
+    source: str | os.PathLike[str],
+    step: int | str | None = None,
+    *,
+    stages: int | None = None,
+) -> StagedModel:
+    """Read a model from the folder of a run, or from a folder of Hugging Face.
+
+    Args:
+        source: the folder.
+        step: which checkpoint of a run: its step, or "best" for the lowest held-out loss; by
+            default the latest that is whole.
+        stages: into how many stages a model from Hugging Face is cut; by default six, or as many
+            fewer as its layers spread over evenly.
+
+    Raises:
+        InputError: if there is no such model, or it cannot be read.
+    """
+    folder = Path(source)
+    if not RunDir(folder).is_run and (folder / "config.json").exists():
+        if step is not None:
+            raise InputError("step", step, "only a run has steps", "Leave it out")
+        return read_model(None, folder, cut=stages)[0]
+    if isinstance(step, str):
+        step = best_step(folder, step)
+    return read_model(folder, None, step, stages)[0]
+
+
+def best_step(folder: Path, name: str = BEST_STEP) -> int:
+    """Find the step of the checkpoint with the lowest held-out loss.
+
+    Raises:
+        InputError: if the run has none, or `name` is another word.
+    """
+    path = folder / BEST
+    if name != BEST_STEP:
+        raise InputError("step", name, "is no step", f'Write a number, or "{BEST_STEP}"')
+    if not path.exists():
+        problem = f"{folder} has no best checkpoint: its held-out loss was never computed"
+        raise InputError("step", name, problem, "Name a step, or train with validation.every")
+    return fields.integer(fields.load_json(path, str(path))["step"], f"{path}: step", 0)

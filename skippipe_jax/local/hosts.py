@@ -1,0 +1,275 @@
+"""Runs the hosts of a run as processes of this machine, and restarts those that are lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from skippipe_jax.campaign.tries import HAS_LEFT, Tries, shell_exit_code
+
+if TYPE_CHECKING:
+    from skippipe_jax.config.cluster import ClusterConfig
+
+POLL_S = 0.1
+
+# Not among the ports that Linux gives to outgoing connections: a host that connects before host 0
+# listens could be given the very port that it connects to, and would be connected to itself.
+PORTS = range(61440, 65536)
+
+
+def living_addresses(folder: Path) -> list[str]:
+    """Return the addresses of the hosts of a run's last generation that still live here.
+
+    Raises:
+        InputError: if the folder cannot be read.
+    """
+    from skippipe_jax.storage.run_dir import RunDir
+
+    last = RunDir(folder).last_generation()
+    members = [] if last is None else last.members
+    return [member.address for member in members if member.pid and _lives(member.pid)]
+
+
+def joining(living: Sequence[str], folder: Path, cluster: ClusterConfig) -> list[str]:
+    """Make the command line of a host that joins others here, with a folder of its own."""
+    command = [sys.executable, "-m", "skippipe_jax", "join", *living, "--run-dir", str(folder)]
+    # What it needs before it is told the configuration of the run.
+    for name in ("bind_address", "secret", "insecure", "insecure_transfers"):
+        if value := getattr(cluster, name):
+            command += ["--set", f"cluster.{name}={value}"]
+    return command
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, PermissionError):  # Or its number is another user's by now.
+        return False
+    return True
+
+
+class LocalHosts:
+    """All hosts of a run, each a process of this machine at a time."""
+
+    def __init__(
+        self,
+        count: int,
+        words: Callable[[int], Sequence[str]],
+        grace_s: float,
+        outlives_hosts: Callable[[], bool],
+        max_restarts: int | None,
+    ):
+        """Start nothing yet.
+
+        Args:
+            count: how many hosts there are.
+            words: makes the command line of a host, each time that it is started.
+            grace_s: seconds that the others have to stop once one has failed.
+            outlives_hosts: whether the run continues without a host that fails now.
+            max_restarts: of each host, after errors of its own; None restarts no host.
+        """
+        self._hosts = [LocalHost(index, words) for index in range(count)]
+        most = max_restarts
+        self._tries = None if most is None else [Tries(most) for _ in range(count)]
+        self._grace_s, self._outlives_hosts = grace_s, outlives_hosts
+        self._to_pass_on: list[int] = []
+        self._told: int | None = None
+        self._failed_at_s: float | None = None
+        self._first_code = 0
+
+    def told(self, number: int) -> None:
+        """Forward a signal to all hosts, soon; a signal handler may call this."""
+        # Not at once: a host may be about to start.
+        self._to_pass_on.append(number)
+
+    def run(self) -> int:
+        """Start all hosts, and wait until all have ended for good.
+
+        Returns 0 if the run was trained to its end, even without some hosts, or else the exit code
+        of the first that failed: 128 and the number of a signal that ended it.
+        """
+        try:
+            while any(host.code is None for host in self._hosts):
+                self._pass_signals_on()
+                for host in self._hosts:
+                    self._look_after(host)
+                self._kill_the_late()
+                time.sleep(POLL_S)
+        finally:  # If this process fails, no other would end those that still run.
+            until_s = time.monotonic() + self._grace_s
+            for host in self._hosts:
+                host.send_signal(signal.SIGTERM)
+            for host in self._hosts:
+                host.end(until_s)
+        for host in self._hosts:
+            host.show_the_rest()
+        codes = [host.code for host in self._hosts]
+        if 0 in codes and self._can_go_on():
+            return 0
+        return shell_exit_code(self._first_code)
+
+    def _pass_signals_on(self) -> None:
+        while self._to_pass_on:
+            self._told = number = self._to_pass_on.pop(0)
+            for host in self._hosts:
+                host.send_signal(number)
+
+    def _look_after(self, host: LocalHost) -> None:
+        """Start a host that is due, or handle its end."""
+        if host.code is not None:
+            return
+        if host.starts_at_s is not None:
+            if self._is_ending:
+                self._ends(host, host.last_code if self._told is None else -self._told)
+            elif time.monotonic() >= host.starts_at_s:
+                host.start()
+            return
+        code = host.poll()
+        if code is None:
+            return
+        pause_s = self._pause_s(host, code)
+        if pause_s is None:
+            self._ends(host, code)
+        else:
+            host.starts_at_s = time.monotonic() + pause_s
+
+    def _pause_s(self, host: LocalHost, code: int) -> float | None:
+        """Return and print how soon a host is restarted; None if it is not."""
+        if self._tries is None or code == 0 or self._is_ending:
+            return None
+        misses_others = any(other.code for other in self._hosts)
+        pause_s = self._tries[host.index].pause_s(code, host.lived_s, misses_others=misses_others)
+        what = "it is not started again"
+        if pause_s is not None:
+            at = time.strftime("%H:%M:%S", time.localtime(time.time() + pause_s))
+            what = f"it is started again in {pause_s:g} s, at {at}"
+        print(f"host {host.index} {_in_words(code)}: {what}", flush=True)
+        return pause_s
+
+    def _ends(self, host: LocalHost, code: int) -> None:
+        host.code = code
+        self._first_code = self._first_code or code
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether no host is restarted any more."""
+        is_trained = any(host.code == 0 for host in self._hosts)
+        return is_trained or self._told is not None or self._failed_at_s is not None
+
+    def _can_go_on(self) -> bool:
+        """Return whether the others can continue without the hosts that have ended for good."""
+        failed = (host.code for host in self._hosts if host.code is not None and host.code > 0)
+        have_left = all(code == HAS_LEFT for code in failed)
+        return (have_left or self._tries is not None) and self._outlives_hosts()
+
+    def _kill_the_late(self) -> None:
+        """Kill hosts that still run for too long after one has failed, or stopped as told."""
+        now_s = time.monotonic()
+        has_failed = any(host.code for host in self._hosts)
+        if has_failed and self._failed_at_s is None and (self._told or not self._can_go_on()):
+            self._failed_at_s = now_s
+        if self._failed_at_s is not None and now_s - self._failed_at_s > self._grace_s:
+            for host in self._hosts:
+                host.send_signal(signal.SIGKILL)
+
+
+class LocalHost:
+    """One host of the run: a process of this machine, and another once that has ended.
+
+    Attributes:
+        index: the number of the host.
+        code: how it has ended for good, as `poll` returns it; None before.
+        last_code: how its last process ended.
+        starts_at_s: when the next process starts, by `time.monotonic`; None while one runs.
+    """
+
+    def __init__(self, index: int, words: Callable[[int], Sequence[str]]):
+        """Make a host that is due to start; `words` is as `LocalHosts` takes it."""
+        self.index = index
+        self.code: int | None = None
+        self.last_code = 0
+        self.starts_at_s: float | None = time.monotonic()
+        self._words = words
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._started_at_s = 0.0
+
+    def start(self) -> None:
+        """Start a process, and print its output from now on."""
+        self._process = subprocess.Popen(
+            self._words(self.index),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # Each signal is forwarded once, whether it came from the terminal or from a scheduler.
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(
+            target=_show, args=(self.index, self._process.stdout), daemon=True
+        )
+        self._reader.start()
+        self._started_at_s, self.starts_at_s = time.monotonic(), None
+
+    @property
+    def lived_s(self) -> float:
+        """Seconds since the last process was started."""
+        return time.monotonic() - self._started_at_s
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the signal that ended the process; None while it runs."""
+        assert self._process is not None, "is started"
+        code = self._process.poll()
+        self.last_code = code or 0
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to its process, if one runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def end(self, until_s: float) -> None:
+        """Wait for its process, if one runs, and kill it once it is so late by `time.monotonic`."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(max(0.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def show_the_rest(self) -> None:
+        """Wait until all output of its last process is printed."""
+        if self._reader is not None:
+            self._reader.join()
+
+
+def _in_words(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was ended by {names.get(-code, f'signal {-code}')}"
+
+
+def _show(host: int, output: IO[str]) -> None:
+    for line in output:
+        print(f"[host {host}] {line}", end="", flush=True)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Find a port on which nobody listens at this address of this machine."""
+    while True:
+        port = random.choice(PORTS)
+        try:
+            socket.create_connection((address, port)).close()
+        except OSError:
+            return port

@@ -1,0 +1,227 @@
+"""Line charts as SVG: a figure over the steps of a run, perplexity over the share of stages."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree.ElementTree import Element, SubElement
+
+import numpy as np
+from jaxtyping import Float, Int
+from skippipe_sched.figures.svg import (
+    add_circle,
+    add_line,
+    add_text,
+    add_tip,
+    add_title,
+    point,
+    round_ticks,
+    start_picture,
+    svg_text,
+)
+
+# Pixels. A phone shows it at its own size, nearly; a page at a desk has room for two.
+WIDTH, HEIGHT = 440, 270
+LEFT, RIGHT, TOP, BOTTOM = 60, WIDTH - 28, 52, HEIGHT - 41
+CAP, DOT = 5, 3.5
+ASIDE = 7  # Between two models, so that their subsets do not cover each other.
+TICKS_ACROSS, TICKS_UP = 6, 6
+
+# More points than this lie closer together than a pixel or so.
+MOST_POINTS = 300
+# From this many on a running mean is drawn, over one of so many parts of the points.
+LEAST_SMOOTHED = 60
+PARTS = 30
+
+STYLE = """
+.chart polyline{fill:none;stroke-linejoin:round}
+.chart .raw{stroke:#a9c4e4;stroke-width:1}
+.chart .line{stroke:#2f6db5;stroke-width:2}
+.chart .each{fill:#2f6db5;fill-opacity:.3}
+.chart .spread{stroke:#2f6db5;stroke-width:1.5}
+.chart .mean{fill:#2f6db5}
+.chart .mark{stroke:#b5482f;stroke-width:1.5;stroke-dasharray:5 3}
+.chart .mark-label{fill:#9c3a23}
+.chart .scaled .each,.chart .scaled .mean{fill:#2f8a5b}
+.chart .scaled .spread,.chart .scaled .line{stroke:#2f8a5b}
+.chart .scaled-label{fill:#1f6a43}
+"""
+
+PerplexityOfSubsets = Mapping[int, Mapping[tuple[int, ...], float]]
+"""By the number of stages that run, then by which."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture, which notebooks show."""
+
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as a file."""
+        Path(path).write_text(self.svg, encoding="utf-8")
+
+
+class _Chart:
+    """Two axes, which map values to pixels, and what is drawn between them."""
+
+    def __init__(self, about: str, across: tuple[float, float], up: tuple[float, float]):
+        """Draw an empty chart of these lowest and highest values."""
+        self.svg = start_picture("chart", (WIDTH, HEIGHT), about, STYLE)
+        self._across, self._up = across, up
+
+    def x(self, value: float) -> float:
+        first, last = self._across
+        return LEFT + (RIGHT - LEFT) * (value - first) / (last - first)
+
+    def y(self, value: float) -> float:
+        low, high = self._up
+        return BOTTOM - (BOTTOM - TOP) * (min(max(value, low), high) - low) / (high - low)
+
+    def add_axes(self, ups: Mapping[float, str], acrosses: Mapping[float, str], name: str) -> None:
+        """Draw ticks with their labels, and the name of the axis across."""
+        for value, label in ups.items():
+            add_line(self.svg, "grid", (LEFT, self.y(value)), (RIGHT, self.y(value)))
+            add_text(self.svg, "end", LEFT - 7, self.y(value) + 4, label)
+        for value, label in acrosses.items():
+            if label:
+                add_text(self.svg, "middle", self.x(value), BOTTOM + 17, label)
+            add_line(self.svg, "grid", (self.x(value), BOTTOM), (self.x(value), BOTTOM + 4))
+        add_text(self.svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, name)
+
+    def add_mark(self, value: float, label: str, place: tuple[str, float, float]) -> None:
+        """Draw a dashed level; `place` is the label's class, x, and y below the level."""
+        add_line(self.svg, "mark", (LEFT, self.y(value)), (RIGHT, self.y(value)))
+        classes, x, below = place
+        add_text(self.svg, f"{classes} mark-label", x, self.y(value) + below, label)
+
+
+def line_chart(
+    title: str,
+    unit: str,
+    steps: Int[np.ndarray, " n"],
+    values: Float[np.ndarray, " n"],
+    span: tuple[float, float],
+    mark: tuple[str, float] | None = None,
+) -> str:
+    """Draw `values` over ascending `steps`, at least one, as the text of an SVG.
+
+    `span` are the lowest and the highest value shown, the second greater; what lies outside is
+    drawn on the edge. Many points are thinned out to the least and the greatest of each group, and
+    a running mean lies over them. `mark` is a level to compare with, and its name.
+    """
+    first, last = int(steps[0]), max(int(steps[0]) + 1, int(steps[-1]))
+    chart = _Chart(f"{title} over the steps", (first, last), span)
+    groups = min(len(values), MOST_POINTS)
+    values_of = np.array_split(values, groups)
+    centres = [chart.x(float(of_group.mean())) for of_group in np.array_split(steps, groups)]
+    means = np.array([of_group.mean() for of_group in values_of])
+
+    across = {t: f"{t:,.0f}" for t in round_ticks(last, first, TICKS_ACROSS) if t == int(t)}
+    chart.add_axes(_labeled(round_ticks(span[1], span[0], TICKS_UP)), across, "step")
+    figures = [unit] if unit else []
+    if groups >= LEAST_SMOOTHED:
+        extremes = (
+            (centre, chart.y(value))
+            for centre, of_group in zip(centres, values_of, strict=True)
+            # One after the other: the line then covers all that lies between.
+            for value in dict.fromkeys((of_group.min(), of_group.max()))
+        )
+        _add_polyline(chart.svg, "raw", extremes)
+        window = math.ceil(groups / PARTS)
+        means = _running_mean(means, window)
+        figures.append(f"mean over {round(window * len(values) / groups):,} steps")
+    _add_polyline(chart.svg, "line", zip(centres, map(chart.y, means), strict=True))
+    if len(values) == 1:
+        add_circle(chart.svg, "mean", centres[0], chart.y(means[0]), 3)
+    add_title(chart.svg, title, " · ".join(figures))
+    if mark is not None:
+        chart.add_mark(mark[1], mark[0], ("end", RIGHT, 14))
+    return svg_text(chart.svg)
+
+
+def perplexity_plot(
+    perplexities: PerplexityOfSubsets,
+    stages: int,
+    full_perplexity: float,
+    scaled: PerplexityOfSubsets | None = None,
+) -> str:
+    """Draw mean, standard deviation and every subset, for each number of `stages` that run.
+
+    Those of a model whose branches are `scaled` stand beside them. A dashed line marks the full
+    model. The axis is logarithmic, for a model that has never been run in part can be worse by
+    orders of magnitude.
+    """
+    models = {"plain": perplexities} | ({} if scaled is None else {"scaled": scaled})
+    everything = [p for model in models.values() for of in model.values() for p in of.values()]
+    everything.append(full_perplexity)
+    low, high = math.log(min(everything)) - 0.02, math.log(max(everything)) + 0.02
+    chart = _Chart("Perplexity of partial models", (0, stages), (low, high))
+    add_title(chart.svg, "Perplexity", "mean ± standard deviation, each subset")
+    ups = {math.log(p): text for p, text in _labeled(_ticks(math.exp(low), math.exp(high))).items()}
+    quarters = {stages * percent / 100: f"{percent}%" for percent in range(0, 101, 25)}
+    across = dict.fromkeys(range(stages + 1), "") | quarters
+    chart.add_axes(ups, across, f"share of the {stages} stages")
+    chart.add_mark(math.log(full_perplexity), "all stages", ("", LEFT + 4, -5))
+    for place, (kind, model) in enumerate(models.items()):
+        group = SubElement(chart.svg, "g", {"class": kind})
+        _add_model(chart, group, model, stages, (place - (len(models) - 1) / 2) * ASIDE)
+    if scaled is not None:
+        add_text(chart.svg, "scaled-label end", RIGHT, TOP - 8, "branches scaled")
+    return svg_text(chart.svg)
+
+
+def _add_model(
+    chart: _Chart, group: Element, perplexities: PerplexityOfSubsets, stages: int, aside: float
+) -> None:
+    """Draw one model, so many pixels aside: its subsets, and a line through their means."""
+
+    def y(perplexity: float) -> float:
+        return chart.y(math.log(perplexity) if perplexity > 0 else -math.inf)
+
+    means = []
+    for kept, of_orders in sorted(perplexities.items()):
+        across, values = chart.x(kept) + aside, list(of_orders.values())
+        mean, deviation = float(np.mean(values)), float(np.std(values))
+        for stages_run, perplexity in of_orders.items():
+            tip = f"stages {' '.join(map(str, stages_run))}: {perplexity:.3f}"
+            add_tip(add_circle(group, "each", across, y(perplexity), DOT), tip)
+        ends = [y(mean - deviation), y(mean + deviation)]
+        add_line(group, "spread", (across, ends[0]), (across, ends[1]))
+        for end in ends:
+            add_line(group, "spread", (across - CAP, end), (across + CAP, end))
+        tip = f"{kept} of {stages} stages: {mean:.3f} ± {deviation:.3f}"
+        add_tip(add_circle(group, "mean", across, y(mean), DOT), tip)
+        means.append((across, y(mean)))
+    _add_polyline(group, "line", means)
+
+
+def _running_mean(values: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, " n"]:
+    """Return the mean of the values around each, of fewer at the ends."""
+    weights = np.ones(window)
+    return np.convolve(values, weights, "same") / np.convolve(np.ones(len(values)), weights, "same")
+
+
+def _add_polyline(parent: Element, classes: str, points: Iterable[tuple[float, float]]) -> None:
+    corners = " ".join(map(point, points))
+    SubElement(parent, "polyline", {"class": classes, "points": corners})
+
+
+def _labeled(ticks: Sequence[float]) -> dict[float, str]:
+    return {tick: f"{tick:,.10g}" for tick in ticks}
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """List round perplexities from `low` to `high`: evenly spaced, or 1, 2, 5, 10 and so on."""
+    if high < 10 * low:
+        return round_ticks(high, low, TICKS_UP)
+    digits = (1, 2, 5) if high < 1e3 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in digits]
+    return [tick for tick in ticks if low <= tick <= high]

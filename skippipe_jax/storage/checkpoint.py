@@ -1,0 +1,348 @@
+"""Where a run's checkpoints lie, and which of them are whole.
+
+In the run folder, which all hosts share:
+
+    checkpoints/00000020/     one step
+        stage_0/ stage_1/ ..  an Orbax checkpoint of each stage's state, written by one host
+        replica_1_0/ ..       one of each replica's own state, where replicas go apart: of a stage,
+                              and of the place in it, written by the host that holds it
+        data.json             how far the data had been read
+        COMMITTED             written last: what the checkpoint holds, with a digest of every file
+
+It is written as 00000020.writing-G, where G counts generations of hosts (as .writing-G.2 where that
+failed and is tried again), and gets its name once it is whole: those who were cut off write another
+one than those who went on without them. A folder without COMMITTED is not a checkpoint. COMMITTED
+says how many blocks each stage held, so that `load_stage` can put the stages of any other cut
+together from those. It also says which stages the run went on without by then, and after which step
+their state is that the checkpoint holds, and which replicas have states of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.errors import CorruptCheckpoint
+from skippipe_jax.storage.files import atomic_write, safe_join, synchronize
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that holds them."""
+COMMITTED, DATA = "COMMITTED", "data.json"
+"""Of the files of a checkpoint, the mark that it is whole, and how far the data had been read."""
+DAMAGED = ".damaged"
+"""What the name of a folder ends with whose step is damaged: it counts no more."""
+WRITING = ".writing-"
+"""What follows the number of the step in the name of a folder that is being written."""
+FORMAT, VERSION = "skippipe-checkpoint", 2
+
+
+class ReplicaStates(msgspec.Struct, frozen=True):
+    """Which replicas a checkpoint has states of, beside those of their stages.
+
+    Attributes:
+        counts: of each stage, how many: all of its replicas, or none.
+        averaging: how they are averaged, as the configuration says it.
+    """
+
+    counts: tuple[int, ...]
+    averaging: dict[str, Any]
+
+    @classmethod
+    def of(cls, replicas: Sequence[Sequence[int]], averaging: Mapping[str, Any]) -> ReplicaStates:
+        """Of all replicas of each stage; a single one has nothing beside its stage's."""
+        return cls(tuple(len(own) if len(own) > 1 else 0 for own in replicas), dict(averaging))
+
+    def names(self) -> set[str]:
+        """Name the folders of all of them."""
+        return {replica_name(s, p) for s, count in enumerate(self.counts) for p in range(count)}
+
+
+class CommitRecord(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    rename={"stale_stages": "left_out", "replica_states": "own"},
+):
+    """What COMMITTED says of a checkpoint.
+
+    Attributes:
+        step: the iterations that were done.
+        stage_layers: the blocks of each stage.
+        files: the digest of each file.
+        stale_stages: those that the run went on without by then, and after which step their state
+            is that the checkpoint holds.
+        replica_states: those of replicas that differ, if any do.
+        metrics: what was measured after the step. None in checkpoints of former versions.
+    """
+
+    step: int
+    stage_layers: tuple[int, ...]
+    files: dict[str, str]
+    stale_stages: dict[int, int] = {}
+    replica_states: ReplicaStates | None = None
+    metrics: dict[str, float] | None = None
+
+    def stages(self) -> set[str]:
+        """Name the parts that hold stages."""
+        return set(map(stage_name, range(len(self.stage_layers))))
+
+    def parts(self) -> set[str]:
+        """Name the parts that a whole checkpoint has: stages, replicas, the state of the data."""
+        replicas = set() if self.replica_states is None else self.replica_states.names()
+        return {*self.stages(), *replicas, DATA}
+
+
+@dataclass(frozen=True)
+class CheckpointItems:
+    """What a host writes of a checkpoint: trees whose leaves are jax.Array of this process.
+
+    Attributes:
+        stages: by index, the state of each stage, under a few top-level names.
+        replicas: the states of replicas that differ, by stage and place in it.
+        replica_states: which of them all hosts write together, if any.
+        stale_stages: on the leader, those that are as they were after an earlier step, and which.
+    """
+
+    stages: Mapping[int, Mapping[str, Any]]
+    replicas: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    replica_states: ReplicaStates | None = None
+    stale_stages: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint; the files of its `intact` parts were found as they were committed."""
+
+    folder: Path
+    record: CommitRecord
+    intact: frozenset[str] = frozenset()
+
+    @property
+    def step(self) -> int:
+        """The iterations that were done."""
+        return self.record.step
+
+    def staleness_warnings(self) -> list[str]:
+        """Say which stages are older than the checkpoint, a sentence for each."""
+        return [
+            f"stage {stage} of step {self.step} is {self.step - step} steps old: the run went on "
+            f"without it after step {step}"
+            for stage, step in sorted(self.record.stale_stages.items())
+        ]
+
+
+class _Header(msgspec.Struct):
+    format: str
+    version: int
+
+
+# Names.
+
+
+def step_name(step: int) -> str:
+    """The name of the folder of a step."""
+    return f"{step:08d}"
+
+
+def steps_named(names: Collection[str]) -> list[int]:
+    """The steps whose folders are among these names, ascending."""
+    steps = {int(name) for name in names if name.isdecimal()}
+    return sorted(step for step in steps if step_name(step) in names)
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    """The folder of a step, as an absolute path: Orbax takes no others."""
+    return run_dir.absolute() / CHECKPOINTS / step_name(step)
+
+
+def pending_folder(run_dir: Path, step: int, generation: int, attempt: int = 1) -> Path:
+    """Where the hosts of a generation write the checkpoint of a step until it is whole."""
+    folder = step_folder(run_dir, step)
+    again = f".{attempt}" if attempt > 1 else ""
+    return folder.with_name(f"{folder.name}{WRITING}{generation}{again}")
+
+
+def stage_name(stage: int) -> str:
+    """The name of the folder of a stage, in that of a step."""
+    return f"stage_{stage}"
+
+
+def replica_name(stage: int, place: int) -> str:
+    """The name of the folder of what a replica has of its own, in that of a step."""
+    return f"replica_{stage}_{place}"
+
+
+def part_of(name: str) -> str:
+    """Of a file of a checkpoint, the part to which it belongs: a stage, or the file itself."""
+    return name.split("/")[0]
+
+
+# What is there.
+
+
+def committed_steps(run_dir: Path) -> list[int]:
+    """Return the steps that have a committed checkpoint, ascending."""
+    found = steps_with_folders(run_dir)
+    return [step for step in found if is_committed(step_folder(run_dir, step))]
+
+
+def steps_with_folders(run_dir: Path) -> list[int]:
+    """The steps that have a folder, ascending, committed or not."""
+    return steps_named({path.name for path in (run_dir / CHECKPOINTS).glob("*")})
+
+
+def latest_step(run_dir: Path) -> int | None:
+    """Return the last step that has a committed checkpoint, or None."""
+    return max(committed_steps(run_dir), default=None)
+
+
+def is_committed(folder: Path) -> bool:
+    """Whether the folder of a step holds a whole checkpoint."""
+    return (folder / COMMITTED).exists()
+
+
+def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """Open the checkpoint of ``step``, by default the latest.
+
+    Raises InputError when there is none, or it was written by another version of this program;
+    CorruptCheckpoint when its COMMITTED does not describe a checkpoint.
+    """
+    steps = committed_steps(run_dir)
+    chosen = latest_step(run_dir) if step is None else step
+    if chosen is None or chosen not in steps:
+        raise InputError(
+            str(run_dir / CHECKPOINTS),
+            "latest" if step is None else step,
+            "there is no such checkpoint",
+            f"Choose one of the steps {steps}" if steps else "Name a run that has saved one",
+        )
+    folder = step_folder(run_dir, chosen)
+    text = (folder / COMMITTED).read_bytes()
+    try:
+        header = msgspec.json.decode(text, type=_Header)
+        if header.format != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        if header.version != VERSION:
+            raise InputError(
+                f"{folder / COMMITTED}: version",
+                header.version,
+                f"another version of this program wrote it; this one reads version {VERSION}",
+                "Resume with the version that wrote it, or start a new run",
+            )
+        record = msgspec.json.decode(text, type=CommitRecord)
+        if record.step != chosen:
+            raise ValueError(f"it speaks of step {record.step}")
+        for name in record.files:
+            safe_join(folder, name)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(
+            chosen,
+            str(folder / COMMITTED),
+            text.decode(errors="replace"),
+            f"does not describe a checkpoint: {error!r}",
+            _go_back(folder),
+        ) from error
+    return Checkpoint(folder, record)
+
+
+def require_intact(checkpoint: Checkpoint, part: str) -> None:
+    """Raise CorruptCheckpoint unless every file of ``part`` is as it was committed."""
+    if part in checkpoint.intact:
+        return
+    files = checkpoint.record.files
+    recorded = {name: told for name, told in files.items() if part_of(name) == part}
+    # A part without files is one that COMMITTED forgot: then its folder counts as missing.
+    for name, told in (recorded or {part: "nothing"}).items():
+        path = checkpoint.folder / name
+        found = digest(path) if path.is_file() else "missing"
+        if found != told:
+            raise CorruptCheckpoint(
+                checkpoint.step,
+                str(path),
+                found,
+                f"was committed as {told}",
+                _go_back(checkpoint.folder),
+            )
+
+
+def digest(path: Path) -> str:
+    """Tell a file from any that was damaged by accident; sha1 is the fastest that does."""
+    with path.open("rb") as file:
+        sha1 = hashlib.file_digest(file, lambda: hashlib.sha1(usedforsecurity=False)).hexdigest()
+    return f"{path.stat().st_size} bytes, sha1 {sha1}"
+
+
+# What comes and goes.
+
+
+def commit(pending: Path, folder: Path, record: CommitRecord) -> None:
+    """Make what was written in `pending` the checkpoint in `folder`.
+
+    If others have done so for that step meanwhile, theirs is the same, and stays.
+    """
+    described = {"format": FORMAT, "version": VERSION} | msgspec.to_builtins(record, str_keys=True)
+    # It may have become whole before what is done after that failed.
+    if pending.exists() or not is_committed(folder):
+        atomic_write(pending / COMMITTED, json.dumps(described, indent=1), durably=True)
+        _rename(pending, folder)
+    synchronize(folder.parent)
+
+
+def _rename(pending: Path, folder: Path) -> None:
+    if folder.exists() and not is_committed(folder):
+        shutil.rmtree(folder)  # An earlier version of this program wrote checkpoints in place.
+    try:
+        pending.rename(folder)
+    except OSError:
+        if not is_committed(folder):
+            raise
+        shutil.rmtree(pending)
+
+
+def remove(folder: Path) -> None:
+    """Remove the folder of a step, whole or not."""
+    # The mark goes first: what an interruption leaves is then no checkpoint.
+    (folder / COMMITTED).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def remove_unfinished(run_dir: Path, up_to: tuple[int, int] | None = None) -> None:
+    """Remove what there is of checkpoints that were not finished.
+
+    Of all, or of those `up_to` a step and a generation: what later ones write is not touched.
+    Whoever still writes there was cut off from those that call this.
+    """
+    for folder in (run_dir / CHECKPOINTS).glob(f"*{WRITING}*"):
+        step, _, rest = folder.name.partition(WRITING)
+        generation = rest.partition(".")[0]
+        if not (step.isdecimal() and generation.isdecimal()):
+            continue
+        if up_to is None or (int(step) <= up_to[0] and int(generation) <= up_to[1]):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def quarantine(folder: Path) -> None:
+    """Rename the folder of a damaged step, in the place of one that was set aside before."""
+    aside = folder.with_name(folder.name + DAMAGED)
+    if aside.exists():
+        shutil.rmtree(aside)
+    folder.rename(aside)
+
+
+def _go_back(folder: Path) -> str:
+    """Say what to do about a damaged checkpoint."""
+    earlier = [step for step in committed_steps(folder.parent.parent) if step < int(folder.name)]
+    if earlier:
+        return f"Choose the checkpoint before: step {earlier[-1]}"
+    return "There is no checkpoint before it: start a new run"

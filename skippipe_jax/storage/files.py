@@ -1,0 +1,188 @@
+"""Files and folders that are complete or absent, and what a user is told of a file system's errors.
+
+Network file systems fail for a while when a server is restarted or busy, and a full disk may have
+room again. So training tries again for some seconds what it does in the folder of a run. A host
+for which that takes too long ends with the code that says to start it again; the others go on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from skippipe_sched.errors import InputError, TemporaryError, kind_of
+
+from skippipe_jax import log
+
+T = TypeVar("T")
+
+PARTIAL = ".partial"
+"""Suffix of a file until it is complete."""
+RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Pauses between one try and the next in the folder of a run."""
+
+
+def atomic_write(path: Path, content: str | bytes, *, durably: bool = False) -> None:
+    """Write a file so that a crash leaves the old one, if there is one, or the new one.
+
+    With `durably` a power cut does so too, and the file is on the disk when this returns.
+    """
+    with _replacement(path) as partial:
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if durably:
+            synchronize(partial)
+    if durably:
+        synchronize(path.parent)
+
+
+def replace_by_beginning(path: Path, size: int) -> None:
+    """Replace a file by a copy of its first `size` bytes; who has it open keeps the old one."""
+    with _replacement(path) as partial:
+        shutil.copyfile(path, partial)
+        os.truncate(partial, size)
+
+
+@contextmanager
+def _replacement(path: Path) -> Iterator[Path]:
+    """Yield a file to write, which replaces `path` at the end and is removed at an error."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def synchronize(*paths: Path) -> None:
+    """Return once these files, and the entries of these folders, are on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def new_directory(folder: Path, field: str) -> Iterator[Path]:
+    """Yield a folder to write into, which becomes `folder` at the end and is removed at an error.
+
+    Raises:
+        InputError: naming `field`, if there is something at `folder` already, or it cannot be made.
+    """
+    folder = folder.absolute()
+    with os_errors_as(field, folder, "cannot be written", "Name another folder"):
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise InputError(field, str(folder), "is there already", "Name a new folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def safe_join(folder: Path, name: str) -> Path:
+    """Return the path of `name` in a folder, which need not exist.
+
+    Raises:
+        ValueError: if the name is absolute, holds ``..``, or leads elsewhere by a link.
+    """
+    path, parts = folder / name, PurePosixPath(name)
+    is_local = not parts.is_absolute() and parts.parts and ".." not in parts.parts
+    if not is_local or not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"the name {name!r} leads out of {folder}")
+    return path
+
+
+@contextmanager
+def os_errors_as(
+    field: str,
+    path: Path,
+    problem: str = "cannot be used",
+    remedy: str = "Give another folder, or mend that",
+) -> Iterator[None]:
+    """Raise the errors of a file system as an `InputError`, or a `TemporaryError` if they pass."""
+    try:
+        yield
+    except OSError as error:
+        raise kind_of(error)(
+            field, str(path), f"{problem}: {_reason(error, path)}", remedy
+        ) from error
+
+
+def _reason(error: OSError, path: Path) -> str:
+    where = "" if error.filename in (None, str(path)) else f" ({error.filename})"
+    return f"{error.strerror}{where}"
+
+
+def retry(folder: Path, act: Callable[[], T]) -> T:
+    """Do something in the folder of a run, and again while the file system fails.
+
+    Raises:
+        TemporaryError: if it still fails after the last pause.
+    """
+    pauses_s = iter(RETRY_PAUSES_S)
+    while True:
+        try:
+            return act()
+        except (OSError, InputError) as error:
+            failure = os_error_behind(error)
+            if failure is None:
+                raise
+            pause_s = next(pauses_s, None)
+            if pause_s is None:
+                raise unusable(folder, failure) from error
+            log.warning(
+                f"{folder} cannot be used: {failure.strerror}; tried again in {pause_s:g} s"
+            )
+        time.sleep(pause_s)
+
+
+def os_error_behind(error: BaseException) -> OSError | None:
+    """Return what the file system reported, if that caused an error; not that of a connection."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, OSError) and not isinstance(cause, ConnectionError) and cause.errno:
+            return cause
+    return None
+
+
+def unusable(folder: Path, failure: OSError) -> TemporaryError:
+    """Return the error of a host that can use the folder of its run no longer."""
+    problem = f"cannot be used: {_reason(failure, folder)}"
+    return TemporaryError("run_dir", str(folder), problem, "Mend that, and --resume goes on")
+
+
+@contextmanager
+def temporary_failures(folder: Path) -> Iterator[None]:
+    """Raise what the folder of a run causes in a block as an error that may pass.
+
+    Other errors are raised as they are.
+
+    Raises:
+        TemporaryError: if the folder cannot be used.
+    """
+    try:
+        yield
+    except (OSError, InputError) as error:
+        failure = os_error_behind(error)
+        if failure is None or isinstance(error, TemporaryError) or not _concerns(folder, error):
+            raise
+        raise unusable(folder, failure) from error
+
+
+def _concerns(folder: Path, error: OSError | InputError) -> bool:
+    """Return whether an error is about the folder of a run, or a file in it."""
+    if isinstance(error, InputError):
+        return error.field == "run_dir"
+    name = error.filename
+    return isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())

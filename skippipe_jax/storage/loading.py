@@ -1,0 +1,220 @@
+"""The state of a stage from a checkpoint, however the model was cut when it was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.storage.arrays import ArrayFiles, PyTree, flatten
+from skippipe_jax.storage.checkpoint import (
+    COMMITTED,
+    DATA,
+    Checkpoint,
+    replica_name,
+    require_intact,
+    stage_name,
+)
+
+
+def load_stage(
+    checkpoint: Checkpoint,
+    stage_layers: Sequence[int],
+    stage: int,
+    abstract: Mapping[str, PyTree],
+) -> PyTree:
+    """Load what `load_stage_numpy` loads onto devices, as arrays of JAX's own: fit for donation.
+
+    A leaf of `abstract` without a sharding goes to the first local device.
+    """
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+        lambda array, leaf: jax.device_put(array, leaf.sharding or here, may_alias=False),
+        load_stage_numpy(checkpoint, stage_layers, stage, abstract),
+        abstract,
+    )
+
+
+def load_stage_numpy(
+    checkpoint: Checkpoint,
+    stage_layers: Sequence[int],
+    stage: int,
+    abstract: Mapping[str, PyTree],
+) -> PyTree:
+    """Read the state of one stage, bit for bit as it was saved, under any cut of the model.
+
+    It comes as NumPy arrays: no device holds it before it is put there. What belongs to blocks
+    (whose path holds "blocks") has a row for each block, and is put together from the saved stages
+    that hold these blocks, of which one at a time is in memory. All else is the same in every stage
+    that has it (counters), or is the data stage's alone.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        stage_layers: the blocks of each stage as the model is cut now; their sum is that of
+            `CommitRecord.stage_layers`.
+        stage: index of the stage in this cut.
+        abstract: tree of jax.ShapeDtypeStruct to read. Each of its top-level entries (say
+            "parameters") is read whole; saved entries that it leaves out are not read at all.
+
+    Raises:
+        InputError: the checkpoint is of a model with other layers, a file of it is missing or
+            damaged, or the saved arrays are not those of `abstract`.
+    """
+    layers = checkpoint.record.stage_layers
+    if sum(layers) != sum(stage_layers):
+        raise InputError(
+            f"{checkpoint.folder / COMMITTED}: stage_layers",
+            list(layers),
+            f"the checkpoint has {sum(layers)} layers, and the configured model has "
+            f"{sum(stage_layers)}",
+            "Configure the model that was saved, or start a new run",
+        )
+    wanted = flatten(abstract)
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
+    for saved, rows in _rows_of_saved_stages(layers, stage_layers, stage):
+        missing = {n: leaf for n, leaf in wanted.items() if _is_of_blocks(n) or not pieces[n]}
+        both_data_stages = stage == saved == 0
+        for name, array in _read_saved(checkpoint, saved, missing, both_data_stages).items():
+            # A copy, since a view of some rows would hold on to all.
+            pieces[name].append(array[rows].copy() if _is_of_blocks(name) else array)
+    whole = []
+    for name in wanted:
+        own = pieces.pop(name)  # Put together, they are not needed any more.
+        whole.append(own[0] if len(own) == 1 else np.concatenate(own))
+    return jax.tree.unflatten(jax.tree.structure(abstract), whole)
+
+
+def load_replica(
+    checkpoint: Checkpoint,
+    stage: int,
+    place: int,
+    abstract_of: Callable[[Collection[str]], Mapping[str, PyTree]],
+) -> PyTree:
+    """Read what a replica has of its own, bit for bit as it was saved, as NumPy arrays.
+
+    `abstract_of` is given the names of all arrays that there are, and says what they should be.
+
+    Raises:
+        InputError: a file of it is missing or damaged, or its arrays are others.
+    """
+    name = replica_name(stage, place)
+    require_intact(checkpoint, name)
+    with ArrayFiles(checkpoint.folder / name) as files:
+        described = files.described()
+        abstract = abstract_of(described.keys())
+        wanted = flatten(abstract)
+        _require_same(files.folder, described, wanted)
+        read = files.read(wanted)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [read[name] for name in wanted])
+
+
+def stage_step(checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int) -> int:
+    """After which step the state is that a checkpoint holds of a stage, under any cut.
+
+    That is its own step, unless a saved stage was left out by then that holds some of the blocks.
+    """
+    saved = _rows_of_saved_stages(checkpoint.record.stage_layers, stage_layers, stage)
+    return min(checkpoint.record.stale_stages.get(own, checkpoint.step) for own, _ in saved)
+
+
+def parts_for_stages(
+    checkpoint: Checkpoint, stage_layers: Sequence[int], stages: Collection[int]
+) -> set[str]:
+    """The parts of a checkpoint that `load_stage` reads for some stages of a cut."""
+    if sum(checkpoint.record.stage_layers) != sum(stage_layers):
+        return set()  # `load_stage` refuses it.
+    return {
+        stage_name(saved)
+        for stage in stages
+        for saved, _ in _rows_of_saved_stages(checkpoint.record.stage_layers, stage_layers, stage)
+    }
+
+
+def load_data_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read how far the data had been read; raises InputError like `load_stage_numpy`."""
+    require_intact(checkpoint, DATA)
+    return json.loads((checkpoint.folder / DATA).read_text())
+
+
+def _is_of_blocks(name: str) -> bool:
+    """Whether an array has a row for each block of its stage."""
+    return "blocks" in name.split("/")
+
+
+def _entry(name: str) -> str:
+    """The top-level entry of the tree to which an array belongs."""
+    return name.split("/")[0]
+
+
+def _rows_of_saved_stages(
+    saved_layers: Sequence[int], stage_layers: Sequence[int], stage: int
+) -> list[tuple[int, slice]]:
+    """The saved stages that hold blocks of a stage, in order, and which of their rows these are."""
+    first = sum(stage_layers[:stage])
+    last = first + stage_layers[stage]
+    found = []
+    for saved, layers in enumerate(saved_layers):
+        before = sum(saved_layers[:saved])
+        rows = slice(max(0, first - before), min(layers, last - before))
+        if rows.start < rows.stop:
+            found.append((saved, rows))
+    return found
+
+
+def _read_saved(
+    checkpoint: Checkpoint,
+    stage: int,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    both_data_stages: bool,
+) -> dict[str, np.ndarray]:
+    """Read arrays of a saved stage; refuse one that lacks some, or has others of blocks.
+
+    With ``both_data_stages`` it may have no others at all.
+    """
+    require_intact(checkpoint, stage_name(stage))
+    layers = checkpoint.record.stage_layers[stage]
+    expected = {
+        name: jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype)
+        if _is_of_blocks(name)
+        else leaf
+        for name, leaf in wanted.items()
+    }
+    entries = {_entry(name) for name in wanted}
+    with ArrayFiles(checkpoint.folder / stage_name(stage)) as files:
+        comparable = {
+            name: leaf
+            for name, leaf in files.described().items()
+            if _entry(name) in entries
+            and (name in wanted or _is_of_blocks(name) or both_data_stages)
+        }
+        _require_same(files.folder, comparable, expected)
+        return files.read(expected)
+
+
+def _require_same(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise InputError unless both have arrays of the same names, shapes and types."""
+
+    def describe(arrays: Mapping[str, Any], name: str) -> str:
+        if name not in arrays:
+            return "no such array"
+        return f"{np.dtype(arrays[name].dtype).name}{list(arrays[name].shape)}"
+
+    differing = [
+        name
+        for name in sorted(saved.keys() | wanted.keys())
+        if describe(saved, name) != describe(wanted, name)
+    ]
+    if differing:
+        raise InputError(
+            f"{folder}: {differing[0]}",
+            describe(saved, differing[0]),
+            f"the configured model has {describe(wanted, differing[0])}"
+            f" ({len(differing)} of its arrays differ)",
+            "Configure the model that was saved, or start a new run",
+        )

@@ -1,0 +1,267 @@
+"""Records of a run in files of JSON objects, one on each line, to which lines are only added.
+
+A crash or a full disk can leave a line that is cut short. What is added later begins on a line of
+its own, and readers leave out with a warning what they cannot read. Lines that count steps are in
+their order, so that one is found without reading all of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
+
+import msgspec
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import log
+from skippipe_jax.consensus.generations import Remade
+from skippipe_jax.storage.files import os_errors_as
+
+T = TypeVar("T")
+Record: TypeAlias = msgspec.Struct | Mapping[str, Any]
+
+BLOCK_BYTES = 1 << 16
+DAMAGE = (ValueError, RecursionError)
+"""What decoding a line raises that is no record; those of msgspec are ValueErrors."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class StepMetrics(msgspec.Struct, kw_only=True, frozen=True):
+    """Metrics of an optimizer step; docs/metrics.md says what they are.
+
+    Earlier versions wrote no lines without the fields that have no default. The validation loss
+    stood among these metrics, and has records of its own now: it is set where both are read.
+    """
+
+    FILE: ClassVar = "metrics.jsonl"
+    step: Count
+    loss: float | None
+    z_loss: float | None = None
+    validation_loss: float | msgspec.UnsetType | None = msgspec.UNSET
+    tokens: Count = 0
+    tokens_per_second: NonNegative
+    flops_utilisation: float | None = None
+    seconds_per_iteration: Positive
+    plan: str | None = None
+    predicted_seconds: NonNegative | None = None
+    network: str | None = None
+    generation: Count | None = None
+    hosts: Count | None = None
+    bytes_sent: Count | None = None
+    idle_share: list[NonNegative] | None = None
+    gradient_norm: float | None = None
+    skipped_updates: Count = 0
+    learning_rate: float | None = None
+    compilations: Count
+    compile_seconds: float | None = None
+    peak_in_flight: dict[str, Count] | None = None
+    peak_memory_bytes: dict[str, Count | None] | None = None
+    peak_process_bytes: Count | None = None
+
+
+class ValidationMetrics(msgspec.Struct, kw_only=True, frozen=True):
+    """Validation loss after a step; of several records with one step the last counts."""
+
+    FILE: ClassVar = "validation.jsonl"
+    step: Count
+    validation_loss: float | None = None
+
+
+class MemberRecord(msgspec.Struct, kw_only=True, frozen=True):
+    """A host of a generation: its process, where it listens, and its nodes."""
+
+    host: Count
+    pid: int | None = None
+    address: Text
+    nodes: list[Count] = []
+
+
+class GenerationRecord(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Hosts that train together from a step on, and the plan that they follow."""
+
+    FILE: ClassVar = "membership.jsonl"
+    generation: Count
+    at: Text
+    step: Count
+    cause: str | None
+    leader: Count
+    rewound: bool
+    plan: str = ""
+    predicted_seconds: NonNegative | None = None
+    members: Annotated[list[MemberRecord], msgspec.Meta(min_length=1)]
+    left_out: list[Count] = []
+    lost: list[Count] = []
+    remade: list[Remade] = []
+
+
+class RecoveryRecord(msgspec.Struct, kw_only=True, frozen=True):
+    """How a run recovered from the loss of a stage."""
+
+    FILE: ClassVar = "recoveries.jsonl"
+    generation: Count
+    at: str = ""
+    cause: Text
+    stages: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    asked: Text
+    by: Text
+    step_before: Count = 0
+    step: Count
+    steps_old: Count
+    loss_before: float | None
+    loss_after: float | None
+
+
+class _Step(msgspec.Struct):
+    step: int
+
+
+def add_line(descriptor: int, record: Record) -> None:
+    """Add a line to an open file, all of it.
+
+    Where that fails, it may be called again: what was cut short becomes a line that nobody reads.
+    """
+    size = os.fstat(descriptor).st_size
+    is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+    text = json.dumps(msgspec.to_builtins(record, str_keys=True))
+    left = memoryview(b"\n" * is_torn + text.encode() + b"\n")
+    while left:  # A full disk takes a part, and fails only at the rest.
+        left = left[os.write(descriptor, left) :]
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Add a record to a file, which is created if it does not exist."""
+    with path.open("a+b", buffering=0) as file:
+        add_line(file.fileno(), record)
+
+
+class RecordWriter:
+    """Adds records to a file of a run as long as no other host leads it.
+
+    A new leader replaces the file. A host that was stopped meanwhile still has the old one open,
+    and what it adds there does not count.
+    """
+
+    def __init__(self, path: Path):
+        """Open the file, or create it."""
+        self._path = path
+        with os_errors_as("run_dir", path.parent):
+            self._file = self._open()
+            self._status = os.fstat(self._file.fileno())
+
+    def append(self, record: Record) -> None:
+        """Add a record; a crash loses at most this one. May be repeated where it fails."""
+        with os_errors_as("run_dir", self._path.parent):
+            try:
+                add_line(self._file.fileno(), record)
+            except OSError as error:
+                # The file is gone from the server, or has been moved there.
+                if error.errno != errno.ESTALE:
+                    raise
+                again = self._open()
+                if os.path.samestat(os.fstat(again.fileno()), self._status):
+                    self._file.close()
+                    self._file = again
+                    add_line(self._file.fileno(), record)
+                else:  # Another file is in its place, and another host leads.
+                    again.close()
+
+    def _open(self) -> io.FileIO:
+        return self._path.open("a+b", buffering=0)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_records(path: Path, kind: type[T]) -> list[T]:
+    """Read all records of a file; a line that is none is left out with a warning.
+
+    The last one is left out without a word if it has no end: it may be under way.
+
+    Raises:
+        InputError: if the file cannot be read.
+    """
+    with os_errors_as(path.name, path, "cannot be read", "Check the path"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(_decode(line, kind))
+        except DAMAGE as error:
+            text = line.decode(errors="replace")
+            field = f"{path}, line {number}"
+            log.warning(str(InputError(field, text, str(error), "This line is left out")))
+    return found
+
+
+def last_record(path: Path, kind: type[T]) -> T | None:
+    """Read the last record of a file that can be read; None if there is none.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    return next((found for _, line in lines_from_end(path) if (found := _try(line, kind))), None)
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines from the last to the first, each after the offset of its end.
+
+    A line without an end is passed over.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        start = file.seek(0, os.SEEK_END)
+        held, end = b"", None
+        while True:
+            newline = held.rfind(b"\n")
+            if newline < 0 and start > 0:
+                size = min(BLOCK_BYTES, start)
+                start -= size
+                held = os.pread(file.fileno(), size, start) + held
+                continue
+            if end is not None:
+                yield end, held[newline + 1 :]
+            if newline < 0:
+                return
+            end, held = start + newline + 1, held[:newline]
+
+
+def end_of_step(path: Path, step: int) -> tuple[int, int]:
+    """Return where the lines up to `step` end, and the step of the last of them; 0 without any.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    for end, line in lines_from_end(path):
+        found = _try(line, _Step)
+        if found is not None and found.step <= step:
+            return end, found.step
+    return 0, 0
+
+
+def _decode(line: bytes, kind: type[T]) -> T:
+    """Decode a line, or raise one of `DAMAGE`."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:  # Python writes NaN, which JSON does not know.
+        return msgspec.convert(json.loads(line, parse_constant=lambda _: None), kind)
+
+
+def _try(line: bytes, kind: type[T]) -> T | None:
+    try:
+        return _decode(line, kind)
+    except DAMAGE:
+        return None

@@ -1,0 +1,271 @@
+"""Which checkpoint is gone on from: the newest whose files are as they were committed.
+
+One that is damaged gives way to the one before it, unless its step was named. All hosts go on from
+the same: what is damaged for one of them, whoever reads which part, counts for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import log
+from skippipe_jax.cluster.agreement import Host, from_host_0, gather
+from skippipe_jax.errors import CorruptCheckpoint
+from skippipe_jax.storage.checkpoint import (
+    Checkpoint,
+    CommitRecord,
+    committed_steps,
+    is_committed,
+    open_checkpoint,
+    quarantine,
+    remove,
+    remove_unfinished,
+    require_intact,
+    step_folder,
+    steps_with_folders,
+)
+from skippipe_jax.storage.files import retry
+from skippipe_jax.storage.mirror import Mirror
+
+Parts = Callable[[Checkpoint], Collection[str]]
+"""Which parts of a checkpoint, stages and the state of the data, a host is going to read."""
+
+
+def latest_intact(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """Open the checkpoint of `step`, by default the newest whose stages are whole.
+
+    Says on stderr which are not, and which stages of it are older.
+
+    Raises:
+        InputError: if there is none, as `open_checkpoint` and `require_intact` say it.
+    """
+    found = open_checkpoint(run_dir, step) if step is not None else _latest_intact(run_dir)
+    for sentence in found.staleness_warnings():
+        log.warning(sentence)
+    return found
+
+
+def _latest_intact(run_dir: Path) -> Checkpoint:
+    steps: list[int | None] = [*committed_steps(run_dir)] or [None]
+    damages: list[CorruptCheckpoint] = []
+    while steps:
+        try:
+            found = verify(open_checkpoint(run_dir, steps.pop()), every_stage)
+        except CorruptCheckpoint as error:
+            damages.append(error)
+        else:
+            for damage in damages:
+                log.warning(str(damage.with_remedy(f"Step {found.step} is read, before it")))
+            return found
+    raise damages[-1]
+
+
+def rewind(
+    run_dir: Path,
+    host: Host,
+    up_to: int,
+    *,
+    parts: Parts | None,
+    require_leads: Callable[[], None],
+    mirror: Mirror | None = None,
+    timeout_s: float = 3600,
+) -> tuple[int, Checkpoint | None]:
+    """The newest checkpoint `up_to` a step that is whole for all hosts, which go back to it.
+
+    All hosts call this together, while a run trains. Hosts without `parts` read none, and may not
+    reach the folder; they are told the step only. Before host 0 removes anything it calls
+    `require_leads`, which raises where others go on without it.
+
+    Raises:
+        InputError: on all hosts, before anything is removed, when there is none, or all are
+            damaged.
+        TimeoutError: another host has not looked within `timeout_s`.
+    """
+    search = CheckpointSearch(run_dir, host, parts, mirror, timeout_s=timeout_s, up_to=up_to)
+    last = search.newest()
+    if last is None:
+        problem, remedy = "there is no checkpoint to go back to", "Start a new run"
+        raise InputError("run_dir", str(run_dir), problem, remedy)
+
+    def clear() -> None:
+        require_leads()
+        search.clear(last)
+
+    from_host_0(host, "checkpoint/prepared", clear, timeout_s)
+    return last.step, None if parts is None else last
+
+
+class CheckpointSearch:
+    """The way of all hosts together to a checkpoint that is whole for each.
+
+    Attributes:
+        damages: what was damaged here, by step.
+        useless: the steps whose copies are damaged too.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        host: Host,
+        parts: Parts | None,
+        mirror: Mirror | None = None,
+        *,
+        timeout_s: float = 3600,
+        up_to: int | None = None,
+    ):
+        """Look at nothing yet.
+
+        This host will read these `parts` of a checkpoint, or none. On host 0 there may be a
+        `mirror`. What is later than `up_to` a step does not count.
+        """
+        self.run_dir, self.host, self.parts, self.mirror = run_dir, host, parts, mirror
+        self.timeout_s, self.up_to = timeout_s, up_to
+        self.damages: dict[int, CorruptCheckpoint] = {}
+        self.useless: list[int] = []
+        self._opened: dict[int, Checkpoint] = {}
+
+    def newest(
+        self,
+        steps: Sequence[int] | None = None,
+        damaged: Sequence[Sequence[str] | None] | None = None,
+    ) -> Checkpoint | None:
+        """Find the newest that is whole here or in the copy; None if there is none at all.
+
+        All hosts call this together. Host 0 may have told the `steps` of those that are there, and
+        all hosts which parts `look` has found `damaged` of the newest.
+
+        Raises:
+            InputError: on all hosts, before anything is removed, if all checkpoints are damaged.
+            TimeoutError: another host has not looked within `timeout_s`.
+        """
+        if steps is None:
+            steps = list[int](self._of_host_0("steps", self.saved))
+        for step in reversed(steps):
+            found = self._seen(step, "found", damaged)
+            damaged = None
+            if isinstance(found, Checkpoint):
+                return found
+            self.damages[step] = found
+            found = self._restored(step)
+            if found is not None:
+                return found
+        if not steps:
+            return None
+        # A run that was fetched from its copy has not brought all that is there.
+        mirror = self.mirror
+        copies = self._of_host_0(
+            "copies", lambda: [] if mirror is None else mirror.before(steps[0])
+        )
+        for step in reversed(copies):
+            found = self._restored(step)
+            if found is not None:
+                return found
+        raise self.damages[steps[0]]
+
+    def saved(self) -> list[int]:
+        """List the steps of the checkpoints that are there, ascending."""
+        saved = retry(self.run_dir, lambda: committed_steps(self.run_dir))
+        return [step for step in saved if self.up_to is None or step <= self.up_to]
+
+    def clear(self, last: Checkpoint | None) -> None:
+        """Leave no checkpoint after the last, whose steps are taken anew, and none unfinished.
+
+        Host 0 does this, and says what was damaged or is old. What is damaged it sets aside.
+        """
+        for step, damage in self.damages.items():
+            remedy = "It was fetched from the copy again"
+            if last is not None and step != last.step:
+                remedy = f"The run goes on from step {last.step}"
+            log.warning(str(damage.with_remedy(remedy)))
+        for sentence in [] if last is None else last.staleness_warnings():
+            log.warning(sentence)
+        for step in self.useless:
+            assert self.mirror is not None
+            self.mirror.forget(step)
+        retry(self.run_dir, lambda: _clear(self.run_dir, last, self.damages.keys()))
+
+    def look(self, step: int) -> list[str] | None:
+        """Open a checkpoint here; returns what is damaged of it, or None."""
+        parts = self.parts
+        if parts is None:  # What a host that reads nothing knows of it.
+            self._opened[step] = Checkpoint(
+                step_folder(self.run_dir, step), CommitRecord(step=step, stage_layers=(), files={})
+            )
+            return None
+
+        def see() -> Checkpoint:
+            return verify(open_checkpoint(self.run_dir, step), parts)
+
+        try:
+            self._opened[step] = retry(self.run_dir, see)
+        except CorruptCheckpoint as error:
+            return error.parts()
+        return None
+
+    def opened(self, step: int) -> Checkpoint:
+        """Return a checkpoint that was found intact here."""
+        return self._opened[step]
+
+    def _seen(
+        self, step: int, when: str, damaged: Sequence[Sequence[str] | None] | None = None
+    ) -> Checkpoint | CorruptCheckpoint:
+        """Return a checkpoint that is intact on all hosts, or what one of them finds damaged."""
+        if damaged is None:
+            name = f"checkpoint/{step}/{when}"
+            damaged = [*gather(self.host, name, lambda: self.look(step), self.timeout_s).values()]
+        for parts in damaged:
+            if parts is not None:
+                return CorruptCheckpoint(step, *parts)
+        return self._opened[step]
+
+    def _restored(self, step: int) -> Checkpoint | None:
+        """The checkpoint as the copy has it, if that is whole."""
+        mirror = self.mirror
+        is_restored = self._of_host_0(
+            f"{step}/is_restored", lambda: mirror is not None and mirror.restore(self.run_dir, step)
+        )
+        if not is_restored:
+            return None
+        found = self._seen(step, "restored")
+        if isinstance(found, Checkpoint):
+            return found
+        self.damages.setdefault(step, found)
+        self.useless.append(step)
+        return None
+
+    def _of_host_0(self, name: str, make: Callable[[], Any]) -> Any:
+        return from_host_0(self.host, f"checkpoint/{name}", make, self.timeout_s)
+
+
+def _clear(run_dir: Path, last: Checkpoint | None, damaged: Collection[int]) -> None:
+    """Leave no folder of a step after the last, and none that is not whole."""
+    remove_unfinished(run_dir)
+    for found in steps_with_folders(run_dir):
+        folder = step_folder(run_dir, found)
+        is_last = last is not None and found == last.step
+        if found in damaged and not is_last and is_committed(folder):
+            quarantine(folder)
+        elif last is None or found > last.step or not is_committed(folder):
+            remove(folder)
+
+
+def verify(checkpoint: Checkpoint, parts: Parts) -> Checkpoint:
+    """Return the checkpoint with some parts marked as intact, which are looked at.
+
+    Raises:
+        CorruptCheckpoint: if they are not.
+    """
+    names = frozenset(parts(checkpoint))
+    for part in sorted(names):
+        require_intact(checkpoint, part)
+    return replace(checkpoint, intact=names)
+
+
+def every_stage(checkpoint: Checkpoint) -> set[str]:
+    """Name all stages, as the parts to read."""
+    return checkpoint.record.stages()

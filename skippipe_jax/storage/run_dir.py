@@ -1,0 +1,324 @@
+"""The folder of a run: its configuration, its plans, its metrics, its hosts, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+from skippipe_sched.figures.gantt import gantt
+from skippipe_sched.problem.plan import Plan, load_plan
+from skippipe_sched.timing.simulate import simulate_plan
+
+from skippipe_jax.config import NO_RECIPE, Config, DataConfig, to_yaml
+from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
+from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER, has_tokenizer
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.consensus.wire import generation_to_json, parse_generation
+from skippipe_jax.errors import GenerationEnded
+from skippipe_jax.program.schedule import OWN, Schedule
+from skippipe_jax.storage.checkpoint import CHECKPOINTS, latest_step
+from skippipe_jax.storage.files import (
+    PARTIAL,
+    atomic_write,
+    new_directory,
+    os_errors_as,
+    replace_by_beginning,
+    unusable,
+)
+from skippipe_jax.storage.records import (
+    GenerationRecord,
+    MemberRecord,
+    RecoveryRecord,
+    StepMetrics,
+    ValidationMetrics,
+    append_record,
+    end_of_step,
+    last_record,
+    read_records,
+)
+from skippipe_jax.storage.run_lock import LEASE
+
+PLAN, METRICS, VALIDATION = "plan.json", StepMetrics.FILE, ValidationMetrics.FILE
+MEMBERSHIP, RECOVERIES = GenerationRecord.FILE, RecoveryRecord.FILE
+PLANS = "plans"
+"""The folder of the plans that a recipe asks for, each by its name, and of their pictures."""
+CASE = "case.yaml"
+"""Where a run that measured its cluster keeps the case."""
+BEST = "best.json"
+"""Which checkpoint has the lowest validation loss, in a run that computes it."""
+PARENT = "parent.json"
+"""The checkpoint of another run whose weights a run began with, if it began so."""
+GENERATIONS = "generations"
+"""The folder of the plans that generations follow. In it two hosts that cannot reach each other
+also find out which of them continues."""
+
+FileRecord = StepMetrics | ValidationMetrics | GenerationRecord | RecoveryRecord
+R = TypeVar("R", bound=FileRecord)
+
+
+class RunDir:
+    """The folder of a run, at `path`; what is read is read anew each time.
+
+    Methods raise an `InputError` if the folder cannot be used.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Look at nothing yet."""
+        self.path = Path(path)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder holds a run."""
+        return is_run(self.path)
+
+    def config(self, field: str = "run_dir", overrides: Sequence[str] = ()) -> Config:
+        """Read the configuration, overridden; `field` names where the folder was given."""
+        return saved_config(self.path, field, overrides)
+
+    def plan(self) -> Plan:
+        """Read the run's own plan."""
+        return load_plan(self.path / PLAN)
+
+    def schedule(self) -> Schedule:
+        """Read all plans, and which iteration takes which."""
+        others = sorted((self.path / PLANS).glob("*.json"))
+        plans = {OWN: self.plan()} | {path.stem: load_plan(path) for path in others}
+        return Schedule(self.config().recipe_in_steps if self.is_run else NO_RECIPE, plans)
+
+    def require_new(self) -> None:
+        """Refuse a folder that holds a run already."""
+        with os_errors_as("run_dir", self.path):
+            is_used = (self.path / CONFIG).exists() or latest_step(self.path) is not None
+        if is_used:
+            raise InputError(
+                "run_dir",
+                str(self.path),
+                "holds a run already",
+                "Go on with it by --resume, or give another folder: --set run_dir=...",
+            )
+
+    def create(self, config: Config, schedule: Schedule) -> None:
+        """Create the folder of a new run, or give the run in it other plans to continue with."""
+        # What takes time comes first: an interruption leaves the run with the plans that it had.
+        pictures = {name: gantt(plan, simulate_plan(plan)) for name, plan in schedule.plans.items()}
+        with os_errors_as("run_dir", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if (self.path / PLANS).exists():  # Of a start that was cut short, or of former plans.
+                shutil.rmtree(self.path / PLANS)
+            for name, plan in schedule.plans.items():
+                path = self.path / (PLAN if name == OWN else f"{PLANS}/{name}.json")
+                path.parent.mkdir(exist_ok=True)
+                plan.save(path)
+                path.with_suffix(".svg").write_text(pictures[name], encoding="utf-8")
+            for name in (METRICS, VALIDATION):
+                (self.path / name).touch()
+            # Last: the config marks a folder as a run, whose own the plan then is.
+            atomic_write(self.path / CONFIG, to_yaml(config))
+
+    def truncate_after(self, step: int, config: Config, *, is_own: bool = False) -> None:
+        """Prepare the folder to continue after `step`: metrics of later steps come again.
+
+        Files that this process wrote last (`is_own`) are truncated in place. Others may still be
+        written by a host that was stopped: what is kept of them goes into a new file.
+        """
+        with os_errors_as("run_dir", self.path):
+            atomic_write(self.path / CONFIG, to_yaml(config))
+            if not (self.path / VALIDATION).exists():
+                losses = self.validation_losses().items()
+                lines = [
+                    json.dumps({"step": n, "validation_loss": loss}) + "\n" for n, loss in losses
+                ]
+                atomic_write(self.path / VALIDATION, "".join(lines))
+            for path in (self.path / METRICS, self.path / VALIDATION):
+                end, _ = end_of_step(path, step)
+                if is_own:
+                    os.truncate(path, end)
+                else:
+                    replace_by_beginning(path, end)
+
+    def files_to_mirror(self) -> list[Path]:
+        """List the files that a run needs besides its checkpoints to be resumed or looked at."""
+        elsewhere = (CHECKPOINTS, "timelines", "profile", "tensorboard", "wandb")
+        # These are not even looked into: folders of checkpoints come and go meanwhile.
+        tops = [path for path in sorted(self.path.iterdir()) if path.name not in elsewhere]
+        found = (p for top in tops for p in (sorted(top.rglob("*")) if top.is_dir() else [top]))
+        return [p for p in found if p.is_file() and p.suffix != PARTIAL and p.name != LEASE]
+
+    def metrics(self) -> list[StepMetrics]:
+        """Read the metrics of all steps, each with its validation loss."""
+        losses = {line.step: line.validation_loss for line in self._records(ValidationMetrics)}
+        lines = read_records(self.path / METRICS, StepMetrics)
+        own = {line.step: line.validation_loss or None for line in lines}  # Of former runs.
+        return [
+            msgspec.structs.replace(n, validation_loss=losses.get(n.step, own[n.step]))
+            for n in lines
+        ]
+
+    def last_step(self) -> int:
+        """Return the last step in the metrics; 0 where there is none."""
+        with os_errors_as("run_dir", self.path):
+            return end_of_step(self.path / METRICS, sys.maxsize)[1]
+
+    def validation_losses(self) -> dict[int, float]:
+        """Read the validation losses by step, but for those that are no finite number."""
+        path = self.path / VALIDATION
+        if not path.exists():  # Former runs have them among their metrics.
+            path = self.path / METRICS
+        lines = read_records(path, ValidationMetrics)
+        return {n.step: n.validation_loss for n in lines if n.validation_loss is not None}
+
+    def append(self, record: FileRecord) -> None:
+        """Add a record to the file of its kind; a crash loses at most this one."""
+        with os_errors_as("run_dir", self.path):
+            append_record(self.path / record.FILE, record)
+
+    def append_generation(
+        self, generation: Generation, plan: Plan, members: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Record a generation of hosts; the plan of a later one than the first is kept in full."""
+        if generation.number > 1:
+            with os_errors_as("run_dir", self.path):
+                (self.path / GENERATIONS).mkdir(exist_ok=True)
+                plan.save(self.path / GENERATIONS / f"plan-{generation.number}.json")
+        # Last: whoever reads the record finds the plan.
+        self.append(
+            GenerationRecord(
+                generation=generation.number,
+                at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                step=generation.step,
+                cause=generation.cause,
+                leader=generation.leader,
+                rewound=generation.is_rewound,
+                plan=plan.method,
+                predicted_seconds=plan.predicted.iteration_s,
+                members=msgspec.convert(members, list[MemberRecord]),
+                left_out=[*generation.left_out],
+                lost=[*generation.lost],
+                remade=[*generation.remade],
+            )
+        )
+
+    def generations(self) -> list[GenerationRecord]:
+        """Read which hosts have trained together; unreadable records are left out."""
+        return self._records(GenerationRecord)
+
+    def recoveries(self) -> list[RecoveryRecord]:
+        """Read how the run recovered from losses of stages; unreadable records are left out."""
+        return self._records(RecoveryRecord)
+
+    def _records(self, kind: type[R]) -> list[R]:
+        path = self.path / kind.FILE
+        return read_records(path, kind) if path.exists() else []
+
+    def last_generation(self) -> GenerationRecord | None:
+        """Read the last generation of hosts, if there is one."""
+        path = self.path / MEMBERSHIP
+        with os_errors_as("run_dir", self.path):
+            return last_record(path, GenerationRecord) if path.exists() else None
+
+    def require_leads(self, generation: int) -> None:
+        """Raise `GenerationEnded` where a later generation of hosts writes in the folder.
+
+        A leader that was stopped may wake up before what would spoil what others have written
+        since. Its process may not have received word of them by then.
+        """
+        last = self.last_generation()
+        if last is not None and last.generation > generation:
+            raise GenerationEnded
+
+    def last_addresses(self) -> list[str]:
+        """Return where the hosts that have trained together last listened for one another."""
+        last = self.last_generation()
+        return [] if last is None else [member.address for member in last.members]
+
+    def propose(self, generation: Generation) -> Generation:
+        """Write a generation of hosts, unless one of its number exists; return the one written.
+
+        Of two hosts that cannot reach each other this decides which continues: only one can create
+        the file.
+
+        Raises:
+            TemporaryError: if the folder cannot be used.
+        """
+        folder = self.path / GENERATIONS
+        path = folder / f"{generation.start:x}-{generation.number}.json"
+        partial = folder / f"{path.name}.{secrets.token_hex(8)}{PARTIAL}"
+        try:
+            folder.mkdir(exist_ok=True)
+            partial.write_text(json.dumps(generation_to_json(generation)), encoding="utf-8")
+            # A link is made with the whole of the file, or not at all.
+            with suppress(FileExistsError):
+                os.link(partial, path)
+            partial.unlink(missing_ok=True)
+            return parse_generation(json.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:  # While a run trains, it may be over later.
+            raise unusable(self.path, error) from error
+
+    def supports_links(self) -> bool:
+        """Return whether the file system has the hard links by which `propose` decides."""
+        partial = self.path / f"{secrets.token_hex(8)}{PARTIAL}"
+        link = self.path / f"{partial.name}.link{PARTIAL}"
+        with os_errors_as("run_dir", self.path):
+            partial.touch()
+        try:
+            os.link(partial, link)
+        except OSError:
+            return False
+        finally:
+            partial.unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
+        return True
+
+    def write_parent(self, parent: Mapping[str, Any] | None) -> None:
+        """Record which weights a run is about to begin with; None removes an earlier record."""
+        with os_errors_as("run_dir", self.path):
+            if parent is None:
+                (self.path / PARENT).unlink(missing_ok=True)
+            else:
+                atomic_write(self.path / PARENT, json.dumps(parent, indent=1) + "\n")
+
+    def parent(self) -> Mapping[str, Any] | None:
+        """Read which weights the run began with; None if they were its own."""
+        path = self.path / PARENT
+        if not path.exists():
+            return None
+        names = ("init_from", "folder", "step", "checkpoint", "config", "parent")
+        parent = fields.mapping(fields.load_json(path, str(path)), str(path), names, names)
+        fields.integer(parent["step"], f"{path}: step", 0)
+        return parent
+
+    def write_best(self, best: Mapping[str, Any] | None) -> None:
+        """Record the step and the validation loss of the best checkpoint, or that there is none."""
+        if best is None:
+            (self.path / BEST).unlink(missing_ok=True)
+        else:
+            atomic_write(self.path / BEST, json.dumps(best) + "\n")
+
+    def keep_tokenizer(self, config: DataConfig) -> None:
+        """Copy the tokenizer into the folder, unless it is that of bytes or there already."""
+        from skippipe_jax.data.batches import tokenizer_of  # They load JAX.
+        from skippipe_jax.data.tokenizer import copy_tokenizer
+
+        name, own = tokenizer_of(config), self.path / TOKENIZER_FOLDER
+        if name != BYTES and not own.is_dir():
+            with new_directory(own, "run_dir") as partial:
+                copy_tokenizer(name, partial)
+
+    def with_tokenizer(self, config: DataConfig) -> DataConfig:
+        """Return the configuration with the tokenizer in the folder, unless it is that of bytes."""
+        folder = self.path / TOKENIZER_FOLDER
+        if config.tokenizer == BYTES or not has_tokenizer(folder):
+            return config
+        return replace(config, tokenizer=str(folder))

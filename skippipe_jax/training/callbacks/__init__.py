@@ -1,0 +1,1 @@
+"""What follows a run while it trains: metrics, trackers, progress, pictures, and users' own."""

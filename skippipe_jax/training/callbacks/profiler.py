@@ -1,0 +1,42 @@
+"""Iterations traced by JAX's profiler, for TensorBoard's profile page, XProf or Perfetto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from skippipe_jax.runtime.runtime import Runtime
+
+PROFILE = "profile"
+
+
+@contextmanager
+def profile_step(runtime: Runtime, run_dir: Path, step: int, host: int) -> Iterator[None]:
+    """Trace the iteration that runs inside into RUN/profile/STEP/host_H.
+
+    The trace holds all that the devices do from the end of the iteration before to the end of this
+    one. Every dispatch is named after its operation, stage, node and microbatch; what it starts on
+    the device has the name of the jitted function, which stages share.
+    """
+    options = jax.profiler.ProfileOptions()
+    # Python's own calls would be most of the trace, and slow down what it shows.
+    options.python_tracer_level = 0
+    folder = run_dir / PROFILE / f"{step:08d}" / f"host_{host}"
+    _wait(runtime)
+    runtime.operations.names_dispatches = True
+    try:
+        with (
+            jax.profiler.trace(folder, profiler_options=options),
+            jax.profiler.StepTraceAnnotation("iteration", step_num=step),
+        ):
+            yield
+            _wait(runtime)
+    finally:
+        runtime.operations.names_dispatches = False
+
+
+def _wait(runtime: Runtime) -> None:
+    jax.block_until_ready([state.parameters for state in runtime.states.values()])

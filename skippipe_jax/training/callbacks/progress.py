@@ -1,0 +1,132 @@
+"""What a run shows while it trains: a progress bar, what it says above it, and how it compiles."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.monitoring
+from tqdm import tqdm
+
+from skippipe_jax import log
+from skippipe_jax.config import Config
+from skippipe_jax.storage.records import StepMetrics
+from skippipe_jax.training.callbacks.base import Callback, RunView
+
+# Where there is no terminal to draw a bar on, a line is written this often.
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True)
+class Compilations:
+    """Programs that XLA has compiled, or loaded from its cache, and how long that took."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+class CompilationCounter:
+    """Counts the programs that XLA compiles, or loads from its cache, in this process.
+
+    Where that takes long, `say` is told now and then how far it is.
+    """
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self, say: Callable[[str], None] = log.info):
+        """Start at zero; counting begins on entering."""
+        self.compilations = Compilations()
+        self.say = say
+        self.said_s = time.perf_counter()
+
+    def take(self) -> Compilations:
+        """Those since the last call."""
+        taken, self.compilations = self.compilations, Compilations()
+        return taken
+
+    def __enter__(self) -> CompilationCounter:
+        """Begin to count."""
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == self.EVENT:
+            before = self.compilations
+            now = Compilations(before.count + 1, before.seconds + duration_secs)
+            self.compilations = now
+            if time.perf_counter() - self.said_s > SECONDS_BETWEEN_LINES:
+                self.said_s = time.perf_counter()
+                self.say(f"compiling: {now.count} programs so far, {now.seconds:.0f} s")
+
+
+class ProgressBar(Callback):
+    """Shows how far the run is, and says what is worth a line."""
+
+    def __init__(self, config: Config, hosts: int, step: int, skipped_updates: int):
+        """Begin after `step`, before which so many updates have been skipped.
+
+        The run was started with so many `hosts`.
+        """
+        self.config, self.hosts = config, hosts
+        self.skipped_updates = skipped_updates
+        self.last_line_s = -math.inf
+        # None: no bar where stderr is no terminal.
+        self.bar = tqdm(total=config.train.steps, initial=step, unit="iteration", disable=None)
+
+    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
+        """Move on by one iteration."""
+        if metrics.skipped_updates > self.skipped_updates:
+            self.skipped_updates = metrics.skipped_updates
+            why = "none of its tokens is a target"
+            if metrics.tokens:
+                why = (
+                    f"its gradient norm is not within optimizer.skip_above_norm = "
+                    f"{self.config.optimizer.skip_above_norm:g} but "
+                    f"{metrics.gradient_norm or 'no finite number'}"
+                )
+            self._say(
+                f"step {metrics.step}: update skipped, {why} "
+                f"({self.skipped_updates} skipped so far)"
+            )
+        self._show(metrics)
+
+    def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
+        """Show a held-out loss."""
+        if loss is not None:
+            self._say(f"step {step}: held-out loss {loss:.4f}")
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self.bar.close()
+
+    def _say(self, text: str) -> None:
+        """Print a line above the bar."""
+        log.info(text)
+        self.bar.refresh()
+
+    def _show(self, metrics: StepMetrics) -> None:
+        emulated = " on an emulated network" if metrics.network == "emulate" else ""
+        speed = f"{metrics.tokens_per_second:,.0f} tokens/s{emulated}"
+        if (metrics.generation or 1) > 1:
+            hosts = metrics.hosts or self.hosts
+            of = max(self.hosts, hosts)
+            speed += f", {hosts} of {of} hosts, generation {metrics.generation}"
+        loss = "not finite" if metrics.loss is None else f"{metrics.loss:.3f}"
+        self.bar.set_postfix_str(f"loss {loss}, {speed}", refresh=False)
+        self.bar.update()
+        is_last = metrics.step == self.config.train.steps
+        if self.bar.disable and (
+            is_last or time.perf_counter() - self.last_line_s > SECONDS_BETWEEN_LINES
+        ):
+            self.last_line_s = time.perf_counter()
+            left_s = (self.config.train.steps - metrics.step) * metrics.seconds_per_iteration
+            # How long the others take is not known while programs are compiled.
+            left = "programs compiled" if metrics.compilations else f"{left_s:.0f} s left"
+            log.info(f"step {metrics.step}/{self.config.train.steps}  loss {loss}  {speed}  {left}")

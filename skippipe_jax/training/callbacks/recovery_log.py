@@ -1,0 +1,96 @@
+"""How a run has come over the loss of a stage: written down, with the loss before and after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from skippipe_jax.config.recovery import REWIND, SKIP
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.storage.files import retry
+from skippipe_jax.storage.records import RecoveryRecord, StepMetrics
+from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.training.callbacks.base import Callback, RunView
+
+
+class RecoveryLog(Callback):
+    """Adds a line to recoveries.jsonl once the loss of the first step after a recovery is known.
+
+    All hosts keep the line until then, as the one that writes it may be lost.
+    """
+
+    def __init__(self, folder: Path):
+        """Write into the folder of a run."""
+        self._folder = folder
+        self._begun: dict[str, Any] | None = None
+
+    def begin_one(
+        self,
+        generation: Generation,
+        policy: str,
+        steps_done: int,
+        loss: float | None,
+        saved: Mapping[int, int] | None = None,
+    ) -> None:
+        """A generation begins that has lost stages, under `recovery.lost_stage: policy`.
+
+        So many steps counted before, the last of which had this loss. The state of stages that are
+        left out, or come back, is that after the steps which are `saved`. Where another generation
+        has begun to recover and come to no step, it was before that.
+        """
+        if self._begun is not None:
+            steps_done, loss = self._begun["step_before"], self._begun["loss_before"]
+        steps = {made.stage: made.step for made in generation.remade} | dict(saved or {})
+        first = min(steps.values(), default=generation.step)
+        by = generation.remade[0].by if generation.remade else REWIND
+        by = SKIP if generation.left_out else by
+        last = steps_done if by == REWIND else generation.step
+        self._begun = {
+            "generation": generation.number,
+            "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "cause": generation.cause,
+            "stages": list(generation.lost),
+            "asked": policy,
+            "by": by,
+            "step_before": steps_done,
+            "step": generation.step,
+            "steps_old": max(0, last - first),
+            "loss_before": loss,
+            "loss_after": None,
+        }
+
+    def went_back(self, step: int) -> None:
+        """All go back further than was decided, to the checkpoint of a step."""
+        if self._begun is not None:
+            steps_old = max(0, self._begun["step_before"] - step)
+            self._begun = self._begun | {"step": step, "steps_old": steps_old}
+
+    def forget(self) -> None:
+        """This host knows nothing that counts, as others have gone on without it."""
+        self._begun = None
+
+    def told(self) -> dict[str, Any] | None:
+        """The line that is yet to be written, as others hear it; None if there is none."""
+        return self._begun
+
+    def hear(self, told: Iterable[dict[str, Any] | None]) -> None:
+        """Keep the line of whoever knows most of what was before: some have made no step yet."""
+
+        def known(line: Mapping[str, Any]) -> tuple[int, bool]:
+            return line["step_before"], line["loss_before"] is not None
+
+        self._begun = max((line for line in told if line is not None), key=known, default=None)
+
+    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
+        """Write what has become of the last recovery, if this is the first step after it."""
+        begun = self._begun
+        if begun is None or metrics.step <= begun["step"]:
+            return
+        self._begun = None
+        if run.group.index == 0:
+            line = msgspec.convert(begun | {"loss_after": metrics.loss}, RecoveryRecord)
+            retry(self._folder, lambda: RunDir(self._folder).append(line))

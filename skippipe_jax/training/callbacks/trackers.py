@@ -1,0 +1,160 @@
+"""Where the metrics of a run go besides metrics.jsonl: TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.util
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import log
+from skippipe_jax.config import Config, LogConfig, to_tree
+from skippipe_jax.storage.records import StepMetrics
+from skippipe_jax.training.callbacks.base import Callback, RunView
+
+TENSORBOARD, WANDB_ID = "tensorboard", "wandb_id"
+
+
+class Tracker(Callback, ABC):
+    """Gets the metrics of a run, and its held-out losses."""
+
+    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
+        """Log every number of a step."""
+        self.log(metrics.step, dict(flatten_scalars(msgspec.to_builtins(metrics))))
+
+    def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
+        """Log a held-out loss."""
+        if loss is not None:
+            self.log(step, {"validation_loss": loss})
+
+    @abstractmethod
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take numbers of a step by their names."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Bring what was taken to where it belongs."""
+
+
+def require_trackers(config: LogConfig) -> None:
+    """Refuse trackers whose packages are not installed.
+
+    Raises:
+        InputError: that says how to install them.
+    """
+    for name, value, package in (
+        ("tensorboard", config.tensorboard, "tensorboardX"),
+        ("wandb", config.wandb, "wandb"),
+    ):
+        if value and importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"log.{name}",
+                value,
+                f"needs the package {package}",
+                f'Install it, in a clone of the repository: pip install -e ".[{name}]"',
+            )
+
+
+def open_trackers(config: Config, folder: Path, step: int) -> list[Tracker]:
+    """The trackers that `config.log` asks for, of a run in `folder` that goes on after `step`.
+
+    Raises:
+        InputError: if Weights & Biases does not take the run.
+    """
+    trackers: list[Tracker] = []
+    if config.log.tensorboard:
+        trackers.append(TensorBoard(folder / TENSORBOARD, step))
+    if config.log.wandb is not None:
+        trackers.append(WeightsAndBiases(config.log.wandb, config, folder))
+    return trackers
+
+
+def trackers_of_leader(config: Config, folder: Path, step: int, *, is_new: bool) -> list[Tracker]:
+    """Open those that are asked for; none where a leader that `is_new` cannot have them.
+
+    Raises:
+        InputError: if the first leader cannot have them.
+    """
+    try:
+        require_trackers(config.log)
+        return open_trackers(config, folder, step)
+    except InputError as error:
+        if not is_new:
+            raise
+        log.warning(f"{error}; this host tells no tracker")
+        return []
+
+
+class TensorBoard(Tracker):
+    """Event files for TensorBoard."""
+
+    def __init__(self, folder: Path, step: int):
+        """Write into `folder`; what is there of later steps than `step` no longer counts."""
+        from tensorboardX import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=10)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a scalar for every number."""
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is held back."""
+        self.writer.close()
+
+
+class WeightsAndBiases(Tracker):
+    """A run on Weights & Biases. With WANDB_MODE=offline it is kept in the run folder."""
+
+    def __init__(self, project: str, config: Config, folder: Path):
+        """Begin a run there, or go on with that of this run folder.
+
+        Steps that it has seen already are left out there: a run that is resumed repeats them.
+        """
+        import wandb
+        from wandb.errors import Error
+
+        path = folder / WANDB_ID
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex[:12])
+        try:
+            self.run = wandb.init(
+                project=project,
+                id=path.read_text(),
+                resume="allow",
+                name=folder.resolve().name,
+                dir=folder,
+                config=to_tree(config),
+            )
+        except Error as error:
+            raise InputError(
+                "log.wandb",
+                project,
+                f"Weights & Biases does not take the run: {error}",
+                "Log in with `wandb login`, or set WANDB_MODE=offline",
+            ) from error
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log every number."""
+        self.run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """Send what is held back."""
+        self.run.finish()
+
+
+def flatten_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield every number of a line by its name; those of a list or mapping by `name/place`."""
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            yield from flatten_scalars({f"{name}/{key}": entry for key, entry in value.items()})
+        elif isinstance(value, list):
+            yield from flatten_scalars({f"{name}/{at}": entry for at, entry in enumerate(value)})
+        elif isinstance(value, int | float):
+            yield name, value

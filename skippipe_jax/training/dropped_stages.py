@@ -1,0 +1,85 @@
+"""Stages that a run goes on without: what checkpoints hold of them, and how they come back.
+
+A checkpoint holds all stages. So the leader writes those that are left out as the last checkpoint
+has them, and notes after which step they were like that. Who serves one again takes it from there.
+The counters of the optimizer go on with the run's, so that all stages learn at one rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from skippipe_jax.cluster.group import Group
+from skippipe_jax.config import Config
+from skippipe_jax.config.recovery import SKIP
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.runtime.copied import Copy, packed
+from skippipe_jax.runtime.given_stages import beside
+from skippipe_jax.runtime.handover import shapes_of_state
+from skippipe_jax.runtime.remaking import with_count
+from skippipe_jax.runtime.stage_functions import functions_of_run
+from skippipe_jax.runtime.state import State
+from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
+from skippipe_jax.storage.joined_folder import is_joined
+from skippipe_jax.storage.loading import load_stage_numpy, stage_step
+
+
+def kept_stages(
+    config: Config, stages: int, left_out: Collection[int], updates: int
+) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
+    """Read what the next checkpoint holds of stages that are left out, and of which steps it is.
+
+    The optimizer has made so many `updates` by now.
+    """
+    checkpoint = open_checkpoint(Path(config.run_dir))
+    cut = config.model.layers_of_stages(stages)
+    kept: dict[int, dict[str, Any]] = {}
+    for stage in left_out:
+        state = _read(config, checkpoint, stages, stage)
+        counted = with_count(state["optimizer_state"], updates)
+        kept[stage] = jax.tree.map(beside, {**state, "optimizer_state": counted})
+    return kept, {stage: stage_step(checkpoint, cut, stage) for stage in left_out}
+
+
+def copies_read(config: Config, group: Group) -> tuple[Copy, ...]:
+    """Read the stages that this host reads for all who serve them again.
+
+    Raises:
+        InputError: if one cannot be read.
+    """
+    generation, here = group.generation, (group.hosts[group.index],)
+    read = [made for made in generation.remade if made.by == SKIP and made.sources == here]
+    copies = []
+    for made in read:
+        checkpoint = open_checkpoint(Path(config.run_dir), made.step)
+        state = _read(config, checkpoint, len(generation.placement), made.stage)
+        copies.append(Copy(made.stage, made.step, packed(state)))
+    return tuple(copies)
+
+
+def steps_saved(config: Config, generation: Generation) -> dict[int, int]:
+    """After which step the state is that the last checkpoint holds of each stage that is lost.
+
+    Only of those that are left out or come back. A host that does not reach it knows none.
+    """
+    steps: dict[int, int | None] = dict.fromkeys({*generation.left_out} & {*generation.lost})
+    steps |= {made.stage: made.step for made in generation.remade if made.by == SKIP}
+    if not steps or is_joined(Path(config.run_dir)):
+        return {}
+    cut = config.model.layers_of_stages(len(generation.placement))
+    return {
+        stage: stage_step(open_checkpoint(Path(config.run_dir), step), cut, stage)
+        for stage, step in steps.items()
+    }
+
+
+def _read(config: Config, checkpoint: Checkpoint, stages: int, stage: int) -> State:
+    cut = config.model.layers_of_stages(stages)
+    functions = functions_of_run(config, stages)[stage]
+    return load_stage_numpy(
+        checkpoint, cut, stage, shapes_of_state(functions, cut.blocks(stage).start)
+    )

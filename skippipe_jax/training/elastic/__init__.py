@@ -1,0 +1,1 @@
+"""Training that goes on with the hosts that are left, and with those that join."""

@@ -1,0 +1,81 @@
+"""What a host of a run that goes on without lost ones tells newcomers who would take their places.
+
+It tells what it sees itself: which place is free, how long such a place is held back that others
+have taken and lost soon after, and what stands in its folder of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from skippipe_jax.clock import SYSTEM_CLOCK, Clock
+from skippipe_jax.connections.invitation import Files, Place
+from skippipe_jax.connections.pauses import Pauses
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.storage.joined_folder import contents_of, state_of_files
+
+
+class Inviting:
+    """The places and files of a run, as its `Reception` tells of them.
+
+    Attributes:
+        text: the fingerprint of the text that the run reads, once a host has told it.
+    """
+
+    def __init__(self, folder: Path, hosts: int, clock: Clock = SYSTEM_CLOCK):
+        """Of the run in a folder that began with so many hosts; no generation is known yet."""
+        self._hosts = hosts
+        self.text: str | None = None
+        self._folder, self._clock = folder, clock
+        self._serves: Callable[[int], tuple[int, ...]] = lambda host: ()
+        self._pauses = Pauses()
+        self._generation: Generation | None = None
+        self._read: tuple[object, Files] | None = None
+
+    def entered(
+        self, generation: Generation, serves: Callable[[int], tuple[int, ...]], text: str | None
+    ) -> None:
+        """The hosts are those of this generation, and the text is this, if one of them reads it.
+
+        `serves` says which stages a host serves, or would if it came.
+        """
+        processes = dict(zip(generation.members, generation.processes, strict=True))
+        self._pauses.entered(processes, self._clock.now())
+        self._generation, self._serves = generation, serves
+        self.text = self.text if text is None else text
+
+    @property
+    def standing(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """The hosts that train now, and the nodes of each stage, by the run's own numbers."""
+        generation = self._generation
+        return ((), ()) if generation is None else (generation.members, generation.placement)
+
+    def places(self, free: Collection[int]) -> list[Place]:
+        """Those places that no generation waits for, and at which somebody would serve.
+
+        None as long as a host counts as a member that is gone: its place is about to be free. None
+        beside those of the start while one of them is no member and does not count as gone: it is
+        coming back, or this host is the last to notice that it was lost.
+        """
+        generation, now_s = self._generation, self._clock.now()
+        if generation is None or set(free).intersection(generation.members):
+            return []
+        if not {*generation.members, *free}.issuperset(range(self._hosts)):
+            free = [host for host in free if host < self._hosts]
+        return [
+            Place(host, stages, self._pauses.pause_s(host, now_s))
+            for host in sorted(free)
+            if (stages := self._serves(host))
+        ]
+
+    def files(self) -> Files:
+        """What newcomers need of the folder of the run, read again if it is not as it was.
+
+        Raises:
+            InputError: if it cannot be read.
+        """
+        state = state_of_files(self._folder)
+        if self._read is None or self._read[0] != state:
+            self._read = state, Files(contents_of(self._folder))
+        return self._read[1]

@@ -1,0 +1,146 @@
+"""From the address of any host to a host of the run that trains.
+
+ask and fetch -> find a place -> compile and measure -> join -> train as a host that comes back
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from skippipe_sched.errors import InputError, TemporaryError
+
+from skippipe_jax import log
+from skippipe_jax.cluster.joining import joined
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import Config
+from skippipe_jax.connections.directory import HOST_ID
+from skippipe_jax.connections.invitation import Place
+from skippipe_jax.data.batches import TrainingBatches
+from skippipe_jax.models.footprint import copied_bytes
+from skippipe_jax.program.compiler import hosts_of_nodes
+from skippipe_jax.runtime.compilation import keep_programs
+from skippipe_jax.runtime.compiled_ahead import compile_ahead
+from skippipe_jax.runtime.threads import give_collectives_threads
+from skippipe_jax.runtime.topology import spreads_of_host
+from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.training.elastic.admission import admission
+from skippipe_jax.training.elastic.measured import Measured, forward_seconds, new_nodes
+from skippipe_jax.training.elastic.newcomer import Seeking
+from skippipe_jax.training.elastic.places import host_of_places
+from skippipe_jax.training.setup import with_run_tokenizer
+
+
+@contextmanager
+def joined_by_address(
+    addresses: Sequence[str], run_dir: Path | None, overrides: Sequence[str]
+) -> Iterator[tuple[Config, Membership]]:
+    """Be one more host of a run, or a lost one's successor, for a block; say what that takes.
+
+    The host `is_outside` until `Membership.ask_in`, as `Trainer` calls it. However the block ends,
+    it ends no other host. What it is given is that host, and what it is told by its own folder.
+
+    Raises:
+        InputError: if the folder is another's, this host is refused, or told what has to be the
+            same for all hosts.
+        TemporaryError: if no host tells of a run, or for ``cluster.rejoin_s`` no place is free, or
+            it does not pay to come.
+    """
+    seeking = Seeking(addresses, run_dir, overrides, _fingerprint)
+    with ExitStack() as held:
+        held.enter_context(seeking.fetch())
+        config = seeking.config
+        keep_programs(config.compilation_cache)
+        place = seeking.place()
+        measured = _prepare(seeking, place)
+        while True:
+            if not seeking.is_free(place):
+                log.output(
+                    f"the place of host {place.host} is no longer free, or no longer the first"
+                )
+            elif (why := _why_not(seeking, place, measured)) is not None:
+                seeking.wait(why)
+                if not {*seeking.invitation.members} <= measured.ways.keys():
+                    measured = replace(measured, ways=seeking.ways())
+            elif (host := _joined(held, seeking, place, measured)) is not None:
+                break
+            before, place = place, seeking.place()
+            if (before.host, before.stages) != (place.host, place.stages):
+                measured = _prepare(seeking, place)
+        yield config, host
+
+
+def _joined(
+    held: ExitStack, seeking: Seeking, place: Place, measured: Measured
+) -> Membership | None:
+    """The host of a place, as long as `held`; None if another has come to it before."""
+    measured.keep(seeking.folder)
+    config = seeking.config
+    coming = joined(
+        config.cluster,
+        seeking.asked,
+        seeking.invitation.hosts,
+        place.host,
+        last_addresses=seeking.addresses,
+        run=seeking.run,
+        is_newcomer=True,
+        spare=config.join.places,
+    )
+    try:
+        return held.enter_context(coming)
+    except InputError as error:
+        if error.field != HOST_ID or isinstance(error, TemporaryError):
+            raise
+        log.output(f"another has taken the place of host {place.host}: {error.problem}")
+        return None
+
+
+def _fingerprint(config: Config) -> str:
+    return TrainingBatches(with_run_tokenizer(config)).fingerprint
+
+
+def _prepare(seeking: Seeking, place: Place) -> Measured:
+    """Compile the stages of a place, and measure.
+
+    What is measured, for a place beside those of the start, are the ways to the hosts that train,
+    and where the run has measured its case, the stage, on the device that would serve it.
+    """
+    config, hosts, since_s = seeking.config, seeking.invitation.hosts, time.monotonic()
+    stages = " and ".join(map(str, place.stages)) or "none"
+    whose = "which serves" if place.host < hosts else f"one more than the {hosts}, and would serve"
+    log.output(f"takes the place of host {place.host}, {whose} the stages {stages}")
+    plan = RunDir(seeking.folder).plan()
+    host_of = hosts_of_nodes(len(plan.case.nodes), hosts, config.cluster.host_of_node)
+    nodes = max(1, host_of.count(place.host))
+    give_collectives_threads(config, nodes, plan.case, is_distributed=False)
+    own = spreads_of_host(config, plan.case, host_of, place.host)
+    count = compile_ahead(config, place.stages, len(plan.stages), own, plan.case)
+    log.output(f"{count} programs are compiled, in {time.monotonic() - since_s:.1f} s")
+    if place.host < hosts:
+        return Measured()
+    return Measured(seeking.ways(), forward_seconds(config, plan, place.stages[0], own[0]))
+
+
+def _why_not(seeking: Seeking, place: Place, measured: Measured) -> str | None:
+    """Why it does not pay to come to a place, if that is one more than the run began with."""
+    config, told = seeking.config, seeking.invitation
+    if place.host < told.hosts:
+        return None
+    plan = RunDir(seeking.folder).plan()
+    own = hosts_of_nodes(len(plan.case.nodes), told.hosts, config.cluster.host_of_node)
+    host_of = host_of_places(config, own)
+    found = admission(
+        plan,
+        host_of,
+        place.host,
+        told.members,
+        told.placement,
+        new_nodes({place.host: measured}, host_of, len(own)),
+        measured.ways,
+        copied_bytes(config, len(plan.stages)),
+    )
+    horizon_s = config.join.horizon
+    return None if found.pays(horizon_s) else found.why(horizon_s)

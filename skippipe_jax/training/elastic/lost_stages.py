@@ -1,0 +1,94 @@
+"""What a stage that nobody holds any more is made from, by `recovery.lost_stage`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+from skippipe_jax.config import Config
+from skippipe_jax.config.recovery import AVERAGE, BUDDY, SKIP
+from skippipe_jax.consensus.generations import Copies, Generation, Remade, Remakes
+from skippipe_jax.consensus.holders import Held
+from skippipe_jax.errors import RebuildImpossible
+
+
+def remakes_of(config: Config, stages: int) -> Remakes | None:
+    """How a run makes the stages anew that nobody holds; None if it does not."""
+    if config.recovery.lost_stage == AVERAGE:
+        return partial(_from_those_beside, config.model.layers_of_stages(stages))
+    return partial(_from_copies, stages) if config.recovery.lost_stage == BUDDY else None
+
+
+def how_remade(generation: Generation) -> str:
+    """What is done about stages that nobody holds as a generation begins, for a reader."""
+    made = {made.stage: _how_made(made) for made in generation.remade}
+    left_out = "is left out until a host serves it again"
+    return "".join(
+        f"; stage {stage} {made.get(stage, left_out)}"
+        for stage in generation.lost
+        if stage in made or stage in generation.left_out
+    )
+
+
+def _how_made(made: Remade) -> str:
+    if made.by == AVERAGE:
+        return f"gets the mean of stages {made.stage - 1} and {made.stage + 1}"
+    if made.by == SKIP:
+        return f"is read from the checkpoint of step {made.step}"
+    return f"is again as it was after step {made.step}"
+
+
+def _from_those_beside(
+    layers: Sequence[int], held: Held, copies: Mapping[int, Copies], step: int
+) -> tuple[Remade, ...]:
+    """Each lost stage is the mean of the one before and the one after it."""
+    del copies
+    holder = _holders(held)
+    lost = [stage for stage in range(len(layers)) if stage not in holder]
+    for stage in lost:
+        why = _why_no_mean(stage, layers, lost)
+        if why is not None:
+            raise RebuildImpossible(f"; stage {stage} cannot be averaged: {why}")
+    return tuple(
+        Remade(stage, AVERAGE, step, (holder[stage - 1], holder[stage + 1])) for stage in lost
+    )
+
+
+def _why_no_mean(stage: int, layers: Sequence[int], lost: Collection[int]) -> str | None:
+    if stage == 0:
+        return "it alone has embedding and head"
+    if stage == len(layers) - 1:
+        return "there is none after it"
+    for beside in (stage - 1, stage + 1):
+        if beside in lost:
+            return f"stage {beside} is lost too"
+        if layers[beside] != layers[stage]:
+            return f"it has {layers[stage]} blocks, and stage {beside} has {layers[beside]}"
+    return None
+
+
+def _from_copies(
+    stages: int, held: Held, copies: Mapping[int, Copies], step: int
+) -> tuple[Remade, ...]:
+    """Each lost stage is what the newest copy of it is, of those that are there."""
+    lost = set(range(stages)) - _holders(held).keys()
+    newest: dict[int, tuple[int, int]] = {}
+    for host in sorted(copies):
+        for stage, of_step in copies[host]:
+            if of_step <= step and of_step > newest.get(stage, (-1, 0))[0]:
+                newest[stage] = of_step, host
+    gone = sorted(lost - newest.keys())
+    if gone:
+        raise RebuildImpossible(f"; no copy of stage {gone[0]} is left")
+    return tuple(
+        Remade(stage, BUDDY, newest[stage][0], (newest[stage][1],)) for stage in sorted(lost)
+    )
+
+
+def _holders(held: Held) -> dict[int, int]:
+    """The first host that holds each stage, of those that some hold."""
+    holders: dict[int, int] = {}
+    for host in sorted(held):
+        for stage in held[host]:
+            holders.setdefault(stage, host)
+    return holders

@@ -1,0 +1,103 @@
+"""What a host that comes to a spare place has measured before it joined: its ways and its device.
+
+It keeps that in its own folder, and tells it to all others of each generation in which it is. So
+all of them make the same plan, and what is known of a host goes and comes with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched.problem.links import Link
+from skippipe_sched.problem.more_nodes import NewNode
+from skippipe_sched.problem.plan import Plan
+
+from skippipe_jax.config import Config
+from skippipe_jax.connections.ways import Way
+from skippipe_jax.profiling.stages import BACKWARD, FORWARD, measure_stage, shapes_of_stages
+from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.storage.files import atomic_write
+
+MEASURED = "measured.json"
+
+STAGE_S = 1.0
+"""So long a stage is timed, beside compiling it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one host has measured.
+
+    Attributes:
+        ways: to others, by their numbers.
+        forward_s: the seconds of a forward pass as of a case's nodes, if they were measured.
+    """
+
+    ways: Mapping[int, Way] = field(default_factory=dict)
+    forward_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is told and kept."""
+        ways = {str(host): asdict(way) for host, way in self.ways.items()}
+        return {"ways": ways, "forward_s": self.forward_s}
+
+    @classmethod
+    def parse(cls, told: Mapping[str, Any]) -> Measured:
+        """What another host has told, or this one has kept."""
+        ways = {int(host): Way(**way) for host, way in told["ways"].items()}
+        return cls(ways, told["forward_s"])
+
+    def keep(self, folder: Path) -> None:
+        """Write it into the folder of this host."""
+        atomic_write(folder / MEASURED, json.dumps(self.to_json()) + "\n")
+
+    @staticmethod
+    def kept(folder: Path) -> dict[str, Any] | None:
+        """What was kept there, as it is told; None if nothing was."""
+        path = folder / MEASURED
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> float | None:
+    """The seconds of a forward pass on a node, as the case of a plan counts them for its nodes.
+
+    None where that case was not measured itself: its seconds may be none of real devices.
+    """
+    if not config.plan.measure:
+        return None
+    case, shape = plan.case, shapes_of_stages(config, len(plan.stages))[stage]
+    measure_stage(config, shape, here, 0.0)
+    timed = measure_stage(config, shape, here, STAGE_S)
+    both_s = timed[FORWARD].median_s + timed[BACKWARD].median_s
+    return both_s / (1.0 + case.backward_ratio) / case.stage_cost[stage]
+
+
+def new_nodes(
+    measured: Mapping[int, Measured], host_of: Sequence[int], first: int
+) -> dict[int, NewNode]:
+    """The nodes from the `first` spare one on, as far as their hosts have measured something.
+
+    `host_of` is the host of each node.
+    """
+    return {
+        node: NewNode(
+            f"place {node}",
+            measured[host].forward_s,
+            links_to=_links(measured[host], host_of, back=False),
+            links_from=_links(measured[host], host_of, back=True),
+        )
+        for node, host in enumerate(host_of)
+        if node >= first and host in measured
+    }
+
+
+def _links(own: Measured, host_of: Sequence[int], *, back: bool) -> dict[int, Link]:
+    return {
+        node: Link(way.latency_s, way.back if back else way.to)
+        for node, host in enumerate(host_of)
+        if (way := own.ways.get(host)) is not None
+    }

@@ -1,0 +1,294 @@
+"""How a machine that has nothing of a run comes to a place in it: see `join`.
+
+It asks a host for the run's files and for the places that are free, writes the files into a folder
+of its own, and takes the first place that it can serve: who has no stage 0 needs no text. If there
+is none yet, it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import threading
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from skippipe_sched.errors import InputError, TemporaryError, raise_terminated
+
+from skippipe_jax import log
+from skippipe_jax.clock import SYSTEM_CLOCK, Clock
+from skippipe_jax.config import Config, parse_config
+from skippipe_jax.config.parsing import CONFIG
+from skippipe_jax.config.resume import identity, settings
+from skippipe_jax.connections.hello import Run
+from skippipe_jax.connections.invitation import Invitation, Place
+from skippipe_jax.connections.keys import Keys
+from skippipe_jax.connections.newcomer import Newcomer, NobodyListens
+from skippipe_jax.connections.pauses import LONGEST_S
+from skippipe_jax.connections.reception import JOINING
+from skippipe_jax.connections.ways import Way
+from skippipe_jax.storage.joined_folder import configurations, keep, known_before, name_of_run
+from skippipe_jax.storage.run_lock import RunLock
+
+T = TypeVar("T")
+
+FIND_S = 30.0
+"""How long a host is looked for that tells of the run."""
+
+AGAIN_S = 2.0
+"""So often a newcomer that waits asks again."""
+
+MEASURE_S = 4.0
+"""So long the ways to all hosts are measured."""
+
+FindText = Callable[[Config], str]
+"""The fingerprint of the text that is here; it raises `InputError` where there is none."""
+
+
+class Seeking:
+    """A newcomer of a run, until it has found a place.
+
+    Attributes:
+        folder: its own, with the files of the run.
+        config: what it does, by that folder; nothing before `fetch`.
+        run: what makes it a host of the run.
+        invitation: what was told last.
+        asked: at which address.
+    """
+
+    config: Config
+    run: Run
+    folder: Path
+    invitation: Invitation
+    asked: str
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        run_dir: Path | None,
+        overrides: Sequence[str],
+        find_text: FindText,
+        clock: Clock = SYSTEM_CLOCK,
+    ):
+        """Ask at these addresses, for a folder `run_dir`, by default one named after the run's.
+
+        `overrides` say what differs on this host, and `find_text` whether the run's text is here.
+
+        Raises:
+            InputError: if the folder is that of a run itself.
+        """
+        self._given, self._known = [*addresses], list[str]()
+        self._run_dir, self._overrides = run_dir, overrides
+        self._find_text, self._clock = find_text, clock
+        self._pauses, self._refused_s = 0, 0.0
+        self._text: tuple[str | None, str] | None = None
+        # What says so is needed before the configuration of the run is there.
+        told = [override for override in overrides if override.startswith("cluster.")]
+        self._newcomer = Newcomer(Keys.of(parse_config({}, told).cluster))
+        if run_dir is not None:
+            self._know(run_dir)
+
+    def fetch(self) -> AbstractContextManager[object]:
+        """Fetch the run; the folder is held for this process as long as what is returned is open.
+
+        Raises:
+            InputError: if the folder is another's, or this host is refused.
+            TemporaryError: if no host tells of a run, or another process has the folder.
+        """
+        self._ask(FIND_S, [CONFIG])
+        name = name_of_run(self._newcomer.contents)
+        self.folder = self._run_dir or Path(Path(name).name)
+        if self._run_dir is None:
+            self._know(self.folder)
+        lock = RunLock(self.folder)
+        try:
+            lock.acquire()
+        except TemporaryError as error:
+            remedy = "Name another one by --run-dir, or wait until it ends"
+            problem = "another host that has joined uses this folder"
+            raise TemporaryError("--run-dir", str(self.folder), problem, remedy) from error
+        self._ask(FIND_S)
+        fetched = self._newcomer.fetched
+        keep(self.folder, self._newcomer.contents, self._told_addresses)
+        theirs, self.config = configurations(self.folder, self._overrides)
+        self.run = Run(identity(theirs), settings(theirs))
+        told = f"host {self.invitation.host} of {self.invitation.hosts} told of the run {name}"
+        got = f"{len(self.invitation.files)} files are in {self.folder}"
+        log.output(f"{self.asked}: {told}; its {got}, of which {fetched:,} bytes came now")
+        return lock
+
+    def place(self) -> Place:
+        """The first free place that this host can serve, as soon as there is one.
+
+        Raises:
+            TemporaryError: if there is none for ``cluster.rejoin_s``.
+        """
+        since_s, patience_s, said = self._clock.now(), self.config.cluster.rejoin_s, ""
+        while True:
+            place, why = self._choice()
+            if place is not None and not place.pause_s:
+                return place
+            if place is not None:
+                why = (
+                    f"the place of host {place.host} was taken and lost again a moment ago: this "
+                    f"host takes it in {math.ceil(place.pause_s)} s"
+                )
+            left_s = since_s + patience_s - self._clock.now()
+            if left_s <= 0:
+                problem = f"{why}; cluster.rejoin_s is {patience_s:g}"
+                raise TemporaryError(JOINING, self.asked, problem, "Join again later")
+            if why != said:
+                log.output(why if place is not None else f"{why}; waits {left_s:.0f} s at most")
+                said = why
+            wait_s = AGAIN_S if place is None else place.pause_s
+            self._clock.sleep(min(wait_s, left_s))
+            self._ask(left_s)
+
+    def wait(self, why: str) -> None:
+        """Wait before asking again, longer each time, as it does not pay to come.
+
+        Raises:
+            TemporaryError: if that has been so for ``cluster.rejoin_s``.
+        """
+        now_s, patience_s = self._clock.now(), self.config.cluster.rejoin_s
+        if not self._pauses:
+            self._refused_s = now_s
+        left_s = self._refused_s + patience_s - now_s
+        if left_s <= 0:
+            problem = f"{why}; cluster.rejoin_s is {patience_s:g}"
+            raise TemporaryError(JOINING, self.asked, problem, "Join again later")
+        pause_s = min(LONGEST_S, AGAIN_S * 2**self._pauses, left_s)
+        self._pauses += 1
+        log.output(f"{why}; asks again in {math.ceil(pause_s)} s")
+        self._clock.sleep(pause_s)
+        self._ask(FIND_S)
+
+    def ways(self) -> dict[int, Way]:
+        """The ways to the hosts that train, as far as they answer."""
+        told, since_s = self.invitation, self._clock.now()
+        addresses = {host: at for host, at in told.addresses.items() if host in told.members}
+        ways = _run_interruptibly(self._newcomer.ways(addresses, MEASURE_S))
+        rates = sorted(rate for way in ways.values() for rate in (way.to, way.back))
+        if rates:
+            log.output(
+                f"the ways to {len(ways)} hosts are measured, in {self._clock.now() - since_s:.1f} "
+                f"s: {rates[0] / 1e6:,.3g} to {rates[-1] / 1e6:,.3g} MB/s"
+            )
+        return ways
+
+    def is_free(self, place: Place) -> bool:
+        """Whether a place is free still, and none that comes before it; the hosts are asked again.
+
+        A place of the start that this host can serve comes before one beside them.
+        """
+        self._ask(FIND_S)
+        first, of_start = self._choice()[0], self.invitation.hosts
+        if place.host >= of_start and first is not None and first.host < of_start:
+            return False
+        return place.host in {other.host for other in self.invitation.places}
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where hosts of the run listen: first the one that has answered."""
+        return [self.asked, *self._told_addresses]
+
+    @property
+    def _told_addresses(self) -> list[str]:
+        return [*dict.fromkeys(self.invitation.addresses.values())]
+
+    def _choice(self) -> tuple[Place | None, str]:
+        """The first place that this host can serve, or with the shortest pause; or why none."""
+        of_start = self.invitation.hosts  # Nobody comes beside them while one of these is lost.
+        places = sorted(
+            self.invitation.places,
+            key=lambda place: (place.host >= of_start, place.pause_s, place.host),
+        )
+        if not places:
+            return None, "no host is lost, and no place is left of join.places"
+        without_text = [place for place in places if 0 not in place.stages]
+        first = places[0]
+        if 0 in first.stages and (why := self._lacks_text()) is not None:
+            if not without_text:
+                lost = ", ".join(str(place.host) for place in places)
+                return None, f"only places that read the run's text are free (host {lost}), {why}"
+            return without_text[0], ""
+        return first, ""
+
+    def _lacks_text(self) -> str | None:
+        """Why this host cannot read the text of the run, if it cannot."""
+        if self._text is None:
+            try:
+                self._text = self._find_text(self.config), ""
+            except InputError as error:
+                self._text = None, f"which is not here: {error}".removesuffix(".")
+        found, why = self._text
+        if found is None:
+            return why
+        if self.invitation.text not in (None, found):
+            return "and the text that is here is another"
+        return None
+
+    def _ask(self, patience_s: float, wanted: Collection[str] | None = None) -> None:
+        """Ask until a host answers, for all files or those that are `wanted`.
+
+        Raises:
+            InputError: if this host is refused for good.
+            TemporaryError: if none answers within `patience_s`; at once if nobody listens at the
+                addresses that were given, and no others are known.
+        """
+        since_s = self._clock.now()
+        while True:
+            addresses = [*self._given, *self._known]
+            try:
+                asked = _run_interruptibly(self._newcomer.ask(addresses, wanted))
+            except TemporaryError as error:
+                # A host of a run that is known may come back; an address may just be wrong.
+                is_wrong = isinstance(error, NobodyListens) and not self._known
+                if is_wrong or self._clock.now() - since_s > patience_s:
+                    raise
+                self._clock.sleep(AGAIN_S)
+                continue
+            self.asked, self.invitation = asked
+            self._known = self._told_addresses
+            return
+
+    def _know(self, folder: Path) -> None:
+        contents, addresses = known_before(folder)
+        self._newcomer.contents = contents | self._newcomer.contents
+        self._known += addresses
+
+
+def _run_interruptibly(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine as `asyncio.run` does, and let SIGTERM cancel it as SIGINT does there.
+
+    Within the event loop an exception could come to a task that nobody asks for it.
+    """
+
+    async def heeding() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None, "runs"
+        signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(cancel, task))
+        try:
+            return await coroutine
+        finally:
+            signal.signal(signal.SIGTERM, raise_terminated)
+
+    is_told = False
+
+    def cancel(task: asyncio.Task[Any]) -> None:
+        nonlocal is_told
+        is_told = True
+        task.cancel()
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not raise_terminated:
+        return asyncio.run(coroutine)
+    try:
+        return asyncio.run(heeding())
+    except asyncio.CancelledError:
+        if is_told:
+            raise_terminated()
+        raise

@@ -1,0 +1,144 @@
+"""How a run goes on when its hosts are others: which of them serve what, and by which plans."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from skippipe_sched.methods.without_nodes import plan_without, refilled
+from skippipe_sched.problem.more_nodes import NewNode
+from skippipe_sched.problem.plan import Plan
+
+from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.succession import Totals
+from skippipe_jax.config import Config
+from skippipe_jax.config.recovery import SKIP, STOP
+from skippipe_jax.consensus.generations import Rules
+from skippipe_jax.program.compiler import compile_plans
+from skippipe_jax.program.schedule import OWN, Schedule
+from skippipe_jax.storage.joined_folder import is_joined
+from skippipe_jax.training.elastic.lost_stages import remakes_of
+from skippipe_jax.training.elastic.places import (
+    Placement,
+    host_of_places,
+    secured,
+    with_places,
+    with_stages,
+)
+from skippipe_jax.training.setup import HostSetup
+
+
+def rules_of(config: Config, setup: HostSetup) -> Rules:
+    """What all hosts know from the start of who can do without whom."""
+    host_of = host_of_places(config, setup.host_of)
+    hosts = tuple(range(max(host_of) + 1))
+
+    def covers(placement: Placement, left: frozenset[int]) -> bool:
+        serving = [{host_of[node] for node in nodes} & left for nodes in placement]
+        return all(serving) and left == frozenset[int]().union(*serving)
+
+    def placed(
+        placement: Placement,
+        left: frozenset[int],
+        apart: Collection[int],
+        left_out: Collection[int] = (),
+    ) -> Placement | None:
+        kept = {node for node, host in enumerate(host_of) if host in left}
+        without_text = kept & lacking_text(placement, apart)
+        if len(kept) < len(placement) - len(left_out) or kept <= without_text:
+            return None
+        # Those that are lost keep their stages, in which they come back.
+        placement = with_stages(setup.plan, placement, kept, left_out)
+        before = replace(with_places(setup.plan, kept, {}), stages=placement)
+        moved = refilled(before, kept, without_text, left_out)
+        lost = [[node for node in nodes if node not in kept] for nodes in placement]
+        return tuple(tuple(sorted([*own, *gone])) for own, gone in zip(moved, lost, strict=True))
+
+    def lacking_text(placement: Placement, apart: Collection[int]) -> set[int]:
+        # Of those that are apart some have no text to read.
+        lacking = {host for host in apart if 0 not in serves(placement, host)}
+        return {node for node, host in enumerate(host_of) if host in lacking}
+
+    def without_text(placement: Placement, hosts: Collection[int]) -> Placement:
+        barred = {node for node, host in enumerate(host_of) if host in hosts}
+        kept = tuple(node for node in placement[0] if node not in barred)
+        return with_stages(setup.plan, (kept, *placement[1:]), placement[0])
+
+    def safest(placement: Placement, hosts: frozenset[int], apart: Collection[int]) -> Placement:
+        without_text = lacking_text(placement, apart)
+        return secured(setup.plan.stages, placement, host_of, hosts, without_text)
+
+    def serves(placement: Placement, host: int) -> frozenset[int]:
+        return frozenset(
+            stage
+            for stage, nodes in enumerate(placement)
+            if any(host_of[node] == host for node in nodes)
+        )
+
+    def fits(placement: Placement) -> bool:
+        nodes = [node for own in placement for node in own]
+        own, every = range(len(setup.host_of)), range(len(host_of))
+        is_once = len(set(nodes)) == len(nodes) and {*own} <= {*nodes} <= {*every}
+        return len(placement) == len(setup.plan.stages) and is_once
+
+    return Rules(
+        hosts,
+        covers,
+        placed,
+        add_up,
+        rewinds=config.recovery.lost_stage != STOP,
+        # Hosts that begin the run, or come back, find in its folder what host 0 has written.
+        has_store=True,
+        fits=fits,
+        serves=serves,
+        remakes=remakes_of(config, len(setup.plan.stages)),
+        is_apart=is_joined(Path(config.run_dir)),
+        safest=safest,
+        without_text=without_text,
+        placed_without=placed if config.recovery.lost_stage == SKIP else None,
+    )
+
+
+def add_up(totals: Mapping[int, Totals]) -> Totals:
+    """The sum over hosts, in their order and in float32, whoever adds it up."""
+    arrays = np.array([totals[host] for host in sorted(totals)], np.float32)
+    summed: list[float] = np.add.reduce(arrays).tolist()
+    return tuple(summed)
+
+
+def regrouped(
+    config: Config,
+    setup: HostSetup,
+    group: Group,
+    found: Plan | None = None,
+    new: Mapping[int, NewNode] | None = None,
+) -> HostSetup:
+    """What the hosts of a group go on with, but for what they have yet to agree on.
+
+    `setup` is what all hosts of the run have agreed on, and `found` the plan of their placement, if
+    it is not the quick one. What hosts have measured that came to spare places is `new`, by their
+    nodes. The cut stays as it is, so that nothing is compiled anew but by a host that gets another
+    stage.
+    """
+    rank = {host: place for place, host in enumerate(group.hosts)}
+    places = host_of_places(config, setup.host_of)
+    kept = [node for node, host in enumerate(places) if host in rank]
+    there = set(kept)
+    stages = tuple(
+        tuple(node for node in nodes if node in there) for nodes in group.generation.placement
+    )
+    plans = {
+        name: plan_without(
+            with_places(plan, kept, new or {}), kept, stages, group.generation.left_out
+        )
+        for name, plan in setup.schedule.plans.items()
+    }
+    if found is not None:
+        plans[OWN] = found
+    schedule = Schedule(setup.schedule.recipe, plans)
+    host_of = tuple(rank[places[node]] for node in kept)
+    compiled = compile_plans(plans, host_of)
+    programs = {name: of_hosts[group.index] for name, of_hosts in compiled.items()}
+    return replace(setup, schedule=schedule, host_of=host_of, programs=programs)

@@ -1,0 +1,447 @@
+"""A run goes on with the hosts that are left of it, and with those that come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import log
+from skippipe_jax.cluster.agreement import from_host_0
+from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
+from skippipe_jax.cluster.team import Team
+from skippipe_jax.config import Config
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
+from skippipe_jax.program.schedule import OWN
+from skippipe_jax.runtime.compiled_ahead import compile_ahead
+from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
+from skippipe_jax.runtime.topology import spreads_of_host
+from skippipe_jax.runtime.transport import Transfers, open_servers
+from skippipe_jax.storage.checkpoint import DATA, is_committed, step_folder
+from skippipe_jax.storage.files import retry
+from skippipe_jax.storage.joined_folder import is_joined
+from skippipe_jax.storage.loading import load_data_state
+from skippipe_jax.storage.restore import rewind
+from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.storage.run_lock import RunLock
+from skippipe_jax.training.callbacks.metrics_log import MetricsTail
+from skippipe_jax.training.callbacks.recovery_log import RecoveryLog
+from skippipe_jax.training.dropped_stages import copies_read, steps_saved
+from skippipe_jax.training.elastic.inviting import Inviting
+from skippipe_jax.training.elastic.lost_stages import how_remade
+from skippipe_jax.training.elastic.measured import Measured, new_nodes
+from skippipe_jax.training.elastic.places import host_of_places, stages_for
+from skippipe_jax.training.elastic.regroup import regrouped, rules_of
+from skippipe_jax.training.replan.planner_process import PlannerWarmup, WarmPlanner
+from skippipe_jax.training.replan.replanner import Replanner, SharedPlans
+from skippipe_jax.training.report import SessionPlan, exchange_reports
+from skippipe_jax.training.session import (
+    HeldState,
+    RunContext,
+    Session,
+    SessionStart,
+    first_state,
+)
+from skippipe_jax.training.setup import (
+    HostSetup,
+    RunSetup,
+    own_report,
+    parts_to_restore,
+    truncate_run,
+    with_text,
+)
+
+# So often a host looks whether another is lost.
+LOOK_S = 0.1
+
+
+class Survival:
+    """Opens a session of a run after another, each with the hosts that are left then.
+
+    Attributes:
+        metrics_tail: the last lines of metrics, kept through all sessions.
+        recoveries: writes down how the run has come over the loss of a stage.
+        plans: those that were searched for.
+    """
+
+    def __init__(self, run: RunContext, setup: HostSetup):
+        """Begin with what this host knows of the run."""
+        self._run, self._setup = run, setup
+        self._config, self._membership = run.config, run.membership
+        self._host_of = host_of_places(run.config, setup.host_of)
+        self._rules = rules_of(run.config, setup)
+        self._inviting = Inviting(run.run_dir, max(setup.host_of) + 1)
+        self.metrics_tail = MetricsTail(run.config.averaging.iterations_apart)
+        self.recoveries = RecoveryLog(run.run_dir)
+        run.callbacks.of_run = (self.metrics_tail, self.recoveries)
+        self.plans = SharedPlans()
+        self._store = RunDir(run.run_dir).propose
+        self._planner = WarmPlanner(run.config.replan.method)
+        self._lock = RunLock(run.run_dir)
+        # The last generation in which this host has led, and so written the metrics.
+        self._led = 0
+
+    def close(self) -> None:
+        """Search no more, and let the folder go."""
+        self._planner.close()
+        self._lock.release()
+
+    def rejoin(self) -> Session:
+        """Take part again in a run that lives.
+
+        Raises:
+            PeerTimeout: if the others do not take this host in, which was lost.
+        """
+        config, membership = self._config, self._membership
+        _get_ready(config, self._setup, membership.index)
+        patience_s, since_s = config.cluster.rejoin_s, time.monotonic()
+        team = membership.ask_in(self._rules, self._store, patience_s)
+        if team is None:
+            raise PeerTimeout(
+                "this host has waited to be taken in by those that go on with the run, in vain; "
+                f"cluster.rejoin_s is {patience_s:g}"
+            )
+        is_in = "is in" if membership.index in team.generation.apart else "is back in"
+        log.output(f"host {membership.index} {is_in} the run, at step {team.generation.step}")
+        return self._open_with(team, nothing_held(team.generation.step), since_s)
+
+    def open(self, setup: RunSetup) -> Session:
+        """Open the first session, with all hosts of the run."""
+        state = first_state(setup)
+        stages, step, processes = setup.plan.stages, state.step, setup.agreed.processes
+        team = self._membership.outlive(self._rules, self._store, stages, step, processes)
+        try:
+            with _closed_by_an_error(setup.transfers):
+                self._invite(team, setup.agreed)
+                self._write(team, setup)
+                self._led = 1 if team.index == 0 else 0
+                return self._replanned(Session(self._run, SessionStart(team, setup, state)))
+        except Exception as error:  # As in `_open_with`.
+            if not self.outlives(team, error):
+                raise
+        if state.checkpoint is not None:
+            state = restores_checkpoint(step)
+        return self._open_with(self._next(team), state, time.monotonic())
+
+    def outlives(self, group: Group, error: Exception) -> bool:
+        """Tell whether an error came when a host of the group was lost, which may show later."""
+        if isinstance(error, GenerationEnded):
+            return True
+        patience_s = 0.0
+        if not isinstance(error, PeerTimeout):
+            # Those who went on may have removed a checkpoint that was being written without them.
+            if not (isinstance(error, CheckpointFailed) or may_stem_from_a_peer(error)):
+                return False
+            # A death shows at once; only a host that hangs takes the whole timeout.
+            patience_s = 2 * self._config.cluster.heartbeat_timeout_s
+        until_s = time.monotonic() + patience_s
+        while not (group.has_ended or self._membership.misses(group.hosts)):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+    def next_session(self, session: Session) -> Session:
+        """Close a session whose hosts are no longer the same, and open the next.
+
+        Raises:
+            HostLeft: if this host was told to leave, and the others do without it.
+            PeerTimeout: if too few hosts are left, for longer than ``cluster.rejoin_s``.
+        """
+        since_s = time.monotonic()
+        try:
+            following = self._next(session.group)
+        except HostLeft:
+            session.abandon()
+            raise
+        # What a host knows that was left out does not count, and may be told by others otherwise.
+        if following.index not in following.fresh:
+            session.runtime.close()
+            with suppress(GenerationEnded):  # Of steps that never counted there is nothing to tell.
+                session.emit_metrics()
+        state = session.export()
+        session.abandon()
+        return self._open_with(following, state, since_s)
+
+    def _open_with(self, team: Team, state: HeldState, since_s: float) -> Session:
+        while True:
+            # A team may end before all is open; what it had to go on with the next one has, too.
+            state = self._held(team, state)
+            try:
+                return self._open(team, state, since_s)
+            except Exception as error:  # What is fetched from a host that dies raises at once.
+                if not self.outlives(team, error):
+                    raise
+            team = self._next(team)
+
+    def _next(self, group: Group) -> Team:
+        self._run.stop.require_stays()
+        patience_s = self._config.cluster.rejoin_s
+        following = self._membership.next_team(group.generation, patience_s)
+        if following is None:
+            # A checkpoint that the others would have to take part in is waited for no longer.
+            self._membership.give_up()
+            raise PeerTimeout(
+                "this host has waited for as many others as it takes to go on, in vain; "
+                f"cluster.rejoin_s is {patience_s:g}"
+            )
+        return following
+
+    def _held(self, team: Team, state: HeldState) -> HeldState:
+        """Return what this host has to go on with in a team, with what it held before.
+
+        Raises:
+            PeerTimeout: if the run ends with this team.
+        """
+        config, folder, generation = self._config, self._run.run_dir, team.generation
+        if generation.is_last:
+            raise PeerTimeout(why_last(generation, config.recovery.lost_stage))
+        if team.index in team.fresh:
+            return nothing_held(state.step)
+        if generation.is_rewound:
+            first = step_folder(folder, 0)
+            if generation.step == 0 and not retry(folder, lambda: is_committed(first)):
+                return HeldState(state.step, 0)  # Nothing has been saved yet.
+            return restores_checkpoint(state.step)
+        if not state.restores_checkpoint:
+            is_apart = config.averaging.is_outer
+            require_same_step(state.step, generation.step, is_apart=is_apart)
+        return state
+
+    def _open(self, team: Team, state: HeldState, since_s: float) -> Session:
+        """Open the session of a team, after the step that it begins with."""
+        config, folder, generation = self._config, self._run.run_dir, team.generation
+        if team.index in team.fresh:
+            self.recoveries.forget()
+        elif generation.lost:
+            saved, loss = steps_saved(config, generation), self.metrics_tail.last_loss
+            policy = config.recovery.lost_stage
+            self.recoveries.begin_one(generation, policy, state.step, loss, saved)
+        state = replace(state, step=generation.step)
+        self.metrics_tail.drop_after(generation.step)
+        team.require_goes_on()  # Nothing is opened for one that has ended.
+        serves_data = 0 in self._rules.serves(generation.placement, self._membership.index)
+        if serves_data:
+            self._setup = with_text(config, self._setup)
+        transfers = open_servers(team)
+        with _closed_by_an_error(transfers):
+            agreed = self._agreed(team, state, transfers.endpoint, serves_data=serves_data)
+            self._require_text(team, agreed)
+            transfers.connect(agreed.endpoints)
+            found = self.plans.fetch(team, agreed)
+            told = {team.hosts[at]: Measured.parse(own) for at, own in agreed.measured.items()}
+            new = new_nodes(told, self._host_of, len(self._setup.host_of))
+            setup = regrouped(config, self._setup, team, found, new).after(agreed, transfers)
+            if generation.lost or team.fresh:
+                self.recoveries.hear(agreed.recoveries)
+            if 0 in team.fresh:  # Whoever leads has no lines of its own.
+                self.metrics_tail.adopt(agreed.metrics_tails)
+            state = replace(state, microbatches_read=agreed.microbatches_read)
+            if agreed.restores_checkpoint:
+                team, state = self._gone_back(team, setup, state)
+                generation = team.generation
+            self._write(team, setup)
+            if team.index == 0:
+                # Not before all have told something: a leader that was stopped wakes when others
+                # lead.
+                is_own = self._led == generation.number - 1
+                given = partial(truncate_run, config, generation.step, is_own=is_own)
+                retry(folder, given)
+                self._led = generation.number
+                self.metrics_tail.flush_to(folder)
+            copies = (*state.remains.copies, *copies_read(config, team))
+            remains = Remains(copies, agreed.squared_norms, agreed.optimizer_updates)
+            # Some of the hosts may not have done what follows the step.
+            start = SessionStart(team, setup, replace(state, remains=remains), generation.step > 0)
+            session = Session(self._run, start)
+        if team.index == 0:
+            of = max(team.count, self._membership.count)
+            log.info(
+                f"{generation.cause}{how_remade(generation)}: {team.count} of "
+                f"{of} hosts go on from step {generation.step}, after "
+                f"{time.monotonic() - since_s:.1f} s"
+            )
+        return self._replanned(session)
+
+    def _replanned(self, session: Session) -> Session:
+        """Let the leader look for a better plan as long as a session lasts, if it is asked to.
+
+        Other hosts may have to do so later.
+        """
+        config, group, schedule = self._config, session.group, session.schedule
+        # Of several plans each would want another placement.
+        is_only = len(schedule.plans) == 1
+        # A search knows no stages that are left out.
+        moves = not group.generation.left_out
+        if config.replan.budget_s and moves and is_only:
+            standing, own, host_of = schedule.plans[OWN], self._setup.plan, self._host_of
+            session.add_callback(PlannerWarmup(self._planner, standing, group.index))
+            if group.index == 0:
+                wish = self._membership.control.wishes
+                given = standing, own, host_of, self._planner, wish
+                session.add_callback(Replanner(config, group, self.plans, *given))
+        return session
+
+    def _require_text(self, team: Team, agreed: SessionPlan) -> None:
+        """Return if all hosts that serve a data node have the text that the run reads.
+
+        Raises:
+            GenerationEnded: once the hosts go on with others that read it.
+            InputError: if this host has not the text, and there is no other stage.
+            PeerTimeout: if the hosts go on with nobody for ``cluster.rejoin_s``.
+        """
+        if not agreed.without_text:
+            return
+        if team.index in agreed.without_text:
+            config = self._config
+            problem = "this is not the text that the run reads"
+            if len(team.generation.placement) == 1:
+                remedy = "Give this host the same files as the others have"
+                raise InputError("data.source", config.data.source, problem, remedy)
+            log.warning(
+                f"data.source is {config.data.source}: {problem}. This host serves other "
+                "stages, like one without text"
+            )
+            self._setup = replace(self._setup, data=None, held_out=())
+            self._membership.control.lacks_text()
+        self._next(team)
+        raise GenerationEnded
+
+    def _agreed(
+        self, team: Team, state: HeldState, endpoint: Mapping[str, Any], *, serves_data: bool
+    ) -> SessionPlan:
+        """Return what the hosts go on by, from what each of them reports."""
+        # By the numbers of the run's own plan, which every generation knows.
+        here = self._membership.index
+        nodes = [node for node, host in enumerate(self._host_of) if host == here]
+        report = replace(
+            own_report(self._setup),
+            member=team.here() | {"nodes": nodes},
+            serves_data=serves_data,
+            run_fingerprint=self._inviting.text,
+            endpoint=endpoint,
+            microbatches_read=state.microbatches_read,
+            restores_checkpoint=state.restores_checkpoint,
+            squared_norms=state.remains.squared_norms,
+            optimizer_updates=state.remains.updates,
+            measured=Measured.kept(self._run.run_dir),
+            known_plans=self.plans.names,
+            recovery=self.recoveries.told(),
+            metrics_tail=self.metrics_tail.snapshot() if 0 in team.fresh else [],
+        )
+        agreed = exchange_reports(team, report, team.timeout_s)
+        self._invite(team, agreed)
+        return agreed
+
+    def _invite(self, team: Team, agreed: SessionPlan) -> None:
+        """Let newcomers be told of a team from now on."""
+        serves = partial(stages_for, self._rules, team.generation)
+        self._inviting.entered(team.generation, serves, agreed.data_fingerprint)
+        self._membership.reception.inviting = self._inviting
+
+    def _gone_back(self, team: Team, setup: RunSetup, state: HeldState) -> tuple[Team, HeldState]:
+        """Return the team and what this host has, where some of it go back to a checkpoint.
+
+        That is the newest which is intact for all, and may be older than the one that was decided:
+        then all of them go back to it.
+        """
+        config, number = self._config, team.generation.number
+        folder, is_fresh = self._run.run_dir, team.index in team.fresh
+        of_stages = parts_to_restore(config, setup)
+        step, checkpoint = rewind(
+            folder,
+            team,
+            team.generation.step,
+            parts=None if is_fresh else lambda found: {*of_stages(found), DATA},
+            require_leads=lambda: RunDir(folder).require_leads(number),
+            mirror=setup.mirror,
+            timeout_s=team.timeout_s,
+        )
+        is_older = step < team.generation.step
+        if is_older:
+            team = team.gone_back(step)
+            state = replace(state, step=step)
+            self.metrics_tail.drop_after(step)
+            self.recoveries.went_back(step)
+        # Of replicas that are apart, what is on its way is in the checkpoint, or in what is kept.
+        is_outer = config.averaging.is_outer
+        if checkpoint is not None and (state.restores_checkpoint or is_older or is_outer):
+            read = int(load_data_state(checkpoint)["microbatches"])
+            remains = NO_REMAINS if is_older else state.remains
+            state = HeldState(step, read, {}, checkpoint, remains=remains)
+        own = state.microbatches_read
+        read = from_host_0(team, "checkpoint/read", lambda: own, team.timeout_s)
+        return team, replace(state, microbatches_read=read)
+
+    def _write(self, team: Team, setup: RunSetup) -> None:
+        """Leave a line in membership.jsonl."""
+        if team.index == 0:
+            self._lock.acquire(team.generation.start)
+            folder, given = self._run.run_dir, (team.generation, setup.plan, setup.agreed.members)
+            retry(folder, lambda: RunDir(folder).append_generation(*given))
+
+
+def nothing_held(step: int) -> HeldState:
+    """Return what a host has without which others have gone on."""
+    return HeldState(step, 0, {})
+
+
+def restores_checkpoint(step: int) -> HeldState:
+    """Return what a host has of a run that goes back to a checkpoint."""
+    return HeldState(step, 0, {}, restores_checkpoint=True)
+
+
+def why_last(generation: Generation, lost_stage: str) -> str:
+    """Why the run ends with a generation, by what `recovery.lost_stage` asks for."""
+    if set(generation.apart) == set(generation.members):
+        return (
+            f"{generation.cause}, and all hosts that are left have joined the run without its "
+            "folder: what they would train nobody could save"
+        )
+    return (
+        f"{generation.cause}, and no replica of a stage is left that could be moved or "
+        f"rewound; recovery.lost_stage is {lost_stage}"
+    )
+
+
+def require_same_step(done: int, step: int, *, is_apart: bool = False) -> None:
+    """Refuse to go on from a step with what another has left.
+
+    A host whose replicas are apart may have made more steps of its own, and keeps them.
+
+    Raises:
+        PeerTimeout: if so many are `done` here, and the others go on from another `step`.
+    """
+    if (min(done, step) if is_apart else done) != step:
+        raise PeerTimeout(
+            f"this host has the state after step {done}, and the others go on from step {step}: "
+            "it has to take theirs"
+        )
+
+
+def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
+    """Compile what this host will run, unless it is given another stage: others would wait."""
+    if is_joined(Path(config.run_dir)):  # It was made ready before it came.
+        return
+    nodes = [node for node, host in enumerate(setup.host_of) if host == here]
+    stages = {setup.plan.stage_of[node] for node in nodes}
+    own = spreads_of_host(config, setup.plan.case, setup.host_of, here)
+    compile_ahead(config, stages, len(setup.plan.stages), own, setup.plan.case)
+
+
+@contextmanager
+def _closed_by_an_error(transfers: Transfers) -> Iterator[None]:
+    """The transfer servers of a team that ends before it has begun give their ports back."""
+    try:
+        yield
+    except BaseException:
+        transfers.close()
+        raise

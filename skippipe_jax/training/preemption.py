@@ -1,0 +1,98 @@
+"""SIGINT and SIGTERM to a host that trains: it stops the run, or leaves it to the others.
+
+By SIGTERM it leaves a run that outlives its hosts, after the step that is under way or the next
+one: what it alone holds the others take first. Where so many are told to leave that the rest could
+not go on, the run ends instead.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from skippipe_sched.errors import raise_terminated
+
+from skippipe_jax import log
+from skippipe_jax.cluster.board import NOBODY
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, exit_at_once, told_in_time
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.errors import HostLeft
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Preemption:
+    """Whether this host was told to stop or to leave, and what follows from it.
+
+    Attributes:
+        received: the signals that have come while it trains, in their order: one at most.
+        is_too_late: whether the run ends anyway, for which this host stays.
+    """
+
+    def __init__(self, membership: Membership, grace_s: float):
+        """Stay; once told to leave, for `grace_s` seconds at most."""
+        self.received: list[signal.Signals] = []
+        self.is_too_late = False
+        # Alone, or within one JAX, no host can go without the others.
+        self._can_leave = membership.count > 1 and not membership.is_distributed
+        self._membership = membership
+        self._grace_s = grace_s
+        self._is_told = False
+
+    @contextmanager
+    def heeding(self, numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
+        """Take the first of these signals; a second one ends the program, as if it came alone.
+
+        Only a main thread gets signals: in another, none is taken.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, _: Any) -> None:
+            if self.received and number == signal.SIGTERM:
+                raise_terminated()  # Some schedulers send it when a grace begins, and when it ends.
+            if self.received:
+                raise KeyboardInterrupt
+            self.receive(signal.Signals(number))
+
+        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def receive(self, number: signal.Signals) -> None:
+        """Take a signal: only SIGTERM tells a host to leave."""
+        self.received.append(number)
+        if number == signal.SIGTERM and self._can_leave:
+            self._is_told = True
+            self._membership.control.told_to_leave(self._grace_s, self._goes)
+
+    def ends_the_run(self) -> bool:
+        """Tell whether this host wants the run to end, after signals and what others were told."""
+        if not self._can_leave:
+            return bool(self.received)
+        is_asked = any(number != signal.SIGTERM for number in self.received)
+        return is_asked or self._membership.control.is_the_end
+
+    def require_stays(self) -> None:
+        """Raise `HostLeft` if the others do without this host, as it was told to leave."""
+        if self._is_told and self._membership.generation_number == NOBODY:
+            self.is_too_late = True
+            raise HostLeft("the others go on without this host")
+
+    def _goes(self) -> None:
+        """Go, ready or not: whoever has told this host to leave will not wait for ever."""
+        if self.is_too_late or self._membership.control.is_the_end:
+            return
+        log.error(
+            f"host {self._membership.index} was told to leave, and the others have not gone on "
+            f"without it within cluster.grace_s = {self._grace_s:g} s: it goes, and is lost to "
+            f"them. {told_in_time(self._membership.last_words, LOST_HOST_EXIT_CODE)}"
+        )
+        exit_at_once(LOST_HOST_EXIT_CODE)

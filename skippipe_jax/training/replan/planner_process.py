@@ -1,0 +1,236 @@
+"""The planner in a process of its own, which is ready before it is needed.
+
+It takes little from training: another interpreter, with a low priority. Not the lowest, by which it
+would get nothing where all cores are busy. To load and to compile it takes far longer than a search
+may, so both are done while nothing is searched for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from skippipe_sched.methods import path_length_of
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Plan, load_plan
+
+from skippipe_jax import log
+from skippipe_jax.clock import SYSTEM_CLOCK, Clock
+from skippipe_jax.config.replan import ReplanConfig
+from skippipe_jax.storage.records import StepMetrics
+from skippipe_jax.training.callbacks.base import Callback, RunView
+
+# Beside what keeps a core busy it gets a quarter of that.
+LOW_PRIORITY = ("nice", "-n", "5")
+
+# A run that has begun has enough to do; one that ends soon needs no search. Hosts prepare one after
+# another, as many of them may share a machine.
+PREPARES_AFTER_S = 20.0
+
+# So many keep in memory what a search needs: whoever leads, and who does when it is lost.
+READY_HOSTS = 2
+
+# Of a search that is made only so that all is loaded and compiled.
+SHORTEST_BUDGET_S = 0.01
+
+
+class PlannerProcess:
+    """Runs commands of the planner, one after another, until it is closed."""
+
+    def __init__(self):
+        """Start it."""
+        nice = LOW_PRIORITY if shutil.which(LOW_PRIORITY[0]) else ()
+        self._lock, self._is_closed = threading.Lock(), False
+        self._folder = tempfile.TemporaryDirectory(prefix="skippipe-search-")
+        self._errors = Path(self._folder.name, "errors.txt")
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [*nice, sys.executable, "-m", "skippipe_sched.standby"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,  # What is not taken is not kept.
+                start_new_session=True,  # Signals to this host are not for the search.
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, by itself or because it was closed."""
+        return self._process.poll() is not None
+
+    def run(self, words: Sequence[str]) -> int:
+        """The exit code of a command, once those before and it have ended, or the process has."""
+        source, target = self._pipes
+        with self._lock:
+            if not self._is_closed:
+                try:
+                    target.write(json.dumps(words).encode() + b"\n")
+                except BrokenPipeError:
+                    return self._process.wait()  # Its exit code tells why.
+                if answer := source.readline():
+                    return int(answer)
+        return self._process.wait()
+
+    @property
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        source, target = self._process.stdout, self._process.stdin
+        assert source is not None, "is a pipe"
+        assert target is not None, "is a pipe"
+        return source, target
+
+    def last_error_line(self) -> str:
+        """The last line that it has written to its standard error."""
+        said = self._errors.read_text(errors="replace").split("\n")
+        return next((line for line in reversed(said) if line.strip()), "it says nothing")
+
+    def interrupt(self) -> None:
+        """End the search that is under way."""
+        self._process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        """End it, whatever it is at."""
+        self._process.kill()
+        self._process.wait()
+        with self._lock:  # Whoever waits for an answer has got none.
+            if not self._is_closed:
+                self._is_closed = True
+                for pipe in self._pipes:
+                    pipe.close()
+                self._folder.cleanup()
+
+
+class WarmPlanner:
+    """The search process of a host, which is kept from one generation of hosts to the next."""
+
+    def __init__(self, method: str):
+        """Searches are by this method; start nothing yet."""
+        self._method = method
+        self._kept: PlannerProcess | None = None
+        self._others: list[PlannerProcess] = []
+        self._has_prepared = False
+
+    def process(self) -> PlannerProcess:
+        """The process, which is started if there is none."""
+        if self._kept is None or self._kept.has_ended:
+            self._kept = PlannerProcess()
+        return self._kept
+
+    def warm_up(self, plan: Plan, *, stays: bool) -> None:
+        """Begin to load and compile what a search needs, such as one for the case of a plan.
+
+        What is compiled is kept on this machine; with `stays`, what is loaded stays in memory.
+        """
+        is_there = self._kept is not None and not self._kept.has_ended
+        if is_there or (self._has_prepared and not stays):
+            return
+        self._has_prepared = True
+        process = self.process() if stays else PlannerProcess()
+        if not stays:
+            self._others.append(process)
+
+        def search() -> None:
+            with tempfile.TemporaryDirectory(prefix="skippipe-prepare-") as folder:
+                case, found = Path(folder, "case.yaml"), Path(folder, "plan.json")
+                case.write_text(json.dumps(dict(plan.case.source)), encoding="utf-8")
+                words = ["plan", str(case), "--method", self._method, "-o", str(found)]
+                # If that fails, the search that is needed will say why.
+                process.run([*words, "--budget", f"{SHORTEST_BUDGET_S:g}", "--compiled"])
+            if not stays:
+                process.close()
+
+        threading.Thread(target=search, daemon=True).start()
+
+    def close(self) -> None:
+        """End whatever runs."""
+        for process in (*self._others, *([self._kept] if self._kept else [])):
+            process.close()
+
+
+class PlanSearch:
+    """Searches for the best plan of some cases, one after another, which share the budget."""
+
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        standing: Plan,
+        config: ReplanConfig,
+        seed: int,
+        process: PlannerProcess,
+        then: Callable[[Sequence[Plan]], None],
+    ):
+        """Begin at once, from the plan that stands where the case is like its own.
+
+        When all have been searched, `then` is called with the plans that were found, by a thread of
+        its own: a step that takes long is not waited for.
+        """
+        self._process, self._then = process, then
+        self._is_closed, self._is_over = threading.Event(), threading.Event()
+        budget_s = config.budget_s / len(cases)
+        folder = tempfile.TemporaryDirectory(prefix="skippipe-replan-")
+        self._cases = [Path(folder.name, f"case{number}.yaml") for number in range(len(cases))]
+        commands: list[list[str]] = []
+        for path, case in zip(self._cases, cases, strict=True):
+            path.write_text(json.dumps(dict(case.source)), encoding="utf-8")
+            words = ["plan", str(path), "--method", config.method, "--budget", f"{budget_s:g}"]
+            words.append("--compiled")
+            words += ["--seed", str(seed), "-o", str(path.with_suffix(".json"))]
+            if standing.fits(case, path_length_of(config.method, case)):
+                standing.save(Path(folder.name, "standing"))
+                words += ["--begin", str(Path(folder.name, "standing"))]
+            commands.append(words)
+        threading.Thread(target=self._search, args=(folder, commands), daemon=True).start()
+
+    def _search(
+        self, folder: tempfile.TemporaryDirectory[str], commands: Sequence[list[str]]
+    ) -> None:
+        with folder:
+            for words in commands:
+                if self._is_closed.is_set():
+                    return
+                code = self._process.run(words)
+                if code and not self._is_closed.is_set():
+                    why = self._process.last_error_line()
+                    log.info(f"a search for a better plan ended with exit code {code}: {why}")
+            plans = [load_plan(path) for path in sorted(Path(folder.name).glob("case*.json"))]
+        if not self._is_closed.is_set():
+            self._then(plans)
+        self._is_over.set()
+
+    def is_over(self) -> bool:
+        """Whether all cases have been searched."""
+        return self._is_over.is_set()
+
+    def close(self) -> None:
+        """End it, if it is not over, without waiting for that."""
+        self._is_closed.set()
+        if not self._is_over.is_set():
+            for path in self._cases:
+                path.unlink(missing_ok=True)  # A search that has not begun to read it ends at once.
+            self._process.interrupt()
+
+
+class PlannerWarmup(Callback):
+    """Prepares a search once a generation of hosts has lasted for a while."""
+
+    def __init__(self, planner: WarmPlanner, plan: Plan, place: int, clock: Clock = SYSTEM_CLOCK):
+        """For the case of a plan, on the host that has this place among those of its team."""
+        self._planner, self._plan, self._stays = planner, plan, place < READY_HOSTS
+        self._clock, self._at_s = clock, clock.now() + PREPARES_AFTER_S * (1 + place)
+        self._is_done = False
+
+    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
+        """Prepare it, if it is time."""
+        if not self._is_done and self._clock.now() > self._at_s:
+            self._is_done = True
+            # If that fails, the search that is needed will say why.
+            with suppress(OSError):
+                self._planner.warm_up(self._plan, stays=self._stays)

@@ -1,0 +1,410 @@
+"""A run as long as its hosts are the same: what runs its steps, and what follows each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skippipe_jax import log
+from skippipe_jax.cluster.agreement import from_host_0, gather
+from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import Config
+from skippipe_jax.config.recovery import AVERAGE, BUDDY, SKIP
+from skippipe_jax.data.batches import Batch
+from skippipe_jax.data.read_ahead import ReadAhead
+from skippipe_jax.errors import CheckpointFailed, GenerationEnded
+from skippipe_jax.optim.adamw import updates_made
+from skippipe_jax.runtime.outer_steps import from_own_states
+from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
+from skippipe_jax.runtime.runtime import Runtime, open_runtime
+from skippipe_jax.runtime.state import Kept, from_checkpoint
+from skippipe_jax.storage.checkpoint import Checkpoint, is_committed, step_folder
+from skippipe_jax.storage.checkpointer import BEST_METRIC
+from skippipe_jax.storage.files import retry
+from skippipe_jax.storage.recording import keep_plan
+from skippipe_jax.training.callbacks.base import Callback, CallbackList
+from skippipe_jax.training.callbacks.metrics_log import MetricsLog, TimelinePlotter
+from skippipe_jax.training.callbacks.profiler import profile_step
+from skippipe_jax.training.callbacks.progress import CompilationCounter, ProgressBar
+from skippipe_jax.training.callbacks.trackers import trackers_of_leader
+from skippipe_jax.training.dropped_stages import kept_stages
+from skippipe_jax.training.initial_weights import InitialWeights, open_initial_weights
+from skippipe_jax.training.metrics import MetricsCollector
+from skippipe_jax.training.preemption import Preemption
+from skippipe_jax.training.setup import (
+    COPYING_S,
+    RunSetup,
+    open_checkpointer,
+    restores_replica_states,
+)
+from skippipe_jax.training.validation import Validator
+from skippipe_jax.training.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What sessions, and whoever opens them, need of a run.
+
+    Attributes:
+        config: what the run is told.
+        run_dir: the folder that it writes.
+        membership: this host among all those that the run was started with.
+        callbacks: those that are told of steps.
+        compile_stats: counts the programs that are compiled.
+        stop: whether this host was told to stop or to leave.
+    """
+
+    config: Config
+    run_dir: Path
+    membership: Membership
+    callbacks: CallbackList
+    compile_stats: CompilationCounter
+    stop: Preemption
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """What a host goes on with, whoever goes on with it.
+
+    Attributes:
+        step: the optimizer steps that are done.
+        microbatches_read: of the run, before the next step.
+        replicas: the states that it holds, or takes from others; None where a run begins.
+        checkpoint: the one that states come from where none are held.
+        restores_checkpoint: whether they come from the newest that is intact for all hosts, which
+            these have yet to find.
+        remains: what it has besides, to make a stage from that is lost.
+    """
+
+    step: int
+    microbatches_read: int
+    replicas: Kept | None = None
+    checkpoint: Checkpoint | None = None
+    restores_checkpoint: bool = False
+    remains: Remains = NO_REMAINS
+
+
+@dataclass(frozen=True)
+class SessionStart:
+    """What a session begins with.
+
+    Attributes:
+        group: the hosts that train, and this one among them.
+        setup: what they have agreed on.
+        state: what this host goes on with.
+        unfinished: whether hosts may have left what follows the last step undone. All do it again
+            then.
+    """
+
+    group: Group
+    setup: RunSetup
+    state: HeldState
+    unfinished: bool = False
+
+
+def first_state(setup: RunSetup) -> HeldState:
+    """Return what a host begins or resumes a run with."""
+    step = 0 if setup.checkpoint is None else setup.checkpoint.step
+    return HeldState(step, setup.agreed.microbatches_read, checkpoint=setup.checkpoint)
+
+
+class Session:
+    """Opened by all hosts together after a step, and closed when one is lost or the run ends.
+
+    Attributes:
+        step: the optimizer steps that are done.
+        unfinished: whether what follows the last one is yet to be done.
+        saved: whether that is the last one, and its checkpoint is whole.
+        group: this host among those that train.
+        schedule: their plans, and which step takes which.
+        runtime: what runs the steps, with the state of the stages.
+        microbatches_read: of the run, before the next step.
+        callbacks: those of the project that are told as long as this is open.
+    """
+
+    def __init__(self, run: RunContext, start: SessionStart):
+        """Begin with the states that the hosts have, restore or take from one another."""
+        config, setup, state = run.config, start.setup, start.state
+        self._run, self._config, self._setup = run, config, setup
+        self.group, self.schedule = start.group, setup.schedule
+        self.step, self.unfinished, self.saved = state.step, start.unfinished, False
+        self.microbatches_read = state.microbatches_read
+        # The results of an iteration are read when this many later ones have been dispatched, so
+        # that devices have work while the host reads.
+        self._metrics_lag = config.averaging.iterations_apart
+        self._saved_step = -1 if start.unfinished else state.step
+        self._copied_step: int | None = None
+        self._validation: tuple[int, float | None] = (-1, None)
+        self._squared_norms = state.remains.squared_norms
+        self.runtime = build_runtime(config, start)
+        # Others may still take these, until a step counts that was made without them.
+        self._first_own_step = state.step + 1
+        self._still_offered = dict(state.replicas or {})
+        try:
+            with ExitStack() as opened:
+                self._open(opened)
+                # What is open stays open, as nothing has failed.
+                self._opened = opened.pop_all()
+        except BaseException:
+            self.runtime.close()
+            self._setup.transfers.close()
+            raise
+
+    def _open(self, opened: ExitStack) -> None:
+        """Open what follows the steps; what is opened last is closed first."""
+        config, setup, runtime, group = self._config, self._setup, self.runtime, self.group
+        self._metrics = MetricsCollector(config, self.schedule, runtime, self.step)
+        self._validator = None
+        if config.validation.every:
+            count = setup.agreed.held_out_microbatches
+            self._validator = Validator(config, setup.held_out, count, runtime, group)
+        self._reader = None
+        if setup.data is not None:
+            self._reader = ReadAhead(setup.data.__getitem__, config.data.prefetch)
+            opened.enter_context(closing(self._reader))
+        opened.enter_context(closing(self._metrics))
+        cut = config.model.layers_of_stages(len(setup.plan.stages))
+        self._checkpointer = open_checkpointer(config, group, cut, setup.mirror)
+        skipped = self._metrics.skipped_updates
+        self.callbacks = default_callbacks(self._run, group, self.step, skipped)
+        self._watched: Callable[[], AbstractContextManager[None]] = nullcontext
+        if group.is_elastic:
+            planned_s = max(plan.predicted.iteration_s for plan in self.schedule.plans.values())
+            watched = runtime.exchange.loop, planned_s, config.network.deadline_s
+            watchdog = Watchdog(*watched, self._run.membership.stop)
+            self._watched = opened.enter_context(closing(watchdog)).iteration
+        for callback in self.callbacks:
+            opened.callback(callback.close)
+        opened.callback(runtime.close)
+        # Whatever happens in an iteration, the checkpoint before it is written to its end.
+        opened.enter_context(closing(self._checkpointer))
+
+    def add_callback(self, callback: Callback) -> None:
+        """Tell one more callback, until this is closed."""
+        self.callbacks.append(callback)
+        self._opened.callback(callback.close)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a host was asked to stop, by the last iteration that was read."""
+        return self._metrics.asked_to_stop
+
+    def export(self) -> HeldState:
+        """Gather what this host holds, states among it that it serves no longer."""
+        topology, remains = self.runtime.topology, NO_REMAINS
+        replicas = self._still_offered | {
+            (topology.stage_of[node], topology.spread(node)): state
+            for node, state in self.runtime.states.items()
+        }
+        if self._config.recovery.lost_stage in (BUDDY, AVERAGE, SKIP):
+            norms = self._squared_norms
+            norms = None if norms is None else tuple(np.asarray(norms).tolist())
+            remains = Remains(self.runtime.copies, norms, self._updates)
+        return HeldState(self.step, self.microbatches_read, replicas, remains=remains)
+
+    @property
+    def _updates(self) -> int:
+        """How many the optimizer has made."""
+        return updates_made(next(iter(self.runtime.states.values())).optimizer_state)
+
+    def train_step(self) -> None:
+        """Run an iteration by its plan; record and profile it if it is time."""
+        config, folder, iteration, step = self._config, self._run.run_dir, self.step, self.step + 1
+        stop = self._run.stop.ends_the_run()
+        plan = self.schedule.plan(iteration)
+        self._metrics.begin()
+        profiling = nullcontext()
+        if config.log.profiles(step):
+            profiling = profile_step(self.runtime, folder, step, self.group.index)
+        record = config.traces(iteration)
+        if record and self.group.index == 0 and self.group.generation.number > 1:
+            retry(folder, lambda: keep_plan(folder, step, plan))
+        with profiling, self._watched():
+            batches = self._batches(iteration)
+            outcome = self.runtime.run(iteration, batches, stop=stop, record=record)
+        if config.recovery.lost_stage == AVERAGE:
+            self._squared_norms = outcome.sums().squared_norms
+        if self.runtime.counts(self._first_own_step):
+            self._still_offered.clear()
+        self.microbatches_read += len(plan.microbatches)
+        if (recording := outcome.recording) is not None:
+            retry(folder, lambda: recording.save(folder, step, self.group.index))
+        self._metrics.watch(step, outcome, self._run.compile_stats.take())
+        self.step, self.unfinished, self.saved = step, True, False
+
+    def _batches(self, iteration: int) -> dict[int, Batch]:
+        """Read the batches of an iteration's microbatches whose data nodes are served here.
+
+        Microbatch m of an iteration is number `microbatches_read` + m of the run.
+        """
+        paths, read = self.schedule.plan(iteration).microbatches, self.microbatches_read
+        if self._reader is None:
+            return {}
+        here = self.runtime.topology.nodes
+        own = [microbatch for microbatch, path in enumerate(paths) if path[0] in here]
+        batches = {microbatch: self._reader[read + microbatch] for microbatch in own}
+        self._reader.announce(read + len(paths) + microbatch for microbatch in own)
+        return batches
+
+    def finish_step(self) -> None:
+        """Do what follows a step: tell of its metrics, and validate and save if it is time.
+
+        Raises:
+            RunFailed: if its loss is no finite number; nothing is saved then.
+        """
+        step, config = self.step, self._config
+        validates = self._validator is not None and config.validation.validates(step)
+        saves = step % config.checkpoint.every == 0
+        # Both wait for the parameters anyway, and come after all that is known of the steps.
+        self.emit_metrics(0 if validates or saves else self._metrics_lag)
+        if validates and self._validator is not None:
+            self._validation = step, self._validator.evaluate(step)
+            self._metrics.restart_clock()
+            self._run.callbacks.on_validation_end(*self._validation)
+        if saves:
+            self._save(step)
+        self.unfinished = False
+
+    def emit_metrics(self, lag: int = 0) -> None:
+        """Tell callbacks of the iterations that have ended, all but the last `lag` of them."""
+        for metrics in self._metrics.completed(lag):
+            self._run.callbacks.on_step_end(metrics)
+
+    def save_final(self) -> None:
+        """Tell of all steps, and return when the last is saved, and copied if it shall be."""
+        self._run.stop.is_too_late = True
+        step = self.step
+        self.emit_metrics()
+        if self._saved_step != step:
+            self._save(step)
+        while not self._checkpointer.wait():
+            self._save(step)
+        if self._config.checkpoint.copy_to is not None and self._copied_step != step:
+            # If the leader is lost meanwhile, the next one goes on with it.
+            name, complete = f"copied/{step}", self._checkpointer.complete_copy
+            from_host_0(self.group, name, complete, COPYING_S)
+            self._copied_step = step  # A team can tell only once what has this name.
+        self.saved = True
+
+    def _save(self, step: int) -> None:
+        """Begin the checkpoint of a step, unless it is there."""
+        self._saved_step, folder = step, self._run.run_dir
+
+        def is_there() -> bool:
+            return is_committed(step_folder(folder, step))
+
+        group = self.group
+        if group.is_elastic and from_host_0(
+            group, f"saves/{step}", lambda: retry(folder, is_there), group.timeout_s
+        ):
+            group.saved(step)
+        else:
+            self._begin_checkpoint(step)
+        self._run.callbacks.on_save(step)
+
+    def _begin_checkpoint(self, step: int) -> None:
+        items = self.runtime.checkpoint_items(step)
+        data = self._data_state(step, items.stages)
+        left_out = self.group.generation.left_out
+        if left_out and self.group.index == 0:
+            count = len(self._setup.plan.stages)
+            kept, ages = kept_stages(self._config, count, left_out, self._updates)
+            items = replace(items, stages={**items.stages, **kept}, stale_stages=ages)
+        validated, loss = self._validation
+        metrics = {}
+        if validated == step and loss is not None and math.isfinite(loss):
+            metrics = {BEST_METRIC: loss}
+        self._checkpointer.save(step, items, data, metrics)
+
+    def _data_state(self, step: int, stages: Collection[int]) -> dict[str, Any] | None:
+        """Tell how far the data was read, on the host that saves stage 0, one of these `stages`."""
+        data, source_of = self._setup.data, self.runtime.given.source_of
+        state = None if data is None else data.state(self.microbatches_read)
+        if 0 in source_of:
+            group, source = self.group, source_of[0]
+            told = gather(group, f"data/{step}", lambda: state, group.timeout_s, [source])
+            state = told[source]
+        return state if 0 in stages else None
+
+    def abandon(self) -> None:
+        """Close all of it although others have gone; a checkpoint that they have left is none."""
+        with suppress(GenerationEnded, CheckpointFailed):
+            self._checkpointer.wait()
+        self.close()
+        self.runtime.let_go()
+        self._setup.transfers.close()
+
+    def close(self) -> None:
+        """Close all of it; the last checkpoint is written to its end."""
+        self._opened.close()
+
+
+def default_callbacks(
+    run: RunContext,
+    group: Group,
+    step: int,
+    skipped_updates: int,
+) -> list[Callback]:
+    """Open what every run has, and what its configuration asks for, on the first host alone.
+
+    The session begins after `step`, before which so many updates have been skipped.
+    """
+    if group.index != 0:
+        return []
+    config, folder, hosts = run.config, run.run_dir, run.membership.count
+    is_new = group.generation.number > 1
+    return [
+        MetricsLog(folder),
+        *trackers_of_leader(config, folder, step, is_new=is_new),
+        ProgressBar(config, hosts, step, skipped_updates),
+        *([] if config.trace == "never" else [TimelinePlotter()]),
+    ]
+
+
+def build_runtime(config: Config, start: SessionStart) -> Runtime:
+    """Open the stages of this host, each with the state that it goes on with.
+
+    All hosts open theirs together. States that are held are as they are, lost ones are made from
+    what remains of them, and the others come from the checkpoint, or are those of a new run.
+
+    Raises:
+        InputError: if they cannot be read, or this host reads other weights than others.
+    """
+    group, setup, state = start.group, start.setup, start.state
+    checkpoint, replicas = state.checkpoint, state.replicas
+    cut = config.model.layers_of_stages(len(setup.plan.stages))
+    # A run that stopped before its first checkpoint begins anew when it is resumed.
+    is_begun = checkpoint is not None or replicas is not None
+    weights = None if is_begun else setup.weights or open_initial_weights(config)
+    first = None if weights is None else InitialWeights(weights, cut, are_compared=group.count > 1)
+    origin = first and first.read
+    own_origin = None
+    if checkpoint is not None:
+        origin = from_checkpoint(checkpoint, cut)
+        if restores_replica_states(config, setup.plan, checkpoint):
+            own_origin = from_own_states(checkpoint, config, cut)
+        elif _replicas_diverged(config, checkpoint) and group.index == 0:
+            log.output(
+                "replicas differ from those that were saved, in number or in how they average, or "
+                "not all were saved: they go on from the outer parameters"
+            )
+    kinds = setup.agreed.device_kinds
+    given = setup.schedule, setup.programs, setup.host_of, kinds
+    states = origin, replicas, state.remains, own_origin
+    serving = [{setup.host_of[node] for node in nodes} for nodes in setup.plan.stages]
+    ready = None if first is None else first.compared(config, group.index, serving)
+    return open_runtime(config, *given, group, setup.transfers, *states, state.step, ready)
+
+
+def _replicas_diverged(config: Config, checkpoint: Checkpoint) -> bool:
+    """Tell whether replicas differed when they were saved, or do now."""
+    averaging = config.averaging
+    is_apart = averaging.is_outer and checkpoint.step >= max(1, averaging.exact_steps)
+    return is_apart or checkpoint.record.replica_states is not None

@@ -1,0 +1,572 @@
+"""A checkpoint is written by all hosts, and counts once it is whole, whoever fails or is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError, TemporaryError, run_command
+
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.errors import CheckpointFailed, CorruptCheckpoint, GenerationEnded
+from skippipe_jax.storage import checkpoint as checkpoint_module
+from skippipe_jax.storage import checkpointer as checkpointer_module
+from skippipe_jax.storage import files
+from skippipe_jax.storage.checkpoint import (
+    COMMITTED,
+    CheckpointItems,
+    ReplicaStates,
+    committed_steps,
+    latest_step,
+    open_checkpoint,
+    pending_folder,
+    remove_unfinished,
+    step_folder,
+)
+from skippipe_jax.storage.checkpointer import BEST_METRIC, Checkpointer, RetentionPolicy
+from skippipe_jax.storage.loading import load_data_state, load_replica, load_stage
+from skippipe_jax.storage.records import append_record
+from skippipe_jax.storage.run_dir import BEST, VALIDATION, RunDir
+from tests.multihost.processes import started_processes
+from tests.network.test_shaped_network import needs_root
+from tests.sched.examples import plan_of
+from tests.storage.checkpoints import LAYERS, abstract, prepare_run, stage_state, write
+from tests.thread_hosts import ThreadHost
+
+
+def test_arrays_may_be_donated_once_save_returns(tmp_path):
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=(1,), policy=RetentionPolicy(9))
+    state = {"params": {f"w{i}": jnp.full((512, 1024), i, jnp.float32) for i in range(8)}}
+    expected = jax.tree.map(np.array, state)
+    writer.save(1, CheckpointItems({0: state}), {})
+    for _ in range(5):
+        state = overwrite(state)
+    jax.block_until_ready(state)
+    writer.save(2, CheckpointItems({0: state}), {})
+    writer.close()
+    saved = load_stage(open_checkpoint(tmp_path, 1), (1,), 0, abstract(state))
+    jax.tree.map(np.testing.assert_array_equal, saved, expected)
+    saved = load_stage(open_checkpoint(tmp_path, 2), (1,), 0, abstract(state))
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, -1), saved)
+
+
+def test_the_last_checkpoints_are_kept(tmp_path):
+    write(tmp_path, [1, 2, 5, 7], keep=2)
+    assert committed_steps(tmp_path) == [5, 7]
+    assert latest_step(tmp_path) == 7
+    assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"00000005", "00000007"}
+
+
+def test_where_hosts_may_be_lost_the_checkpoint_before_the_last_is_kept(tmp_path):
+    """A host that has not heard of the last one has all go back to the one before."""
+    write(tmp_path, [1, 2, 3], keep=1, generation=5)
+    assert committed_steps(tmp_path) == [2, 3]
+
+
+def test_some_checkpoints_are_kept_for_good(tmp_path):
+    write(tmp_path, [2, 3, 4, 6, 8, 9], keep=1, keep_every=4)
+    assert committed_steps(tmp_path) == [4, 8, 9]
+
+
+@given(
+    losses=st.lists(st.none() | st.floats(0, 9), max_size=12),
+    keep=st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 5),
+)
+def test_the_last_the_best_and_every_nth_are_retained(losses, keep, keep_every):
+    metrics = {n: {} if x is None else {BEST_METRIC: x} for n, x in enumerate(losses, 1)}
+    policy = RetentionPolicy(keep, keep_every)
+    retained = policy.retained(metrics)
+    best = policy.best(metrics)
+    known = [x for x in losses if x is not None]
+    assert (None if best is None else losses[best - 1]) == min(known, default=None)
+    for step in metrics:
+        is_regular = keep_every is not None and step % keep_every == 0
+        assert (step in retained) == (step > len(losses) - keep or is_regular or step == best)
+    # What was removed before changes nothing later.
+    assert policy.retained({step: metrics[step] for step in retained}) == retained
+
+
+def test_a_step_is_not_saved_twice(run_dir):
+    with pytest.raises(InputError, match="is saved already"):
+        write(run_dir, [20])
+
+
+def test_orbax_is_quiet_where_others_are_not(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        write(tmp_path, [1])
+        load_stage(open_checkpoint(tmp_path), LAYERS, 0, abstract(stage_state(10)))
+        logging.getLogger("absl").info("another library")
+    assert [record.getMessage() for record in caplog.records] == ["another library"]
+
+
+def test_only_who_writes_changes_what_other_libraries_print():
+    program = """
+import logging, sys
+import skippipe_jax.storage.loading
+assert sys.unraisablehook is sys.__unraisablehook__
+assert not logging.getLogger("absl").filters + logging.getLogger("asyncio").filters
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_run_of_an_earlier_version_keeps_its_best_checkpoint(tmp_path):
+    """Its commit records have no metrics: the losses are in a file of the run."""
+    write(tmp_path, [1, 2, 3])
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
+        path = step_folder(tmp_path, step) / COMMITTED
+        record = json.loads(path.read_text())
+        assert record.pop("metrics") == {}
+        path.write_text(json.dumps(record))
+        append_record(tmp_path / VALIDATION, {"step": step, "validation_loss": loss})
+    write(tmp_path, [4, 5], keep=1)
+    assert committed_steps(tmp_path) == [2, 5]
+    assert json.loads((tmp_path / BEST).read_text()) == {"step": 2, "validation_loss": 1.0}
+
+
+def test_what_was_begun_is_written_to_its_end_where_the_next_part_cannot_be_begun(
+    tmp_path, monkeypatch
+):
+    begin, ended = checkpointer_module.begin_writing, []
+
+    @contextlib.contextmanager
+    def written(folder, state):
+        try:
+            with begin(folder, state):
+                yield
+        finally:
+            ended.append(folder.name)
+
+    def begins(folder, state):
+        if folder.name == "stage_1":
+            raise ValueError("no such stage")
+        return written(folder, state)
+
+    monkeypatch.setattr(checkpointer_module, "begin_writing", begins)
+    writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=LAYERS, policy=RetentionPolicy(1))
+    writer.save(1, CheckpointItems({stage: stage_state(stage) for stage in range(2)}), {})
+    with pytest.raises(CheckpointFailed, match="no such stage"):
+        writer.wait()
+    assert ended == ["stage_0"]
+    writer.close()
+
+
+# Hosts.
+
+
+def two_writers(run_dir, **options):
+    host = ThreadHost(count=2)
+    return [
+        Checkpointer(run_dir, h, stage_layers=LAYERS, policy=RetentionPolicy(3), **options)
+        for h in (host, host.peer(1))
+    ]
+
+
+def test_a_checkpoint_waits_for_every_host_and_save_does_not(tmp_path):
+    first, second = two_writers(tmp_path)
+    first.save(3, CheckpointItems({0: stage_state(0)}), {})
+    time.sleep(0.3)
+    assert latest_step(tmp_path) is None
+    second.save(3, CheckpointItems({1: stage_state(1)}), None)
+    second.wait()
+    assert latest_step(tmp_path) == 3
+    first.close()
+    second.close()
+
+
+def test_own_states_of_replicas_are_part_of_a_checkpoint_bit_by_bit(tmp_path):
+    """Of stage 1 there are two replicas, one on each host; it is whole with both."""
+    first, second = two_writers(tmp_path)
+    own = ReplicaStates((0, 2), {"every": 4})
+    states = [{"residual": stage_state(place), "under_way": {"8": {}}} for place in range(2)]
+    first.save(3, CheckpointItems({0: stage_state(0)}, {(1, 0): states[0]}, own), {})
+    second.save(3, CheckpointItems({1: stage_state(1)}, {(1, 1): states[1]}, own), None)
+    second.wait()
+    checkpoint = open_checkpoint(tmp_path, 3)
+    assert checkpoint.record.replica_states == own
+    for place, state in enumerate(states):
+        found = load_replica(checkpoint, 1, place, lambda _, own=state: abstract(own))
+        jax.tree.map(np.testing.assert_array_equal, found, state)
+    more = {**states[0], "parameters": stage_state(0)}
+    with pytest.raises(InputError, match=r"replica_1_0.*no such array"):
+        load_replica(checkpoint, 1, 0, lambda _: abstract(more))
+    # Which of them are to be there all hosts know: less is no checkpoint.
+    first.save(4, CheckpointItems({0: stage_state(0)}, {}, own), {})
+    second.save(4, CheckpointItems({1: stage_state(1)}, {(1, 1): states[1]}, own), None)
+    with pytest.raises(CheckpointFailed, match="replica_1_0"):
+        first.wait()
+    with pytest.raises(CheckpointFailed):
+        second.wait()
+    assert latest_step(tmp_path) == 3
+    (checkpoint.folder / "replica_1_1" / "manifest.ocdbt").unlink()
+    with pytest.raises(CorruptCheckpoint, match="missing"):
+        load_replica(checkpoint, 1, 1, lambda _: abstract(states[1]))
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_every_host_learns_that_one_failed(tmp_path, broken):
+    writers = two_writers(tmp_path)
+    obstacle = pending_folder(tmp_path, 3, generation=0) / f"stage_{broken}"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("in the way")
+    for stage, writer in enumerate(writers):
+        writer.save(3, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+    for writer in writers:
+        with pytest.raises(CheckpointFailed, match=r"ValueError.*already exists") as caught:
+            writer.wait()
+        named = f"host {broken} has failed at 'checkpoint/3/part'" in str(caught.value)
+        assert named == (writer is not writers[broken])
+    assert latest_step(tmp_path) is None
+    for stage, writer in enumerate(writers):  # and the next checkpoint is none the worse
+        writer.save(4, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+    for writer in writers:
+        writer.close()
+    assert latest_step(tmp_path) == 4
+
+
+def of_generation(run_dir, generation, step):
+    """A writer of a generation that has begun the checkpoint of a step, but not all of it."""
+    writer = Checkpointer(
+        run_dir, ThreadHost(), stage_layers=LAYERS, policy=RetentionPolicy(3), generation=generation
+    )
+    write_slowly = threading.Event()
+    writer._background.submit(write_slowly.wait)
+    writer.save(step, CheckpointItems({i: stage_state(10 * step + i) for i in range(2)}), {})
+    return writer, write_slowly
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_those_who_were_cut_off_and_those_who_went_on_may_save_one_step(tmp_path, first):
+    writers = [of_generation(tmp_path, generation, 4) for generation in (7, 8)]
+    folders = [pending_folder(tmp_path, 4, generation) for generation in (7, 8)]
+    assert all(folder.is_dir() for folder in folders)
+    writer, write_on = writers[first]
+    write_on.set()
+    writer.wait()
+    assert committed_steps(tmp_path) == [4]
+    assert not folders[first].exists()
+    stamp = (step_folder(tmp_path, 4) / "COMMITTED").stat()
+    other, write_on = writers[1 - first]
+    write_on.set()
+    # The first has removed what was there of it; what it has written since does not count.
+    with contextlib.suppress(CheckpointFailed):
+        other.wait()
+    assert (step_folder(tmp_path, 4) / "COMMITTED").stat() == stamp
+    load_stage(open_checkpoint(tmp_path, 4), LAYERS, 0, abstract(stage_state(0)))
+    for writer, _ in writers:
+        writer.close()
+
+
+def test_a_checkpoint_that_is_whole_later_than_another_of_its_step_is_dropped(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "skippipe_jax.storage.checkpointer.remove_unfinished", lambda *_, **__: None
+    )
+    late, write_on = of_generation(tmp_path, 7, 4)
+    write(tmp_path, [4], generation=8)
+    stamp = (step_folder(tmp_path, 4) / "COMMITTED").stat()
+    write_on.set()
+    late.close()
+    assert (step_folder(tmp_path, 4) / "COMMITTED").stat() == stamp
+    assert not pending_folder(tmp_path, 4, 7).exists()
+
+
+def test_only_what_is_as_old_is_removed_of_checkpoints_that_were_not_finished(tmp_path):
+    folders = {step: pending_folder(tmp_path, step, 2) for step in (3, 4, 5)}
+    for folder in folders.values():
+        (folder / "stage_0").mkdir(parents=True)
+    write(tmp_path, [4], generation=3)
+    assert [step for step, folder in folders.items() if folder.exists()] == [5]
+    remove_unfinished(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000004"]
+
+
+def test_a_failed_save_surfaces_in_the_next_one(tmp_path):
+    writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=LAYERS, policy=RetentionPolicy(3))
+    writer.save(1, CheckpointItems({0: stage_state(0)}), {})
+    with pytest.raises(CheckpointFailed, match=r"expected \['data.json', 'stage_0', 'stage_1'\]"):
+        writer.save(2, CheckpointItems({0: stage_state(0)}), {})
+    writer.close()
+
+
+@contextlib.contextmanager
+def full_disk():
+    """A limit on the size of files stands for a disk that is full."""
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    for module in ("files", "checkpointer"):
+        monkeypatch.setattr(f"skippipe_jax.storage.{module}.RETRY_PAUSES_S", (0.0, 0.0))
+
+
+def test_training_goes_on_where_a_checkpoint_cannot_be_written_and_the_next_one_is(
+    tmp_path, no_pauses
+):
+    writers = two_writers(tmp_path)
+
+    def save(step):
+        for stage, writer in enumerate(writers):
+            writer.save(step, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+        return [writer.wait() for writer in writers]
+
+    with full_disk():
+        assert save(3) == [False, False]
+        # The last one of a run is tried again.
+        assert save(3) == [False, False]
+    assert not any((tmp_path / "checkpoints").iterdir()), "it would take the room of the next"
+    assert save(3) == [True, True]
+    assert save(4) == [True, True]
+    assert committed_steps(tmp_path) == [3, 4]
+    for writer in writers:
+        writer.close()
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_host_that_can_write_no_checkpoint_ends_alone_with_an_error_that_may_be_over_later(
+    tmp_path, broken, monkeypatch, no_pauses
+):
+    complete = checkpointer_module._complete_part
+
+    def failing_on_one(folder, parts, texts):
+        if f"stage_{broken}" in parts:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return complete(folder, parts, texts)
+
+    monkeypatch.setattr(checkpointer_module, "_complete_part", failing_on_one)
+    writers = two_writers(tmp_path)
+    for step in (1, 2, 3):
+        for stage, writer in enumerate(writers):
+            writer.save(step, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+        assert writers[1 - broken].wait() is False
+        if step < 3:
+            assert writers[broken].wait() is False
+    with pytest.raises(TemporaryError, match=r"run_dir = .*written there: Stale file handle"):
+        writers[broken].wait()
+    for writer in writers:
+        writer.close()
+    assert latest_step(tmp_path) is None
+
+
+def failing(monkeypatch, name, *numbers):
+    """Let a function of the writer fail with these errors, and then no more."""
+    left, real = [*numbers], getattr(checkpointer_module, name)
+
+    def fails(*given, **options):
+        if left:
+            number = left.pop(0)
+            raise OSError(number, os.strerror(number))
+        return real(*given, **options)
+
+    monkeypatch.setattr(checkpointer_module, name, fails)
+    return left
+
+
+def test_a_checkpoint_is_committed_although_the_file_system_fails_for_a_while(
+    tmp_path, monkeypatch, no_pauses
+):
+    left = failing(monkeypatch, "commit", errno.ESTALE, errno.EIO)
+    write(tmp_path, [1])
+    assert not left
+    assert committed_steps(tmp_path) == [1]
+    # It was whole already, and what failed came after that.
+    sync, failures = checkpoint_module.synchronize, [OSError(errno.EIO, "an error of the disk")]
+
+    def failing_once(*paths):
+        if failures:
+            raise failures.pop()
+        sync(*paths)
+
+    monkeypatch.setattr(checkpoint_module, "synchronize", failing_once)
+    write(tmp_path, [2])
+    assert not failures
+    assert committed_steps(tmp_path) == [1, 2]
+
+
+def test_what_is_old_and_cannot_be_removed_stays_until_the_next_checkpoint(
+    tmp_path, monkeypatch, capsys
+):
+    left = failing(monkeypatch, "remove", errno.EIO)
+    write(tmp_path, [1, 2], keep=1)
+    assert "not removed: Input/output error" in capsys.readouterr().err
+    assert not left
+    assert committed_steps(tmp_path) == [1, 2]
+    write(tmp_path, [3], keep=1)
+    assert committed_steps(tmp_path) == [3]
+
+
+def test_a_leader_that_wakes_up_late_declares_nothing_whole_and_removes_nothing(tmp_path):
+    line = Generation(8, (0, 1), (7, 8), 1, 3, cause="host 0 was lost")
+    RunDir(tmp_path).append_generation(
+        line, plan_of([[0], [1]], [[0, 1]]), [{"host": 1, "address": "a"}]
+    )
+    theirs = pending_folder(tmp_path, 4, generation=8)
+    theirs.mkdir(parents=True)
+    stopped, wakes_up = of_generation(tmp_path, 7, 4)
+    wakes_up.set()
+    with pytest.raises(GenerationEnded):
+        stopped.close()
+    assert committed_steps(tmp_path) == []
+    assert theirs.is_dir()
+
+
+def test_what_a_later_generation_writes_is_not_removed_by_an_earlier_one(tmp_path):
+    """Not even where it is found out too late that there is one."""
+    theirs = pending_folder(tmp_path, 4, generation=8)
+    theirs.mkdir(parents=True)
+    write(tmp_path, [4], generation=7)
+    assert theirs.is_dir()
+
+
+@needs_root
+def test_a_full_disk_is_told_in_one_line_and_may_have_room_later(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", disk], check=True)
+    try:
+        with started_processes(tmp_path / "processes") as processes:
+            processes.start(__file__, disk / "run", "many files")
+            assert processes.exit_code(0, 120) == TRY_AGAIN_EXIT_CODE
+            *warnings, line = processes.output(0).splitlines()
+        assert (latest_step(disk / "run") or 0) >= 1
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert line.startswith(f"error: run_dir = '{disk / 'run'}': a checkpoint cannot be written")
+    assert ": No space left on device. Mend that, and --resume goes on from " in line
+    assert warnings
+    assert all(warning.startswith("warning: ") for warning in warnings)
+
+
+@pytest.mark.parametrize(("file", "told"), [("/orbax/files.py", []), ("/other/files.py", [True])])
+def test_what_orbax_does_not_ask_for_is_not_told(caplog, file, told):
+    def fail():
+        exec(compile("raise ValueError('a full disk')", file, "exec"))
+
+    loop = asyncio.new_event_loop()
+    failed = loop.create_future()
+    try:
+        fail()
+    except ValueError as error:
+        failed.set_exception(error)
+    del failed  # Nobody has asked for its error.
+    loop.close()
+    assert ["never retrieved" in record.message for record in caplog.records] == told
+
+
+def fill_the_disk(run_dir):
+    """Save checkpoints of many files each, of which none is removed."""
+    files.RETRY_PAUSES_S = (0.1,)
+    writer = Checkpointer(run_dir, ThreadHost(), stage_layers=(1,), policy=RetentionPolicy(1000))
+    for step in range(1, 1000):
+        writer.save(
+            step,
+            CheckpointItems({0: {str(n): jnp.full(3000, n, jnp.float32) for n in range(20)}}),
+            {},
+        )
+    raise AssertionError("the disk is not full yet")
+
+
+def test_a_host_that_never_comes(tmp_path):
+    first, second = two_writers(tmp_path, timeout_s=0.3)
+    first.save(1, CheckpointItems({0: stage_state(0)}), {})
+    with pytest.raises(TimeoutError, match="checkpoint/1/part/1"):
+        first.close()
+    second.close()
+
+
+# Sudden death.
+
+
+def test_all_is_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch):
+    synchronized = []
+
+    def fsync(descriptor):
+        committed = any(tmp_path.glob("checkpoints/*/COMMITTED"))
+        synchronized.append((os.fstat(descriptor).st_ino, committed))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(tmp_path, [1])
+    [folder] = (tmp_path / "checkpoints").iterdir()
+    before = {number for number, committed in synchronized if not committed}
+    below = {path.stat().st_ino: path for path in [folder, *folder.rglob("*")]}
+    assert {below[number].name for number in below.keys() - before} == set()
+    after = {number for number, committed in synchronized if committed}
+    assert after == {path.stat().st_ino for path in (folder, folder.parent)}
+
+
+def save_forever(run_dir):
+    writer = Checkpointer(run_dir, ThreadHost(), stage_layers=LAYERS, policy=RetentionPolicy(2))
+    for step in itertools.count(1):
+        state = {"params": {"w": jnp.full((256, 1024), step, jnp.float32)}}
+        writer.save(step, CheckpointItems({0: state, 1: state}), {"step": step})
+
+
+def is_saving(run_dir):
+    newest = max((run_dir / "checkpoints").iterdir())
+    return not (newest / "COMMITTED").exists() or any(newest.glob("*tmp*"))
+
+
+def test_killed_while_saving(tmp_path):
+    runs = [tmp_path / str(i) for i in range(4)]
+    chance = random.Random(0)
+    deadline = time.monotonic() + 120
+    with started_processes(tmp_path / "processes") as processes:
+        for run in runs:
+            processes.start(__file__, run)
+        processes.wait_until(lambda: all((latest_step(run) or 0) >= 3 for run in runs), 120)
+        for run, process in zip(runs, processes.processes, strict=True):
+            while True:  # stop it at random moments, until one lies within a save
+                assert time.monotonic() < deadline
+                time.sleep(chance.uniform(0.05, 0.3))
+                process.send_signal(signal.SIGSTOP)
+                if is_saving(run):
+                    break
+                process.send_signal(signal.SIGCONT)
+            process.kill()
+    for run in runs:
+        last = latest_step(run)
+        assert last is not None
+        checkpoint = prepare_run(run, ThreadHost())
+        assert checkpoint is not None
+        assert checkpoint.step == last
+        assert {int(f.name) for f in (run / "checkpoints").iterdir()} == set(committed_steps(run))
+        shape = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+        for stage in range(2):
+            state = load_stage(checkpoint, LAYERS, stage, {"params": {"w": shape}})
+            np.testing.assert_array_equal(state["params"]["w"], last)
+        assert load_data_state(checkpoint) == {"step": last}
+
+
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        sys.exit(run_command(lambda: fill_the_disk(Path(sys.argv[1]))))
+    save_forever(Path(sys.argv[1]))  # the process that test_killed_while_saving kills

@@ -1,0 +1,202 @@
+"""Training that begins with the weights of a Hugging Face model: `init_from`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+import yaml
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import Config, load_config, parse_config, require_same_run, to_tree
+from skippipe_jax.config.huggingface import read_model
+from skippipe_jax.interop.conversion import to_huggingface
+from skippipe_jax.interop.huggingface import WEIGHTS
+from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.training.trainer import Trainer
+from tests.llama_models import random_llama, save
+from tests.multihost.processes import started_processes
+from tests.ports import free_port
+
+CASE = {
+    "nodes": 4,
+    "locations": ["here"],
+    "links": [],
+    "activation_bytes": 4096,
+    "stage_bytes": 8192,
+    "forward_s": 0.1,
+    "stages": [1, 2, 1],
+    "path_length": 2,
+    "microbatches_per_data_node": 4,
+    "memory": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Llama 3.1 in one file."""
+    return save(random_llama("llama-3.1"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def run_config(llama: Path, tmp_path: Path) -> Path:
+    """A configuration that leaves the model to the weights; one step that changes nothing."""
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
+    tree = {
+        "run_dir": "run",
+        "compilation_cache": os.environ["JAX_COMPILATION_CACHE_DIR"],
+        "init_from": "hf:model",
+        "plan": {"case": CASE, "method": "balanced"},
+        "data": {
+            "source": "text",
+            "path": str(tmp_path / "text"),
+            "sequence_length": 32,
+            "microbatch_size": 2,
+        },
+        "model": {"stage_layers": [1, 2, 2]},
+        "optimizer": {"learning_rate": 0.0},
+        "train": {"steps": 1},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "model").symlink_to(llama)
+    return tmp_path / "config.yaml"
+
+
+def train_alone(config: Config, *, resume: bool = False) -> None:
+    host = Membership(config.cluster, index=0, count=1)
+    Trainer(config, host=host, resume=resume).run()
+
+
+def assert_same_weights(found: Path, expected: Path) -> None:
+    arrays, others = (safetensors.numpy.load_file(path / WEIGHTS) for path in (found, expected))
+    assert arrays.keys() == others.keys()
+    assert all(arrays[name].tobytes() == others[name].tobytes() for name in others)
+
+
+def merged(folder: Path, target: Path) -> Path:
+    """The tensors of all files of a folder, in one file."""
+    arrays: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        arrays |= safetensors.numpy.load_file(path)
+    target.mkdir()
+    safetensors.numpy.save_file(arrays, target / WEIGHTS)
+    return target
+
+
+def test_the_model_section_may_be_left_out(llama: Path, tmp_path: Path):
+    config = parse_config({"init_from": f"hf:{llama}", "data": {"sequence_length": 8}})
+    assert config.model == read_model(llama)
+    chosen = {"compute_dtype": "bfloat16", "recompute": "block"}
+    config = parse_config(
+        {"init_from": f"hf:{llama}", "model": chosen, "data": {"sequence_length": 8}}
+    )
+    assert (config.model.compute_dtype, config.model.width) == ("bfloat16", 32)
+    # A configuration that is complete, as a run saves it, needs the weights no more.
+    gone = to_tree(config) | {"init_from": f"hf:{tmp_path / 'gone'}"}
+    assert parse_config(gone).model == config.model
+
+
+@pytest.mark.parametrize("value", ["model", "hf:", "gguf:model", ":", 3, ""])
+def test_an_init_from_that_names_no_weights_is_refused(value: Any):
+    with pytest.raises(InputError) as caught:
+        parse_config({"init_from": value})
+    assert caught.value.field == "init_from"
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ({"kv_heads": 4}, "model.kv_heads"),
+        ({"rope_scaling": None}, "model.rope_scaling"),
+        ({"norm_epsilon": 1e-6}, "model.norm_epsilon"),
+        ({"preset": "tiny", "width": 256}, "model.width"),
+    ],
+)
+def test_a_model_that_differs_is_refused_before_anything_is_written(
+    model: Any, key: str, run_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(run_config.parent)
+    tree = yaml.safe_load(run_config.read_text())
+    with pytest.raises(InputError) as caught:
+        parse_config(tree | {"model": tree["model"] | model})
+    assert caught.value.field == key
+    # A configuration that is complete is compared when the weights are opened.
+    config = load_config(run_config)
+    [differing] = model.keys() - {"preset"}
+    changed = dataclasses.replace(config.model, **{differing: model[differing]})
+    with pytest.raises(InputError) as caught:
+        train_alone(dataclasses.replace(config, model=changed))
+    assert caught.value.field == key
+    assert not Path("run").exists()
+
+
+def test_a_shorter_context_is_trained_and_handed_on(
+    run_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(run_config.parent)
+    train_alone(load_config(run_config, ["model.context=32"]))
+    to_huggingface(Path("run"), Path("after"))
+    assert json.loads(Path("after/config.json").read_text())["max_position_embeddings"] == 32
+
+
+def test_training_begins_with_the_weights(
+    llama: Path, run_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(run_config.parent)
+    config = load_config(run_config)
+    train_alone(config)
+    assert RunDir("run").config("run") == config
+    assert Path("run/tokenizer/config.json").read_bytes() == (llama / "config.json").read_bytes()
+    to_huggingface(Path("run"), Path("after"))
+    assert_same_weights(merged(Path("after"), Path("merged")), llama)
+    # From here on the run has weights of its own.
+    Path("model").unlink()
+    train_alone(config, resume=True)
+    with pytest.raises(InputError, match="init_from"):
+        require_same_run(dataclasses.replace(config, init_from=None), config)
+
+
+def test_hosts_read_the_same_weights_of_their_own_stages(llama: Path, run_config: Path):
+    """Stage 1 has replicas on both hosts; at last, the second finds another model in its folder."""
+    folder = run_config.parent
+    (folder / "elsewhere" / "model").mkdir(parents=True)
+    arrays = safetensors.numpy.load_file(llama / WEIGHTS)
+    arrays["model.layers.2.mlp.up_proj.weight"][0, 0] += 1
+    safetensors.numpy.save_file(arrays, folder / "elsewhere" / "model" / WEIGHTS)
+    description = (llama / "config.json").read_bytes()
+    (folder / "elsewhere" / "model" / "config.json").write_bytes(description)
+
+    def outputs(run: str, *places: Path, init_from: str = "hf:model") -> list[str]:
+        coordinator = f"127.0.0.1:{free_port()}"
+        with started_processes(folder / f"output of {run}") as processes:
+            for host, place in enumerate(places):
+                processes.start(
+                    *("-m", "skippipe_jax.train", "--config", str(run_config)),
+                    *("--set", f"run_dir={folder / run}", "--coordinator", coordinator),
+                    *("--set", f"init_from={init_from}"),
+                    *("--set", "cluster.host_of_node=[0, 0, 1, 1]"),
+                    *("--hosts", str(len(places)), "--host-id", str(host)),
+                    folder=place,
+                )
+            codes = processes.exit_codes(120)
+            return [f"exit code {code}\n{processes.output(i)}" for i, code in enumerate(codes)]
+
+    alike = outputs("run", folder, folder)
+    assert all(output.startswith("exit code 0\n") for output in alike), alike
+    with contextlib.chdir(folder):
+        to_huggingface(Path("run"), Path("after"))
+        assert_same_weights(merged(Path("after"), Path("merged")), llama)
+        alike = outputs("child", folder, folder, init_from="run:run")
+        assert all(output.startswith("exit code 0\n") for output in alike), alike
+        to_huggingface(Path("child"), Path("later"))
+        assert_same_weights(merged(Path("later"), Path("merged later")), llama)
+    different = outputs("differing", folder, folder / "elsewhere")[1]
+    assert different.startswith("exit code 2\n"), different
+    assert "reads other weights for stage 1 than host 0" in different

@@ -1,0 +1,290 @@
+"""Training that begins with the weights of another run: `init_from: run:DIR[@STEP]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skippipe_sched.errors import InputError
+
+from skippipe_jax import Run
+from skippipe_jax.config import Config, load_config, parse_config
+from skippipe_jax.config.init_from import origin_of
+from skippipe_jax.data.batches import TrainingBatches
+from skippipe_jax.data.tokenizer import write_byte_tokenizer
+from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.program.schedule import OWN
+from skippipe_jax.storage.checkpoint import COMMITTED, committed_steps, step_folder
+from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.training.initial_weights import (
+    RunWeights,
+    open_initial_weights,
+    open_run_weights,
+)
+from skippipe_jax.training.trainer import Trainer
+from tests.training_runs import SMALL_CASE, by_name, write_config
+
+LAYERS = 4
+CHAIN = {**SMALL_CASE, "nodes": 4, "stages": [1, 2, 1], "path_length": 3}
+
+
+@pytest.fixture(scope="module")
+def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `seed` of a run of two stages, with checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("seed")
+    plan = {"case": SMALL_CASE, "method": "balanced"}
+    write_config(folder, plan=plan, checkpoint={"every": 1}, train={"steps": 2})
+    run(load_config(folder / "config.yaml", [f"run_dir={folder / 'seed'}"]))
+    return folder / "seed"
+
+
+@pytest.fixture
+def parent(seed: Path, tmp_path: Path) -> Path:
+    """A copy of that run, which may be changed."""
+    return shutil.copytree(seed, tmp_path / "seed")
+
+
+def run(config: Config, *, resume: bool = False) -> None:
+    Trainer(config, resume=resume).run()
+
+
+def child(parent: Path, step: int | None = None, **sections: Any) -> Config:
+    """A run beside its parent that begins with its weights, on other text, without a shape."""
+    (parent.parent / "other").write_bytes(bytes(range(128)) * 80)
+    saved = RunDir(parent).config("parent")
+    tree = {
+        "run_dir": str(parent.parent / "child"),
+        "init_from": f"run:{parent}" + ("" if step is None else f"@{step}"),
+        "compilation_cache": saved.compilation_cache,
+        "plan": {"case": SMALL_CASE, "method": "balanced"},
+        "data": {
+            "source": "text",
+            "path": str(parent.parent / "other"),
+            "sequence_length": 16,
+            "microbatch_size": 2,
+        },
+        "train": {"steps": 1},
+    }
+    return parse_config(tree | sections)
+
+
+@functools.cache
+def whole(parent: Path, step: int, dtype: str) -> dict[str, np.ndarray]:
+    """The parameters of a checkpoint, of all blocks together, in another dtype."""
+    parameters = read_run(parent, step)[0].parameters
+    stages = [by_name(stage) for stage in parameters]
+    return {
+        name: np.concatenate([stage[name] for stage in stages]).astype(dtype)
+        if name.startswith("blocks/")
+        else stages[0][name].astype(dtype)
+        for name in stages[0]
+    }
+
+
+def loss_of(model: StagedModel, config: Config) -> float:
+    """The mean loss in the first iteration of a run, whose microbatches visit all of the model."""
+    batches = TrainingBatches(config.data)
+    microbatches = RunDir(config.run_dir).plan().microbatches
+    return float(np.mean([model.loss(batches[number]) for number in range(len(microbatches))]))
+
+
+def assert_blocks(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], blocks: range
+) -> None:
+    """A stage has these blocks of a model, and what else it has is the model's."""
+    for name, array in found.items():
+        own = expected[name]
+        own = own[blocks.start : blocks.stop] if name.startswith("blocks/") else own
+        assert array.dtype == own.dtype, name
+        assert array.tobytes() == own.tobytes(), name
+
+
+cuts = st.sets(st.integers(1, LAYERS - 1)).map(
+    lambda ends: tuple(np.diff([0, *sorted(ends), LAYERS]).tolist())
+)
+
+
+@given(cut=cuts, dtype=st.sampled_from(["float32", "bfloat16"]), step=st.sampled_from([1, 2]))
+@settings(max_examples=10)
+def test_the_stages_of_any_cut_are_the_parents(seed: Path, cut: Any, dtype: str, step: int):
+    opened = open_run_weights(f"run:{seed}@{step}")
+    model = dataclasses.replace(opened.config.model, stage_layers=cut, parameter_dtype=dtype)
+    expected = whole(seed, step, dtype)
+    for stage, shapes in enumerate(stage_shapes(model, len(cut))):
+        blocks = model.layers_of_stages(len(cut)).blocks(stage)
+        found = by_name(opened.load_stage(shapes, blocks.start))
+        assert found.keys() == by_name(jax.tree.map(lambda _: 0, shapes)).keys()
+        assert_blocks(found, expected, blocks)
+
+
+@pytest.mark.parametrize(
+    ("case", "cut", "dtype"),
+    [(CHAIN, [2, 1, 1], "float32"), ({**SMALL_CASE, "stages": [2, 1]}, [1, 3], "bfloat16")],
+)
+def test_a_child_begins_where_its_parent_was(
+    case: dict[str, Any], cut: list[int], dtype: str, seed: Path, tmp_path: Path
+):
+    config = child(
+        seed,
+        1,
+        run_dir=str(tmp_path / "child"),
+        model={"context": 16, "stage_layers": cut, "parameter_dtype": dtype},
+        plan={"case": case, "method": "balanced"},
+    )
+    expected = whole(seed, 1, dtype)
+    with Trainer(config) as trainer:
+        trainer.setup()
+        plan = trainer.schedule.plans[OWN]
+        assert trainer.step == 0
+        for node, state in trainer.runtime.states.items():
+            blocks = config.model.layers_of_stages(len(cut)).blocks(plan.stage_of[node])
+            assert_blocks(by_name(state.parameters), expected, blocks)
+            assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer_state))
+        trainer.train_step()
+    model, _, _ = read_run(seed, 1)
+    rounded = jax.tree.map(lambda array: array.astype(dtype), model.parameters)
+    model = dataclasses.replace(model, parameters=rounded)
+    [line] = Run(config.run_dir).metrics
+    assert line["loss"] == pytest.approx(loss_of(model, config), abs=1e-5)
+
+
+# Which checkpoint it was.
+
+
+def sha1(path: Path) -> str:
+    content = path.read_bytes()
+    return f"{len(content)} bytes, sha1 {hashlib.sha1(content, usedforsecurity=False).hexdigest()}"
+
+
+def test_a_run_notes_its_parent_and_those_before(parent: Path):
+    folder = parent.parent
+    config = child(parent, checkpoint={"copy_to": f"file://{folder}/bucket"})
+    run(config)
+    told = json.loads((folder / "child" / "parent.json").read_text())
+    assert told == {
+        "init_from": f"run:{parent}",
+        "folder": str(parent.resolve()),
+        "step": 2,
+        "checkpoint": sha1(step_folder(parent, 2) / COMMITTED),
+        "config": sha1(parent / "config.yaml"),
+        "parent": None,
+    }
+    assert json.loads((folder / "bucket" / "parent.json").read_text()) == told
+    # The next one needs nothing of the first any more.
+    shutil.rmtree(parent)
+    own = child(folder / "child", run_dir=str(folder / "grandchild"))
+    run(own)
+    again = RunDir(folder / "grandchild").parent()
+    assert again is not None
+    assert (again["step"], again["parent"]) == (1, told)
+    # What is noted is of the run that begins, not of one that has not come so far.
+    (folder / "grandchild" / "config.yaml").unlink()
+    shutil.rmtree(folder / "grandchild" / "checkpoints")
+    run(dataclasses.replace(own, init_from=None))
+    assert RunDir(folder / "grandchild").parent() is None
+
+
+def test_a_run_that_has_saved_nothing_keeps_to_its_parents_checkpoint(parent: Path):
+    config = child(parent, optimizer={"learning_rate": 0.0})
+    with closing(Trainer(config)) as trainer:
+        trainer.setup()
+    assert committed_steps(parent.parent / "child") == []
+    run(
+        RunDir(parent).config("parent", ["train.steps=3", f"run_dir={parent}"]),
+        resume=True,
+    )
+    assert committed_steps(parent) == [1, 2, 3]
+    run(config, resume=True)
+    [line] = Run(parent.parent / "child").metrics
+    assert line["loss"] == pytest.approx(loss_of(read_run(parent, 2)[0], config), abs=1e-5)
+    assert line["loss"] != pytest.approx(loss_of(read_run(parent, 3)[0], config), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda parent: shutil.rmtree(step_folder(parent, 2)), "there is no such checkpoint"),
+        (lambda parent: (step_folder(parent, 2) / COMMITTED).open("a").write("\n"), "is another"),
+        (shutil.rmtree, "holds no run"),
+    ],
+)
+def test_a_checkpoint_that_was_noted_and_is_gone_is_not_replaced(
+    change: Any, words: str, parent: Path
+):
+    config = child(parent)
+    found = open_initial_weights(config, anew=True)
+    assert isinstance(found, RunWeights)
+    Path(config.run_dir).mkdir()
+    RunDir(config.run_dir).write_parent(found.provenance())
+    change(parent)
+    with pytest.raises(InputError, match=words) as caught:
+        open_initial_weights(config)
+    assert caught.value.field == "init_from"
+
+
+# Of whose tokens.
+
+
+def with_tokenizer(run: Path) -> Path:
+    """Gives a run a tokenizer of its own, which a test never runs."""
+    (run / "tokenizer").mkdir()
+    write_byte_tokenizer(run / "tokenizer", "test")
+    (run / "tokenizer" / "generation_config.json").write_text("{}")
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["data"]["tokenizer"] = "gone"
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    return run / "tokenizer"
+
+
+def test_the_tokenizer_is_the_parents_unless_another_is_named(
+    parent: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert child(parent).data.tokenizer is None
+    own = with_tokenizer(parent)
+    config = child(parent)
+    assert config.data.tokenizer == str(own)
+    run(config)
+    kept = parent.parent / "child" / "tokenizer"
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == {
+        path.name: path.read_bytes() for path in own.iterdir()
+    }
+    assert "another tokenizer" not in capfd.readouterr().err
+    bytes_only = dataclasses.replace(config.data, tokenizer="bytes")
+    run(dataclasses.replace(config, run_dir=str(parent.parent / "bytes"), data=bytes_only))
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "another tokenizer" in line]
+    assert line.startswith(f"warning: run:{parent} ")
+    assert not (parent.parent / "bytes" / "tokenizer").exists()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "value", ["run:", "run:@3", "run:seed@", "run:seed@last", "run:seed@-1", "run:seed@1.5", "ru:x"]
+)
+def test_what_names_no_checkpoint_is_refused(value: str):
+    with pytest.raises(InputError) as caught:
+        parse_config({"init_from": value})
+    assert caught.value.field == "init_from"
+
+
+@pytest.mark.parametrize(
+    ("init_from", "folder", "step"),
+    [("run:a@b/c", "a@b/c", None), ("run:a@b@0007", "a@b", 7), ("run:a@b/", "a@b", None)],
+)
+def test_a_folder_may_have_an_at_sign(init_from: str, folder: str, step: int | None):
+    origin = origin_of(init_from)
+    assert (origin.folder, origin.step) == (Path(folder), step)

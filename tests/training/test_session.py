@@ -1,0 +1,121 @@
+"""What callbacks are told of a step after which hosts are lost, or come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.team import Team
+from skippipe_jax.config import ClusterConfig, Config
+from skippipe_jax.config.checkpoint import CheckpointConfig
+from skippipe_jax.config.run import ValidationConfig
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.errors import GenerationEnded
+from skippipe_jax.storage.checkpoint import COMMITTED, step_folder
+from skippipe_jax.storage.records import StepMetrics
+from skippipe_jax.training import session as session_module
+from skippipe_jax.training.callbacks.base import Callback, CallbackList, RunView
+from skippipe_jax.training.session import Session
+from tests.step_metrics import metrics_of
+
+CONFIG = Config(validation=ValidationConfig(every=20))
+
+
+class Told(Callback):
+    """Notes what it is told, in order."""
+
+    def __init__(self):
+        self.told: list[tuple[str, int]] = []
+
+    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
+        self.told.append(("step", metrics.step))
+
+    def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
+        self.told.append(("validation", step))
+
+    def on_save(self, run: RunView, step: int) -> None:
+        self.told.append(("save", step))
+
+
+class Opened(Session):
+    """A session after a step, of which so many metrics are yet to be told."""
+
+    def __init__(self, step: int, *untold: int, folder: Path = Path()):
+        self.told, view = Told(), SimpleNamespace()
+        callbacks: Any = CallbackList(view, [self.told])  # pyright: ignore[reportArgumentType]
+        stop = SimpleNamespace(is_too_late=False)
+        self._run: Any = SimpleNamespace(callbacks=callbacks, run_dir=folder, stop=stop)
+        self._config, self.step, self.unfinished, self.saved = CONFIG, step, True, False
+        self._metrics_lag, self._saved_step, self._copied_step = 1, -1, None
+        self._validator: Any = SimpleNamespace(evaluate=float)
+        self._metrics: Any = SimpleNamespace(
+            completed=lambda lag: self._lines([*untold], lag), restart_clock=lambda: None
+        )
+
+    def _lines(self, steps: list[int], lag: int) -> Iterator[StepMetrics]:
+        yield from (metrics_of(n) for n in steps[: len(steps) - lag])
+
+
+def test_all_steps_are_told_of_before_one_is_validated():
+    session = Opened(20, 19, 20)
+    session.finish_step()
+    assert session.told.told == [("step", 19), ("step", 20), ("validation", 20)]
+    assert not session.unfinished
+    session = Opened(21, 20, 21)
+    session.finish_step()
+    assert session.told.told == [("step", 20)], "the last one is still under way"
+
+
+def test_a_step_is_validated_by_those_that_go_on_where_hosts_were_lost_before():
+    session = Opened(20)
+    session.finish_step()
+    assert session.told.told == [("validation", 20)]
+
+
+def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever leads now may know only now that it is the best."""
+    monkeypatch.setattr(session_module, "from_host_0", lambda host, name, make, _: make())
+    declared: list[int] = []
+    monkeypatch.setattr(Team, "saved", lambda self, step: declared.append(step))
+    session = Opened(20, folder=tmp_path)
+    session.group = Team(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    folder = step_folder(tmp_path, 20)
+    folder.mkdir(parents=True)
+    (folder / COMMITTED).touch()
+    session._save(20)
+    assert (declared, session.told.told) == ([20], [("save", 20)])
+
+
+def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Where the leader is lost while it copies, those that are left open a session for the rest."""
+    copied: list[str] = []
+
+    def from_host_0(host: object, name: str, make: Callable[[], None], _: float) -> None:
+        make()
+        copied.append(name)
+        if len(copied) == 1:
+            raise GenerationEnded
+
+    monkeypatch.setattr(session_module, "from_host_0", from_host_0)
+    session: Any = Opened(20)
+    session._config = replace(CONFIG, checkpoint=CheckpointConfig(copy_to="file:///copy"))
+    session.group, session._saved_step, completed = None, 20, list[int]()
+    session._checkpointer = SimpleNamespace(
+        wait=lambda: True, complete_copy=lambda: completed.append(1)
+    )
+    with pytest.raises(GenerationEnded):
+        session.save_final()
+    assert not session.saved
+    for _ in range(2):  # As it ends, a run comes here once more.
+        session.save_final()
+    assert (copied, completed, session.saved) == (["copied/20"] * 2, [1, 1], True)
