@@ -78,6 +78,7 @@ def test_every_inner_stage_is_visited_equally_often(
     assert np.ptp(visits) <= 1
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_the_same_bits(tmp_path: Path):
     run = replace(RUN, phases=(), grown_from=4, grown_at=0.5)
     whole, losses = trained(run, 4)

@@ -46,6 +46,7 @@ def test_runs_of_the_quick_study_differ_in_their_paths_alone(tmp_path: Path):
     assert all(job.config[key] == jobs[0].config[key] for key in same for job in jobs)
 
 
+@pytest.mark.nightly
 def test_runs_that_go_on_begin_with_the_trained_weights_and_take_the_time_of_full(tmp_path: Path):
     study = recipe_continued.Study(tmp_path, quick=False)
     tasks = {task.name: (arm, task) for _, arm, _, task in study.tasks()}

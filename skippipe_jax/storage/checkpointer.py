@@ -142,6 +142,8 @@ class Checkpointer:
         self._being_copied: set[int] = set()
         self._removing = threading.Lock()
         self._known_metrics: dict[int, Mapping[str, float]] = {}
+        # What best.json says; what it said before this was opened is not known.
+        self._best: Mapping[str, float] | None = {}
         if host.index == 0:  # A run that goes on from an earlier step takes later ones anew.
             retry(run_dir, self._write_best)
 
@@ -354,8 +356,11 @@ class Checkpointer:
     def _write_best(self) -> None:
         """Write which of the checkpoints that are there is the best, if one can be that."""
         metrics = {step: self._metrics(step) for step in committed_steps(self._run_dir)}
-        best = self._policy.best(metrics)
-        RunDir(self._run_dir).write_best(None if best is None else {"step": best, **metrics[best]})
+        step = self._policy.best(metrics)
+        best = None if step is None else {"step": step, **metrics[step]}
+        if best != self._best:
+            RunDir(self._run_dir).write_best(best)
+            self._best = best
 
     def _remove_old(self, step: int | None = None) -> None:
         """Remove old checkpoints, and what was not finished before that of `step`, which is."""
@@ -428,9 +433,14 @@ def _written(act: Callable[[], T]) -> T:
 def _discard(folder: Path, parts: Collection[str]) -> None:
     """Remove what this host has written of a checkpoint that comes to nothing."""
 
+    def is_own(name: str) -> bool:
+        return any(name == part or name.startswith(f"{part}.") for part in parts)
+
     def there() -> list[Path]:
-        found = (path for part in parts for path in (folder / part, *folder.glob(f"{part}.*")))
-        return [path for path in found if path.exists()]
+        try:
+            return [folder / name for name in os.listdir(folder) if is_own(name)]
+        except FileNotFoundError:  # Another host has removed it.
+            return []
 
     for _ in range(SWEEPS):
         for path in there():

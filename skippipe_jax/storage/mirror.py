@@ -58,12 +58,10 @@ class Mirror:
             raise self._unusable(error) from error
         self._root = root.rstrip("/")
 
-    def prepare(self, run_dir: Path, *, resume: bool) -> str | None:
+    def prepare(self, run_dir: Path, *, resume: bool) -> None:
         """Make ready for a run: one that is resumed is fetched where `run_dir` does not hold it.
 
-        Of its checkpoints the latest comes, and the best.
-
-        Returns what there is to say about it.
+        Of its checkpoints the latest is fetched, and the best.
 
         Raises:
             InputError: if a run cannot be fetched, or the copy cannot be used for a new one, or
@@ -79,12 +77,14 @@ class Mirror:
             steps = self.steps()
             if resume and not is_here and steps:
                 self._fetch(run_dir, {steps[-1], *self._best(steps)})
-                return f"step {steps[-1]} of the run fetched from {self.url} into {run_dir}"
+                log.output(f"step {steps[-1]} of the run fetched from {self.url} into {run_dir}")
+                return
         except InputError:
             raise
         except Exception as error:  # whatever the file system raises
             if is_here:
-                return f"warning: {self._unusable(error)}"
+                log.warning(str(self._unusable(error)))
+                return
             raise self._unusable(error) from error
         if resume and not is_here:
             problem, remedy = "holds no checkpoint, nor does run_dir", "Name the copy of a run"
@@ -92,7 +92,7 @@ class Mirror:
             problem = f"has a checkpoint of step {steps[-1]}, which this run has not reached"
             remedy = f"Name another folder, or resume that run where {run_dir} does not exist"
         else:
-            return None
+            return
         raise InputError("checkpoint.copy_to", self.url, problem, remedy)
 
     def steps(self) -> list[int]:

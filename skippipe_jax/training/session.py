@@ -143,19 +143,18 @@ class Session:
         self._copied_step: int | None = None
         self._validation: tuple[int, float | None] = (-1, None)
         self._squared_norms = state.remains.squared_norms
-        self.runtime = build_runtime(config, start)
         # Others may still take these, until a step counts that was made without them.
         self._first_own_step = state.step + 1
         self._still_offered = dict(state.replicas or {})
-        try:
+        with ExitStack() as after_error:
+            after_error.callback(setup.transfers.close)
+            self.runtime = build_runtime(config, start)
+            after_error.callback(self.runtime.close)
             with ExitStack() as opened:
                 self._open(opened)
-                # What is open stays open, as nothing has failed.
                 self._opened = opened.pop_all()
-        except BaseException:
-            self.runtime.close()
-            self._setup.transfers.close()
-            raise
+            # Nothing has failed, so all of it stays open.
+            after_error.pop_all()
 
     def _open(self, opened: ExitStack) -> None:
         """Open what follows the steps; what is opened last is closed first."""

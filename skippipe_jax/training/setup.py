@@ -434,9 +434,8 @@ def _claim_run_dir(config: Config, mirror: Mirror | None, lock: RunLock, *, resu
         RunDir(folder).require_new()
     elif mirror is not None or RunDir(folder).is_run:
         lock.acquire()
-    message = None if mirror is None else mirror.prepare(folder, resume=resume)
-    if message is not None:
-        log.output(message)
+    if mirror is not None:
+        mirror.prepare(folder, resume=resume)
     if not resume:
         return True
     require_not_joined(folder)

@@ -27,6 +27,7 @@ from skippipe_jax.training.callbacks import progress
 from tests.commands.examples import CASE, Command, expect_one_error
 
 
+@pytest.mark.nightly
 def test_a_corrected_start_needs_no_resume(folder: Path, command: Command):
     """A refused start leaves nothing; a start over a run is refused and leaves that run alone."""
     wrong = command("train", "--config", "config.yaml", "--set", "data.path=nowhere")

@@ -91,6 +91,7 @@ def test_greedy_tokens_are_the_likeliest(order: Order):
     assert found == logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist()
 
 
+@pytest.mark.nightly
 def test_no_token_and_no_prompt_of_like_length_compiles_anew():
     model = model_with(width=40)
     tokens = generate_tokens(model, FULL, [256, 1, 2], 50, Sampling())

@@ -254,6 +254,7 @@ def test_evaluation_tells_of_each_expert_and_of_all(command: Any, folder: Path):
     assert text[1] == "ab" + weighed.generate("ab", 9, Sampling()) + "\n"
 
 
+@pytest.mark.nightly
 def test_domains_are_evaluated_as_the_ensemble_says(experts: list[StagedModel], folder: Path):
     data = read_run(folder / "run0")[1].data
     names = ("one", "two")

@@ -212,6 +212,7 @@ def test_the_command_runs_tasks_of_ones_own(
     assert "choose" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_the_command_takes_several_models(
     run: Path,
     tasks: Path,

@@ -157,6 +157,7 @@ def test_a_number_is_the_same_however_many_stages_run():
         assert of_run.scales(count) == BranchScales((1.0, *[0.7] * 4), (1.0, *[0.7] * 4))
 
 
+@pytest.mark.nightly
 def test_scales_of_a_run_need_no_model(of_fit: dict[int, BranchScales], monkeypatch: Any):
     assert scales_of_run(FIT, Path("run"))[0] == of_fit[STAGES]
     monkeypatch.setattr("skippipe_jax.inference.scaling.read_run", None)

@@ -327,6 +327,7 @@ def test_files_hold_one_stage_at_most(tmp_path: Path, monkeypatch: pytest.Monkey
     LlamaForCausalLM.from_pretrained(tmp_path / "smaller")
 
 
+@pytest.mark.nightly
 def test_no_two_stages_are_held(tmp_path: Path):
     model = OURS["llama-2"]
     shapes = stage_shapes(model, STAGES)

@@ -71,6 +71,7 @@ def test_the_kernel_of_tpus_gives_what_all_scores_give(arrays: tuple[Any, ...]):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_blocks_in_bfloat16_are_as_close_as_all_scores(is_packed: bool):
     random = np.random.default_rng(7)

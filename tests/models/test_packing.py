@@ -98,7 +98,10 @@ def documents_one_by_one() -> tuple[list[Any], list[float]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("recompute", "devices"), [("none", 2), ("block", 1), ("stage", 1)])
+@pytest.mark.parametrize(
+    ("recompute", "devices"),
+    [("none", 2), pytest.param("block", 1, marks=pytest.mark.nightly), ("stage", 1)],
+)
 def test_training_equals_that_on_documents_one_by_one(recompute: str, devices: int, way: str):
     model = dataclasses.replace(MODEL, recompute=recompute)
     batches = packed_batches(PLAN, seed=0)

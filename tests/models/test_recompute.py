@@ -36,7 +36,7 @@ def forward_and_backward(model: ModelConfig) -> tuple[Any, list[jax.Array]]:
     return saved, [of_inputs, *jax.tree.leaves(gradients)]
 
 
-@pytest.mark.parametrize("attention", ["xla", "blockwise"])
+@pytest.mark.parametrize("attention", ["xla", pytest.param("blockwise", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_gradients_are_the_same_whatever_is_kept(recompute: str, attention: str):
     model = dataclasses.replace(MODEL, attention=attention)

@@ -95,6 +95,7 @@ def test_formulas_agree_for_any_shape(config: Config, layers: int, is_data_stage
         assert shapes.relative(formula[part], count) < AGREE, part
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", shapes.MODELS)
 def test_the_planner_is_told_what_is_sent(measured: dict[str, Any], name: str):
     config, model = config_of(name), measured["models"][name]
@@ -109,6 +110,7 @@ def test_the_planner_is_told_what_is_sent(measured: dict[str, Any], name: str):
     assert config.network.deadline_s > 1.5 * model["balanced_plan"]["iteration_s"]
 
 
+@pytest.mark.nightly
 def test_a_launched_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = np.random.default_rng(0).choice(list(b"skipping pipeline stages \n"), 40_000)
     (tmp_path / "text").write_bytes(bytes(text.tolist()))
@@ -144,6 +146,7 @@ def test_a_launched_configuration_trains(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(peak <= plan.case.nodes[node].memory for node, peak in peaks.items())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", shapes.MODELS)
 def test_every_stage_of_a_cut_fits_and_no_coarser_cut_does(measured: dict[str, Any], name: str):
     config = config_of(name)
@@ -170,6 +173,7 @@ def test_every_stage_of_a_cut_fits_and_no_coarser_cut_does(measured: dict[str, A
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.nightly
 def test_the_committed_figures_are_those_of_this_code_and_can_be_read(measured: dict[str, Any]):
     path = shapes.CONFIGS.parent / "results" / f"{shapes.NAME}.json"
     committed = json.loads(path.read_text(encoding="utf-8"))
@@ -185,6 +189,7 @@ def test_the_committed_figures_are_those_of_this_code_and_can_be_read(measured: 
     assert overlapping_texts(figure) == []
 
 
+@pytest.mark.nightly
 def test_the_page_says_which_nodes_for_which_model(measured: dict[str, Any]):
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     row = re.compile(r"^\| (\S+) \| (\d+ GB) \| `(\w+)` \| (\d+), (\d+) \| (.*) \|$", re.M)

@@ -96,7 +96,7 @@ def test_hosts_that_end_well_are_not_lost(run: Run, runtime: str):
             pytest.param(runtime, 0, signal.SIGKILL, marks=pytest.mark.nightly)
             for runtime in RUNTIMES
         ),
-        ("independent", 1, signal.SIGSTOP),
+        pytest.param("independent", 1, signal.SIGSTOP, marks=pytest.mark.nightly),
         pytest.param("distributed", 0, signal.SIGSTOP, marks=pytest.mark.nightly),
     ],
 )

@@ -178,6 +178,7 @@ def assert_near(found: Any, expected: outer_oracle.Arrays) -> None:
         np.testing.assert_allclose(own, expected[name], rtol=0, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.nightly
 def test_the_first_iterations_may_be_exact():
     """Then they are those of the oracle of mode exact, and replicas are the same."""
     averaging = AveragingConfig("outer", every=9, delay=0, fragments=1, exact_steps=2)

@@ -66,6 +66,7 @@ def stage_tree(first_layer: int, layers: int) -> tuple[dict[str, Any], dict[str,
     return wide, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide)
 
 
+@pytest.mark.nightly
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1000), st.integers(1, 5))
 def test_a_block_is_rounded_alike_however_the_model_is_cut(seed: int, count: int, at: int):
@@ -112,7 +113,9 @@ def test_what_is_held_in_bfloat16_stays_so_and_the_counters_count():
     assert {int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32} == {1}
 
 
-@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "moment_dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"]
+)
 def test_updates_smaller_than_the_last_bit_add_up(moment_dtype: str):
     """With a rate so small that each update rounds to nothing, the mean moves as in float32."""
     optimizer = dataclasses.replace(

@@ -116,6 +116,7 @@ def test_costs_are_those_that_seconds_were_made_of():
     assert 0.1 < fit_costs(timings).largest_error < 0.5
 
 
+@pytest.mark.nightly
 def test_stages_are_timed_with_a_loss_where_there_is_one():
     config, here = config_of(), single(jax.devices()[1])
     compiling = measure_stage(config, (True, 2), here, 0.0)
@@ -354,8 +355,8 @@ def test_nodes_on_devices_of_one_process_have_one_location(tmp_path: Path):
     ("plan", "output", "problem"),
     [
         (to_measure(links="gcp12"), "case.yaml", "plan.case.links"),
-        ("auto", ".", "--output"),
-        ("auto", "text/case.yaml", "--output"),
+        pytest.param("auto", ".", "--output", marks=pytest.mark.nightly),
+        pytest.param("auto", "text/case.yaml", "--output", marks=pytest.mark.nightly),
     ],
 )
 def test_bad_input_is_said_before_measuring(tmp_path: Path, plan: Any, output: str, problem: str):

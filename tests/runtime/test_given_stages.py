@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import jax
+import pytest
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
@@ -96,6 +97,7 @@ def test_where_all_reach_the_folder_the_first_replica_is_saved():
     assert [own.keys() for own in saved()] == [{0}, {1}]
 
 
+@pytest.mark.nightly
 def test_a_stage_that_only_a_host_apart_holds_is_given_to_the_leader():
     first, second = saved(1)
     assert (first.keys(), second.keys()) == ({0, 1}, set())

@@ -102,7 +102,9 @@ def ends(timeline: Timeline) -> dict[Operation | int, float]:
 
 
 @pytest.mark.parametrize("contention", ["link", pytest.param("none", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("averaging", ["collective", "ring"])
+@pytest.mark.parametrize(
+    "averaging", [pytest.param("collective", marks=pytest.mark.nightly), "ring"]
+)
 def test_an_iteration_takes_what_was_predicted(tmp_path: Path, contention: str, averaging: str):
     plan = plan_of(STAGES, PATHS, contention=contention, **SECONDS)
     trained = Trained(
@@ -111,6 +113,7 @@ def test_an_iteration_takes_what_was_predicted(tmp_path: Path, contention: str, 
     assert_close(trained.timelines(tmp_path), repeat(simulate_plan(plan)))
 
 
+@pytest.mark.nightly
 def test_luck_is_that_of_the_simulator(tmp_path: Path):
     plan = plan_of(STAGES, PATHS, **SECONDS)
     network = {"mode": "emulate", "emulate_compute": True, "jitter": 0.5, "averaging": "ring"}
@@ -162,7 +165,7 @@ def test_what_comes_late_does_not_hold_up_ready_first(tmp_path: Path):
 
 
 @settings(
-    max_examples=8,
+    max_examples=3,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(plans(), st.booleans())

@@ -232,6 +232,7 @@ def assert_training_equals_the_oracle(
     return outcomes
 
 
+@pytest.mark.nightly
 def test_with_all_that_an_optimizer_may_do():
     """z-loss, what does not decay, another schedule, and a guard against the greatest gradient."""
     plan = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [1, 3, 2], [0, 3]])
@@ -346,6 +347,7 @@ def test_a_stage_that_is_left_out_takes_no_part():
     assert_training_equals_the_oracle(plan, model, optimizer, batches, 3, WAYS[2])
 
 
+@pytest.mark.nightly
 def test_unvisited_nodes_that_share_a_replica_begin_its_ring_once():
     # On two devices nodes 1 and 3 hold one replica; neither has anything to compute.
     plan = plan_of([[0], [1, 2, 3]], [[0, 2], [0, 2]])

@@ -117,7 +117,12 @@ def assert_rounded(own: np.ndarray, there: np.ndarray, how: WireFormat, draw: An
 @pytest.mark.parametrize(
     ("network", "recompute", "way"),
     [
-        ({"activation_dtype": "int8", "gradient_rounding": "stochastic"}, "stage", True),
+        pytest.param(
+            {"activation_dtype": "int8", "gradient_rounding": "stochastic"},
+            "stage",
+            True,
+            marks=pytest.mark.nightly,
+        ),
         ({"activation_dtype": "bfloat16", "gradient_dtype": "int8"}, "none", False),
     ],
     ids=["int8, stochastic", "bfloat16 and int8"],

@@ -108,6 +108,7 @@ def test_a_generation_gives_all_back_whatever_is_under_way():
     assert max(sizes) < sizes[0] + LARGE_BYTES
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("expected", "asked_in"),
     [

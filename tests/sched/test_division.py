@@ -82,6 +82,7 @@ def test_every_node_is_in_one_place_and_every_plan_keeps_its_rules(
     assert found.seconds == max(part.seconds for part in found.parts)
 
 
+@pytest.mark.nightly
 def test_a_known_division_is_never_made_worse():
     control = searched(equal=True)
     assert max(counts_of(control)) - min(counts_of(control)) <= 1

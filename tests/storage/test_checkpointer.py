@@ -447,6 +447,14 @@ def test_what_a_later_generation_writes_is_not_removed_by_an_earlier_one(tmp_pat
     assert theirs.is_dir()
 
 
+def test_only_what_a_host_has_written_itself_is_discarded(tmp_path):
+    for name in ("stage_1", "stage_1.orbax-checkpoint-tmp", "stage_10"):
+        (tmp_path / name).mkdir()
+    checkpointer_module._discard(tmp_path, ["stage_1", "data.json"])
+    assert [path.name for path in tmp_path.iterdir()] == ["stage_10"]
+    checkpointer_module._discard(tmp_path / "removed by another host", ["stage_1"])
+
+
 @needs_root
 def test_a_full_disk_is_told_in_one_line_and_may_have_room_later(tmp_path):
     disk = tmp_path / "disk"

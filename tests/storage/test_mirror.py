@@ -120,7 +120,9 @@ def test_files_that_the_run_no_longer_has_are_not_fetched(tmp_path: Path, url: s
     assert not (tmp_path / "found" / "plans").exists()
 
 
-def test_a_run_whose_folder_is_gone_is_fetched(tmp_path: Path, url: str):
+def test_a_run_whose_folder_is_gone_is_fetched(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+):
     write(make_run(tmp_path / "run"), url, 1, 2)
     # Of a checkpoint that is being copied when the machine goes, there is no COMMITTED.
     files, root = fsspec.url_to_fs(url)
@@ -128,11 +130,12 @@ def test_a_run_whose_folder_is_gone_is_fetched(tmp_path: Path, url: str):
     files.pipe_file(f"{root}/checkpoints/00000003/data.json", b"{")
 
     found = tmp_path / "found"
-    message = Mirror(url).prepare(found, resume=True)
-    assert message == f"step 2 of the run fetched from {url} into {found}"
+    Mirror(url).prepare(found, resume=True)
+    assert capsys.readouterr().out == f"step 2 of the run fetched from {url} into {found}\n"
     expected = files_in(tmp_path / "run")
     assert files_in(found) == {n: c for n, c in expected.items() if "/00000001/" not in n}
-    assert Mirror(url).prepare(found, resume=True) is None
+    Mirror(url).prepare(found, resume=True)
+    assert capsys.readouterr().out == ""
     write(found, url, 3)
     assert Mirror(url).steps() == [2, 3]
     assert files_at(url) == files_in(found)
@@ -190,7 +193,7 @@ def test_copying_that_fails_is_told_at_once_and_at_the_end(
     obstacle = tmp_path / "bucket"
     url = f"file://{obstacle}/copy"
     mirror = Mirror(url)
-    assert mirror.prepare(tmp_path / "new", resume=False) is None
+    mirror.prepare(tmp_path / "new", resume=False)
     obstacle.write_text("in the way")
 
     checkpoints = writer(run_dir, mirror)
@@ -353,7 +356,7 @@ def test_a_copy_in_the_run_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     for resume in (False, True):
         assert "lies in run" in refused(f"run{where}", Path("run"), resume=resume).problem
-    assert Mirror("run2").prepare(Path("run"), resume=False) is None
+    Mirror("run2").prepare(Path("run"), resume=False)
 
 
 def test_nothing_to_fetch(tmp_path: Path, url: str):
@@ -397,15 +400,14 @@ def test_a_file_system_that_is_not_there(url: str, reason: str):
     assert caught.value.field == "checkpoint.copy_to"
 
 
-def test_a_copy_that_cannot_be_read(tmp_path: Path):
+def test_a_copy_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "bucket").write_text("in the way")
     url = f"file://{tmp_path}/bucket/copy"
     assert "NotADirectoryError" in refused(url, tmp_path / "run", resume=False).problem
     assert "NotADirectoryError" in refused(url, tmp_path / "run", resume=True).problem
     # A run that is here goes on without.
-    message = Mirror(url).prepare(make_run(tmp_path / "run"), resume=True)
-    assert message is not None
-    assert message.startswith("warning: checkpoint.copy_to = ")
+    Mirror(url).prepare(make_run(tmp_path / "run"), resume=True)
+    assert capsys.readouterr().err.startswith("warning: checkpoint.copy_to = ")
 
 
 # Training.

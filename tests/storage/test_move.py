@@ -63,12 +63,33 @@ TEXT_BYTES = 5015
 
 
 class Moved(NamedTuple):
-    """A run of 10 steps on 6 stages, and what the oracle makes of 10 more on 4."""
+    """A run of 10 steps on 6 stages, which goes on with 10 more on 4."""
 
     config: Path
     run: Path
-    parameters: list[Arrays]
-    losses: list[float]
+
+    def truth(self) -> tuple[list[Arrays], list[float]]:
+        """What the oracle makes of all of it: parameters of stages, and losses of steps."""
+        config = load(self.config, self.run, MOVE)
+        before = RunDir(self.run).plan()
+        after = plan_of(load(self.config, self.run, 1, AFTER), Path())
+        batches = TrainingBatches(config.data)
+        phases = [
+            oracle.Phase(
+                config.model.layers_of_stages(len(before.stages)),
+                stage_paths(before),
+                iterations(batches, 0, before),
+            ),
+            oracle.Phase(
+                (3, 3, 3, 3),
+                stage_paths(after),
+                iterations(batches, MOVE * len(before.microbatches), after),
+            ),
+        ]
+        parameters, losses = oracle.train_by(
+            config.model, config.optimizer, phases, config.seed, STEPS
+        )
+        return [by_name({"parameters": stage}) for stage in parameters], losses
 
 
 def load(path: Path, run: Path, steps: int, case: Any = BEFORE, **changes: Any) -> Config:
@@ -118,25 +139,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
     (folder / "text").write_bytes((folder / "text").read_bytes()[:TEXT_BYTES])
     config = load(path, folder / "run", MOVE)
     train_here(config, resume=False)
-
-    before = RunDir(folder / "run").plan()
-    after = plan_of(load(path, folder, 1, AFTER), Path())
-    batches = TrainingBatches(config.data)
-    phases = [
-        oracle.Phase(
-            config.model.layers_of_stages(len(before.stages)),
-            stage_paths(before),
-            iterations(batches, 0, before),
-        ),
-        oracle.Phase(
-            (3, 3, 3, 3),
-            stage_paths(after),
-            iterations(batches, MOVE * len(before.microbatches), after),
-        ),
-    ]
-    parameters, losses = oracle.train_by(config.model, config.optimizer, phases, config.seed, STEPS)
-    of_stages = [by_name({"parameters": stage}) for stage in parameters]
-    return Moved(path, folder / "run", of_stages, losses)
+    return Moved(path, folder / "run")
 
 
 def stage_paths(plan: Plan) -> list[list[int]]:
@@ -156,14 +159,16 @@ def run(moved: Moved, tmp_path: Path) -> Path:
 
 def assert_as_the_oracle(run: Path, moved: Moved) -> None:
     found = arrays_of_checkpoint(run, STEPS)
-    for stage, truth in enumerate(moved.parameters):
+    parameters, losses = moved.truth()
+    for stage, truth in enumerate(parameters):
         error = oracle.relative_error({name: found[stage][name] for name in truth}, truth)
         assert error < 2e-5, f"stage {stage}: {error}"
     lines = Run(run).metrics
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose([line["loss"] for line in lines], moved.losses, rtol=0, atol=1e-5)
+    np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_moved_run_equals_the_oracle(moved: Moved, run: Path, capsys: pytest.CaptureFixture[str]):
     loss_before = evaluate_run(run, MOVE, 4).loss
     config = load(moved.config, run, STEPS, AFTER)

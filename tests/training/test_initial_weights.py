@@ -137,6 +137,7 @@ def test_a_model_that_differs_is_refused_before_anything_is_written(
     assert not Path("run").exists()
 
 
+@pytest.mark.nightly
 def test_a_shorter_context_is_trained_and_handed_on(
     run_config: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -163,6 +164,7 @@ def test_training_begins_with_the_weights(
         require_same_run(dataclasses.replace(config, init_from=None), config)
 
 
+@pytest.mark.nightly
 def test_hosts_read_the_same_weights_of_their_own_stages(llama: Path, run_config: Path):
     """Stage 1 has replicas on both hosts; at last, the second finds another model in its folder."""
     folder = run_config.parent

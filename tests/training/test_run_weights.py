@@ -117,6 +117,7 @@ cuts = st.sets(st.integers(1, LAYERS - 1)).map(
 )
 
 
+@pytest.mark.nightly
 @given(cut=cuts, dtype=st.sampled_from(["float32", "bfloat16"]), step=st.sampled_from([1, 2]))
 @settings(max_examples=10)
 def test_the_stages_of_any_cut_are_the_parents(seed: Path, cut: Any, dtype: str, step: int):
@@ -132,7 +133,12 @@ def test_the_stages_of_any_cut_are_the_parents(seed: Path, cut: Any, dtype: str,
 
 @pytest.mark.parametrize(
     ("case", "cut", "dtype"),
-    [(CHAIN, [2, 1, 1], "float32"), ({**SMALL_CASE, "stages": [2, 1]}, [1, 3], "bfloat16")],
+    [
+        (CHAIN, [2, 1, 1], "float32"),
+        pytest.param(
+            {**SMALL_CASE, "stages": [2, 1]}, [1, 3], "bfloat16", marks=pytest.mark.nightly
+        ),
+    ],
 )
 def test_a_child_begins_where_its_parent_was(
     case: dict[str, Any], cut: list[int], dtype: str, seed: Path, tmp_path: Path
@@ -197,6 +203,7 @@ def test_a_run_notes_its_parent_and_those_before(parent: Path):
     assert RunDir(folder / "grandchild").parent() is None
 
 
+@pytest.mark.nightly
 def test_a_run_that_has_saved_nothing_keeps_to_its_parents_checkpoint(parent: Path):
     config = child(parent, optimizer={"learning_rate": 0.0})
     with closing(Trainer(config)) as trainer:

@@ -311,7 +311,13 @@ def test_skipped_updates_change_nothing_and_are_counted_over_a_resume(
 
 @pytest.mark.parametrize(
     "averaging",
-    [{}, {"averaging__mode": "outer", "averaging__every": 2, "averaging__fragments": 1}],
+    [
+        {},
+        pytest.param(
+            {"averaging__mode": "outer", "averaging__every": 2, "averaging__fragments": 1},
+            marks=pytest.mark.nightly,
+        ),
+    ],
 )
 def test_an_iteration_without_a_target_is_told_of_and_the_run_goes_on(
     config: Path,
@@ -343,6 +349,7 @@ def test_an_iteration_without_a_target_is_told_of_and_the_run_goes_on(
         assert lines[2]["learning_rate"] == lines[1]["learning_rate"] > lines[0]["learning_rate"]
 
 
+@pytest.mark.nightly
 def test_a_loss_that_is_no_number_ends_a_run_without_the_guard_alone(config: Path, tmp_path: Path):
     # So far that products overflow, and squares do not: that a norm would bring back to zero.
     explosive = {"optimizer__learning_rate": 3e18, "train__steps": 3}

@@ -73,6 +73,7 @@ def test_a_search_for_full_paths_begins_at_a_plan_of_them_for_a_case_of_shorter_
     assert begun.predicted.iteration_s <= known.predicted.iteration_s
 
 
+@pytest.mark.nightly
 def test_partial_paths_beat_full_ones_under_the_same_search():
     case = paper_case()
     partial, full = (make_plan(case, m, Search(budget_s=1.0)) for m in ("joint", "full-joint"))
@@ -87,7 +88,9 @@ def test_one_cluster_is_planned_to_the_bound():
     assert plan.predicted.iteration_s <= 1.02 * lower_bound_s(case, case.path_length)
 
 
-def test_the_same_seed_gives_the_same_plan_and_another_seed_another():
+def test_the_same_seed_gives_the_same_plan_and_another_seed_another(monkeypatch):
+    # The steps of a budget are done, however slow the machine is.
+    monkeypatch.setattr(Search, "elapsed_s", 0.0)
     case = paper_case()
     first, again, other = (
         make_plan(case, "joint", Search(seed, 0.5)).to_json() for seed in (3, 3, 4)
@@ -176,6 +179,7 @@ def test_of_what_it_has_found_the_best_in_the_steady_state_is_taken(monkeypatch)
     assert (plan.stages, plan.microbatches) == judged[-1][1:3]
 
 
+@pytest.mark.nightly
 def test_with_averaging_behind_it_the_papers_case_takes_as_long_as_without_any():
     """A second of search: rings hide behind iterations, where the search lets them be short."""
     case = paper_case()
