@@ -46,14 +46,14 @@ def _silence_orbax() -> None:
 
 
 def _is_of_another_file(record: logging.LogRecord) -> bool:
-    """Whether asyncio tells of an error that Orbax did not ask for, having raised one before."""
+    """Tell whether asyncio reports an error that Orbax did not ask for, after an earlier one."""
     if "exception was never retrieved" not in record.getMessage() or record.exc_info is None:
         return False
     return any("/orbax/" in frame.filename for frame in traceback.extract_tb(record.exc_info[2]))
 
 
 def _is_late_for_orbax(unraisable: sys.UnraisableHookArgs) -> bool:
-    """Whether a file tells its end to the event loop that Orbax closes when another one fails."""
+    """Tell whether a write has ended on the event loop that Orbax closed when another failed."""
     error = unraisable.exc_value
     is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
     return is_closed and unraisable.object is None
@@ -92,7 +92,7 @@ class ArrayFiles:
         self._reader = ocp.Checkpointer(_handler(), multiprocessing_options=_this_process())
 
     def __enter__(self) -> ArrayFiles:
-        """Nothing is read yet."""
+        """Open the files; arrays are read later."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,13 +100,13 @@ class ArrayFiles:
         self._reader.close()
 
     def described(self) -> Mapping[str, Any]:
-        """All arrays by name, each with its `shape` and `dtype`."""
+        """Describe all arrays by name, each with its `shape` and `dtype`."""
         found = self._reader.metadata(self.folder).item_metadata
         assert found is not None
         return found.tree
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
-        """Some arrays by name, whose shapes and types are those of the files."""
+        """Read some arrays by name; shapes and types are those of the files."""
         as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
         return self._reader.restore(
             self.folder,

@@ -57,7 +57,7 @@ class ReplicaStates(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, replicas: Sequence[Sequence[int]], averaging: Mapping[str, Any]) -> ReplicaStates:
-        """Of all replicas of each stage; a single one has nothing beside its stage's."""
+        """Describe all replicas of each stage; a single one has no state beside its stage's."""
         return cls(tuple(len(own) if len(own) > 1 else 0 for own in replicas), dict(averaging))
 
     def names(self) -> set[str]:
@@ -149,40 +149,40 @@ class _Header(msgspec.Struct):
 
 
 def step_name(step: int) -> str:
-    """The name of the folder of a step."""
+    """Return the name of the folder of a step."""
     return f"{step:08d}"
 
 
 def steps_named(names: Collection[str]) -> list[int]:
-    """The steps whose folders are among these names, ascending."""
+    """List the steps whose folders are among these names, ascending."""
     steps = {int(name) for name in names if name.isdecimal()}
     return sorted(step for step in steps if step_name(step) in names)
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """The folder of a step, as an absolute path: Orbax takes no others."""
+    """Return the folder of a step, as an absolute path: Orbax takes no others."""
     return run_dir.absolute() / CHECKPOINTS / step_name(step)
 
 
 def pending_folder(run_dir: Path, step: int, generation: int, attempt: int = 1) -> Path:
-    """Where the hosts of a generation write the checkpoint of a step until it is whole."""
+    """Return where the hosts of a generation write a checkpoint until it is whole."""
     folder = step_folder(run_dir, step)
     again = f".{attempt}" if attempt > 1 else ""
     return folder.with_name(f"{folder.name}{WRITING}{generation}{again}")
 
 
 def stage_name(stage: int) -> str:
-    """The name of the folder of a stage, in that of a step."""
+    """Return the name of the folder of a stage, in that of a step."""
     return f"stage_{stage}"
 
 
 def replica_name(stage: int, place: int) -> str:
-    """The name of the folder of what a replica has of its own, in that of a step."""
+    """Return the name of the folder of what a replica has of its own, in that of a step."""
     return f"replica_{stage}_{place}"
 
 
 def part_of(name: str) -> str:
-    """Of a file of a checkpoint, the part to which it belongs: a stage, or the file itself."""
+    """Return the part to which a file of a checkpoint belongs: a stage, or the file itself."""
     return name.split("/")[0]
 
 
@@ -196,7 +196,7 @@ def committed_steps(run_dir: Path) -> list[int]:
 
 
 def steps_with_folders(run_dir: Path) -> list[int]:
-    """The steps that have a folder, ascending, committed or not."""
+    """List the steps that have a folder, ascending, committed or not."""
     return steps_named({path.name for path in (run_dir / CHECKPOINTS).glob("*")})
 
 
@@ -206,7 +206,7 @@ def latest_step(run_dir: Path) -> int | None:
 
 
 def is_committed(folder: Path) -> bool:
-    """Whether the folder of a step holds a whole checkpoint."""
+    """Tell whether the folder of a step holds a whole checkpoint."""
     return (folder / COMMITTED).exists()
 
 

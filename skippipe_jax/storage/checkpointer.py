@@ -415,7 +415,7 @@ def _complete_part(
 
 
 def _written(act: Callable[[], T]) -> T:
-    """What an act returns; where the file system fails in it, all hosts can tell that from others.
+    """Run `act`, and mark errors of the file system for all hosts.
 
     Raises:
         NotWritten: then.

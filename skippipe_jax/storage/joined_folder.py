@@ -32,7 +32,7 @@ WHAT_TO_DO = "Name another folder by --run-dir"
 
 
 def is_joined(folder: Path) -> bool:
-    """Whether a folder is that of a host that has joined, which does not reach the run's own."""
+    """Tell whether a folder is that of a joined host, which does not reach the run's own."""
     return (folder / JOINED).exists()
 
 
@@ -48,7 +48,7 @@ def require_not_joined(folder: Path) -> None:
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
-    """What newcomers need of the folder of a run, by name.
+    """Return what newcomers need of the folder of a run, by name.
 
     Raises:
         InputError: if it cannot be read.
@@ -60,7 +60,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
 
 
 def state_of_files(folder: Path) -> list[tuple[str, int, int]]:
-    """What is another once one of these files is.
+    """Return a value that differs once one of these files has changed.
 
     Raises:
         InputError: if they cannot be looked at.
@@ -77,7 +77,7 @@ def _files_of_run(folder: Path) -> list[Path]:
 
 
 def known_before(folder: Path) -> tuple[dict[str, bytes], list[str]]:
-    """What a host was given that has joined by this folder earlier, and where the others listened.
+    """Return what this host got when it joined by this folder earlier, and the addresses then.
 
     Nothing, if there is no such folder.
 
@@ -124,7 +124,7 @@ def keep(folder: Path, contents: Mapping[str, bytes], addresses: Sequence[str]) 
 
 
 def name_of_run(contents: Mapping[str, bytes]) -> str:
-    """What the run's own folder is called, where it is.
+    """Return what the run's own folder is called, where it is.
 
     Raises:
         InputError: if what was given are not the files of a run.
@@ -133,7 +133,7 @@ def name_of_run(contents: Mapping[str, bytes]) -> str:
 
 
 def configurations(folder: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
-    """The configuration of the run, and what this host does with it, by its own folder.
+    """Read the configuration of the run, and this host's own by its folder.
 
     Raises:
         InputError: if `overrides` say what has to be the same on all hosts.

@@ -115,7 +115,7 @@ def load_replica(
 
 
 def stage_step(checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int) -> int:
-    """After which step the state is that a checkpoint holds of a stage, under any cut.
+    """Return the step after which a checkpoint saved the state of a stage, under any cut.
 
     That is its own step, unless a saved stage was left out by then that holds some of the blocks.
     """
@@ -126,7 +126,7 @@ def stage_step(checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int) 
 def parts_for_stages(
     checkpoint: Checkpoint, stage_layers: Sequence[int], stages: Collection[int]
 ) -> set[str]:
-    """The parts of a checkpoint that `load_stage` reads for some stages of a cut."""
+    """Return the parts of a checkpoint that `load_stage` reads for some stages of a cut."""
     if sum(checkpoint.record.stage_layers) != sum(stage_layers):
         return set()  # `load_stage` refuses it.
     return {
@@ -143,19 +143,19 @@ def load_data_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _is_of_blocks(name: str) -> bool:
-    """Whether an array has a row for each block of its stage."""
+    """Tell whether an array has a row for each block of its stage."""
     return "blocks" in name.split("/")
 
 
 def _entry(name: str) -> str:
-    """The top-level entry of the tree to which an array belongs."""
+    """Return the top-level entry of the tree to which an array belongs."""
     return name.split("/")[0]
 
 
 def _rows_of_saved_stages(
     saved_layers: Sequence[int], stage_layers: Sequence[int], stage: int
 ) -> list[tuple[int, slice]]:
-    """The saved stages that hold blocks of a stage, in order, and which of their rows these are."""
+    """Find the saved stages that hold blocks of a stage, in order, and their rows."""
     first = sum(stage_layers[:stage])
     last = first + stage_layers[stage]
     found = []

@@ -96,7 +96,7 @@ class Mirror:
         raise InputError("checkpoint.copy_to", self.url, problem, remedy)
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoints are here whole, ascending.
+        """List the steps whose checkpoints are here whole, ascending.
 
         Raises:
             Exception: whatever the file system raises, here and in `update`.
@@ -150,7 +150,7 @@ class Mirror:
         return True
 
     def before(self, step: int) -> list[int]:
-        """The steps before `step` whose checkpoints are here whole; none if it cannot be seen."""
+        """List the steps before `step` whose checkpoints are here whole; none on an error."""
         try:
             return [found for found in self.steps() if found < step]
         except Exception as error:  # whatever the file system raises
@@ -183,7 +183,7 @@ class Mirror:
         self._write(mark, (checkpoint.folder / COMMITTED).read_bytes())
 
     def _best(self, steps: Collection[int]) -> set[int]:
-        """Which of `steps`, if one, has the lowest held-out loss."""
+        """Return the one of `steps` with the lowest held-out loss, if any."""
         path = f"{self._root}/{BEST}"
         if not self._files.isfile(path):
             return set()
@@ -202,7 +202,7 @@ class Mirror:
         self._bring(run_dir, names, marks)
 
     def _found(self) -> list[PurePosixPath]:
-        """The names of all files that are here."""
+        """List the names of all files that are here."""
         paths = self._files.find(self._root)
         return [PurePosixPath(path).relative_to(self._root) for path in paths]
 
@@ -244,7 +244,7 @@ class Mirror:
         return f"{self._root}/{CHECKPOINTS}/{step_name(step)}/{name}".rstrip("/")
 
     def _step_folders(self) -> list[int]:
-        """The steps of which there is anything here, ascending."""
+        """List the steps of which there is anything here, ascending."""
         try:
             paths = self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False)
         except FileNotFoundError:

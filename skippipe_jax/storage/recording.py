@@ -56,7 +56,7 @@ class Recording:
 
 
 def recording_path(folder: Path, step: int, host: int) -> Path:
-    """Where a run folder holds what `host` recorded of the iteration that led to `step`."""
+    """Return where a run folder keeps what `host` recorded of the iteration up to `step`."""
     return folder / TIMELINES / f"{step:08d}" / f"host_{host}.json"
 
 
@@ -68,7 +68,7 @@ def keep_plan(run_dir: Path, step: int, plan: Plan) -> None:
 
 
 def kept_plan(run_dir: Path, step: int) -> Plan | None:
-    """The plan of a recorded iteration; None if it is the run's own.
+    """Return the plan of a recorded iteration; None if it is the run's own.
 
     Raises:
         InputError: if it is damaged.
@@ -78,7 +78,7 @@ def kept_plan(run_dir: Path, step: int) -> Plan | None:
 
 
 def recorded_steps(run_dir: Path) -> list[int]:
-    """The steps of which a run folder holds recordings, ascending."""
+    """List the steps of which a run folder holds recordings, ascending."""
     paths = (run_dir / TIMELINES).glob("*/host_*.json")
     return sorted({int(path.parent.name) for path in paths if path.parent.name.isdecimal()})
 
@@ -94,7 +94,7 @@ def remove_recordings(run_dir: Path, after: int) -> None:
 
 
 def measured_timeline(run_dir: Path, plan: Plan, step: int) -> Timeline:
-    """A recorded iteration, from its first forward, at 0 s, to its last averaging.
+    """Rebuild a recorded iteration, from its first forward, at 0 s, to its last averaging.
 
     Between operations of a microbatch on different nodes lies a transfer: from the end of the one
     before until what it sent has arrived; as far as the transfer before it on the same link took
@@ -159,13 +159,13 @@ def _operation(row: list, field: str) -> Operation:
 
 
 def _times(values: list, field: str) -> list[float]:
-    """Times of which the last is no earlier than the one before it."""
+    """Return the times with each raised to at least the one before it."""
     *times, end_s = [fields.number(value, field) for value in values]
     return [*times, fields.number(end_s, field, times[-1])]
 
 
 def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation, Run]:
-    """Every operation of the plan, and its run."""
+    """Map every operation of the plan to its run."""
     field = f"{TIMELINES}/{step:08d}"
     missing = {operation for operations in plan.order for operation in operations}
     found: dict[Operation, Run] = {}
@@ -192,7 +192,7 @@ def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation,
 
 
 def _counted_from(zero_s: float, run: Run) -> Run:
-    """The run by a clock that shows 0 at `zero_s`; what had arrived before is there from 0 on."""
+    """Shift a run to a clock that shows 0 at `zero_s`; earlier arrivals count as 0."""
     return replace(
         run,
         arrived_s=max(0.0, run.arrived_s - zero_s),
@@ -225,7 +225,7 @@ def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...
 def _averagings(
     plan: Plan, runs: Mapping[Operation, Run], seen: Sequence[Averaging]
 ) -> tuple[Averaging, ...]:
-    """One for every stage that has nodes; that of a stage of which none was seen takes no time."""
+    """Return an averaging for every stage that has nodes; one never seen takes no time."""
     averagings = []
     for stage, nodes in enumerate(plan.stages):
         if not nodes:

@@ -75,7 +75,7 @@ def rewind(
     mirror: Mirror | None = None,
     timeout_s: float = 3600,
 ) -> tuple[int, Checkpoint | None]:
-    """The newest checkpoint `up_to` a step that is whole for all hosts, which go back to it.
+    """Find the newest checkpoint `up_to` a step that is whole for all hosts, which go back to it.
 
     All hosts call this together, while a run trains. Hosts without `parts` read none, and may not
     reach the folder; they are told the step only. Before host 0 removes anything it calls
@@ -224,7 +224,7 @@ class CheckpointSearch:
         return self._opened[step]
 
     def _restored(self, step: int) -> Checkpoint | None:
-        """The checkpoint as the copy has it, if that is whole."""
+        """Fetch the checkpoint from the copy again, if it is whole there."""
         mirror = self.mirror
         is_restored = self._of_host_0(
             f"{step}/is_restored", lambda: mirror is not None and mirror.restore(self.run_dir, step)

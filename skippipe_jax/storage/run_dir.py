@@ -80,7 +80,7 @@ class RunDir:
 
     @property
     def is_run(self) -> bool:
-        """Whether the folder holds a run."""
+        """Tell whether the folder holds a run."""
         return is_run(self.path)
 
     def config(self, field: str = "run_dir", overrides: Sequence[str] = ()) -> Config:

@@ -62,7 +62,7 @@ def copies_read(config: Config, group: Group) -> tuple[Copy, ...]:
 
 
 def steps_saved(config: Config, generation: Generation) -> dict[int, int]:
-    """After which step the state is that the last checkpoint holds of each stage that is lost.
+    """Return, for each lost stage, the step of its state in the last checkpoint.
 
     Only of those that are left out or come back. A host that does not reach it knows none.
     """

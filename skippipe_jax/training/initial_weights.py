@@ -170,7 +170,7 @@ class InitialWeights:
     """The parameters of stages as weights have them, which all hosts must read alike."""
 
     def __init__(self, source: WeightSource, cut: StageCut, *, are_compared: bool):
-        """Nothing is read yet; what is read `are_compared` with what other hosts read."""
+        """Read nothing yet; hosts compare what they read if `are_compared`."""
         self.are_compared = are_compared
         self.source = source
         self.cut = cut

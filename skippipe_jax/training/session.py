@@ -192,7 +192,7 @@ class Session:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a host was asked to stop, by the last iteration that was read."""
+        """Tell whether a host was asked to stop, by the last iteration that was read."""
         return self._metrics.asked_to_stop
 
     def export(self) -> HeldState:
@@ -210,7 +210,7 @@ class Session:
 
     @property
     def _updates(self) -> int:
-        """How many the optimizer has made."""
+        """Return how many updates the optimizer has made."""
         return updates_made(next(iter(self.runtime.states.values())).optimizer_state)
 
     def train_step(self) -> None:

@@ -599,7 +599,7 @@ def _extent(plan: Plan) -> str:
 
 
 def _require_same_text(config: Config, host: Membership, agreed: SessionPlan) -> None:
-    """Data nodes read parts of one text: refuse a host with a data node that reads another."""
+    """Refuse a host with a data node that reads other text than the first one."""
     read = {other: text for other, text in enumerate(agreed.texts) if text is not None}
     first = min(read)
     if read.get(host.index, read[first]) != read[first]:

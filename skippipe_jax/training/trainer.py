@@ -131,7 +131,7 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left, or a host was asked to stop."""
+        """Tell whether no step is left, or a host was asked to stop."""
         return self._session is not None and self.step >= self._end_of(self._session)
 
     def run(self) -> RunResult:

@@ -37,7 +37,7 @@ class Validator:
         runtime: Runtime,
         host: Group,
     ):
-        """Over `count` microbatches, which are these `batches` where a data node is served."""
+        """Validate on `count` microbatches: these `batches` where a data node is served."""
         self.host = host
         self.deadline_s = config.network.deadline_s
         topology = runtime.topology

@@ -51,7 +51,7 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """How long an iteration may make no progress."""
+        """Return how long an iteration may make no progress."""
         return min(max(LEAST_S, MULTIPLE * self._longest_s), self._most_s)
 
     @contextmanager

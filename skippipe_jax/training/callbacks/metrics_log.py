@@ -62,7 +62,7 @@ class MetricsTail(Callback):
 
     @property
     def last_loss(self) -> float | None:
-        """That of the last line; None if there is none, or it is no finite number."""
+        """Return the loss of the last line; None if there is none, or it is not finite."""
         return self.lines[-1].loss if self.lines else None
 
     def drop_after(self, step: int) -> None:

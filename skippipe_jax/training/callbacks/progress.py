@@ -43,7 +43,7 @@ class CompilationCounter:
         self.said_s = time.perf_counter()
 
     def take(self) -> Compilations:
-        """Those since the last call."""
+        """Return the compilations since the last call."""
         taken, self.compilations = self.compilations, Compilations()
         return taken
 

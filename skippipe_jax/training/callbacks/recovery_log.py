@@ -36,7 +36,7 @@ class RecoveryLog(Callback):
         loss: float | None,
         saved: Mapping[int, int] | None = None,
     ) -> None:
-        """A generation begins that has lost stages, under `recovery.lost_stage: policy`.
+        """Note that a generation has lost stages, under `recovery.lost_stage: policy`.
 
         So many steps counted before, the last of which had this loss. The state of stages that are
         left out, or come back, is that after the steps which are `saved`. Where another generation
@@ -64,17 +64,17 @@ class RecoveryLog(Callback):
         }
 
     def went_back(self, step: int) -> None:
-        """All go back further than was decided, to the checkpoint of a step."""
+        """Note that all hosts go back to the checkpoint of a step, further than was decided."""
         if self._begun is not None:
             steps_old = max(0, self._begun["step_before"] - step)
             self._begun = self._begun | {"step": step, "steps_old": steps_old}
 
     def forget(self) -> None:
-        """This host knows nothing that counts, as others have gone on without it."""
+        """Drop what this host knows, as the others have gone on without it."""
         self._begun = None
 
     def told(self) -> dict[str, Any] | None:
-        """The line that is yet to be written, as others hear it; None if there is none."""
+        """Return the line that is not yet written, as the others get it; None without one."""
         return self._begun
 
     def hear(self, told: Iterable[dict[str, Any] | None]) -> None:

@@ -61,7 +61,7 @@ def require_trackers(config: LogConfig) -> None:
 
 
 def open_trackers(config: Config, folder: Path, step: int) -> list[Tracker]:
-    """The trackers that `config.log` asks for, of a run in `folder` that goes on after `step`.
+    """Open the trackers that `config.log` names, for a run in `folder` resumed at `step`.
 
     Raises:
         InputError: if Weights & Biases does not take the run.

@@ -38,11 +38,11 @@ class Admission:
     is_spare: bool
 
     def pays(self, horizon_s: float) -> bool:
-        """Whether the host is to come."""
+        """Tell whether the host is to come."""
         return self.lost_s < (self.saved * horizon_s if self.is_spare else math.inf)
 
     def why(self, horizon_s: float) -> str:
-        """What a reader is told of a host that is not to come."""
+        """Explain why a host is not to come."""
         if math.isinf(self.lost_s):
             return "this host has reached none of those that have the state of its stage"
         return (
@@ -62,7 +62,7 @@ def admission(
     ways: Mapping[int, Way],
     sizes: Sequence[float],
 ) -> Admission:
-    """What it comes to if a host comes to those that are members, under their placement.
+    """Estimate what it brings if a host joins the members, under their placement.
 
     `plan` is the run's own, `host_of` the host of each node, those of spare places among them, and
     `new` are nodes of these. `ways` lead to other hosts, and `sizes` are the bytes of the states of

@@ -24,7 +24,7 @@ class Inviting:
     """
 
     def __init__(self, folder: Path, hosts: int, clock: Clock = SYSTEM_CLOCK):
-        """Of the run in a folder that began with so many hosts; no generation is known yet."""
+        """Invite to the run in a folder that began with so many hosts."""
         self._hosts = hosts
         self.text: str | None = None
         self._folder, self._clock = folder, clock
@@ -36,7 +36,7 @@ class Inviting:
     def entered(
         self, generation: Generation, serves: Callable[[int], tuple[int, ...]], text: str | None
     ) -> None:
-        """The hosts are those of this generation, and the text is this, if one of them reads it.
+        """Note the hosts of the new generation, and its text if one of them reads it.
 
         `serves` says which stages a host serves, or would if it came.
         """
@@ -52,7 +52,7 @@ class Inviting:
         return ((), ()) if generation is None else (generation.members, generation.placement)
 
     def places(self, free: Collection[int]) -> list[Place]:
-        """Those places that no generation waits for, and at which somebody would serve.
+        """List the places that no generation waits for, and at which somebody would serve.
 
         None as long as a host counts as a member that is gone: its place is about to be free. None
         beside those of the start while one of them is no member and does not count as gone: it is
@@ -70,7 +70,7 @@ class Inviting:
         ]
 
     def files(self) -> Files:
-        """What newcomers need of the folder of the run, read again if it is not as it was.
+        """Return what newcomers need of the folder of the run; read again if it has changed.
 
         Raises:
             InputError: if it cannot be read.

@@ -76,7 +76,7 @@ def joined_by_address(
 def _joined(
     held: ExitStack, seeking: Seeking, place: Place, measured: Measured
 ) -> Membership | None:
-    """The host of a place, as long as `held`; None if another has come to it before."""
+    """Take a place for a host as long as `held`; None if another host has it."""
     measured.keep(seeking.folder)
     config = seeking.config
     coming = joined(
@@ -125,7 +125,7 @@ def _prepare(seeking: Seeking, place: Place) -> Measured:
 
 
 def _why_not(seeking: Seeking, place: Place, measured: Measured) -> str | None:
-    """Why it does not pay to come to a place, if that is one more than the run began with."""
+    """Explain why a place beyond those of the start does not pay, if it does not."""
     config, told = seeking.config, seeking.invitation
     if place.host < told.hosts:
         return None

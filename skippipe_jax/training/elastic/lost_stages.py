@@ -13,14 +13,14 @@ from skippipe_jax.errors import RebuildImpossible
 
 
 def remakes_of(config: Config, stages: int) -> Remakes | None:
-    """How a run makes the stages anew that nobody holds; None if it does not."""
+    """Return how a run remakes stages that no host holds; None if it does not."""
     if config.recovery.lost_stage == AVERAGE:
         return partial(_from_those_beside, config.model.layers_of_stages(stages))
     return partial(_from_copies, stages) if config.recovery.lost_stage == BUDDY else None
 
 
 def how_remade(generation: Generation) -> str:
-    """What is done about stages that nobody holds as a generation begins, for a reader."""
+    """Describe for a reader what is done about stages that no host holds."""
     made = {made.stage: _how_made(made) for made in generation.remade}
     left_out = "is left out until a host serves it again"
     return "".join(
@@ -41,7 +41,7 @@ def _how_made(made: Remade) -> str:
 def _from_those_beside(
     layers: Sequence[int], held: Held, copies: Mapping[int, Copies], step: int
 ) -> tuple[Remade, ...]:
-    """Each lost stage is the mean of the one before and the one after it."""
+    """Remake each lost stage as the mean of the stages before and after it."""
     del copies
     holder = _holders(held)
     lost = [stage for stage in range(len(layers)) if stage not in holder]
@@ -70,7 +70,7 @@ def _why_no_mean(stage: int, layers: Sequence[int], lost: Collection[int]) -> st
 def _from_copies(
     stages: int, held: Held, copies: Mapping[int, Copies], step: int
 ) -> tuple[Remade, ...]:
-    """Each lost stage is what the newest copy of it is, of those that are there."""
+    """Remake each lost stage from the newest copy of it."""
     lost = set(range(stages)) - _holders(held).keys()
     newest: dict[int, tuple[int, int]] = {}
     for host in sorted(copies):
@@ -86,7 +86,7 @@ def _from_copies(
 
 
 def _holders(held: Held) -> dict[int, int]:
-    """The first host that holds each stage, of those that some hold."""
+    """Map each stage that some host holds to the first such host."""
     holders: dict[int, int] = {}
     for host in sorted(held):
         for stage in held[host]:

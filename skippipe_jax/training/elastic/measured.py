@@ -41,13 +41,13 @@ class Measured:
     forward_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As it is told and kept."""
+        """Return this as it is sent and saved."""
         ways = {str(host): asdict(way) for host, way in self.ways.items()}
         return {"ways": ways, "forward_s": self.forward_s}
 
     @classmethod
     def parse(cls, told: Mapping[str, Any]) -> Measured:
-        """What another host has told, or this one has kept."""
+        """Read what another host has sent, or this one has saved."""
         ways = {int(host): Way(**way) for host, way in told["ways"].items()}
         return cls(ways, told["forward_s"])
 
@@ -57,13 +57,13 @@ class Measured:
 
     @staticmethod
     def kept(folder: Path) -> dict[str, Any] | None:
-        """What was kept there, as it is told; None if nothing was."""
+        """Read what was saved there, as it is sent; None if there is nothing."""
         path = folder / MEASURED
         return json.loads(path.read_text()) if path.exists() else None
 
 
 def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> float | None:
-    """The seconds of a forward pass on a node, as the case of a plan counts them for its nodes.
+    """Return the seconds of a forward on a node, in the unit of the plan's case.
 
     None where that case was not measured itself: its seconds may be none of real devices.
     """
@@ -79,7 +79,7 @@ def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> flo
 def new_nodes(
     measured: Mapping[int, Measured], host_of: Sequence[int], first: int
 ) -> dict[int, NewNode]:
-    """The nodes from the `first` spare one on, as far as their hosts have measured something.
+    """Describe the spare nodes from the `first` on whose hosts have measured something.
 
     `host_of` is the host of each node.
     """

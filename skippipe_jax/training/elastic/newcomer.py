@@ -121,7 +121,7 @@ class Seeking:
         return lock
 
     def place(self) -> Place:
-        """The first free place that this host can serve, as soon as there is one.
+        """Wait for the first free place that this host can serve.
 
         Raises:
             TemporaryError: if there is none for ``cluster.rejoin_s``.
@@ -167,7 +167,7 @@ class Seeking:
         self._ask(FIND_S)
 
     def ways(self) -> dict[int, Way]:
-        """The ways to the hosts that train, as far as they answer."""
+        """Connect to the hosts that train, as far as they answer."""
         told, since_s = self.invitation, self._clock.now()
         addresses = {host: at for host, at in told.addresses.items() if host in told.members}
         ways = _run_interruptibly(self._newcomer.ways(addresses, MEASURE_S))
@@ -180,7 +180,7 @@ class Seeking:
         return ways
 
     def is_free(self, place: Place) -> bool:
-        """Whether a place is free still, and none that comes before it; the hosts are asked again.
+        """Ask the hosts again whether a place is still the first free one.
 
         A place of the start that this host can serve comes before one beside them.
         """
@@ -192,7 +192,7 @@ class Seeking:
 
     @property
     def addresses(self) -> list[str]:
-        """Where hosts of the run listen: first the one that has answered."""
+        """List where hosts of the run listen; the one that has answered comes first."""
         return [self.asked, *self._told_addresses]
 
     @property
@@ -200,7 +200,7 @@ class Seeking:
         return [*dict.fromkeys(self.invitation.addresses.values())]
 
     def _choice(self) -> tuple[Place | None, str]:
-        """The first place that this host can serve, or with the shortest pause; or why none."""
+        """Choose the first place that this host can serve; else tell the shortest pause or why."""
         of_start = self.invitation.hosts  # Nobody comes beside them while one of these is lost.
         places = sorted(
             self.invitation.places,
@@ -218,7 +218,7 @@ class Seeking:
         return first, ""
 
     def _lacks_text(self) -> str | None:
-        """Why this host cannot read the text of the run, if it cannot."""
+        """Explain why this host cannot read the text of the run, if it cannot."""
         if self._text is None:
             try:
                 self._text = self._find_text(self.config), ""

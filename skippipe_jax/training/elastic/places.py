@@ -27,13 +27,13 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 def host_of_places(config: Config, host_of: Sequence[int]) -> tuple[int, ...]:
-    """The host of each node of the run's own plan, as given, and then that of each spare place."""
+    """Map each node of the run's own plan, and then each spare place, to its host."""
     hosts = max(host_of) + 1
     return (*host_of, *range(hosts, hosts + config.cluster.with_ports(hosts, config.join.places)))
 
 
 def with_places(plan: Plan, nodes: Collection[int], new: Mapping[int, NewNode]) -> Plan:
-    """The plan of a case that has all of `nodes`, those that are new among them.
+    """Extend a plan to a case that has all of `nodes`, also those that are new.
 
     What is known of some of these is in `new`, by their numbers. They are in no stage of the plan.
     """
@@ -48,7 +48,7 @@ def with_places(plan: Plan, nodes: Collection[int], new: Mapping[int, NewNode]) 
 def with_stages(
     plan: Plan, placement: Placement, nodes: Collection[int], left_out: Collection[int] = ()
 ) -> Placement:
-    """The placement, in which those of `nodes` that are in no stage are in one.
+    """Extend the placement so that each of `nodes` serves a stage.
 
     Each goes where a replica of those there are has most to compute, but not to the data stage if
     there is another: it may lack the text. None goes to stages that are `left_out`. `plan` is the
@@ -74,7 +74,7 @@ def secured(
     hosts: Collection[int],
     without_text: Collection[int] = (),
 ) -> Placement:
-    """The placement, in which no stage has but one of these hosts while others stand in elsewhere.
+    """Move nodes back to stages that have one host left, from those that they stand in for.
 
     Whoever stands in for a lost stage stays there when its hosts are back, and what it has left may
     be served by a single host, with which it would be lost. So a node goes to such a stage, if by
@@ -107,7 +107,7 @@ def secured(
 
 
 def stages_for(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
-    """The stages that who comes to a place serves, as far as that is known before."""
+    """List the stages that a host at a place would serve, as far as known beforehand."""
     members, apart = frozenset({*generation.members, host}), {*generation.apart, host}
     found = covering(rules, generation.placement, members, apart, generation.left_out)
     placement = generation.placement if found is None else found

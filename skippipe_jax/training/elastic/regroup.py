@@ -31,7 +31,7 @@ from skippipe_jax.training.setup import HostSetup
 
 
 def rules_of(config: Config, setup: HostSetup) -> Rules:
-    """What all hosts know from the start of who can do without whom."""
+    """Return the rules, known to all hosts from the start, of who can do without whom."""
     host_of = host_of_places(config, setup.host_of)
     hosts = tuple(range(max(host_of) + 1))
 
@@ -102,7 +102,7 @@ def rules_of(config: Config, setup: HostSetup) -> Rules:
 
 
 def add_up(totals: Mapping[int, Totals]) -> Totals:
-    """The sum over hosts, in their order and in float32, whoever adds it up."""
+    """Add values over hosts, in their order and in float32, so that all get the same bits."""
     arrays = np.array([totals[host] for host in sorted(totals)], np.float32)
     summed: list[float] = np.add.reduce(arrays).tolist()
     return tuple(summed)
@@ -115,7 +115,7 @@ def regrouped(
     found: Plan | None = None,
     new: Mapping[int, NewNode] | None = None,
 ) -> HostSetup:
-    """What the hosts of a group go on with, but for what they have yet to agree on.
+    """Set up a group after a change of hosts, but for what it has yet to agree on.
 
     `setup` is what all hosts of the run have agreed on, and `found` the plan of their placement, if
     it is not the quick one. What hosts have measured that came to spare places is `new`, by their

@@ -400,7 +400,7 @@ def restores_checkpoint(step: int) -> HeldState:
 
 
 def why_last(generation: Generation, lost_stage: str) -> str:
-    """Why the run ends with a generation, by what `recovery.lost_stage` asks for."""
+    """Explain why the run ends with a generation, by what `recovery.lost_stage` asks for."""
     if set(generation.apart) == set(generation.members):
         return (
             f"{generation.cause}, and all hosts that are left have joined the run without its "
@@ -439,7 +439,7 @@ def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
 
 @contextmanager
 def _closed_by_an_error(transfers: Transfers) -> Iterator[None]:
-    """The transfer servers of a team that ends before it has begun give their ports back."""
+    """Close the transfer servers if an error comes before the session is open."""
     try:
         yield
     except BaseException:

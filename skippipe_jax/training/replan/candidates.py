@@ -20,7 +20,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 def cases_to_search(standing: Plan, own: Plan) -> list[Case]:
-    """The case of the plan that stands, and with stages as even as the run's `own` plan has them.
+    """Return the case of the present plan, and one with stages as even as in the `own` plan.
 
     An iteration keeps its number of microbatches.
     """
@@ -36,7 +36,7 @@ def cases_to_search(standing: Plan, own: Plan) -> list[Case]:
 
 
 def _in_proportion(total: int, sizes: Sequence[int]) -> list[int]:
-    """So many in parts as these, rounded to whole ones of which none is empty."""
+    """Split a count in proportion to these parts, with no part empty."""
     parts = [1] * len(sizes)
     while sum(parts) < total:
         short = [size * total / sum(sizes) - part for size, part in zip(sizes, parts, strict=True)]
@@ -45,7 +45,7 @@ def _in_proportion(total: int, sizes: Sequence[int]) -> list[int]:
 
 
 def recalibrated(plan: Plan, busy_s: Sequence[float]) -> Plan:
-    """The plan for nodes as quick as they were measured to be, and what it then predicts.
+    """Return the plan with measured node speeds, and what it then predicts.
 
     `busy_s` is how long each node computes in an iteration.
     """
@@ -75,7 +75,7 @@ def pays_off(
     host_of: Sequence[int],
     state_bytes: Sequence[float],
 ) -> bool:
-    """Whether to go on by a plan that was found, for so many iterations.
+    """Tell whether changing to a plan pays off within so many iterations.
 
     `host_of` is the host of each node, and `state_bytes` is what moves of each stage.
     """
@@ -90,7 +90,7 @@ def pays_off(
 def keeps_data_hosts(
     found: Plan, standing: Plan, host_of: Sequence[int], apart: Collection[int]
 ) -> bool:
-    """Whether the hosts that are apart serve data nodes by the plan that was found only as before.
+    """Tell whether no host that is apart serves its first data node by the plan that was found.
 
     They may lack the text that data nodes read. `host_of` is the host of each node.
     """
@@ -101,7 +101,7 @@ def keeps_data_hosts(
 def migration_seconds(
     found: Plan, standing: Plan, host_of: Sequence[int], state_bytes: Sequence[float]
 ) -> float:
-    """Seconds until all hosts have the states of what they serve by the plan that was found.
+    """Estimate the seconds until all hosts have the states that a plan asks of them.
 
     Each takes one stage after another, over the quickest link, and all do so at once.
     """
@@ -119,7 +119,7 @@ def migration_seconds(
 
 
 def placement_of(plan: Plan, kept: Sequence[int], last: Placement) -> Placement:
-    """The placement of a plan, by the run's own numbers.
+    """Return the placement of a plan, by the run's own numbers.
 
     Node k of the plan is `kept[k]` of the run; nodes that are not there stay where they were.
     """
@@ -131,12 +131,12 @@ def placement_of(plan: Plan, kept: Sequence[int], last: Placement) -> Placement:
 
 
 def has_drifted(seconds: Sequence[float], predicted_s: float, drift: float) -> bool:
-    """Whether iterations take, in the median, other than predicted by more than a share of that."""
+    """Tell whether the median iteration differs from the prediction by more than a share."""
     return abs(float(np.median(seconds)) - predicted_s) > drift * predicted_s > 0.0
 
 
 def busy_seconds(lines: Sequence[StepMetrics]) -> list[float] | None:
-    """How long each node computed in an iteration, in the median over lines of metrics, if told."""
+    """Return the median seconds that each node computes in an iteration, if the metrics tell."""
     shares = [line.idle_share for line in lines]
     if any(share is None for share in shares):
         return None

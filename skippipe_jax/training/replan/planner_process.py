@@ -64,11 +64,11 @@ class PlannerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended, by itself or because it was closed."""
+        """Tell whether it has ended, by itself or because it was closed."""
         return self._process.poll() is not None
 
     def run(self, words: Sequence[str]) -> int:
-        """The exit code of a command, once those before and it have ended, or the process has."""
+        """Run a command after those before it; return its exit code, or that of the process."""
         source, target = self._pipes
         with self._lock:
             if not self._is_closed:
@@ -88,7 +88,7 @@ class PlannerProcess:
         return source, target
 
     def last_error_line(self) -> str:
-        """The last line that it has written to its standard error."""
+        """Return the last line of its standard error."""
         said = self._errors.read_text(errors="replace").split("\n")
         return next((line for line in reversed(said) if line.strip()), "it says nothing")
 
@@ -112,14 +112,14 @@ class WarmPlanner:
     """The search process of a host, which is kept from one generation of hosts to the next."""
 
     def __init__(self, method: str):
-        """Searches are by this method; start nothing yet."""
+        """Prepare for searches by a method; start nothing yet."""
         self._method = method
         self._kept: PlannerProcess | None = None
         self._others: list[PlannerProcess] = []
         self._has_prepared = False
 
     def process(self) -> PlannerProcess:
-        """The process, which is started if there is none."""
+        """Return the process; start one if there is none."""
         if self._kept is None or self._kept.has_ended:
             self._kept = PlannerProcess()
         return self._kept
@@ -206,7 +206,7 @@ class PlanSearch:
         self._is_over.set()
 
     def is_over(self) -> bool:
-        """Whether all cases have been searched."""
+        """Tell whether all cases have been searched."""
         return self._is_over.is_set()
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class PlannerWarmup(Callback):
     """Prepares a search once a generation of hosts has lasted for a while."""
 
     def __init__(self, planner: WarmPlanner, plan: Plan, place: int, clock: Clock = SYSTEM_CLOCK):
-        """For the case of a plan, on the host that has this place among those of its team."""
+        """Prepare for the case of a plan, on the host with this index in its team."""
         self._planner, self._plan, self._stays = planner, plan, place < READY_HOSTS
         self._clock, self._at_s = clock, clock.now() + PREPARES_AFTER_S * (1 + place)
         self._is_done = False

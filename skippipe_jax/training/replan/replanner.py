@@ -66,7 +66,7 @@ class SharedPlans:
         return [*self._plans]
 
     def fetch(self, group: Group, agreed: SessionPlan) -> Plan | None:
-        """The plan of a group's generation; one who knows it tells it to those who do not.
+        """Return the plan of a group's generation; hosts that know it send it to the others.
 
         All hosts of the group call this together. None where the generation has none, or nobody who
         is left knows it: they then go on by the quick plan.
@@ -143,7 +143,7 @@ class Replanner(Callback):
             self._look_for_drift(metrics)
 
     def _found(self, plans: Sequence[Plan]) -> None:
-        """While a step is under way: propose the quickest plan, if there is one that may be."""
+        """Propose the quickest plan, while a step is under way, if it may be used."""
         suitable = filter(self._keeps_data_hosts, plans)
         found = min(suitable, key=lambda plan: plan.predicted.iteration_s, default=None)
         if found is not None:
@@ -170,7 +170,7 @@ class Replanner(Callback):
         self._wish(Wish(group.generation.number, placement, name))
 
     def _look_for_drift(self, metrics: StepMetrics) -> None:
-        """Once in a generation, search for nodes as they were measured to be."""
+        """Search once in a generation with node speeds as measured."""
         drift = self._config.replan.drift
         if drift is None or not self._looks_for_drift or metrics.compilations:
             return
