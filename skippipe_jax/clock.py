@@ -1,4 +1,4 @@
-"""Time as seconds that pass: the system's, or that of a test, which waits for nothing."""
+"""A clock that tests can replace."""
 
 from __future__ import annotations
 

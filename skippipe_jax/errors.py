@@ -8,11 +8,11 @@ from skippipe_sched.errors import InputError, SkipPipeError
 
 
 class PeerError(SkipPipeError):
-    """Something that another host had to do was not done."""
+    """The base of errors that another host has caused."""
 
 
 class PeerTimeout(PeerError, TimeoutError):
-    """Something was waited for too long: a run ends then as for a lost host."""
+    """A host waited too long; the process ends with the exit code of a lost host."""
 
 
 class PeerFailed(PeerError):
@@ -23,19 +23,19 @@ class TlsMismatch(PeerError):
     """At one end of a connection there is a secret, and at the other there is none."""
 
     def __init__(self, text: str = "one end of the connection has a secret, the other has none"):
-        """Say so, if nothing else is said."""
+        """Use this text unless another is given."""
         super().__init__(text)
 
 
 class MembershipChanged(SkipPipeError):
-    """Other hosts train than before."""
+    """The set of hosts that train has changed."""
 
 
 class GenerationEnded(MembershipChanged):
-    """The hosts go on as another generation: whatever they were about is left as it is."""
+    """The generation has ended: what is under way is abandoned for the next session."""
 
     def __init__(self, text: str = "the hosts go on as another generation"):
-        """Say so, if nothing else is said."""
+        """Use this text unless another is given."""
         super().__init__(text)
 
 
@@ -55,16 +55,16 @@ class CorruptCheckpoint(InputError):
     """A file of the checkpoint of a step is missing, or is not as it was committed."""
 
     def __init__(self, step: int, field: str, value: str, problem: str, remedy: str):
-        """Keep the parts, of the value its beginning: hosts tell each other."""
+        """Keep the first 200 characters of the value: hosts send each other this error."""
         super().__init__(field, value[:200], problem, remedy)
         self.step = step
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let another process raise it anew."""
-        return type(self), (self.step, *self.parts())
+        return type(self), (self.step, *self.fields())
 
-    def parts(self) -> list[str]:
-        """Return what it is made of, but for the step."""
+    def fields(self) -> list[str]:
+        """Return the fields without the step, to send to other hosts."""
         return [self.field, self.value, self.problem, self.remedy]
 
     def with_remedy(self, remedy: str) -> CorruptCheckpoint:

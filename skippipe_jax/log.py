@@ -1,8 +1,7 @@
 """Lines that a run prints: what happens on stderr, what was asked for on stdout.
 
 A line is printed at once, as notebooks and forked processes need it, until `configure` starts the
-threads that print. From then on nobody who has something to say waits for who reads it: not the
-thread that shows other hosts that this one lives.
+threads that print. From then on no caller waits for a slow reader: the heartbeat thread goes on.
 """
 
 from __future__ import annotations

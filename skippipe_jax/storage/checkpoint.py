@@ -182,7 +182,7 @@ def replica_name(stage: int, place: int) -> str:
 
 
 def part_of(name: str) -> str:
-    """Return the part to which a file of a checkpoint belongs: a stage, or the file itself."""
+    """Return the part to which a file belongs: a folder of a stage or replica, or itself."""
     return name.split("/")[0]
 
 
@@ -251,7 +251,7 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
             str(folder / COMMITTED),
             text.decode(errors="replace"),
             f"does not describe a checkpoint: {error!r}",
-            _go_back(folder),
+            _remedy(folder),
         ) from error
     return Checkpoint(folder, record)
 
@@ -272,7 +272,7 @@ def require_intact(checkpoint: Checkpoint, part: str) -> None:
                 str(path),
                 found,
                 f"was committed as {told}",
-                _go_back(checkpoint.folder),
+                _remedy(checkpoint.folder),
             )
 
 
@@ -340,8 +340,8 @@ def quarantine(folder: Path) -> None:
     folder.rename(aside)
 
 
-def _go_back(folder: Path) -> str:
-    """Say what to do about a damaged checkpoint."""
+def _remedy(folder: Path) -> str:
+    """Return the remedy for a damaged checkpoint: the step before it, if there is one."""
     earlier = [step for step in committed_steps(folder.parent.parent) if step < int(folder.name)]
     if earlier:
         return f"Choose the checkpoint before: step {earlier[-1]}"

@@ -64,7 +64,7 @@ BEST_METRIC = "validation_loss"
 """The checkpoint with the lowest is the best."""
 
 MOST_FAILURES = 3
-"""A host ends when it could not write its part of so many checkpoints, one after another."""
+"""A host ends after so many failed writes in a row, of one checkpoint or several."""
 
 
 SWEEPS, SWEEP_S = 5, 0.1
@@ -122,12 +122,12 @@ class Checkpointer:
         removed. A checkpoint is whole with a stage for each of ``stage_layers``, their blocks, and
         the state of the data. Hosts wait ``timeout_s`` at most for one another's parts. Those of
         another ``generation`` may write the same steps meanwhile; where there are generations two
-        checkpoints are kept at least, since those that are left may not have heard yet that the
-        last one is whole. ``on_commit`` is called with the step of each checkpoint that is.
+        checkpoints are kept at least. ``on_commit`` is called with the step of each that is whole.
         """
         self._run_dir = run_dir
         self._host = host
         self._stage_layers = tuple(stage_layers)
+        # Hosts that are left may not know that the last one is whole, so the one before is kept.
         self._policy = replace(policy, keep=max(policy.keep, 2)) if generation else policy
         self._mirror = mirror
         self._timeout_s = timeout_s
@@ -220,7 +220,7 @@ class Checkpointer:
         once more, may be written.
 
         Raises:
-            TemporaryError: this host could not write its part of the last three.
+            TemporaryError: this host has failed to write its part three times in a row.
             TimeoutError: it was not, since another host has not done its part in time.
             GenerationEnded: it was not, since hosts are lost, and those that are left save again.
             CheckpointFailed: it was not, for another reason, on this host or another.
@@ -299,6 +299,7 @@ class Checkpointer:
             # All hosts know that it comes to nothing; on a full disk it would be in the way.
             _discard(folder, own_parts)
             raise
+        # In an elastic group this tells the consensus to which step it may go back.
         self._on_commit(record.step)
 
     def _commit(self, pending: Path, record: CommitRecord) -> None:

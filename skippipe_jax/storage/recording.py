@@ -159,7 +159,7 @@ def _operation(row: list, field: str) -> Operation:
 
 
 def _times(values: list, field: str) -> list[float]:
-    """Return the times with each raised to at least the one before it."""
+    """Check times, of which the last must not be earlier than the one before it."""
     *times, end_s = [fields.number(value, field) for value in values]
     return [*times, fields.number(end_s, field, times[-1])]
 

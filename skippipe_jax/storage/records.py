@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -265,3 +266,8 @@ def _try(line: bytes, kind: type[T]) -> T | None:
         return _decode(line, kind)
     except DAMAGE:
         return None
+
+
+def finite(value: float | None) -> float | None:
+    """Return a number as JSON can hold it: None for one that is not finite."""
+    return float(value) if value is not None and math.isfinite(value) else None

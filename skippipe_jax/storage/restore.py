@@ -137,7 +137,7 @@ class CheckpointSearch:
         """Find the newest that is whole here or in the copy; None if there is none at all.
 
         All hosts call this together. Host 0 may have told the `steps` of those that are there, and
-        all hosts which parts `look` has found `damaged` of the newest.
+        all hosts the fields of the error that `look` has returned for the newest (`damaged`).
 
         Raises:
             InputError: on all hosts, before anything is removed, if all checkpoints are damaged.
@@ -190,7 +190,7 @@ class CheckpointSearch:
         retry(self.run_dir, lambda: _clear(self.run_dir, last, self.damages.keys()))
 
     def look(self, step: int) -> list[str] | None:
-        """Open a checkpoint here; returns what is damaged of it, or None."""
+        """Verify a checkpoint on this host; return the fields of its error, or None if intact."""
         parts = self.parts
         if parts is None:  # What a host that reads nothing knows of it.
             self._opened[step] = Checkpoint(
@@ -204,7 +204,7 @@ class CheckpointSearch:
         try:
             self._opened[step] = retry(self.run_dir, see)
         except CorruptCheckpoint as error:
-            return error.parts()
+            return error.fields()
         return None
 
     def opened(self, step: int) -> Checkpoint:
@@ -214,13 +214,13 @@ class CheckpointSearch:
     def _seen(
         self, step: int, when: str, damaged: Sequence[Sequence[str] | None] | None = None
     ) -> Checkpoint | CorruptCheckpoint:
-        """Return a checkpoint that is intact on all hosts, or what one of them finds damaged."""
+        """Return a checkpoint that is intact on all hosts, or the error of one of them."""
         if damaged is None:
             name = f"checkpoint/{step}/{when}"
             damaged = [*gather(self.host, name, lambda: self.look(step), self.timeout_s).values()]
-        for parts in damaged:
-            if parts is not None:
-                return CorruptCheckpoint(step, *parts)
+        for fields in damaged:
+            if fields is not None:
+                return CorruptCheckpoint(step, *fields)
         return self._opened[step]
 
     def _restored(self, step: int) -> Checkpoint | None:

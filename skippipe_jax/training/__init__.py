@@ -1,5 +1,6 @@
-"""A training run. To read how one goes: `trainer`, then `session`, then `setup`.
+"""A training run: read `trainer`, `session` and `setup` in this order.
 
-`callbacks` follow a run, `elastic` goes on with other hosts, `replan` looks for better plans.
-Others use `Trainer`, `Callback`, `RunView` and `make_plan`, which the face offers.
+`callbacks` observe it, `elastic` handles hosts that are lost or join, `replan` searches for better
+plans while it trains. The package exports `Trainer`, `RunResult`, `Callback`, `RunView` and
+`make_plan`; commands also use `planning` and `elastic.joining`, experts `initial_weights`.
 """

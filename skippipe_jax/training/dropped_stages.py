@@ -1,8 +1,9 @@
 """Stages that a run goes on without: what checkpoints hold of them, and how they come back.
 
-A checkpoint holds all stages. So the leader writes those that are left out as the last checkpoint
-has them, and notes after which step they were like that. Who serves one again takes it from there.
-The counters of the optimizer go on with the run's, so that all stages learn at one rate.
+A checkpoint always holds all stages. For a dropped stage the leader writes again the state of the
+last checkpoint, and records its step (`stale_stages`). A host that serves the stage again loads
+that state. Counters of the optimizer are advanced to those of the run, so that all stages use one
+learning rate.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def kept_stages(
     return kept, {stage: stage_step(checkpoint, cut, stage) for stage in left_out}
 
 
-def copies_read(config: Config, group: Group) -> tuple[Copy, ...]:
-    """Read the stages that this host reads for all who serve them again.
+def read_dropped_stages(config: Config, group: Group) -> tuple[Copy, ...]:
+    """Read from checkpoints the dropped stages that this host reads for all that serve them again.
 
     Raises:
         InputError: if one cannot be read.
@@ -64,7 +65,7 @@ def copies_read(config: Config, group: Group) -> tuple[Copy, ...]:
 def steps_saved(config: Config, generation: Generation) -> dict[int, int]:
     """Return, for each lost stage, the step of its state in the last checkpoint.
 
-    Only of those that are left out or come back. A host that does not reach it knows none.
+    Only stages that are dropped or come back are listed; a host without the run folder returns {}.
     """
     steps: dict[int, int | None] = dict.fromkeys({*generation.left_out} & {*generation.lost})
     steps |= {made.stage: made.step for made in generation.remade if made.by == SKIP}

@@ -33,9 +33,8 @@ from skippipe_jax.runtime.stage_functions import (
     skips_update,
 )
 from skippipe_jax.runtime.totals import Outcome
-from skippipe_jax.storage.records import StepMetrics
-from skippipe_jax.training.callbacks.metrics_log import finite
-from skippipe_jax.training.callbacks.progress import Compilations
+from skippipe_jax.storage.records import StepMetrics, finite
+from skippipe_jax.training.compilations import Compilations
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,14 @@ class Preemption:
     """Whether this host was told to stop or to leave, and what follows from it.
 
     Attributes:
-        received: the signals that have come while it trains, in their order: one at most.
-        is_too_late: whether the run ends anyway, for which this host stays.
+        received: the signal that has come while it trains, if one has.
+        must_stay: whether the run is ending: this host stays until the last checkpoint is saved.
     """
 
     def __init__(self, membership: Membership, grace_s: float):
-        """Stay; once told to leave, for `grace_s` seconds at most."""
-        self.received: list[signal.Signals] = []
-        self.is_too_late = False
+        """After SIGTERM, this process exits within `grace_s` seconds."""
+        self.received: signal.Signals | None = None
+        self.must_stay = False
         # Alone, or within one JAX, no host can go without the others.
         self._can_leave = membership.count > 1 and not membership.is_distributed
         self._membership = membership
@@ -68,27 +68,27 @@ class Preemption:
 
     def receive(self, number: signal.Signals) -> None:
         """Take a signal: only SIGTERM tells a host to leave."""
-        self.received.append(number)
+        self.received = number
         if number == signal.SIGTERM and self._can_leave:
             self._is_told = True
-            self._membership.control.told_to_leave(self._grace_s, self._goes)
+            self._membership.control.told_to_leave(self._grace_s, self._exit)
 
     def ends_the_run(self) -> bool:
         """Tell whether this host wants the run to end, after signals and what others were told."""
         if not self._can_leave:
-            return bool(self.received)
-        is_asked = any(number != signal.SIGTERM for number in self.received)
+            return self.received is not None
+        is_asked = self.received not in (None, signal.SIGTERM)
         return is_asked or self._membership.control.is_the_end
 
     def require_stays(self) -> None:
         """Raise `HostLeft` if the others do without this host, as it was told to leave."""
         if self._is_told and self._membership.generation_number == NOBODY:
-            self.is_too_late = True
+            self.must_stay = True
             raise HostLeft("the others go on without this host")
 
-    def _goes(self) -> None:
-        """Go, ready or not: whoever has told this host to leave will not wait for ever."""
-        if self.is_too_late or self._membership.control.is_the_end:
+    def _exit(self) -> None:
+        """Exit although the others have not gone on: whoever preempts this host will not wait."""
+        if self.must_stay or self._membership.control.is_the_end:
             return
         log.error(
             f"host {self._membership.index} was told to leave, and the others have not gone on "

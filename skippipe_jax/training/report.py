@@ -36,7 +36,8 @@ class GenerationReport:
         measured: what it has measured, as `Measured` tells it, if it has.
         known_plans: the digests of the plans that it has found, or heard of.
         too_long: what becomes of documents longer than a sequence, if it reads any.
-        damaged: which parts it has found damaged of the newest checkpoint, if any.
+        damaged: the fields of the error about the newest checkpoint (field, value, problem,
+            remedy), if this host has found it damaged.
         recovery: its line of recoveries.jsonl that is yet to be written, if there is one.
         metrics_tail: its last lines of metrics.
     """

@@ -1,4 +1,7 @@
-"""A run as long as its hosts are the same: what runs its steps, and what follows each of them."""
+"""Trains with one fixed set of hosts: runs steps, emits metrics, validates, saves checkpoints.
+
+Iteration i, counted from 0, leads to step i + 1: `step` is the number of iterations that are done.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,9 @@ from skippipe_jax.storage.recording import keep_plan
 from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.callbacks.metrics_log import MetricsLog, TimelinePlotter
 from skippipe_jax.training.callbacks.profiler import profile_step
-from skippipe_jax.training.callbacks.progress import CompilationCounter, ProgressBar
+from skippipe_jax.training.callbacks.progress import ProgressBar
 from skippipe_jax.training.callbacks.trackers import trackers_of_leader
+from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.dropped_stages import kept_stages
 from skippipe_jax.training.initial_weights import InitialWeights, open_initial_weights
 from skippipe_jax.training.metrics import MetricsCollector
@@ -58,7 +62,7 @@ class RunContext:
         membership: this host among all those that the run was started with.
         callbacks: those that are told of steps.
         compile_stats: counts the programs that are compiled.
-        stop: whether this host was told to stop or to leave.
+        preemption: whether this host was told to stop or to leave.
     """
 
     config: Config
@@ -66,15 +70,15 @@ class RunContext:
     membership: Membership
     callbacks: CallbackList
     compile_stats: CompilationCounter
-    stop: Preemption
+    preemption: Preemption
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """What a host goes on with, whoever goes on with it.
+    """The state with which a host enters its next session.
 
     Attributes:
-        step: the optimizer steps that are done.
+        step: the iterations that are done.
         microbatches_read: of the run, before the next step.
         replicas: the states that it holds, or takes from others; None where a run begins.
         checkpoint: the one that states come from where none are held.
@@ -116,10 +120,12 @@ def first_state(setup: RunSetup) -> HeldState:
 
 
 class Session:
-    """Opened by all hosts together after a step, and closed when one is lost or the run ends.
+    """A stretch of training with fixed hosts, which open it together.
+
+    It is closed when one of them is lost or the run ends.
 
     Attributes:
-        step: the optimizer steps that are done.
+        step: the iterations that are done.
         unfinished: whether what follows the last one is yet to be done.
         saved: whether that is the last one, and its checkpoint is whole.
         group: this host among those that train.
@@ -139,7 +145,7 @@ class Session:
         # The results of an iteration are read when this many later ones have been dispatched, so
         # that devices have work while the host reads.
         self._metrics_lag = config.averaging.iterations_apart
-        self._saved_step = -1 if start.unfinished else state.step
+        self._saved_step, self._attempt = -1 if start.unfinished else state.step, 1
         self._copied_step: int | None = None
         self._validation: tuple[int, float | None] = (-1, None)
         self._squared_norms = state.remains.squared_norms
@@ -173,12 +179,12 @@ class Session:
         self._checkpointer = open_checkpointer(config, group, cut, setup.mirror)
         skipped = self._metrics.skipped_updates
         self.callbacks = default_callbacks(self._run, group, self.step, skipped)
-        self._watched: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._watchdog_guard: Callable[[], AbstractContextManager[None]] = nullcontext
         if group.is_elastic:
             planned_s = max(plan.predicted.iteration_s for plan in self.schedule.plans.values())
             watched = runtime.exchange.loop, planned_s, config.network.deadline_s
             watchdog = Watchdog(*watched, self._run.membership.stop)
-            self._watched = opened.enter_context(closing(watchdog)).iteration
+            self._watchdog_guard = opened.enter_context(closing(watchdog)).iteration
         for callback in self.callbacks:
             opened.callback(callback.close)
         opened.callback(runtime.close)
@@ -216,7 +222,7 @@ class Session:
     def train_step(self) -> None:
         """Run an iteration by its plan; record and profile it if it is time."""
         config, folder, iteration, step = self._config, self._run.run_dir, self.step, self.step + 1
-        stop = self._run.stop.ends_the_run()
+        stop = self._run.preemption.ends_the_run()
         plan = self.schedule.plan(iteration)
         self._metrics.begin()
         profiling = nullcontext()
@@ -225,7 +231,7 @@ class Session:
         record = config.traces(iteration)
         if record and self.group.index == 0 and self.group.generation.number > 1:
             retry(folder, lambda: keep_plan(folder, step, plan))
-        with profiling, self._watched():
+        with profiling, self._watchdog_guard():
             batches = self._batches(iteration)
             outcome = self.runtime.run(iteration, batches, stop=stop, record=record)
         if config.recovery.lost_stage == AVERAGE:
@@ -249,6 +255,7 @@ class Session:
         here = self.runtime.topology.nodes
         own = [microbatch for microbatch, path in enumerate(paths) if path[0] in here]
         batches = {microbatch: self._reader[read + microbatch] for microbatch in own}
+        # A guess: other microbatches of another plan are read when they are asked for.
         self._reader.announce(read + len(paths) + microbatch for microbatch in own)
         return batches
 
@@ -274,11 +281,12 @@ class Session:
     def emit_metrics(self, lag: int = 0) -> None:
         """Tell callbacks of the iterations that have ended, all but the last `lag` of them."""
         for metrics in self._metrics.completed(lag):
+            # Those of this session are among them: metrics.jsonl, trackers, the progress bar.
             self._run.callbacks.on_step_end(metrics)
 
     def save_final(self) -> None:
         """Tell of all steps, and return when the last is saved, and copied if it shall be."""
-        self._run.stop.is_too_late = True
+        self._run.preemption.must_stay = True
         step = self.step
         self.emit_metrics()
         if self._saved_step != step:
@@ -293,7 +301,8 @@ class Session:
         self.saved = True
 
     def _save(self, step: int) -> None:
-        """Begin the checkpoint of a step, unless it is there."""
+        """Begin the checkpoint of a step, unless it is there; again where it was not written."""
+        self._attempt = self._attempt + 1 if step == self._saved_step else 1
         self._saved_step, folder = step, self._run.run_dir
 
         def is_there() -> bool:
@@ -301,7 +310,7 @@ class Session:
 
         group = self.group
         if group.is_elastic and from_host_0(
-            group, f"saves/{step}", lambda: retry(folder, is_there), group.timeout_s
+            group, f"saves/{step}/{self._attempt}", lambda: retry(folder, is_there), group.timeout_s
         ):
             group.saved(step)
         else:
@@ -328,7 +337,9 @@ class Session:
         state = None if data is None else data.state(self.microbatches_read)
         if 0 in source_of:
             group, source = self.group, source_of[0]
-            told = gather(group, f"data/{step}", lambda: state, group.timeout_s, [source])
+            told = gather(
+                group, f"data/{step}/{self._attempt}", lambda: state, group.timeout_s, [source]
+            )
             state = told[source]
         return state if 0 in stages else None
 

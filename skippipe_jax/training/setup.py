@@ -1,7 +1,7 @@
-"""What all hosts settle before the first step, in the order in which they do it.
+"""Sets up a run on all hosts: one that starts or is resumed, or one that a host comes back to.
 
-Host 0 writes the run folder, and nothing before all that was given has been found good. The other
-hosts read there what it has written. All that can be wrong with the input is found here.
+Host 0 checks its own input before it writes the run folder. The others read the plans there, and
+report what they have opened. `build_runtime` then compares the weights that hosts have read.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def setup_run(
 
     Host 0 tells by which plans, and which checkpoints there are; then all report to each other
     what they have opened. A third exchange follows when the stages are open (`build_runtime`).
+    There are more with `plan.measure`, and where the newest checkpoint is damaged.
 
     `lock` keeps the folder of the run from other runs. `config_folder` is where the link table of a
     case inside the config lies.
@@ -150,7 +151,7 @@ def setup_run(
     def claim_run_dir() -> bool:
         return _claim_run_dir(config, mirror, lock, resume=resume)
 
-    # For what cluster? One that is not described is measured, by its own links.
+    # A cluster that is not described is measured, by its own links.
     transfers, profile = None, None
     if config.plan.measure:
         patience_s = config.cluster.connect_timeout_s + (0.0 if url is None else COPYING_S)
@@ -159,8 +160,7 @@ def setup_run(
             transfers, profile = _measure_cluster(config, host)
     else:
         needs_planning = leads and claim_run_dir()
-    # By which plans? Host 0 makes them, unless the run has them; the others go on when it has
-    # written them.
+    # Host 0 makes the plans, or reads those of the run; the others go on when it has written them.
     steps: Sequence[int] = ()
     if not leads:
         schedule, steps = _hear_leader(config, host)
@@ -188,7 +188,7 @@ def setup_run(
             search.clear(setup.checkpoint)
             tell_time(config, schedule)
         if leads and resume:
-            truncate_run(config, 0 if setup.checkpoint is None else setup.checkpoint.step)
+            _resume_run_dir(config, setup.checkpoint)
         if host.count > 1 and not host.is_distributed:
             lock.share(host.process)
     except BaseException:
@@ -359,14 +359,20 @@ def restores_replica_states(config: Config, plan: Plan, checkpoint: Checkpoint) 
     return checkpoint.record.replica_states == own and checkpoint.record.stage_layers == tuple(cut)
 
 
+def _resume_run_dir(config: Config, checkpoint: Checkpoint | None) -> None:
+    """Make the folder of a run ready to go on after a checkpoint, on host 0."""
+    step, last = 0 if checkpoint is None else checkpoint.step, config.train.steps
+    if step >= last:
+        log.output(f"nothing is left to do: the run is at step {step} of {last}")
+    truncate_run(config, step)
+
+
 def truncate_run(config: Config, step: int, *, is_own: bool = False) -> None:
     """Make the folder of a run ready to go on after `step`; on host 0.
 
     `is_own`: this process has written the metrics, and nobody since.
     """
-    folder, steps = Path(config.run_dir), config.train.steps
-    if step >= steps:
-        log.output(f"nothing is left to do: the run is at step {step} of {steps}")
+    folder = Path(config.run_dir)
     RunDir(folder).truncate_after(step, config, is_own=is_own)
     remove_recordings(folder, after=step)
 
@@ -396,7 +402,9 @@ def open_checkpointer(
         Path(config.run_dir),
         host,
         stage_layers=cut,
-        policy=RetentionPolicy(config.checkpoint.keep, config.checkpoint.keep_every),
+        policy=RetentionPolicy(
+            keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
+        ),
         mirror=mirror,
         generation=host.generation.number,
         on_commit=host.saved,
@@ -502,8 +510,8 @@ def open_training_data(config: Config, plan: Plan, program: Program) -> Training
     return TrainingBatches(data)
 
 
-def with_text(config: Config, setup: HostSetup) -> HostSetup:
-    """Add the text of the run, if it is here."""
+def try_open_text(config: Config, setup: HostSetup) -> HostSetup:
+    """Open the text of the run if it is on this host; warn if it is not."""
     if setup.data is not None:
         return setup
     try:

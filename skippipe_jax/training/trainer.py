@@ -25,7 +25,7 @@ from skippipe_jax.storage.files import temporary_failures
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.base import Callback, CallbackList
-from skippipe_jax.training.callbacks.progress import CompilationCounter
+from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.elastic.survival import Survival
 from skippipe_jax.training.preemption import STOPPING, Preemption
 from skippipe_jax.training.session import RunContext, Session, SessionStart, first_state
@@ -36,7 +36,7 @@ from skippipe_jax.training.setup import HostSetup, setup_rejoining_host, setup_r
 class RunResult:
     """How a run ended: after which step, and which signal stopped it, if one did.
 
-    It goes on where this host `left_run` alone.
+    `left_run`: this host has left, and the others go on.
     """
 
     step: int
@@ -68,7 +68,7 @@ class Trainer:
         resume: bool = False,
         config_folder: Path = Path(),
     ):
-        """Do nothing yet.
+        """Store what is given; `setup`, `run` or `train_step` sets up.
 
         Args:
             config: what the run is told.
@@ -81,7 +81,8 @@ class Trainer:
         self.membership = Membership(config.cluster, index=0, count=1) if host is None else host
         self.preemption = Preemption(self.membership, config.cluster.grace_s)
         self.callbacks = CallbackList(self, callbacks)
-        self._is_alone, self._resume, self._config_folder = host is None, resume, config_folder
+        self._keeps_programs = host is None
+        self._resume, self._config_folder = resume, config_folder
         # Opens other sessions where hosts are lost, or come back; None where they are fixed.
         self._survival: Survival | None = None
         self._session: Session | None = None
@@ -92,7 +93,7 @@ class Trainer:
         self._has_ended = False
 
     def __enter__(self) -> Trainer:
-        """Set up when the first step is taken, or by `setup`."""
+        """Return the trainer; nothing is set up yet."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -126,7 +127,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The optimizer steps that are done, those before a resume among them."""
+        """The iterations that are done, also those before a resume or with a skipped update."""
         return 0 if self._session is None else self._session.step
 
     @property
@@ -157,8 +158,7 @@ class Trainer:
         if self.step >= self.config.train.steps:
             return RunResult(self.step, None)
         # All hosts stop when one is asked to; those that were not asked stop as if they had been.
-        received = self.preemption.received
-        return RunResult(self.step, received[0] if received else signal.SIGTERM)
+        return RunResult(self.step, self.preemption.received or signal.SIGTERM)
 
     def train_step(self) -> int:
         """Train one iteration, and validate and save if it is time; returns the steps done.
@@ -167,8 +167,10 @@ class Trainer:
         is left, nothing is done.
 
         Raises:
-            InputError: if the loss of the iteration before is no finite number.
-            PeerTimeout: if nothing came from another host for `network.deadline_s`.
+            InputError: if a loss that was read is no finite number.
+            PeerTimeout: if nothing came from another host for `network.deadline_s`, or too few
+                hosts are left for `cluster.rejoin_s`.
+            HostLeft: if this host was told to leave, and the others go on.
             RuntimeError: if the run has ended.
         """
         self.setup()
@@ -190,10 +192,10 @@ class Trainer:
             session, survival = self.session, self._survival
             with temporary_failures(self.run_dir):
                 try:
-                    if session.unfinished:
-                        session.finish_step()
-                    elif session.step < self._end_of(session):
+                    if session.step < self._end_of(session) and not session.unfinished:
                         session.train_step()
+                    elif session.unfinished:
+                        session.finish_step()
                     else:
                         session.save_final()
                     continue
@@ -218,7 +220,7 @@ class Trainer:
             raise RuntimeError("the run has ended; a trainer with resume=True goes on with it")
         if self._session is not None:
             return
-        if self._is_alone:
+        if self._keeps_programs:
             keep_programs(self.config.compilation_cache)
         try:
             self._set_up()

@@ -1,9 +1,9 @@
-"""A host whose training thread hangs leaves, so that the others can go on without it.
+"""A host whose training thread hangs exits, so that the others can go on without it.
 
-Its event loop shows them that it lives, so they would wait for it until `network.deadline_s` ends
-them all. Who only waits for others does not hang: the thread handles an event, or something is
-computed here, and nothing comes of it. Time is counted in looks, so a process that was stopped for
-a while does not count that.
+Its heartbeat thread goes on, so they would wait for it until `network.deadline_s` ends the run. A
+host that only waits for others does not hang: the thread handles an event, or something is computed
+here, and nothing comes of it. Silence is counted in polls, so that a suspended process does not
+time out.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from contextlib import contextmanager
 
 from skippipe_jax.runtime.events import EventLoop
 
-LOOK_S = 1.0
-"""So often a host looks whether its training thread makes progress."""
+POLL_S = 1.0
+"""How often a host checks whether its training thread makes progress."""
 
-MULTIPLE = 20.0
-"""So many times an iteration a training thread may take without progress."""
+MAX_SLOWDOWN = 20.0
+"""A training thread may take so many times an iteration without progress."""
 
-LEAST_S = 60.0
-"""It may take so long at least, and `SHARE` of `network.deadline_s` at most."""
+MIN_LIMIT_S = 60.0
+"""It may take so long at least, and `MAX_SHARE` of `network.deadline_s` at most."""
 
-SHARE = 0.8
+MAX_SHARE = 0.8
 
 
 class Watchdog:
@@ -35,15 +35,15 @@ class Watchdog:
         loop: EventLoop,
         planned_s: float,
         deadline_s: float,
-        hangs: Callable[[str], object],
-        look_s: float = LOOK_S,
+        on_hang: Callable[[str], object],
+        poll_s: float = POLL_S,
     ):
-        """Look every `look_s`; call `hangs` once, with a sentence, from another thread.
+        """Check every `poll_s`; call `on_hang` once, with a sentence, from another thread.
 
         `loop` is that of the iterations, of which the plan says that each takes `planned_s`.
         """
-        self._loop, self._hangs, self._look_s = loop, hangs, look_s
-        self._longest_s, self._most_s = planned_s, SHARE * deadline_s
+        self._loop, self._on_hang, self._poll_s = loop, on_hang, poll_s
+        self._longest_s, self._most_s = planned_s, MAX_SHARE * deadline_s
         # The first one compiles, which may take as long as it likes.
         self._iterations, self._is_iterating = 0, False
         self._is_closed = threading.Event()
@@ -52,7 +52,7 @@ class Watchdog:
     @property
     def limit_s(self) -> float:
         """Return how long an iteration may make no progress."""
-        return min(max(LEAST_S, MULTIPLE * self._longest_s), self._most_s)
+        return min(max(MIN_LIMIT_S, MAX_SLOWDOWN * self._longest_s), self._most_s)
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
@@ -73,10 +73,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         silent_s, before = 0.0, None
-        while not self._is_closed.wait(self._look_s):
+        while not self._is_closed.wait(self._poll_s):
             now = self._iterations, self._loop.events
             is_stuck = self._is_iterating and self._loop.is_at_work and now == before
-            silent_s, before = silent_s + self._look_s if is_stuck else 0.0, now
+            silent_s, before = silent_s + self._poll_s if is_stuck else 0.0, now
             if silent_s > self.limit_s:
-                self._hangs(f"its training thread has made no progress for {silent_s:.0f} s")
+                self._on_hang(f"its training thread has made no progress for {silent_s:.0f} s")
                 return

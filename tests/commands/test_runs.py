@@ -23,7 +23,7 @@ from skippipe_jax.storage import files
 from skippipe_jax.storage.checkpoint import committed_steps
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
-from skippipe_jax.training.callbacks import progress
+from skippipe_jax.training import compilations
 from tests.commands.examples import CASE, Command, expect_one_error
 
 
@@ -41,8 +41,8 @@ def test_a_corrected_start_needs_no_resume(folder: Path, command: Command):
 
 def test_training_tells_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch):
     said = []
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    with progress.CompilationCounter(said.append):
+    monkeypatch.setattr(compilations, "SECONDS_BETWEEN_LINES", 0.0)
+    with compilations.CompilationCounter(said.append):
         jax.jit(lambda x: x - 17)(1.5)
     assert said[-1].startswith(f"compiling: {len(said)} programs so far")
 

@@ -26,7 +26,7 @@ from skippipe_jax.inference.decoding import (
     text_pieces,
 )
 from skippipe_jax.inference.partial import Order, chosen_order, kept
-from skippipe_jax.training.callbacks.progress import CompilationCounter
+from skippipe_jax.training.compilations import CompilationCounter
 from tests.partial_models import logits_of, random_model, save_run
 
 SECTIONS: dict[str, Any] = {

@@ -38,7 +38,7 @@ from skippipe_jax.models.llama import DataStage, stage_shapes
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares
 from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_stage
-from skippipe_jax.training.callbacks.progress import CompilationCounter
+from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.trainer import Trainer
 from tests.partial_models import random_model, save_checkpoint, save_run
 

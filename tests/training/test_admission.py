@@ -34,10 +34,10 @@ def coming(members: tuple[int, ...], forward_s: float = 0.001) -> Admission:
 
 def test_it_pays_where_what_is_saved_within_the_horizon_is_more_than_what_it_takes():
     found = coming((0, 1, 2))
-    assert found.lost_s == pytest.approx(0.5 + 2000.0 / 1000.0)
+    assert found.transfer_s == pytest.approx(0.5 + 2000.0 / 1000.0)
     assert 0 < found.saved < 1
     assert found.is_spare
-    even_s = found.lost_s / found.saved
+    even_s = found.transfer_s / found.saved
     assert found.pays(1.01 * even_s)
     assert not found.pays(0.99 * even_s)
     told = found.why(100.0)
@@ -57,7 +57,7 @@ def test_a_stage_of_a_single_host_is_always_worth_another():
     found = coming((0, 1), forward_s=1e3)
     assert not found.is_spare
     assert found.pays(0.0)
-    assert found.lost_s == pytest.approx(0.1 + 2000.0 / 100.0), "the only host that gives it"
+    assert found.transfer_s == pytest.approx(0.1 + 2000.0 / 100.0), "the only host that gives it"
 
 
 @pytest.mark.parametrize("members", [(0, 1, 2), (0, 1)], ids=["of two", "of one"])
@@ -67,7 +67,7 @@ def test_it_never_pays_where_no_host_is_reached_that_has_the_state(
     monkeypatch.delitem(WAYS, 1)
     monkeypatch.delitem(WAYS, 2)
     found = coming(members)
-    assert found.lost_s == math.inf
+    assert found.transfer_s == math.inf
     assert not found.pays(1e9)
     assert "has reached none of those that have the state" in found.why(1e9)
 

@@ -76,7 +76,7 @@ def test_a_host_has_left_once_others_go_on_without_it():
     here.receive(SIGTERM)
     with pytest.raises(HostLeft):
         here.require_stays()
-    assert here.is_too_late
+    assert here.must_stay
 
 
 def test_a_host_goes_when_its_time_is_over_unless_the_run_ends(
@@ -89,10 +89,10 @@ def test_a_host_goes_when_its_time_is_over_unless_the_run_ends(
     [(_, late)] = hosts.told
     hosts.is_the_end = True
     late()
-    hosts.is_the_end, here.is_too_late = False, True
+    hosts.is_the_end, here.must_stay = False, True
     late()
     assert codes == []
-    here.is_too_late = False
+    here.must_stay = False
     late()
     assert codes == [LOST_HOST_EXIT_CODE]
     told = "".join(capfd.readouterr())
@@ -110,5 +110,5 @@ def test_a_second_signal_ends_the_program_at_once_as_that_signal_does(
         signal.raise_signal(first)
         with pytest.raises(KeyboardInterrupt) as caught:
             signal.raise_signal(second)
-    assert here.received == [first]
+    assert here.received == first
     assert caught.type is (Terminated if second == SIGTERM else KeyboardInterrupt)

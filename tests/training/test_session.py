@@ -49,8 +49,8 @@ class Opened(Session):
     def __init__(self, step: int, *untold: int, folder: Path = Path()):
         self.told, view = Told(), SimpleNamespace()
         callbacks: Any = CallbackList(view, [self.told])  # pyright: ignore[reportArgumentType]
-        stop = SimpleNamespace(is_too_late=False)
-        self._run: Any = SimpleNamespace(callbacks=callbacks, run_dir=folder, stop=stop)
+        preemption = SimpleNamespace(must_stay=False)
+        self._run: Any = SimpleNamespace(callbacks=callbacks, run_dir=folder, preemption=preemption)
         self._config, self.step, self.unfinished, self.saved = CONFIG, step, True, False
         self._metrics_lag, self._saved_step, self._copied_step = 1, -1, None
         self._validator: Any = SimpleNamespace(evaluate=float)

@@ -23,7 +23,7 @@ from skippipe_jax.storage.checkpoint import Checkpoint, CommitRecord
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.elastic import survival
-from skippipe_jax.training.elastic.survival import Survival, nothing_held, restores_checkpoint
+from skippipe_jax.training.elastic.survival import Survival, empty_state, state_from_checkpoint
 from skippipe_jax.training.report import GenerationReport, SessionPlan, plan_session
 from skippipe_jax.training.session import HeldState
 from skippipe_jax.training.setup import HostSetup
@@ -31,7 +31,7 @@ from tests.step_metrics import metrics_of
 
 OWN, STEP = 1, 20
 KEPT: Any = {(0, None): "a state"}
-GOES_BACK, NOTHING = restores_checkpoint(STEP), nothing_held(STEP)
+GOES_BACK, NOTHING = state_from_checkpoint(STEP), empty_state(STEP)
 
 
 class Openings(Survival):
@@ -119,7 +119,7 @@ def test_who_goes_back_to_a_checkpoint_does_so_although_its_team_ends_meanwhile(
     assert openings.after(HeldState(STEP, 104, KEPT)) == [GOES_BACK, GOES_BACK]
     # It may have found out that an earlier one is the newest that is intact, and others not.
     openings = Openings(tmp_path, generation(3))
-    earlier = restores_checkpoint(STEP - 10)
+    earlier = state_from_checkpoint(STEP - 10)
     assert openings.after(earlier) == [earlier]
     assert gone_back(openings, generation(3), GOES_BACK) == HeldState(STEP, 80, {}, found[0])
 
@@ -132,7 +132,7 @@ def test_all_go_back_to_an_older_checkpoint_where_the_newest_is_damaged_for_one(
     openings = Openings(tmp_path)
     openings.metrics_tail.lines.extend(metrics_of(step) for step in range(15))
     lost = generation(2, is_rewound=True, lost=(1,))
-    openings.recoveries.begin_one(lost, "rewind", STEP + 4, 2.5)
+    openings.recoveries.begin_recovery(lost, "rewind", STEP + 4, 2.5)
     expected = HeldState(STEP - 10, 40, {}, older)
     assert gone_back(openings, lost, GOES_BACK) == expected
     assert openings.metrics_tail.lines[-1].step == STEP - 10

@@ -23,7 +23,7 @@ LOOK_S, LOOKS = 0.01, 10
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[str]:
-    monkeypatch.setattr(watchdog, "LEAST_S", LOOK_S * LOOKS)
+    monkeypatch.setattr(watchdog, "MIN_LIMIT_S", LOOK_S * LOOKS)
     return queue.SimpleQueue()
 
 
@@ -96,11 +96,11 @@ def test_who_waits_for_others_or_is_in_its_first_iteration_does_not_hang(
 
 def test_how_long_an_iteration_may_take():
     own = Watchdog(EventLoop(1.0), 0.5, 300.0, print, 1000.0)
-    assert own.limit_s == watchdog.LEAST_S
+    assert own.limit_s == watchdog.MIN_LIMIT_S
     own._longest_s = 5.0
-    assert own.limit_s == 5.0 * watchdog.MULTIPLE
+    assert own.limit_s == 5.0 * watchdog.MAX_SLOWDOWN
     own._longest_s = 50.0
-    assert own.limit_s == 300.0 * watchdog.SHARE, "or the others end before"
+    assert own.limit_s == 300.0 * watchdog.MAX_SHARE, "or the others end before"
     own.close()
 
 
@@ -123,7 +123,7 @@ def test_the_others_go_on_without_a_host_that_hangs(
         network.lose(own.index)
         released.set()
 
-    monkeypatch.setattr(watchdog, "LEAST_S", 3.0)
+    monkeypatch.setattr(watchdog, "MIN_LIMIT_S", 3.0)
     monkeypatch.setattr(session.Session, "_batches", read)
     monkeypatch.setattr(ThreadMembership, "stop", stop)
     train(hosts, PATIENCE_S)

@@ -40,7 +40,7 @@ class RunView(Protocol):
 
     @property
     def step(self) -> int:
-        """The optimizer steps that are done, those before a resume among them."""
+        """The iterations that are done, also those before a resume or with a skipped update."""
         ...
 
     @property
@@ -52,8 +52,9 @@ class RunView(Protocol):
 class Callback:
     """Hooks of a run, which do nothing here: write over those that you need.
 
-    Among several hosts every host calls the hooks of its own callbacks, at the same steps;
-    `run.group.index` tells which host it is.
+    Among several hosts every host calls the hooks of its own callbacks, at the same steps. After a
+    rollback, steps come again. `run.group.index` is the rank of this host: 0 leads, and it may
+    change; `run.group.hosts[run.group.index]` is its number.
 
     Raises:
         TypeError: if a class is defined with a hook by a former name, which nobody would call.
@@ -67,19 +68,22 @@ class Callback:
                 raise TypeError(f"{cls.__name__}.{former} is now {name}; see docs/api_runtime.md")
 
     def on_train_begin(self, run: RunView) -> None:
-        """Begin: all hosts are ready, and the first step comes next."""
+        """Begin: all hosts are ready, and the next step follows."""
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
         """Take the metrics of a step that has ended; metrics.jsonl has them as a line.
 
-        The step after it is under way by then, so that devices do not wait for who reads.
+        Mostly the step after it is under way by then, so that devices do not wait.
         """
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
         """Take the held-out loss [nats per token] after `step`, on host 0; None on the others."""
 
     def on_save(self, run: RunView, step: int) -> None:
-        """Note that the checkpoint of `step` is being written; training goes on meanwhile."""
+        """Note that the checkpoint of `step` is being written, or exists; training goes on.
+
+        It may be called again for the same step, if the checkpoint could not be written.
+        """
 
     def on_train_end(self, run: RunView) -> None:
         """End: the run has ended as it should, and its last checkpoint is whole."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,13 @@ import msgspec
 
 from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.storage.files import retry
-from skippipe_jax.storage.records import RecordWriter, StepMetrics, ValidationMetrics, append_record
+from skippipe_jax.storage.records import (
+    RecordWriter,
+    StepMetrics,
+    ValidationMetrics,
+    append_record,
+    finite,
+)
 from skippipe_jax.storage.run_dir import METRICS, VALIDATION, RunDir
 from skippipe_jax.training.callbacks.base import Callback, RunView
 
@@ -97,8 +102,3 @@ class TimelinePlotter(Callback):
         """Draw on host 0."""
         if run.group.index == 0:
             draw_recorded(run.run_dir)
-
-
-def finite(value: float | None) -> float | None:
-    """Return a number as JSON can hold it: None for one that is not finite."""
-    return float(value) if value is not None and math.isfinite(value) else None

@@ -28,7 +28,7 @@ class RecoveryLog(Callback):
         self._folder = folder
         self._begun: dict[str, Any] | None = None
 
-    def begin_one(
+    def begin_recovery(
         self,
         generation: Generation,
         policy: str,

@@ -61,7 +61,7 @@ def require_trackers(config: LogConfig) -> None:
 
 
 def open_trackers(config: Config, folder: Path, step: int) -> list[Tracker]:
-    """Open the trackers that `config.log` names, for a run in `folder` resumed at `step`.
+    """Open the trackers that `config.log` names, for a run in `folder` that goes on after `step`.
 
     Raises:
         InputError: if Weights & Biases does not take the run.

@@ -1,10 +1,9 @@
-"""Whether it pays that a host comes to a run beside those that it has.
+"""Decides whether an extra host is worth admitting.
 
-Its stage stands still as long as the state of that comes to it, and with the stage all others. In
-return iterations may be shorter by the plan that has it. So it pays if that saves more time within
-`join.horizon` than it takes. It pays in any case where a single host serves a stage that it would
-serve too: with that host the stage would be lost. The place of a lost host is always worth taking,
-as the run's own plan counts on it.
+While the state of its stage is transferred, all hosts wait; then iterations may be shorter. It is
+admitted if that saves more time within `join.horizon` than it costs, or if a single host serves
+one of its stages now, with which that stage would be lost. The place of a lost host is always worth
+taking, as the run's own plan counts on it.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ class Admission:
     """What it costs that a host comes, and what it saves.
 
     Attributes:
-        lost_s: seconds for which the others wait; infinite where no host could be reached that has
-            the state.
+        transfer_s: seconds for which the others wait; infinite where no host could be reached that
+            has the state.
         saved: by which share iterations are shorter.
         is_spare: whether each of its stages is on several hosts already.
     """
 
-    lost_s: float
+    transfer_s: float
     saved: float
     is_spare: bool
 
     def pays(self, horizon_s: float) -> bool:
         """Tell whether the host is to come."""
-        return self.lost_s < (self.saved * horizon_s if self.is_spare else math.inf)
+        return self.transfer_s < (self.saved * horizon_s if self.is_spare else math.inf)
 
     def why(self, horizon_s: float) -> str:
         """Explain why a host is not to come."""
-        if math.isinf(self.lost_s):
+        if math.isinf(self.transfer_s):
             return "this host has reached none of those that have the state of its stage"
         return (
-            f"it does not pay to join: the others would wait for {self.lost_s:.3g} s, and "
+            f"it does not pay to join: the others would wait for {self.transfer_s:.3g} s, and "
             f"iterations that are {self.saved:.2%} shorter save "
             f"{self.saved * horizon_s:.3g} s in join.horizon = {horizon_s:g} s"
         )

@@ -1,7 +1,7 @@
-"""What a host of a run that goes on without lost ones tells newcomers who would take their places.
+"""What this host tells a machine that asks to join a run.
 
-It tells what it sees itself: which place is free, how long such a place is held back that others
-have taken and lost soon after, and what stands in its folder of the run.
+That is the free places as this host sees them, how long each is held back because its hosts were
+lost soon after they joined, and the files of the run.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Inviting:
     def places(self, free: Collection[int]) -> list[Place]:
         """List the places that no generation waits for, and at which somebody would serve.
 
-        None as long as a host counts as a member that is gone: its place is about to be free. None
-        beside those of the start while one of them is no member and does not count as gone: it is
-        coming back, or this host is the last to notice that it was lost.
+        None while a lost host still counts as a member: its place is about to be free. No spare
+        ones while a host of the start is neither a member nor lost: it is coming back, or this host
+        is the last to notice that it was lost.
         """
         generation, now_s = self._generation, self._clock.now()
         if generation is None or set(free).intersection(generation.members):

@@ -76,7 +76,7 @@ def joined_by_address(
 def _joined(
     held: ExitStack, seeking: Seeking, place: Place, measured: Measured
 ) -> Membership | None:
-    """Take a place for a host as long as `held`; None if another host has it."""
+    """Join as the host of a place until `held` is closed; None if another host has it."""
     measured.keep(seeking.folder)
     config = seeking.config
     coming = joined(

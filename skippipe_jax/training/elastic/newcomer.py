@@ -1,4 +1,4 @@
-"""How a machine that has nothing of a run comes to a place in it: see `join`.
+"""How a machine that has nothing of a run comes to a place in it: see `joining`.
 
 It asks a host for the run's files and for the places that are free, writes the files into a folder
 of its own, and takes the first place that it can serve: who has no stage 0 needs no text. If there
@@ -167,7 +167,7 @@ class Seeking:
         self._ask(FIND_S)
 
     def ways(self) -> dict[int, Way]:
-        """Connect to the hosts that train, as far as they answer."""
+        """Measure latency and bandwidth to the hosts that train, as far as they answer."""
         told, since_s = self.invitation, self._clock.now()
         addresses = {host: at for host, at in told.addresses.items() if host in told.members}
         ways = _run_interruptibly(self._newcomer.ways(addresses, MEASURE_S))
@@ -180,7 +180,7 @@ class Seeking:
         return ways
 
     def is_free(self, place: Place) -> bool:
-        """Ask the hosts again whether a place is still the first free one.
+        """Ask the hosts again whether a place is still free, and no better one is.
 
         A place of the start that this host can serve comes before one beside them.
         """
@@ -200,7 +200,7 @@ class Seeking:
         return [*dict.fromkeys(self.invitation.addresses.values())]
 
     def _choice(self) -> tuple[Place | None, str]:
-        """Choose the first place that this host can serve; else tell the shortest pause or why."""
+        """Choose the place to take, that with the shortest pause, or say why there is none."""
         of_start = self.invitation.hosts  # Nobody comes beside them while one of these is lost.
         places = sorted(
             self.invitation.places,

@@ -1,12 +1,12 @@
 """The places of a run: those of the hosts that it begins with, and spare ones for hosts that come.
 
-All that counts hosts counts places: numbers of hosts, ports, and whom the rules of generations may
-name. The first generation has the hosts of the start alone, so a spare place is to them what the
-place of a lost host is, but that nobody waits for it and nobody misses who was never there.
+Every count of hosts includes the spare places: numbers of hosts, ports, and the hosts that
+consensus may name. The first generation has only the hosts of the start, so a spare place is like
+that of a lost host, except that nobody waits for it.
 
-Each spare place has one node, with a number after those of the run's own plan, which is in no stage
-before its host has come. Who names the generation with that host gives the node a stage. From then
-on it stays where it is, like all others, unless a plan that is searched for has it elsewhere.
+Each spare place has one node, numbered after those of the run's own plan and in no stage until its
+host joins. The host that proposes the generation with it assigns the stage. There the node stays,
+like all others, unless a better plan is found that has it elsewhere.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def secured(
     hosts: Collection[int],
     without_text: Collection[int] = (),
 ) -> Placement:
-    """Move nodes back to stages that have one host left, from those that they stand in for.
+    """Give each stage that a single host serves a second one, if it had more at first.
 
     Whoever stands in for a lost stage stays there when its hosts are back, and what it has left may
     be served by a single host, with which it would be lost. So a node goes to such a stage, if by

@@ -34,7 +34,7 @@ from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
 from skippipe_jax.training.callbacks.recovery_log import RecoveryLog
-from skippipe_jax.training.dropped_stages import copies_read, steps_saved
+from skippipe_jax.training.dropped_stages import read_dropped_stages, steps_saved
 from skippipe_jax.training.elastic.inviting import Inviting
 from skippipe_jax.training.elastic.lost_stages import how_remade
 from skippipe_jax.training.elastic.measured import Measured, new_nodes
@@ -56,11 +56,11 @@ from skippipe_jax.training.setup import (
     own_report,
     parts_to_restore,
     truncate_run,
-    with_text,
+    try_open_text,
 )
 
-# So often a host looks whether another is lost.
-LOOK_S = 0.1
+# How often a host checks whether another is lost.
+POLL_S = 0.1
 
 
 class Survival:
@@ -111,7 +111,7 @@ class Survival:
             )
         is_in = "is in" if membership.index in team.generation.apart else "is back in"
         log.output(f"host {membership.index} {is_in} the run, at step {team.generation.step}")
-        return self._open_with(team, nothing_held(team.generation.step), since_s)
+        return self._open_with(team, empty_state(team.generation.step), since_s)
 
     def open(self, setup: RunSetup) -> Session:
         """Open the first session, with all hosts of the run."""
@@ -128,11 +128,11 @@ class Survival:
             if not self.outlives(team, error):
                 raise
         if state.checkpoint is not None:
-            state = restores_checkpoint(step)
+            state = state_from_checkpoint(step)
         return self._open_with(self._next(team), state, time.monotonic())
 
     def outlives(self, group: Group, error: Exception) -> bool:
-        """Tell whether an error came when a host of the group was lost, which may show later."""
+        """Tell whether the loss of a host of the group caused an error, once that is certain."""
         if isinstance(error, GenerationEnded):
             return True
         patience_s = 0.0
@@ -146,7 +146,7 @@ class Survival:
         while not (group.has_ended or self._membership.misses(group.hosts)):
             if time.monotonic() > until_s:
                 return False
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return True
 
     def next_session(self, session: Session) -> Session:
@@ -183,7 +183,7 @@ class Survival:
             team = self._next(team)
 
     def _next(self, group: Group) -> Team:
-        self._run.stop.require_stays()
+        self._run.preemption.require_stays()
         patience_s = self._config.cluster.rejoin_s
         following = self._membership.next_team(group.generation, patience_s)
         if following is None:
@@ -205,32 +205,36 @@ class Survival:
         if generation.is_last:
             raise PeerTimeout(why_last(generation, config.recovery.lost_stage))
         if team.index in team.fresh:
-            return nothing_held(state.step)
+            return empty_state(state.step)
         if generation.is_rewound:
             first = step_folder(folder, 0)
             if generation.step == 0 and not retry(folder, lambda: is_committed(first)):
                 return HeldState(state.step, 0)  # Nothing has been saved yet.
-            return restores_checkpoint(state.step)
+            return state_from_checkpoint(state.step)
         if not state.restores_checkpoint:
             is_apart = config.averaging.is_outer
             require_same_step(state.step, generation.step, is_apart=is_apart)
         return state
 
     def _open(self, team: Team, state: HeldState, since_s: float) -> Session:
-        """Open the session of a team, after the step that it begins with."""
+        """Open the session of a team, after the step that it begins with.
+
+        `state` is from `_held`; its step becomes that of the generation, or an earlier one where
+        the checkpoint of that is damaged.
+        """
         config, folder, generation = self._config, self._run.run_dir, team.generation
         if team.index in team.fresh:
             self.recoveries.forget()
         elif generation.lost:
             saved, loss = steps_saved(config, generation), self.metrics_tail.last_loss
             policy = config.recovery.lost_stage
-            self.recoveries.begin_one(generation, policy, state.step, loss, saved)
+            self.recoveries.begin_recovery(generation, policy, state.step, loss, saved)
         state = replace(state, step=generation.step)
         self.metrics_tail.drop_after(generation.step)
         team.require_goes_on()  # Nothing is opened for one that has ended.
         serves_data = 0 in self._rules.serves(generation.placement, self._membership.index)
         if serves_data:
-            self._setup = with_text(config, self._setup)
+            self._setup = try_open_text(config, self._setup)
         transfers = open_servers(team)
         with _closed_by_an_error(transfers):
             agreed = self._agreed(team, state, transfers.endpoint, serves_data=serves_data)
@@ -257,7 +261,7 @@ class Survival:
                 retry(folder, given)
                 self._led = generation.number
                 self.metrics_tail.flush_to(folder)
-            copies = (*state.remains.copies, *copies_read(config, team))
+            copies = (*state.remains.copies, *read_dropped_stages(config, team))
             remains = Remains(copies, agreed.squared_norms, agreed.optimizer_updates)
             # Some of the hosts may not have done what follows the step.
             start = SessionStart(team, setup, replace(state, remains=remains), generation.step > 0)
@@ -312,7 +316,7 @@ class Survival:
             )
             self._setup = replace(self._setup, data=None, held_out=())
             self._membership.control.lacks_text()
-        self._next(team)
+        self._next(team)  # It is there; `_open_with` goes on with it.
         raise GenerationEnded
 
     def _agreed(
@@ -389,13 +393,13 @@ class Survival:
             retry(folder, lambda: RunDir(folder).append_generation(*given))
 
 
-def nothing_held(step: int) -> HeldState:
-    """Return what a host has without which others have gone on."""
+def empty_state(step: int) -> HeldState:
+    """Return the state of a host that takes everything from others."""
     return HeldState(step, 0, {})
 
 
-def restores_checkpoint(step: int) -> HeldState:
-    """Return what a host has of a run that goes back to a checkpoint."""
+def state_from_checkpoint(step: int) -> HeldState:
+    """Return the state of a host that is to load the newest intact checkpoint."""
     return HeldState(step, 0, {}, restores_checkpoint=True)
 
 
@@ -428,7 +432,7 @@ def require_same_step(done: int, step: int, *, is_apart: bool = False) -> None:
 
 
 def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
-    """Compile what this host will run, unless it is given another stage: others would wait."""
+    """Compile ahead what this host serves by the run's plan, so that the others need not wait."""
     if is_joined(Path(config.run_dir)):  # It was made ready before it came.
         return
     nodes = [node for node, host in enumerate(setup.host_of) if host == here]

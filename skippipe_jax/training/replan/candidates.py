@@ -90,7 +90,7 @@ def pays_off(
 def keeps_data_hosts(
     found: Plan, standing: Plan, host_of: Sequence[int], apart: Collection[int]
 ) -> bool:
-    """Tell whether no host that is apart serves its first data node by the plan that was found.
+    """Tell whether a plan gives no data node to a host without the run folder that has none now.
 
     They may lack the text that data nodes read. `host_of` is the host of each node.
     """

@@ -1,0 +1,61 @@
+"""Counts what XLA compiles in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.monitoring
+
+from skippipe_jax import log
+
+# While programs are compiled, a line is printed this often.
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True)
+class Compilations:
+    """Programs that XLA has compiled, or loaded from its cache, and how long that took."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+class CompilationCounter:
+    """Counts the programs that XLA compiles, or loads from its cache, in this process.
+
+    Where that takes long, `say` prints now and then how far it is.
+    """
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self, say: Callable[[str], None] = log.info):
+        """Start at zero; counting begins on entering."""
+        self.compilations = Compilations()
+        self.say = say
+        self.said_s = time.perf_counter()
+
+    def take(self) -> Compilations:
+        """Return the compilations since the last call."""
+        taken, self.compilations = self.compilations, Compilations()
+        return taken
+
+    def __enter__(self) -> CompilationCounter:
+        """Begin to count."""
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == self.EVENT:
+            before = self.compilations
+            now = Compilations(before.count + 1, before.seconds + duration_secs)
+            self.compilations = now
+            if time.perf_counter() - self.said_s > SECONDS_BETWEEN_LINES:
+                self.said_s = time.perf_counter()
+                self.say(f"compiling: {now.count} programs so far, {now.seconds:.0f} s")
