@@ -367,10 +367,17 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path):
         assert not fetched, html
 
 
-@pytest.mark.parametrize("section", ["When a host is lost", "What else may fail"])
-def test_what_survives_what_is_shown_by_tests(section: str):
+@pytest.mark.parametrize(
+    ("page", "section"),
+    [
+        ("churn.md", "When a host is lost"),
+        ("churn.md", "What else may fail"),
+        ("protocol.md", "What must hold"),
+    ],
+)
+def test_what_survives_what_is_shown_by_tests(page: str, section: str):
     """Each line of the table names the tests that show it, and these exist."""
-    _, told = (DOCS / "churn.md").read_text(encoding="utf-8").split(f"## {section}\n")
+    _, told = (DOCS / page).read_text(encoding="utf-8").split(f"## {section}\n")
     told = told.split("\n## ")[0]
     _, _, *rows = [line for line in told.splitlines() if line.startswith("|")]
     assert rows
