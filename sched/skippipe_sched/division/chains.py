@@ -92,7 +92,6 @@ class Chains:
             for (m, i), node in zip(moved, free, strict=True):
                 paths[m, i] = node
         candidate = candidate_of(problem, np.array(place.nodes), slot_of[paths])
-        candidate.priority[:] = old.priority
         return chain_from(problem, candidate, seed)
 
     def anneal_alone(self, lane: int, cut: Cut, chain: ChainState, steps: int) -> None:

@@ -45,8 +45,6 @@ WEIGHTS = {
     moves.STAGES: 2.0,
     moves.SWAP: 1.0,
     moves.TAILS: 2.0,
-    moves.PRIORITY: 2.0,
-    moves.URGENCY: 1.0,
     moves.REPLICA: 0.5,
     moves.STAGE: 0.5,
 }
@@ -105,7 +103,6 @@ class Annealer:
         self.steps_to_reorder = STEPS_TO_REORDER * operations**2
         self.weights = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
         self.polish_moves = np.ones(moves.MOVES)
-        self.polish_moves[[moves.PRIORITY, moves.URGENCY]] = 0.0
         if problem.unequal:  # Then a node's order is not another's.
             self.polish_moves[moves.NODES] = 0.0
 
@@ -121,7 +118,6 @@ class Annealer:
         weights = self.weights.copy()
         # Swapping nodes costs as much as all microbatches do.
         weights[moves.NODES] *= min(1.0, 5 * cost / self.operations)
-        weights[[moves.PRIORITY, moves.URGENCY]] = 0.0
         work_of_step = cost + weights[moves.NODES] / weights.sum() * self.operations
         hottest, coldest = chain.heat * SETTLE_HOTTEST_S, chain.heat * SETTLE_COLDEST_S
         self.in_pieces(

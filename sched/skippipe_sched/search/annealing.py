@@ -81,7 +81,7 @@ def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
 
 @kernel
 def cost_of(problem, candidate, scratch, limit, mean_weight):
-    """What a candidate costs [s] if its priorities decide what goes first."""
+    """What a candidate costs [s] with the dispatch of `simulate`."""
     nothing = np.zeros(0, np.int64)
     order = Order(nothing, nothing)
     return evaluate(problem, candidate, order, scratch, limit, mean_weight)
@@ -226,7 +226,7 @@ def polish(problem, chain, order, piece):
     candidate, undo, state = chain.candidate, chain.undo, chain.state
     operations, first = order.operations, order.first
     temperature = piece.temperature
-    count = candidate.priority.shape[1]
+    count = 2 * candidate.paths.shape[1] + 1
     best = copy_of(candidate)
     best_operations, best_first = operations.copy(), first.copy()
     before, first_before = operations.copy(), first.copy()

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.plan import KINDS, NodePath, Operation, microbatch_chain
+from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain
 from skippipe_sched.search.compiled import fast, kernel
 from skippipe_sched.timing.averaging import (
     Rings,
@@ -48,11 +47,10 @@ class Problem(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A placement, paths in slots, and what goes first where several operations wait."""
+    """A placement, and paths in slots."""
 
     node_of_slot: np.ndarray  # slots
     paths: np.ndarray  # microbatches, length
-    priority: np.ndarray  # microbatches, 2 * length + 1
     averaging_s: np.ndarray  # stages
     visits: np.ndarray  # slots
 
@@ -118,20 +116,11 @@ def problem_of(case: Case) -> Problem:
 
 def candidate_of(problem: Problem, node_of_slot: np.ndarray, paths: np.ndarray) -> Candidate:
     """A candidate with the simulator's own dispatch."""
-    microbatches, length = paths.shape
     averaging_s = np.zeros(len(problem.ring_bytes))
     for stage in range(len(averaging_s)):
         fast(set_averaging)(problem, node_of_slot, stage, averaging_s)
     visits = np.bincount(paths.ravel(), minlength=len(node_of_slot))
-    priority = dispatch_priority(microbatches, length)
-    return Candidate(node_of_slot.copy(), paths.copy(), priority, averaging_s, visits)
-
-
-def dispatch_priority(microbatches: int, length: int) -> Float[np.ndarray, "microbatches chain"]:
-    """The priorities with which dispatch is that of `simulate`: backward before the others."""
-    of_kind = {kind: float(kind == "B") for kind in KINDS}
-    chain = microbatch_chain(0, range(length))
-    return np.tile([of_kind[operation.kind] for operation in chain], (microbatches, 1))
+    return Candidate(node_of_slot.copy(), paths.copy(), averaging_s, visits)
 
 
 def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
@@ -193,7 +182,6 @@ def copy(source, target):
     """Make a candidate equal to another."""
     target.node_of_slot[:] = source.node_of_slot
     target.paths[:] = source.paths
-    target.priority[:] = source.priority
     target.averaging_s[:] = source.averaging_s
     target.visits[:] = source.visits
 
@@ -204,7 +192,6 @@ def copy_of(candidate):
     return Candidate(
         candidate.node_of_slot.copy(),
         candidate.paths.copy(),
-        candidate.priority.copy(),
         candidate.averaging_s.copy(),
         candidate.visits.copy(),
     )

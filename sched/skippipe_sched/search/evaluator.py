@@ -98,18 +98,17 @@ def _set_remaining(problem, candidate, scratch, limit_s):
 
 
 @kernel
-def _chosen(scratch, slot, priority, length):
+def _chosen(scratch, slot, length):
     """The waiting microbatch that goes first, and the one before it in the queue; or -1."""
     best = -1
     before_best = -1
-    best_priority = -np.inf
     before = -1
     m = scratch.first_waiting[slot]
     while m >= 0:
         position = scratch.position[m]
-        allowed = position >= length or scratch.free[slot] > 0
-        if allowed and priority[m, position] > best_priority:
-            best_priority = priority[m, position]
+        if position > length:
+            return m, before
+        if best < 0 and (position == length or scratch.free[slot] > 0):
             best = m
             before_best = before
         before = m
@@ -124,8 +123,8 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
     Where iterations do not wait for averaging, what the rings of all stages would add is part of
     that mean.
 
-    A free node takes the operation with the highest priority, first come first served among equals,
-    and what it took is written to `order` if there is room.
+    A free node takes a backward before the others, and else the first that has come, as `simulate`
+    dispatches; what it took is written to `order` if there is room.
     Infinity where nodes lock against each other or the result cannot be below `limit_s`.
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
@@ -189,7 +188,7 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
             scratch.is_touched[slot] = False
             if scratch.busy[slot]:
                 continue
-            m, before = _chosen(scratch, slot, candidate.priority, length)
+            m, before = _chosen(scratch, slot, length)
             if m < 0:
                 continue
             position = scratch.position[m]

@@ -1,7 +1,7 @@
 """The moves of the search, compiled: small changes of a candidate that can be taken back.
 
 They keep the rules by construction: nodes change places, microbatches exchange replicas, stages or
-the rest of their paths, neighbours on a path change places, priorities shift.
+the rest of their paths, neighbours on a path change places.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from skippipe_sched.problem.rules import SHARE_TOLERANCE
 from skippipe_sched.search.arrays import Candidate, set_averaging
 from skippipe_sched.search.compiled import kernel
 
-NODES, REPLICAS, STAGES, SWAP, TAILS, PRIORITY, URGENCY, REPLICA, STAGE = range(9)
-MOVES = 9
+NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE = range(7)
+MOVES = 7
 # Of the moves of nodes, so many exchange all nodes of two stages and not two nodes alone.
 WHOLE_STAGES_SHARE = 0.2
 
@@ -27,7 +27,6 @@ class Undo(NamedTuple):
     slots: np.ndarray  # 2: the first of those whose nodes changed places
     length: np.ndarray  # 1: how many slots these are, from each of the two
     paths: np.ndarray  # 2, length
-    priority: np.ndarray  # 2, 2 * length + 1
     averaging_s: np.ndarray  # 2
     all_paths: np.ndarray  # microbatches, length; after a move of unequal nodes
     visits: np.ndarray  # slots
@@ -40,7 +39,6 @@ def undo_for(candidate: Candidate) -> Undo:
         slots=np.zeros(2, np.int64),
         length=np.zeros(1, np.int64),
         paths=candidate.paths[:2].copy() if len(candidate.paths) > 1 else candidate.paths[[0, 0]],
-        priority=np.zeros((2, candidate.priority.shape[1])),
         averaging_s=np.zeros(2),
         all_paths=candidate.paths.copy(),
         visits=candidate.visits.copy(),
@@ -240,22 +238,6 @@ def _relocate(problem, candidate, a, i, target):
 
 
 @kernel
-def _shift_priority(candidate, a, position, state):
-    base = 1.0 if position > candidate.paths.shape[1] else 0.0
-    back = uniform(state) < 0.3
-    candidate.priority[a, position] = base if back else base + 2.5 * (uniform(state) - 0.5)
-
-
-@kernel
-def _shift_urgency(candidate, a, state):
-    """Prefer one microbatch to the others, or not, wherever it goes."""
-    shift = 0.0 if uniform(state) < 0.3 else uniform(state) - 0.5
-    for position in range(candidate.priority.shape[1]):
-        base = 1.0 if position > candidate.paths.shape[1] else 0.0
-        candidate.priority[a, position] = base + shift
-
-
-@kernel
 def draw_move(weights, state):
     """One of the moves, as often as the weights say."""
     drawn = uniform(state) * weights.sum()
@@ -276,13 +258,6 @@ def propose(problem, candidate, undo, move, state):
     a, b = below(state, microbatches), below(state, microbatches)
     undo.microbatches[0], undo.microbatches[1] = a, b
     undo.paths[0], undo.paths[1] = paths[a], paths[b]
-    undo.priority[0], undo.priority[1] = candidate.priority[a], candidate.priority[b]
-    if move == PRIORITY:
-        _shift_priority(candidate, a, below(state, 2 * length + 1), state)
-        return True
-    if move == URGENCY:
-        _shift_urgency(candidate, a, state)
-        return True
     if length == 1:
         return False
     i = 1 + below(state, length - 1)
@@ -334,4 +309,3 @@ def revert(problem, candidate, undo, move, made):
                 candidate.visits[candidate.paths[a, i]] -= 1
                 candidate.visits[undo.paths[0, i]] += 1
     candidate.paths[a], candidate.paths[b] = undo.paths[0], undo.paths[1]
-    candidate.priority[a], candidate.priority[b] = undo.priority[0], undo.priority[1]
