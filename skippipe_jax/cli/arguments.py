@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
-from skippipe_jax.storage.files import os_errors_as
 
 if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
@@ -348,13 +347,3 @@ def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     accept_former(parser, stages="--stage-order", keep="--keep-fraction")
     add_scale(parser)
-
-
-def write_output(option: str, path: Path, text: str) -> None:
-    """Write the file that an option names.
-
-    Raises:
-        InputError: if that fails.
-    """
-    with os_errors_as(option, path, "cannot be written", "Name another file"):
-        path.write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
+from skippipe_sched.commands.writing import write
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
@@ -19,7 +20,6 @@ from skippipe_jax.cli.arguments import (
     add_scale,
     open_mixture,
     open_model,
-    write_output,
 )
 from skippipe_jax.config.data import HELD_OUT_PARTS
 
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         scaled = None if found.scaled is None else subsets(found.scaled)
         plot = perplexity_plot(subsets(found), model.stages, found.perplexity, scaled)
-        write_output("--plot", arguments.plot, plot)
+        write("--plot", arguments.plot, plot)
     for line in what_is_too_long(data):
         log.info(line)
     if arguments.json:

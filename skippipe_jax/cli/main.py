@@ -33,8 +33,6 @@ COMMANDS = {
     "config": "show a configuration with its defaults, all keys, or a JSON schema",
     "completion": "print a script with which a shell completes these commands",
 }
-# Commands that only other commands start.
-INTERNAL = ("score",)
 FORMER_NAMES = {
     "keys": "keygen",
     "profile": "measure",
@@ -81,27 +79,21 @@ def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     )
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():
-        _add(commands, name, named, help=about)
-    for name in {*INTERNAL} & {*named}:
-        _add(commands, name, named)
+        inner = commands.add_parser(name, formatter_class=_HelpFormatter, help=about)
+        if name not in named:
+            continue
+        if name == "completion":
+            inner.description = (
+                "Print a script by which a shell completes the commands of skippipe."
+            )
+            inner.add_argument("shell", choices=SHELLS, help="which shell")
+            inner.set_defaults(command=_complete)
+            continue
+        package = "skippipe_sched.commands" if name in planner.COMMANDS else "skippipe_jax.cli"
+        module = import_module(f"{package}.{name.replace('-', '_')}")
+        module.add_arguments(inner)
+        inner.set_defaults(command=module.run)
     return made
-
-
-def _add(
-    commands: argparse._SubParsersAction, name: str, named: Collection[str], **listed: Any
-) -> None:
-    inner = commands.add_parser(name, formatter_class=_HelpFormatter, **listed)
-    if name not in named:
-        return
-    if name == "completion":
-        inner.description = "Print a script by which a shell completes the commands of skippipe."
-        inner.add_argument("shell", choices=SHELLS, help="which shell")
-        inner.set_defaults(command=_complete)
-        return
-    package = "skippipe_sched.commands" if name in planner.COMMANDS else "skippipe_jax.cli"
-    module = import_module(f"{package}.{name.replace('-', '_')}")
-    module.add_arguments(inner)
-    inner.set_defaults(command=module.run)
 
 
 class _Version(argparse.Action):

@@ -282,9 +282,10 @@ def _agreed(
     _require_same_text(config, host, agreed)
     for line in agreed.too_long:
         log.on_leader(host.index, line, log.output)
-    checkpoint = search.newest(steps, agreed.damaged)
+    all_damaged = [own.damaged for own in agreed.reports]
+    checkpoint = search.newest(steps, all_damaged)
     # What was reported is of no use where the newest was damaged, though it may be there again.
-    if any(parts is not None for parts in agreed.damaged):
+    if any(parts is not None for parts in all_damaged):
         own = _microbatches_read(setup, checkpoint)
         told = gather(host, "checkpoint/read", lambda: own, timeout_s)
         agreed = replace(agreed, microbatches_read=max(told.values()))
@@ -608,7 +609,8 @@ def _extent(plan: Plan) -> str:
 
 def _require_same_text(config: Config, host: Membership, agreed: SessionPlan) -> None:
     """Refuse a host with a data node that reads other text than the first one."""
-    read = {other: text for other, text in enumerate(agreed.texts) if text is not None}
+    texts = enumerate(own.data_fingerprint for own in agreed.reports)
+    read = {other: text for other, text in texts if text is not None}
     first = min(read)
     if read.get(host.index, read[first]) != read[first]:
         raise InputError(

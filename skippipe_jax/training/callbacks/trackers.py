@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax import log
 from skippipe_jax.config import Config, LogConfig, to_tree
+from skippipe_jax.config.extras import require
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 
@@ -51,13 +51,8 @@ def require_trackers(config: LogConfig) -> None:
         ("tensorboard", config.tensorboard, "tensorboardX"),
         ("wandb", config.wandb, "wandb"),
     ):
-        if value and importlib.util.find_spec(package) is None:
-            raise InputError(
-                f"log.{name}",
-                value,
-                f"needs the package {package}",
-                f'Install it, in a clone of the repository: pip install -e ".[{name}]"',
-            )
+        if value:
+            require(package, name, f"log.{name}", value)
 
 
 def open_trackers(config: Config, folder: Path, step: int) -> list[Tracker]:

@@ -116,7 +116,8 @@ class Survival:
     def open(self, setup: RunSetup) -> Session:
         """Open the first session, with all hosts of the run."""
         state = first_state(setup)
-        stages, step, processes = setup.plan.stages, state.step, setup.agreed.processes
+        stages, step = setup.plan.stages, state.step
+        processes = [own.process for own in setup.agreed.reports]
         team = self._membership.outlive(self._rules, self._store, stages, step, processes)
         try:
             with _closed_by_an_error(setup.transfers):
@@ -241,13 +242,17 @@ class Survival:
             self._require_text(team, agreed)
             transfers.connect(agreed.endpoints)
             found = self.plans.fetch(team, agreed)
-            told = {team.hosts[at]: Measured.parse(own) for at, own in agreed.measured.items()}
+            told = {
+                host: Measured.parse(own.measured)
+                for host, own in zip(team.hosts, agreed.reports, strict=True)
+                if own.measured is not None
+            }
             new = new_nodes(told, self._host_of, len(self._setup.host_of))
             setup = regrouped(config, self._setup, team, found, new).after(agreed, transfers)
             if generation.lost or team.fresh:
-                self.recoveries.hear(agreed.recoveries)
+                self.recoveries.hear([own.recovery for own in agreed.reports])
             if 0 in team.fresh:  # Whoever leads has no lines of its own.
-                self.metrics_tail.adopt(agreed.metrics_tails)
+                self.metrics_tail.adopt([own.metrics_tail for own in agreed.reports])
             state = replace(state, microbatches_read=agreed.microbatches_read)
             if agreed.restores_checkpoint:
                 team, state = self._gone_back(team, setup, state)
@@ -389,7 +394,8 @@ class Survival:
         """Leave a line in membership.jsonl."""
         if team.index == 0:
             self._lock.acquire(team.generation.start)
-            folder, given = self._run.run_dir, (team.generation, setup.plan, setup.agreed.members)
+            members = [own.member for own in setup.agreed.reports]
+            folder, given = self._run.run_dir, (team.generation, setup.plan, members)
             retry(folder, lambda: RunDir(folder).append_generation(*given))
 
 
