@@ -92,12 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     if spec.names_several:
         return _evaluate_several(spec, sequences, as_json=arguments.json)
     shares = _shares(arguments)
-    opened = open_model(spec)
-    model, data = opened.model, opened.data
+    model, data, step, scaling = open_model(spec)
     _ = model.tokenizer  # Which is refused before anything is evaluated.
     questions = _questions(arguments, spec.run, shares, model.stages)
     part = arguments.part or "all"
-    found = evaluate(model, opened.step, data, sequences, questions, opened.scaling, part)
+    found = evaluate(model, step, data, sequences, questions, scaling, part)
     by_domain = None
     if data.mixture is not None:
         by_domain = evaluate_domains(model, data, part, sequences)

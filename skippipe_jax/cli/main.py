@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from skippipe_sched import commands as planner
-from skippipe_sched.errors import run_command
+from skippipe_sched.errors import loading, run_command
 
 from skippipe_jax import log
 
@@ -97,12 +99,27 @@ def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Prints the versions, for which JAX is loaded, and exits."""
+    """Prints the versions and the devices, for which JAX is loaded, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from skippipe_jax.cli.version import version_text
+        os.environ.setdefault(
+            "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+        )  # Or a GPU's memory is taken.
+        with loading():
+            from importlib import metadata
 
-        print(version_text())
+            import jax
+
+        try:
+            own = metadata.version("skippipe-jax")
+        except metadata.PackageNotFoundError:
+            own = "(not installed)"
+        try:
+            kinds = Counter(device.device_kind for device in jax.devices())
+            devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        except RuntimeError as error:  # Only one process can use a TPU.
+            devices = f"not available: {str(error).splitlines()[0]}"
+        print(f"skippipe {own}\njax {jax.__version__}\ndevices: {devices}")
         parser.exit()
 
 

@@ -244,7 +244,10 @@ def _begin_run_dir(
     resume: bool,
     needs_planning: bool,
 ) -> None:
-    """Begin the folder of a run, on host 0, when all that was given has been found good."""
+    """Begin the folder of a run, on host 0, when all that was given has been found good.
+
+    In that of a run that is resumed, leave the plans that it goes on under.
+    """
     require_trackers(config.log)
     if not resume:
         lock.acquire()
@@ -253,8 +256,19 @@ def _begin_run_dir(
     warnings = tokenizer_warning(setup.weights, config) + differing_sizes(config, plan.case)
     for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
         log.warning(sentence)
-    given = {"resume": resume, "needs_planning": needs_planning}
-    _write_folder(config, setup.schedule, setup.weights, profile, **given)
+    folder, weights = Path(config.run_dir), setup.weights
+    if not resume:
+        parent = weights.provenance() if isinstance(weights, RunWeights) else None
+        RunDir(folder).write_parent(parent)
+    elif needs_planning:
+        _archive_plan(folder, plan)
+    if needs_planning:
+        RunDir(folder).create(config, setup.schedule)
+    if weights is not None and weights.matches_tokenizer(config.data):
+        weights.copy_tokenizer(folder / TOKENIZER_FOLDER)
+    if profile is not None:
+        profile.save(folder / CASE)
+    RunDir(folder).keep_tokenizer(config.data)
 
 
 def _agreed(
@@ -555,32 +569,6 @@ def _require_attention(config: Config) -> None:
             raise InputError(
                 "model.attention", model.attention, f"{kernel} {fault}", "Write blockwise"
             )
-
-
-def _write_folder(
-    config: Config,
-    schedule: Schedule,
-    weights: WeightSource | None,
-    profile: Profile | None,
-    *,
-    resume: bool,
-    needs_planning: bool,
-) -> None:
-    """Begin the folder of a new run, or leave in that of a run the plans it goes on under."""
-    folder = Path(config.run_dir)
-    if not resume:
-        RunDir(folder).write_parent(
-            weights.provenance() if isinstance(weights, RunWeights) else None
-        )
-    elif needs_planning:
-        _archive_plan(folder, schedule.plans[OWN])
-    if needs_planning:
-        RunDir(folder).create(config, schedule)
-    if weights is not None and weights.matches_tokenizer(config.data):
-        weights.copy_tokenizer(folder / TOKENIZER_FOLDER)
-    if profile is not None:
-        profile.save(folder / CASE)
-    RunDir(folder).keep_tokenizer(config.data)
 
 
 def _warn_of_missing_links(folder: Path) -> None:

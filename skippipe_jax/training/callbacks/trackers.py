@@ -55,29 +55,22 @@ def require_trackers(config: LogConfig) -> None:
             require(package, name, f"log.{name}", value)
 
 
-def open_trackers(config: Config, folder: Path, step: int) -> list[Tracker]:
-    """Open the trackers that `config.log` names, for a run in `folder` that goes on after `step`.
-
-    Raises:
-        InputError: if Weights & Biases does not take the run.
-    """
-    trackers: list[Tracker] = []
-    if config.log.tensorboard:
-        trackers.append(TensorBoard(folder / TENSORBOARD, step))
-    if config.log.wandb is not None:
-        trackers.append(WeightsAndBiases(config.log.wandb, config, folder))
-    return trackers
-
-
 def trackers_of_leader(config: Config, folder: Path, step: int, *, is_new: bool) -> list[Tracker]:
-    """Open those that are asked for; none where a leader that `is_new` cannot have them.
+    """Open those that `config.log` names, for a run in `folder` that goes on after `step`.
+
+    None where a leader that `is_new` cannot have them.
 
     Raises:
         InputError: if the first leader cannot have them.
     """
+    trackers: list[Tracker] = []
     try:
         require_trackers(config.log)
-        return open_trackers(config, folder, step)
+        if config.log.tensorboard:
+            trackers.append(TensorBoard(folder / TENSORBOARD, step))
+        if config.log.wandb is not None:
+            trackers.append(WeightsAndBiases(config.log.wandb, config, folder))
+        return trackers
     except InputError as error:
         if not is_new:
             raise

@@ -200,7 +200,8 @@ class Survival:
         """Return what this host has to go on with in a team, with what it held before.
 
         Raises:
-            PeerTimeout: if the run ends with this team.
+            PeerTimeout: if the run ends with this team, or goes on from another step than this host
+                has come to.
         """
         config, folder, generation = self._config, self._run.run_dir, team.generation
         if generation.is_last:
@@ -212,9 +213,14 @@ class Survival:
             if generation.step == 0 and not retry(folder, lambda: is_committed(first)):
                 return HeldState(state.step, 0)  # Nothing has been saved yet.
             return state_from_checkpoint(state.step)
-        if not state.restores_checkpoint:
-            is_apart = config.averaging.is_outer
-            require_same_step(state.step, generation.step, is_apart=is_apart)
+        done, step = state.step, generation.step
+        # A host whose replicas are apart may have made more steps of its own, and keeps them.
+        is_other = done < step if config.averaging.is_outer else done != step
+        if is_other and not state.restores_checkpoint:
+            raise PeerTimeout(
+                f"this host has the state after step {done}, and the others go on from step "
+                f"{step}: it has to take theirs"
+            )
         return state
 
     def _open(self, team: Team, state: HeldState, since_s: float) -> Session:
@@ -420,21 +426,6 @@ def why_last(generation: Generation, lost_stage: str) -> str:
         f"{generation.cause}, and no replica of a stage is left that could be moved or "
         f"rewound; recovery.lost_stage is {lost_stage}"
     )
-
-
-def require_same_step(done: int, step: int, *, is_apart: bool = False) -> None:
-    """Refuse to go on from a step with what another has left.
-
-    A host whose replicas are apart may have made more steps of its own, and keeps them.
-
-    Raises:
-        PeerTimeout: if so many are `done` here, and the others go on from another `step`.
-    """
-    if (min(done, step) if is_apart else done) != step:
-        raise PeerTimeout(
-            f"this host has the state after step {done}, and the others go on from step {step}: "
-            "it has to take theirs"
-        )
 
 
 def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
