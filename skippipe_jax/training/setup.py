@@ -6,8 +6,8 @@ report what they have opened. `build_runtime` then compares the weights that hos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -147,10 +147,7 @@ def setup_run(
     folder, leads = Path(config.run_dir), host.index == 0
     url = config.checkpoint.copy_to
     mirror = Mirror(url) if url is not None and leads else None
-
-    def claim_run_dir() -> bool:
-        return _claim_run_dir(config, mirror, lock, resume=resume)
-
+    claim_run_dir = partial(_claim_run_dir, config, mirror, lock, resume=resume)
     # A cluster that is not described is measured, by its own links.
     transfers, profile = None, None
     if config.plan.measure:
@@ -176,12 +173,20 @@ def setup_run(
         steps = search.saved()
         if host.count > 1 and not host.is_distributed:
             _warn_of_missing_links(folder)
-        tell(host, "run", lambda: _description(config, schedule) | {"steps": steps})
+        tell(
+            host,
+            "run",
+            lambda: {
+                "config": settings(config),
+                "plans": _digest_of_plans(schedule),
+                "steps": steps,
+            },
+        )
     if host.is_distributed:
         # The first look at devices is one that all hosts take together.
         _require_attention(config)
     transfers = transfers or open_servers(host)
-    try:
+    with closed_by_an_error(transfers):
         setup = _agreed(config, host, setup, transfers, search, steps)
         transfers.connect(setup.agreed.endpoints)
         if leads:
@@ -191,10 +196,17 @@ def setup_run(
             _resume_run_dir(config, setup.checkpoint)
         if host.count > 1 and not host.is_distributed:
             lock.share(host.process)
+    return setup
+
+
+@contextmanager
+def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
+    """Close the transfer servers if an error comes before the session is open."""
+    try:
+        yield
     except BaseException:
         transfers.close()
         raise
-    return setup
 
 
 def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
@@ -282,9 +294,13 @@ def _agreed(
     """Exchange reports, and agree on the checkpoint to go on from: one of these `steps`, if any."""
     damaged = search.look(steps[-1]) if steps else None
     newest = search.opened(steps[-1]) if steps and damaged is None else None
-    report = replace(
-        own_report(setup),
-        member=_member(host, setup) if host.count > 1 and not host.is_distributed else {},
+    member: dict[str, Any] = {}
+    if host.count > 1 and not host.is_distributed:
+        nodes = [node for node, own in enumerate(setup.host_of) if own == host.index]
+        member = host.here() | {"nodes": nodes}
+    report = own_report(
+        setup,
+        member=member,
         process=host.process,
         endpoint=transfers.endpoint,
         microbatches_read=_microbatches_read(setup, newest),
@@ -311,12 +327,6 @@ def _microbatches_read(setup: HostSetup, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None or setup.data is None:
         return 0
     return setup.data.position(load_data_state(checkpoint))
-
-
-def _member(host: Membership, setup: HostSetup) -> dict[str, Any]:
-    """Describe this host in membership.jsonl."""
-    nodes = [node for node, own in enumerate(setup.host_of) if own == host.index]
-    return host.here() | {"nodes": nodes}
 
 
 def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
@@ -392,16 +402,17 @@ def truncate_run(config: Config, step: int, *, is_own: bool = False) -> None:
     remove_recordings(folder, after=step)
 
 
-def own_report(setup: HostSetup) -> GenerationReport:
-    """Make the report of this host to all others: its devices and its text."""
+def own_report(setup: HostSetup, **known: Any) -> GenerationReport:
+    """Make the report of this host to all others: its devices, its text, and what else is known."""
     data = setup.data
-    return GenerationReport(
+    report = GenerationReport(
         device_kinds=[device.device_kind for device in jax.local_devices()],
         serves_data=data is not None,
         data_fingerprint=None if data is None else data.fingerprint,
         too_long=[] if data is None else data.too_long,
         held_out_microbatches=len(setup.held_out),
     )
+    return replace(report, **known)
 
 
 def open_checkpointer(
@@ -505,11 +516,6 @@ def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]
             "Name a folder that all hosts share",
         )
     return schedule, theirs["steps"]
-
-
-def _description(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Describe what the other hosts compare their configuration and plans with."""
-    return {"config": settings(config), "plans": _digest_of_plans(schedule)}
 
 
 def _digest_of_plans(schedule: Schedule) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from skippipe_jax.program.schedule import OWN
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.topology import spreads_of_host
-from skippipe_jax.runtime.transport import Transfers, open_servers
+from skippipe_jax.runtime.transport import open_servers
 from skippipe_jax.storage.checkpoint import DATA, is_committed, step_folder
 from skippipe_jax.storage.files import retry
 from skippipe_jax.storage.joined_folder import is_joined
@@ -53,6 +53,7 @@ from skippipe_jax.training.session import (
 from skippipe_jax.training.setup import (
     HostSetup,
     RunSetup,
+    closed_by_an_error,
     own_report,
     parts_to_restore,
     truncate_run,
@@ -120,7 +121,7 @@ class Survival:
         processes = [own.process for own in setup.agreed.reports]
         team = self._membership.outlive(self._rules, self._store, stages, step, processes)
         try:
-            with _closed_by_an_error(setup.transfers):
+            with closed_by_an_error(setup.transfers):
                 self._invite(team, setup.agreed)
                 self._write(team, setup)
                 self._led = 1 if team.index == 0 else 0
@@ -243,7 +244,7 @@ class Survival:
         if serves_data:
             self._setup = try_open_text(config, self._setup)
         transfers = open_servers(team)
-        with _closed_by_an_error(transfers):
+        with closed_by_an_error(transfers):
             agreed = self._agreed(team, state, transfers.endpoint, serves_data=serves_data)
             self._require_text(team, agreed)
             transfers.connect(agreed.endpoints)
@@ -337,8 +338,8 @@ class Survival:
         # By the numbers of the run's own plan, which every generation knows.
         here = self._membership.index
         nodes = [node for node, host in enumerate(self._host_of) if host == here]
-        report = replace(
-            own_report(self._setup),
+        report = own_report(
+            self._setup,
             member=team.here() | {"nodes": nodes},
             serves_data=serves_data,
             run_fingerprint=self._inviting.text,
@@ -436,13 +437,3 @@ def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
     stages = {setup.plan.stage_of[node] for node in nodes}
     own = spreads_of_host(config, setup.plan.case, setup.host_of, here)
     compile_ahead(config, stages, len(setup.plan.stages), own, setup.plan.case)
-
-
-@contextmanager
-def _closed_by_an_error(transfers: Transfers) -> Iterator[None]:
-    """Close the transfer servers if an error comes before the session is open."""
-    try:
-        yield
-    except BaseException:
-        transfers.close()
-        raise
