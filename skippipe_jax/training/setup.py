@@ -173,15 +173,8 @@ def setup_run(
         steps = search.saved()
         if host.count > 1 and not host.is_distributed:
             _warn_of_missing_links(folder)
-        tell(
-            host,
-            "run",
-            lambda: {
-                "config": settings(config),
-                "plans": _digest_of_plans(schedule),
-                "steps": steps,
-            },
-        )
+        told = {"config": settings(config), "plans": _digest_of_plans(schedule), "steps": steps}
+        tell(host, "run", lambda: told)
     if host.is_distributed:
         # The first look at devices is one that all hosts take together.
         _require_attention(config)
