@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
-from skippipe_jax.storage.files import os_errors_as
 
 if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
@@ -266,18 +265,8 @@ class ModelSpec:
         return self.runs[0] if self.runs else None
 
 
-@dataclass(frozen=True)
-class OpenedModel:
-    """One model as `open_model` reads it; `step` is None if it is not of a run."""
-
-    model: StagedModel
-    data: DataConfig
-    step: int | None
-    scaling: Scaling | None
-
-
-def open_model(spec: ModelSpec) -> OpenedModel:
-    """Read the one model that is named.
+def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Scaling | None]:
+    """Read the one model that is named, with its data, step and scaling; a run's alone has a step.
 
     Raises:
         InputError: if there is none, it cannot be read, or it cannot be scaled so.
@@ -294,7 +283,7 @@ def open_model(spec: ModelSpec) -> OpenedModel:
     scaling = None
     if scale is not None:
         scaling = scaling_of(scale, model, config.data, spec.run, step)
-    return OpenedModel(model, config.data, step, scaling)
+    return model, config.data, step, scaling
 
 
 def open_mixture(
@@ -321,11 +310,10 @@ def open_language_model(spec: ModelSpec) -> LanguageModel:
     with loading():
         from skippipe_jax.inference.partial import chosen_order
 
-    opened = open_model(spec)
-    model = opened.model
+    model, _, _, scaling = open_model(spec)
     order = chosen_order(spec.stage_order, spec.keep_fraction, model.stages, spec.seed)
-    if opened.scaling is not None:
-        scales = opened.scaling.scales(len(order))
+    if scaling is not None:
+        scales = scaling.scales(len(order))
         log.info(f"scales {scales.told(model.cut)}")
         model = model.scaled(scales)
     if len(order) < model.stages or spec.stage_order is not None:
@@ -348,13 +336,3 @@ def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     accept_former(parser, stages="--stage-order", keep="--keep-fraction")
     add_scale(parser)
-
-
-def write_output(option: str, path: Path, text: str) -> None:
-    """Write the file that an option names.
-
-    Raises:
-        InputError: if that fails.
-    """
-    with os_errors_as(option, path, "cannot be written", "Name another file"):
-        path.write_text(text, encoding="utf-8")

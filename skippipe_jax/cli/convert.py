@@ -66,14 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _from_huggingface(arguments: argparse.Namespace) -> int:
     with loading():
-        from skippipe_jax.interop.conversion import from_huggingface, parameters_in_all
+        from skippipe_jax.interop.conversion import from_huggingface
+        from skippipe_jax.models.footprint import stage_parameters
 
     _compute_on_cpu()
-    config = from_huggingface(arguments.source, arguments.output, arguments.num_stages)
+    model = from_huggingface(arguments.source, arguments.output, arguments.num_stages).model
+    count = stage_parameters(model, model.layers, is_data_stage=True)
     print(
-        f"{parameters_in_all(config.model):,} parameters of {config.model.layers} layers are in "
-        f"{arguments.output}. Their held-out loss: "
-        f"skippipe evaluate --run {arguments.output}"
+        f"{count:,} parameters of {model.layers} layers are in {arguments.output}. Their "
+        f"held-out loss: skippipe evaluate --run {arguments.output}"
     )
     return 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
+from skippipe_sched.commands.writing import write
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
@@ -19,7 +20,6 @@ from skippipe_jax.cli.arguments import (
     add_scale,
     open_mixture,
     open_model,
-    write_output,
 )
 from skippipe_jax.config.data import HELD_OUT_PARTS
 
@@ -92,19 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
     if spec.names_several:
         return _evaluate_several(spec, sequences, as_json=arguments.json)
     shares = _shares(arguments)
-    opened = open_model(spec)
-    model, data = opened.model, opened.data
+    model, data, step, scaling = open_model(spec)
     _ = model.tokenizer  # Which is refused before anything is evaluated.
     questions = _questions(arguments, spec.run, shares, model.stages)
     part = arguments.part or "all"
-    found = evaluate(model, opened.step, data, sequences, questions, opened.scaling, part)
+    found = evaluate(model, step, data, sequences, questions, scaling, part)
     by_domain = None
     if data.mixture is not None:
         by_domain = evaluate_domains(model, data, part, sequences)
     if arguments.plot is not None:
         scaled = None if found.scaled is None else subsets(found.scaled)
         plot = perplexity_plot(subsets(found), model.stages, found.perplexity, scaled)
-        write_output("--plot", arguments.plot, plot)
+        write("--plot", arguments.plot, plot)
     for line in what_is_too_long(data):
         log.info(line)
     if arguments.json:

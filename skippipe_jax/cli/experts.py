@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,26 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
     return _RUNNERS[actions[0] if actions else TRAIN](place)
 
 
-def _train(place: Place) -> int:
+def _compare(action: str, place: Place) -> int:
     with loading():
         from skippipe_jax.experts import work
+        from skippipe_jax.experts.evaluation import table
 
-    return _tell(place, work.train(place)["arms"])
-
-
-def _evaluate(place: Place) -> int:
-    with loading():
-        from skippipe_jax.experts import work
-
-    return _tell(place, work.evaluate(place)["arms"])
-
-
-def _tell(place: Place, arms: dict) -> int:
-    from skippipe_jax.experts.evaluation import table
-    from skippipe_jax.experts.work import PICTURE, RESULTS
-
-    print(table(place.config, arms))
-    print(f"{place.folder / RESULTS}, {place.folder / PICTURE}")
+    results = work.train(place) if action == TRAIN else work.evaluate(place)
+    print(table(place.config, results["arms"]))
+    print(f"{place.folder / work.RESULTS}, {place.folder / work.PICTURE}")
     return 0
 
 
@@ -129,4 +118,10 @@ def _plan(place: Place) -> int:
     return 0
 
 
-_RUNNERS = {TRAIN: _train, EVALUATE: _evaluate, PROBE: _probe, PLAN: _plan, EXPORT: _export}
+_RUNNERS = {
+    TRAIN: partial(_compare, TRAIN),
+    EVALUATE: partial(_compare, EVALUATE),
+    PROBE: _probe,
+    PLAN: _plan,
+    EXPORT: _export,
+}

@@ -64,21 +64,21 @@ def run(arguments: argparse.Namespace) -> int:
     given = arguments.address, arguments.run_dir, arguments.set
     with joined_by_address(*given) as (config, host):
         host.last_words = lambda: "Join again, if the run goes on."
-        ending = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
-    _say_how_it_ended(ending)
+        result = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
+    _say_how_it_ended(result)
     # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
     # would end them within JAX.
-    exit_at_once(0 if ending.stopped_by is None else 128 + ending.stopped_by)
+    exit_at_once(result.exit_code)
 
 
-def _say_how_it_ended(ending: RunResult) -> None:
-    if ending.left_run:
+def _say_how_it_ended(result: RunResult) -> None:
+    if result.left_run:
         log.output(
-            f"this host has left the run, which goes on from step {ending.step}; it can join again"
+            f"this host has left the run, which goes on from step {result.step}; it can join again"
         )
-    elif ending.stopped_by is not None:
-        log.output(f"the run was stopped by {ending.stopped_by.name} after step {ending.step}")
+    elif result.stopped_by is not None:
+        log.output(f"the run was stopped by {result.stopped_by.name} after step {result.step}")
     else:
         log.output(
-            f"the run is trained to step {ending.step}; what it has saved is in its own folder"
+            f"the run is trained to step {result.step}; what it has saved is in its own folder"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from skippipe_jax.cli.arguments import (
     add_language_model_arguments,
     open_language_model,
 )
+from skippipe_jax.config.extras import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,14 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is not None and not folder.is_dir():
         raise InputError("--tasks-from", str(folder), "is no folder", "Name one with tasks")
     spec = ModelSpec.of(arguments)
-    if importlib.util.find_spec("lm_eval") is None:
-        raise InputError(
-            "--tasks",
-            arguments.tasks,
-            "lm-evaluation-harness is not installed",
-            'Install it, in a clone of the repository: pip install -e ".[harness]"',
-        )
     with loading():
+        require("lm_eval", "harness", "--tasks", arguments.tasks)
         from lm_eval.evaluator import simple_evaluate
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import handle_non_serializable, make_table

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from skippipe_sched import commands as planner
-from skippipe_sched.errors import run_command
+from skippipe_sched.errors import loading, run_command
 
 from skippipe_jax import log
 
@@ -33,8 +35,6 @@ COMMANDS = {
     "config": "show a configuration with its defaults, all keys, or a JSON schema",
     "completion": "print a script with which a shell completes these commands",
 }
-# Commands that only other commands start.
-INTERNAL = ("score",)
 FORMER_NAMES = {
     "keys": "keygen",
     "profile": "measure",
@@ -81,36 +81,45 @@ def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     )
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():
-        _add(commands, name, named, help=about)
-    for name in {*INTERNAL} & {*named}:
-        _add(commands, name, named)
+        inner = commands.add_parser(name, formatter_class=_HelpFormatter, help=about)
+        if name not in named:
+            continue
+        if name == "completion":
+            inner.description = (
+                "Print a script by which a shell completes the commands of skippipe."
+            )
+            inner.add_argument("shell", choices=SHELLS, help="which shell")
+            inner.set_defaults(command=_complete)
+            continue
+        package = "skippipe_sched.commands" if name in planner.COMMANDS else "skippipe_jax.cli"
+        module = import_module(f"{package}.{name.replace('-', '_')}")
+        module.add_arguments(inner)
+        inner.set_defaults(command=module.run)
     return made
 
 
-def _add(
-    commands: argparse._SubParsersAction, name: str, named: Collection[str], **listed: Any
-) -> None:
-    inner = commands.add_parser(name, formatter_class=_HelpFormatter, **listed)
-    if name not in named:
-        return
-    if name == "completion":
-        inner.description = "Print a script by which a shell completes the commands of skippipe."
-        inner.add_argument("shell", choices=SHELLS, help="which shell")
-        inner.set_defaults(command=_complete)
-        return
-    package = "skippipe_sched.commands" if name in planner.COMMANDS else "skippipe_jax.cli"
-    module = import_module(f"{package}.{name.replace('-', '_')}")
-    module.add_arguments(inner)
-    inner.set_defaults(command=module.run)
-
-
 class _Version(argparse.Action):
-    """Prints the versions, for which JAX is loaded, and exits."""
+    """Prints the versions and the devices, for which JAX is loaded, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from skippipe_jax.cli.version import version_text
+        os.environ.setdefault(
+            "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+        )  # Or a GPU's memory is taken.
+        with loading():
+            from importlib import metadata
 
-        print(version_text())
+            import jax
+
+        try:
+            own = metadata.version("skippipe-jax")
+        except metadata.PackageNotFoundError:
+            own = "(not installed)"
+        try:
+            kinds = Counter(device.device_kind for device in jax.devices())
+            devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        except RuntimeError as error:  # Only one process can use a TPU.
+            devices = f"not available: {str(error).splitlines()[0]}"
+        print(f"skippipe {own}\njax {jax.__version__}\ndevices: {devices}")
         parser.exit()
 
 

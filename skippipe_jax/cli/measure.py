@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 
-from skippipe_sched.errors import InputError, loading
+from skippipe_sched.commands.writing import require_writable, write
+from skippipe_sched.errors import loading
 
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import (
@@ -15,7 +15,6 @@ from skippipe_jax.cli.arguments import (
     add_config_arguments,
     connect_from_args,
 )
-from skippipe_jax.storage.files import os_errors_as
 
 EPILOG = """\
 Start it on all hosts like skippipe train, with the same configuration, whose model, data and
@@ -66,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_template(config, host.count)
         if host.index == 0:
-            _make_room(arguments.output)
+            require_writable("--output", arguments.output)
         say(f"{host.count} hosts have met")
         # Each host stands for a node.
         here = {host.index: sharding_of((jax.local_devices()[0],))}
@@ -74,19 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
         say("links are open")
         profile = measure(config, host, links, say)
         if profile is not None:
-            with _writing(arguments.output):
-                profile.save(arguments.output)
+            write("--output", arguments.output, profile.save)
             say(f"{arguments.output} is written\n{profile.summary()}")
     return 0
-
-
-def _make_room(path: Path) -> None:
-    """Make the folder of a file, so that what cannot be written is known at the start."""
-    if path.is_dir():
-        raise InputError("--output", str(path), "is a folder", "Name a file")
-    with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _writing(path: Path) -> AbstractContextManager[None]:
-    return os_errors_as("--output", path, "cannot be written", "Name another file")

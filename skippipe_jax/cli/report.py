@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from skippipe_sched.commands.writing import write
 from skippipe_sched.errors import loading
 
-from skippipe_jax.cli.arguments import add_path, named_path, write_output
+from skippipe_jax.cli.arguments import add_path, named_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = named_path("--run", arguments.run, arguments.former)
     output = arguments.output or folder / "report.html"
-    write_output("--output", output, report(folder))
+    write("--output", output, report(folder))
     print(f"report written to {output}")
     return 0

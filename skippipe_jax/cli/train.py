@@ -65,22 +65,21 @@ def run(arguments: argparse.Namespace) -> int:
         host.last_words = lambda: where_to_resume(config)
         if host.index == 0:
             log.output(summary(config))
-        ending = Trainer(
+        result = Trainer(
             config, host=host, resume=arguments.resume, config_folder=arguments.config.parent
         ).run()
-    if ending.left_run:
+    if result.left_run:
         log.output(
-            f"host {host.index} has left the run, which goes on from step {ending.step}; "
+            f"host {host.index} has left the run, which goes on from step {result.step}; "
             "it comes back by --resume"
         )
     elif host.leads:
-        _say_how_it_ended(config, ending)
-    code = 0 if ending.stopped_by is None else 128 + ending.stopped_by
+        _say_how_it_ended(config, result)
     if host.generation_number not in (0, 1):
         # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
         # would end them within JAX.
-        exit_at_once(code)
-    return code
+        exit_at_once(result.exit_code)
+    return result.exit_code
 
 
 def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
@@ -144,12 +143,12 @@ def where_to_resume(config: Config) -> str:
     return f"Start it again with --resume to go on from step {step} in {config.run_dir}."
 
 
-def _say_how_it_ended(config: Config, ending: RunResult) -> None:
-    if ending.stopped_by is not None:
-        name = ending.stopped_by.name
-        log.output(f"stopped by {name} after step {ending.step}. {where_to_resume(config)}")
+def _say_how_it_ended(config: Config, result: RunResult) -> None:
+    if result.stopped_by is not None:
+        name = result.stopped_by.name
+        log.output(f"stopped by {name} after step {result.step}. {where_to_resume(config)}")
     else:
         log.output(
-            f"trained to step {ending.step}; the run is in {config.run_dir}. Its held-out loss: "
+            f"trained to step {result.step}; the run is in {config.run_dir}. Its held-out loss: "
             f"skippipe evaluate --run {config.run_dir}"
         )

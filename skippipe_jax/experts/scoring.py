@@ -1,9 +1,15 @@
-"""Scores of one model on all domains of an ensemble, computed in a process of its own."""
+"""Scores of one model on all domains of an ensemble, computed in a process of its own.
+
+`skippipe experts` starts it, with the file that says what is asked.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+
+from skippipe_sched.errors import run_command
 
 from skippipe_jax.experts.tasks import DONE, asked_of, data_of
 from skippipe_jax.inference.ensemble import averaged
@@ -13,8 +19,8 @@ from skippipe_jax.runtime.compilation import keep_programs
 from skippipe_jax.storage.files import atomic_write
 
 
-def score_asked(path: Path) -> None:
-    """Score all domains that a file asks for, and write the scores beside it."""
+def score_asked(path: Path) -> int:
+    """Score all domains that a file asks for, and write them beside it; return the exit code."""
     folder, asked = path.parent, asked_of(path)
     read = [read_run(Path(run)) for run in asked["runs"]]
     models, configs = [model for model, _, _ in read], [config for _, config, _ in read]
@@ -26,3 +32,8 @@ def score_asked(path: Path) -> None:
         found.save(folder / f"{domain}-{part}.npz")
         print(f"{domain}, {part}: {found.loss:.4f} nats per token", flush=True)
     atomic_write(folder / DONE, json.dumps({"digest": asked["digest"]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: score_asked(Path(sys.argv[1]))))

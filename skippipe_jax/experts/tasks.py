@@ -110,7 +110,7 @@ class Scored:
         runs = [str(self.place.run_dir(own)) for own in self.members]
         asked = {"digest": self.digest, "runs": runs, **self.asked}
         atomic_write(path, json.dumps(asked))
-        return ["skippipe_jax", "score", str(path)]
+        return ["skippipe_jax.experts.scoring", str(path)]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
 from skippipe_jax.interop import huggingface
 from skippipe_jax.models.branch_scales import BranchScales
-from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
 from skippipe_jax.storage.checkpointer import write_initial_checkpoint
 from skippipe_jax.storage.files import new_directory
@@ -104,8 +104,3 @@ def _cut(model: ModelConfig, stages: int) -> ModelConfig:
     if not more:
         return model
     return replace(model, stage_layers=(each + 1,) * more + (each,) * (stages - more))
-
-
-def parameters_in_all(model: ModelConfig) -> int:
-    """Count the parameters of a model."""
-    return parameter_count(stage_shapes(replace(model, stage_layers=None), 1))

@@ -185,8 +185,8 @@ def case_of(
 ) -> dict[str, Any]:
     """Make the case from the reports of all hosts and the template of the configuration."""
     template = _template(config)
-    most = _most_in_flight(template)
-    template.pop("memory", None)
+    memory = template.pop("memory", MOST_MICROBATCHES)
+    most = AUTO if memory == AUTO else fields.integer(memory, "plan.case.memory", 1)
     if template.get("averaging") == AUTO:
         del template["averaging"]
     names = _names(template.pop("locations", None), len(reports))
@@ -251,12 +251,6 @@ def _same_location(copies_s: Sequence[tuple[float, float]], size: int) -> dict[s
         "latency_ms": _rounded(1e3 * latency_s),
         "bandwidth_GiB_per_s": _rounded(size / beyond_s / GIBIBYTE),
     }
-
-
-def _most_in_flight(template: Mapping[str, Any]) -> Any:
-    """Return what `plan.case` says of memory: `auto`, or a number; the greatest one by default."""
-    given = template.get("memory", MOST_MICROBATCHES)
-    return AUTO if given == AUTO else fields.integer(given, "plan.case.memory", 1)
 
 
 def _fitting(config: Config, case: Mapping[str, Any]) -> list[int]:

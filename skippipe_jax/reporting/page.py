@@ -18,7 +18,6 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.timeline import Timeline
 from skippipe_sched.timing.traffic import link_name, link_traffic
 
-from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.models.footprint import bytes_per_link, stage_parameters
 from skippipe_jax.program.schedule import OWN, timeline_of
@@ -71,7 +70,9 @@ def report(folder: Path) -> str:
         evaluate=f"skippipe evaluate --run {shlex.quote(str(folder))}",
         config=config,
         configuration=fields.read_text(folder / CONFIG, CONFIG),
-        parameters=_count_text(_parameters(config.model, len(plan.stages))),
+        parameters=_count_text(
+            stage_parameters(config.model, config.model.layers, is_data_stage=True)
+        ),
         plan=plan,
         generations=run.generations(),
         recoveries=run.recoveries(),
@@ -187,14 +188,6 @@ def _idle_shares(
 
 def _idle_of(timeline: Timeline) -> Float[np.ndarray, " nodes"]:
     return 1.0 - np.array(timeline.busy_s) / timeline.iteration_s
-
-
-def _parameters(model: ModelConfig, stages: int) -> int:
-    layers = model.layers_of_stages(stages)
-    return sum(
-        stage_parameters(model, count, is_data_stage=stage == 0)
-        for stage, count in enumerate(layers)
-    )
 
 
 def _count_text(count: int) -> str:

@@ -52,22 +52,6 @@ class StepOutcome:
     at_s: float
 
 
-@dataclass(frozen=True)
-class PlanExpectation:
-    """Of an iteration, by its plan: how long it takes, and the bytes that nodes send."""
-
-    seconds: float
-    bytes_sent: int
-
-    @classmethod
-    def of(cls, plan: Plan, config: Config, step: int) -> PlanExpectation:
-        """Find what is expected of the iteration that leads to a step, or one like it."""
-        seconds = plan.predicted.iteration_s
-        if config.averaging.is_outer and config.averaging.is_exact(step):
-            seconds = timeline_of(plan, config.averaging, step).iteration_s
-        return cls(seconds, sum(bytes_per_link(config, plan, step).values()))
-
-
 class MetricsCollector:
     """Reads the outcome of each iteration, checks it, and makes its metrics.
 
@@ -86,7 +70,7 @@ class MetricsCollector:
         # By the name of an iteration's plan, and whether it averages gradients.
         averaging, last = config.averaging, config.train.steps
         self.expected = {
-            (name, averaging.is_exact(step)): PlanExpectation.of(plan, config, step)
+            (name, averaging.is_exact(step)): _seconds_and_bytes(plan, config, step)
             for name, plan in schedule.plans.items()
             for step in (1, last)
         }
@@ -169,7 +153,7 @@ class MetricsCollector:
         step, totals, optimizer = finished.step, finished.totals, self.config.optimizer
         name = self.schedule.name(step - 1)
         is_exact = self.config.averaging.is_exact(step)
-        expected = self.expected[name, is_exact]
+        predicted_s, bytes_sent = self.expected[name, is_exact]
         assert self.last_s is not None, "an iteration has begun"
         seconds = finished.at_s - self.last_s
         self.last_s = finished.at_s
@@ -180,6 +164,7 @@ class MetricsCollector:
         if is_exact:
             norm *= float(batch_tokens / tokens)
         learning_rate = self.learning_rate(step - 1 - self.skipped_updates)
+        peak = self.peak_flops_per_second
         if is_exact and skips_update(optimizer, totals, batch_tokens):
             self.skipped_updates += 1
         elif totals[TOKENS] and (is_exact or optimizer.skip_above_norm is None):
@@ -190,14 +175,14 @@ class MetricsCollector:
             z_loss=finite(totals[Z_LOSS] / tokens) if optimizer.z_loss else None,
             tokens=int(totals[TOKENS]),
             tokens_per_second=float(totals[TOKENS]) / seconds,
-            flops_utilisation=self._flops_utilisation(self.flops[name], seconds),
+            flops_utilisation=None if peak is None else self.flops[name] / seconds / peak,
             seconds_per_iteration=seconds,
             plan=name,
-            predicted_seconds=expected.seconds,
+            predicted_seconds=predicted_s,
             network=self.config.network.mode,
             generation=self.generation,
             hosts=self.hosts,
-            bytes_sent=expected.bytes_sent,
+            bytes_sent=bytes_sent,
             idle_share=_idle_share(finished.busy_s, seconds),
             gradient_norm=finite(norm),
             skipped_updates=self.skipped_updates,
@@ -205,7 +190,9 @@ class MetricsCollector:
             compilations=finished.compilations.count,
             compile_seconds=finished.compilations.seconds,
             peak_in_flight={str(node): peak for node, peak in finished.peaks.items()},
-            peak_memory_bytes=self._peak_memory_bytes(),
+            peak_memory_bytes={
+                str(device.id): peak_memory_bytes(device) for device in self.own_devices
+            },
             peak_process_bytes=peak_process_bytes(),
         )
 
@@ -224,15 +211,13 @@ class MetricsCollector:
         """Watch no more; an iteration that other hosts have left is not waited for."""
         self.watcher.shutdown(wait=False)
 
-    def _flops_utilisation(self, flops: float, seconds: float) -> float | None:
-        """Return which share of the peak of the devices the model needed, if that is known."""
-        if self.peak_flops_per_second is None:
-            return None
-        return flops / seconds / self.peak_flops_per_second
 
-    def _peak_memory_bytes(self) -> dict[str, int | None]:
-        """Return the most memory in use so far on each device of this host, by its number."""
-        return {str(device.id): peak_memory_bytes(device) for device in self.own_devices}
+def _seconds_and_bytes(plan: Plan, config: Config, step: int) -> tuple[float, int]:
+    """Find how long the iteration that leads to a step takes by its plan, and what nodes send."""
+    seconds = plan.predicted.iteration_s
+    if config.averaging.is_outer and config.averaging.is_exact(step):
+        seconds = timeline_of(plan, config.averaging, step).iteration_s
+    return seconds, sum(bytes_per_link(config, plan, step).values())
 
 
 def _idle_share(busy_s: np.ndarray | None, seconds: float) -> list[float] | None:

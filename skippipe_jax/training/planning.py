@@ -65,18 +65,13 @@ def tell_time(config: Config, schedule: Schedule) -> None:
     steps = config.train.steps
     total_s = schedule.total_s(steps, config.averaging)
     log.output(f"# by the timing model, all {steps} iterations take {duration_text(total_s)}")
-    if _always_skips(schedule, steps):
+    last = schedule.plan(steps - 1)
+    skips = any(len(path) < len(last.stages) for path in last.microbatches)
+    if skips and FULL not in schedule.plans:
         log.output(
             "# stages are skipped until the end, which costs the full model quality: with "
             "recipe.preset = quality all microbatches visit all stages in the last 60%"
         )
-
-
-def _always_skips(schedule: Schedule, steps: int) -> bool:
-    """Tell whether microbatches skip stages to the end, and no full iteration is planned."""
-    plan = schedule.plan(steps - 1)
-    is_partial = any(len(path) < len(plan.stages) for path in plan.microbatches)
-    return is_partial and FULL not in schedule.plans
 
 
 def plan_of(config: Config, config_folder: Path) -> Plan:

@@ -67,45 +67,35 @@ class SessionPlan:
     """What all hosts of a generation go on by.
 
     Attributes:
-        members: what each host tells of itself, the leader first.
-        processes: their numbers.
-        endpoints: of the transfer servers of each host.
+        reports: of all hosts, the leader's first.
         microbatches_read: before the next step.
         restores_checkpoint: whether a host goes on from a checkpoint.
         squared_norms, optimizer_updates: as in a report; None where no host knows them.
         data_fingerprint: of the text that the run reads; None where no host knows it.
         without_text: the hosts that serve a data node, and have not that text.
-        device_kinds: of each host.
         held_out_microbatches: how many there are.
-        texts: the fingerprint of what each host has read, or None.
         too_long: as in the report of the first host that serves a data node.
-        damaged: as in the report of each host.
-        measured: as in a report, by host.
         plan_source: the host that tells the plan of the generation to those that lack it; None
             where none lacks it, or none knows it.
         is_plan_known: whether a host knows the plan of the generation.
-        recoveries, metrics_tails: as in the report of each host.
     """
 
-    members: Sequence[Mapping[str, Any]]
-    processes: Sequence[int]
-    endpoints: Sequence[Mapping[str, Any]]
+    reports: Sequence[GenerationReport]
     microbatches_read: int
     restores_checkpoint: bool
     squared_norms: tuple[float, ...] | None
     optimizer_updates: int | None
     data_fingerprint: str | None
     without_text: Sequence[int]
-    device_kinds: Sequence[Sequence[str]]
     held_out_microbatches: int
-    texts: Sequence[str | None]
     too_long: Sequence[str]
-    damaged: Sequence[Sequence[str] | None]
-    measured: Mapping[int, Mapping[str, Any]]
     plan_source: int | None
     is_plan_known: bool
-    recoveries: Sequence[dict[str, Any] | None]
-    metrics_tails: Sequence[Sequence[Mapping[str, Any]]]
+
+    @property
+    def endpoints(self) -> list[Mapping[str, Any]]:
+        """Return those of the transfer servers of each host."""
+        return [own.endpoint for own in self.reports]
 
 
 def plan_session(generation: Generation, reports: Sequence[GenerationReport]) -> SessionPlan:
@@ -118,9 +108,7 @@ def plan_session(generation: Generation, reports: Sequence[GenerationReport]) ->
     text = known[0] if known else min(read, default=None)
     reader = next((own for own in reports if own.serves_data), GenerationReport())
     return SessionPlan(
-        members=[own.member for own in reports],
-        processes=[own.process for own in reports],
-        endpoints=[own.endpoint for own in reports],
+        reports=reports,
         microbatches_read=max(own.microbatches_read for own in reports),
         restores_checkpoint=any(own.restores_checkpoint for own in reports),
         squared_norms=tuple(norms[0]) if norms else None,
@@ -131,18 +119,10 @@ def plan_session(generation: Generation, reports: Sequence[GenerationReport]) ->
             for host, own in enumerate(reports)
             if own.serves_data and (own.data_fingerprint is None or own.data_fingerprint != text)
         ],
-        device_kinds=[own.device_kinds for own in reports],
         held_out_microbatches=reader.held_out_microbatches,
-        texts=[own.data_fingerprint for own in reports],
         too_long=reader.too_long,
-        damaged=[own.damaged for own in reports],
-        measured={
-            host: own.measured for host, own in enumerate(reports) if own.measured is not None
-        },
         plan_source=knowing[0] if 0 < len(knowing) < len(reports) else None,
         is_plan_known=bool(knowing),
-        recoveries=[own.recovery for own in reports],
-        metrics_tails=[own.metrics_tail for own in reports],
     )
 
 

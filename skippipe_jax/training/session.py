@@ -405,7 +405,7 @@ def build_runtime(config: Config, start: SessionStart) -> Runtime:
                 "replicas differ from those that were saved, in number or in how they average, or "
                 "not all were saved: they go on from the outer parameters"
             )
-    kinds = setup.agreed.device_kinds
+    kinds = [own.device_kinds for own in setup.agreed.reports]
     given = setup.schedule, setup.programs, setup.host_of, kinds
     states = origin, replicas, state.remains, own_origin
     serving = [{setup.host_of[node] for node in nodes} for nodes in setup.plan.stages]

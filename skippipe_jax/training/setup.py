@@ -6,8 +6,8 @@ report what they have opened. `build_runtime` then compares the weights that hos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -147,10 +147,7 @@ def setup_run(
     folder, leads = Path(config.run_dir), host.index == 0
     url = config.checkpoint.copy_to
     mirror = Mirror(url) if url is not None and leads else None
-
-    def claim_run_dir() -> bool:
-        return _claim_run_dir(config, mirror, lock, resume=resume)
-
+    claim_run_dir = partial(_claim_run_dir, config, mirror, lock, resume=resume)
     # A cluster that is not described is measured, by its own links.
     transfers, profile = None, None
     if config.plan.measure:
@@ -176,12 +173,13 @@ def setup_run(
         steps = search.saved()
         if host.count > 1 and not host.is_distributed:
             _warn_of_missing_links(folder)
-        tell(host, "run", lambda: _description(config, schedule) | {"steps": steps})
+        told = {"config": settings(config), "plans": _digest_of_plans(schedule), "steps": steps}
+        tell(host, "run", lambda: told)
     if host.is_distributed:
         # The first look at devices is one that all hosts take together.
         _require_attention(config)
     transfers = transfers or open_servers(host)
-    try:
+    with closed_by_an_error(transfers):
         setup = _agreed(config, host, setup, transfers, search, steps)
         transfers.connect(setup.agreed.endpoints)
         if leads:
@@ -191,10 +189,17 @@ def setup_run(
             _resume_run_dir(config, setup.checkpoint)
         if host.count > 1 and not host.is_distributed:
             lock.share(host.process)
+    return setup
+
+
+@contextmanager
+def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
+    """Close the transfer servers if an error comes before the session is open."""
+    try:
+        yield
     except BaseException:
         transfers.close()
         raise
-    return setup
 
 
 def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
@@ -244,7 +249,10 @@ def _begin_run_dir(
     resume: bool,
     needs_planning: bool,
 ) -> None:
-    """Begin the folder of a run, on host 0, when all that was given has been found good."""
+    """Begin the folder of a run, on host 0, when all that was given has been found good.
+
+    In that of a run that is resumed, leave the plans that it goes on under.
+    """
     require_trackers(config.log)
     if not resume:
         lock.acquire()
@@ -253,8 +261,19 @@ def _begin_run_dir(
     warnings = tokenizer_warning(setup.weights, config) + differing_sizes(config, plan.case)
     for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
         log.warning(sentence)
-    given = {"resume": resume, "needs_planning": needs_planning}
-    _write_folder(config, setup.schedule, setup.weights, profile, **given)
+    folder, weights = Path(config.run_dir), setup.weights
+    if not resume:
+        parent = weights.provenance() if isinstance(weights, RunWeights) else None
+        RunDir(folder).write_parent(parent)
+    elif needs_planning:
+        _archive_plan(folder, plan)
+    if needs_planning:
+        RunDir(folder).create(config, setup.schedule)
+    if weights is not None and weights.matches_tokenizer(config.data):
+        weights.copy_tokenizer(folder / TOKENIZER_FOLDER)
+    if profile is not None:
+        profile.save(folder / CASE)
+    RunDir(folder).keep_tokenizer(config.data)
 
 
 def _agreed(
@@ -268,9 +287,13 @@ def _agreed(
     """Exchange reports, and agree on the checkpoint to go on from: one of these `steps`, if any."""
     damaged = search.look(steps[-1]) if steps else None
     newest = search.opened(steps[-1]) if steps and damaged is None else None
-    report = replace(
-        own_report(setup),
-        member=_member(host, setup) if host.count > 1 and not host.is_distributed else {},
+    member: dict[str, Any] = {}
+    if host.count > 1 and not host.is_distributed:
+        nodes = [node for node, own in enumerate(setup.host_of) if own == host.index]
+        member = host.here() | {"nodes": nodes}
+    report = own_report(
+        setup,
+        member=member,
         process=host.process,
         endpoint=transfers.endpoint,
         microbatches_read=_microbatches_read(setup, newest),
@@ -282,9 +305,10 @@ def _agreed(
     _require_same_text(config, host, agreed)
     for line in agreed.too_long:
         log.on_leader(host.index, line, log.output)
-    checkpoint = search.newest(steps, agreed.damaged)
+    all_damaged = [own.damaged for own in agreed.reports]
+    checkpoint = search.newest(steps, all_damaged)
     # What was reported is of no use where the newest was damaged, though it may be there again.
-    if any(parts is not None for parts in agreed.damaged):
+    if any(parts is not None for parts in all_damaged):
         own = _microbatches_read(setup, checkpoint)
         told = gather(host, "checkpoint/read", lambda: own, timeout_s)
         agreed = replace(agreed, microbatches_read=max(told.values()))
@@ -296,12 +320,6 @@ def _microbatches_read(setup: HostSetup, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None or setup.data is None:
         return 0
     return setup.data.position(load_data_state(checkpoint))
-
-
-def _member(host: Membership, setup: HostSetup) -> dict[str, Any]:
-    """Describe this host in membership.jsonl."""
-    nodes = [node for node, own in enumerate(setup.host_of) if own == host.index]
-    return host.here() | {"nodes": nodes}
 
 
 def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
@@ -377,16 +395,17 @@ def truncate_run(config: Config, step: int, *, is_own: bool = False) -> None:
     remove_recordings(folder, after=step)
 
 
-def own_report(setup: HostSetup) -> GenerationReport:
-    """Make the report of this host to all others: its devices and its text."""
+def own_report(setup: HostSetup, **known: Any) -> GenerationReport:
+    """Make the report of this host to all others: its devices, its text, and what else is known."""
     data = setup.data
-    return GenerationReport(
+    report = GenerationReport(
         device_kinds=[device.device_kind for device in jax.local_devices()],
         serves_data=data is not None,
         data_fingerprint=None if data is None else data.fingerprint,
         too_long=[] if data is None else data.too_long,
         held_out_microbatches=len(setup.held_out),
     )
+    return replace(report, **known)
 
 
 def open_checkpointer(
@@ -492,11 +511,6 @@ def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]
     return schedule, theirs["steps"]
 
 
-def _description(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Describe what the other hosts compare their configuration and plans with."""
-    return {"config": settings(config), "plans": _digest_of_plans(schedule)}
-
-
 def _digest_of_plans(schedule: Schedule) -> str:
     return digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
 
@@ -556,32 +570,6 @@ def _require_attention(config: Config) -> None:
             )
 
 
-def _write_folder(
-    config: Config,
-    schedule: Schedule,
-    weights: WeightSource | None,
-    profile: Profile | None,
-    *,
-    resume: bool,
-    needs_planning: bool,
-) -> None:
-    """Begin the folder of a new run, or leave in that of a run the plans it goes on under."""
-    folder = Path(config.run_dir)
-    if not resume:
-        RunDir(folder).write_parent(
-            weights.provenance() if isinstance(weights, RunWeights) else None
-        )
-    elif needs_planning:
-        _archive_plan(folder, schedule.plans[OWN])
-    if needs_planning:
-        RunDir(folder).create(config, schedule)
-    if weights is not None and weights.matches_tokenizer(config.data):
-        weights.copy_tokenizer(folder / TOKENIZER_FOLDER)
-    if profile is not None:
-        profile.save(folder / CASE)
-    RunDir(folder).keep_tokenizer(config.data)
-
-
 def _warn_of_missing_links(folder: Path) -> None:
     """Say so where the last two hosts of a run cannot decide which of them goes on."""
     if not RunDir(folder).supports_links():
@@ -608,7 +596,8 @@ def _extent(plan: Plan) -> str:
 
 def _require_same_text(config: Config, host: Membership, agreed: SessionPlan) -> None:
     """Refuse a host with a data node that reads other text than the first one."""
-    read = {other: text for other, text in enumerate(agreed.texts) if text is not None}
+    texts = enumerate(own.data_fingerprint for own in agreed.reports)
+    read = {other: text for other, text in texts if text is not None}
     first = min(read)
     if read.get(host.index, read[first]) != read[first]:
         raise InputError(

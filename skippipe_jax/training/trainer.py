@@ -43,6 +43,11 @@ class RunResult:
     stopped_by: signal.Signals | None
     left_run: bool = False
 
+    @property
+    def exit_code(self) -> int:
+        """Return what a process that only trains ends with, as a shell has it of a signal."""
+        return 0 if self.stopped_by is None else 128 + self.stopped_by
+
 
 class Trainer:
     """Trains as a configuration says: `Trainer(config).run()`, or step by step.

@@ -53,7 +53,7 @@ def train(arguments: argparse.Namespace) -> int:
             config, callbacks, host=host, resume=arguments.resume, config_folder=folder
         )
         result = trainer.run()
-    return 0 if result.stopped_by is None else 128 + result.stopped_by
+    return result.exit_code
 
 
 if __name__ == "__main__":

@@ -485,9 +485,10 @@ def test_a_folder_without_a_run_and_damaged_recordings_end_with_code_2(
     recording.recording_path(folder, 10, 1).write_text('{"runs": [["F", 0')
     assert run_main(folder) == 2
     assert "timelines/00000010/host_1.json" in capsys.readouterr().err
-    assert run_main(folder, "-o", tmp_path / "nowhere" / "page.html") == 2
+    no_folder = folder / "config.yaml"
+    assert run_main(folder, "-o", no_folder / "page.html") == 2
     recording.remove_recordings(folder, after=0)
-    assert run_main(folder, "-o", tmp_path / "nowhere" / "page.html") == 2
+    assert run_main(folder, "-o", no_folder / "page.html") == 2
     assert "--output = " in capsys.readouterr().err.splitlines()[-1]
 
 

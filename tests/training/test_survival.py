@@ -186,7 +186,7 @@ def test_whoever_leads_keeps_the_folder_from_other_trainings(
     openings: Any = Openings(tmp_path)
     host = openings._membership
     follows, leads = (Generation(2, (OWN, 2), (0, 0), leader, STEP) for leader in (2, OWN))
-    setup: Any = SimpleNamespace(plan=None, agreed=SimpleNamespace(members=[]))
+    setup: Any = SimpleNamespace(plan=None, agreed=SimpleNamespace(reports=[]))
     openings._write(Team(host, follows), setup)
     with RunLock(tmp_path) as other:
         other.acquire()
@@ -269,7 +269,7 @@ def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
         transfers=SimpleNamespace(close=lambda: None),
         plan=SimpleNamespace(stages=()),
         checkpoint=checkpoint,
-        agreed=SimpleNamespace(processes=(0, 0, 0), microbatches_read=80),
+        agreed=SimpleNamespace(reports=3 * [GenerationReport()], microbatches_read=80),
     )
     openings.open(setup)
     assert openings.held == [GOES_BACK]

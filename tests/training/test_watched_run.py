@@ -31,7 +31,6 @@ from skippipe_jax.storage.run_dir import BEST, METRICS, RunDir
 from skippipe_jax.training.callbacks.base import RunView
 from skippipe_jax.training.callbacks.trackers import (
     flatten_scalars,
-    open_trackers,
     require_trackers,
     trackers_of_leader,
 )
@@ -207,7 +206,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = parse_config({"log": {"wandb": "far-apart"}, "seed": 7})
     ids, view = set(), cast(RunView, None)
     for step in (1, 2):
-        [tracker] = open_trackers(config, tmp_path, step - 1)
+        [tracker] = trackers_of_leader(config, tmp_path, step - 1, is_new=False)
         tracker.on_step_end(view, metrics_of(step, 2.5, idle_share=[0.5]))
         assert wandb.run is not None
         ids.add(wandb.run.id)

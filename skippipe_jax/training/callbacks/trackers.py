@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax import log
 from skippipe_jax.config import Config, LogConfig, to_tree
+from skippipe_jax.config.extras import require
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 
@@ -51,38 +51,26 @@ def require_trackers(config: LogConfig) -> None:
         ("tensorboard", config.tensorboard, "tensorboardX"),
         ("wandb", config.wandb, "wandb"),
     ):
-        if value and importlib.util.find_spec(package) is None:
-            raise InputError(
-                f"log.{name}",
-                value,
-                f"needs the package {package}",
-                f'Install it, in a clone of the repository: pip install -e ".[{name}]"',
-            )
-
-
-def open_trackers(config: Config, folder: Path, step: int) -> list[Tracker]:
-    """Open the trackers that `config.log` names, for a run in `folder` that goes on after `step`.
-
-    Raises:
-        InputError: if Weights & Biases does not take the run.
-    """
-    trackers: list[Tracker] = []
-    if config.log.tensorboard:
-        trackers.append(TensorBoard(folder / TENSORBOARD, step))
-    if config.log.wandb is not None:
-        trackers.append(WeightsAndBiases(config.log.wandb, config, folder))
-    return trackers
+        if value:
+            require(package, name, f"log.{name}", value)
 
 
 def trackers_of_leader(config: Config, folder: Path, step: int, *, is_new: bool) -> list[Tracker]:
-    """Open those that are asked for; none where a leader that `is_new` cannot have them.
+    """Open those that `config.log` names, for a run in `folder` that goes on after `step`.
+
+    None where a leader that `is_new` cannot have them.
 
     Raises:
         InputError: if the first leader cannot have them.
     """
+    trackers: list[Tracker] = []
     try:
         require_trackers(config.log)
-        return open_trackers(config, folder, step)
+        if config.log.tensorboard:
+            trackers.append(TensorBoard(folder / TENSORBOARD, step))
+        if config.log.wandb is not None:
+            trackers.append(WeightsAndBiases(config.log.wandb, config, folder))
+        return trackers
     except InputError as error:
         if not is_new:
             raise

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from skippipe_sched.methods.without_nodes import plan_without
 from skippipe_sched.problem.more_nodes import NewNode
 from skippipe_sched.problem.plan import Plan
+from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import simulate_plan
 
 from skippipe_jax.connections.ways import Way
-from skippipe_jax.training.elastic.places import Placement, with_places, with_stages
+from skippipe_jax.training.elastic.places import with_places, with_stages
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from skippipe_sched.problem.links import Link
 from skippipe_sched.problem.more_nodes import NewNode
 from skippipe_sched.problem.plan import Plan
@@ -42,14 +43,12 @@ class Measured:
 
     def to_json(self) -> dict[str, Any]:
         """Return this as it is sent and saved."""
-        ways = {str(host): asdict(way) for host, way in self.ways.items()}
-        return {"ways": ways, "forward_s": self.forward_s}
+        return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
     def parse(cls, told: Mapping[str, Any]) -> Measured:
         """Read what another host has sent, or this one has saved."""
-        ways = {int(host): Way(**way) for host, way in told["ways"].items()}
-        return cls(ways, told["forward_s"])
+        return msgspec.convert(told, cls, str_keys=True)
 
     def keep(self, folder: Path) -> None:
         """Write it into the folder of this host."""

@@ -17,13 +17,11 @@ from dataclasses import replace
 
 from skippipe_sched.problem.more_nodes import NewNode, with_more_nodes
 from skippipe_sched.problem.plan import Plan
+from skippipe_sched.search.budget import Placement
 
 from skippipe_jax.config import Config
 from skippipe_jax.consensus.generations import Generation, Rules
 from skippipe_jax.consensus.holders import covering
-
-Placement = tuple[tuple[int, ...], ...]
-"""The nodes of each stage, by the numbers of the run's own plan."""
 
 
 def host_of_places(config: Config, host_of: Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from skippipe_sched.methods.without_nodes import plan_without, refilled
 from skippipe_sched.problem.more_nodes import NewNode
 from skippipe_sched.problem.plan import Plan
+from skippipe_sched.search.budget import Placement
 
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.succession import Totals
@@ -21,7 +22,6 @@ from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.training.elastic.lost_stages import remakes_of
 from skippipe_jax.training.elastic.places import (
-    Placement,
     host_of_places,
     secured,
     with_places,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from skippipe_jax.program.schedule import OWN
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.topology import spreads_of_host
-from skippipe_jax.runtime.transport import Transfers, open_servers
+from skippipe_jax.runtime.transport import open_servers
 from skippipe_jax.storage.checkpoint import DATA, is_committed, step_folder
 from skippipe_jax.storage.files import retry
 from skippipe_jax.storage.joined_folder import is_joined
@@ -53,6 +53,7 @@ from skippipe_jax.training.session import (
 from skippipe_jax.training.setup import (
     HostSetup,
     RunSetup,
+    closed_by_an_error,
     own_report,
     parts_to_restore,
     truncate_run,
@@ -116,10 +117,11 @@ class Survival:
     def open(self, setup: RunSetup) -> Session:
         """Open the first session, with all hosts of the run."""
         state = first_state(setup)
-        stages, step, processes = setup.plan.stages, state.step, setup.agreed.processes
+        stages, step = setup.plan.stages, state.step
+        processes = [own.process for own in setup.agreed.reports]
         team = self._membership.outlive(self._rules, self._store, stages, step, processes)
         try:
-            with _closed_by_an_error(setup.transfers):
+            with closed_by_an_error(setup.transfers):
                 self._invite(team, setup.agreed)
                 self._write(team, setup)
                 self._led = 1 if team.index == 0 else 0
@@ -199,7 +201,8 @@ class Survival:
         """Return what this host has to go on with in a team, with what it held before.
 
         Raises:
-            PeerTimeout: if the run ends with this team.
+            PeerTimeout: if the run ends with this team, or goes on from another step than this host
+                has come to.
         """
         config, folder, generation = self._config, self._run.run_dir, team.generation
         if generation.is_last:
@@ -211,9 +214,14 @@ class Survival:
             if generation.step == 0 and not retry(folder, lambda: is_committed(first)):
                 return HeldState(state.step, 0)  # Nothing has been saved yet.
             return state_from_checkpoint(state.step)
-        if not state.restores_checkpoint:
-            is_apart = config.averaging.is_outer
-            require_same_step(state.step, generation.step, is_apart=is_apart)
+        done, step = state.step, generation.step
+        # A host whose replicas are apart may have made more steps of its own, and keeps them.
+        is_other = done < step if config.averaging.is_outer else done != step
+        if is_other and not state.restores_checkpoint:
+            raise PeerTimeout(
+                f"this host has the state after step {done}, and the others go on from step "
+                f"{step}: it has to take theirs"
+            )
         return state
 
     def _open(self, team: Team, state: HeldState, since_s: float) -> Session:
@@ -236,18 +244,22 @@ class Survival:
         if serves_data:
             self._setup = try_open_text(config, self._setup)
         transfers = open_servers(team)
-        with _closed_by_an_error(transfers):
+        with closed_by_an_error(transfers):
             agreed = self._agreed(team, state, transfers.endpoint, serves_data=serves_data)
             self._require_text(team, agreed)
             transfers.connect(agreed.endpoints)
             found = self.plans.fetch(team, agreed)
-            told = {team.hosts[at]: Measured.parse(own) for at, own in agreed.measured.items()}
+            told = {
+                host: Measured.parse(own.measured)
+                for host, own in zip(team.hosts, agreed.reports, strict=True)
+                if own.measured is not None
+            }
             new = new_nodes(told, self._host_of, len(self._setup.host_of))
             setup = regrouped(config, self._setup, team, found, new).after(agreed, transfers)
             if generation.lost or team.fresh:
-                self.recoveries.hear(agreed.recoveries)
+                self.recoveries.hear([own.recovery for own in agreed.reports])
             if 0 in team.fresh:  # Whoever leads has no lines of its own.
-                self.metrics_tail.adopt(agreed.metrics_tails)
+                self.metrics_tail.adopt([own.metrics_tail for own in agreed.reports])
             state = replace(state, microbatches_read=agreed.microbatches_read)
             if agreed.restores_checkpoint:
                 team, state = self._gone_back(team, setup, state)
@@ -326,8 +338,8 @@ class Survival:
         # By the numbers of the run's own plan, which every generation knows.
         here = self._membership.index
         nodes = [node for node, host in enumerate(self._host_of) if host == here]
-        report = replace(
-            own_report(self._setup),
+        report = own_report(
+            self._setup,
             member=team.here() | {"nodes": nodes},
             serves_data=serves_data,
             run_fingerprint=self._inviting.text,
@@ -389,7 +401,8 @@ class Survival:
         """Leave a line in membership.jsonl."""
         if team.index == 0:
             self._lock.acquire(team.generation.start)
-            folder, given = self._run.run_dir, (team.generation, setup.plan, setup.agreed.members)
+            members = [own.member for own in setup.agreed.reports]
+            folder, given = self._run.run_dir, (team.generation, setup.plan, members)
             retry(folder, lambda: RunDir(folder).append_generation(*given))
 
 
@@ -416,21 +429,6 @@ def why_last(generation: Generation, lost_stage: str) -> str:
     )
 
 
-def require_same_step(done: int, step: int, *, is_apart: bool = False) -> None:
-    """Refuse to go on from a step with what another has left.
-
-    A host whose replicas are apart may have made more steps of its own, and keeps them.
-
-    Raises:
-        PeerTimeout: if so many are `done` here, and the others go on from another `step`.
-    """
-    if (min(done, step) if is_apart else done) != step:
-        raise PeerTimeout(
-            f"this host has the state after step {done}, and the others go on from step {step}: "
-            "it has to take theirs"
-        )
-
-
 def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
     """Compile ahead what this host serves by the run's plan, so that the others need not wait."""
     if is_joined(Path(config.run_dir)):  # It was made ready before it came.
@@ -439,13 +437,3 @@ def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
     stages = {setup.plan.stage_of[node] for node in nodes}
     own = spreads_of_host(config, setup.plan.case, setup.host_of, here)
     compile_ahead(config, stages, len(setup.plan.stages), own, setup.plan.case)
-
-
-@contextmanager
-def _closed_by_an_error(transfers: Transfers) -> Iterator[None]:
-    """Close the transfer servers if an error comes before the session is open."""
-    try:
-        yield
-    except BaseException:
-        transfers.close()
-        raise

@@ -12,11 +12,10 @@ import numpy as np
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.fewer_nodes import with_nodes
 from skippipe_sched.problem.plan import Plan
+from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 
 from skippipe_jax.storage.records import StepMetrics
-
-Placement = tuple[tuple[int, ...], ...]
 
 
 def cases_to_search(standing: Plan, own: Plan) -> list[Case]:

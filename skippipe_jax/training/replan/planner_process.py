@@ -139,11 +139,9 @@ class WarmPlanner:
 
         def search() -> None:
             with tempfile.TemporaryDirectory(prefix="skippipe-prepare-") as folder:
-                case, found = Path(folder, "case.yaml"), Path(folder, "plan.json")
-                case.write_text(json.dumps(dict(plan.case.source)), encoding="utf-8")
-                words = ["plan", str(case), "--method", self._method, "-o", str(found)]
+                path = Path(folder, "case.yaml")
                 # If that fails, the search that is needed will say why.
-                process.run([*words, "--budget", f"{SHORTEST_BUDGET_S:g}", "--compiled"])
+                process.run(_search_of(plan.case, path, self._method, SHORTEST_BUDGET_S))
             if not stays:
                 process.close()
 
@@ -179,10 +177,7 @@ class PlanSearch:
         self._cases = [Path(folder.name, f"case{number}.yaml") for number in range(len(cases))]
         commands: list[list[str]] = []
         for path, case in zip(self._cases, cases, strict=True):
-            path.write_text(json.dumps(dict(case.source)), encoding="utf-8")
-            words = ["plan", str(path), "--method", config.method, "--budget", f"{budget_s:g}"]
-            words.append("--compiled")
-            words += ["--seed", str(seed), "-o", str(path.with_suffix(".json"))]
+            words = [*_search_of(case, path, config.method, budget_s), "--seed", str(seed)]
             if standing.fits(case, path_length_of(config.method, case)):
                 standing.save(Path(folder.name, "standing"))
                 words += ["--begin", str(Path(folder.name, "standing"))]
@@ -216,6 +211,13 @@ class PlanSearch:
             for path in self._cases:
                 path.unlink(missing_ok=True)  # A search that has not begun to read it ends at once.
             self._process.interrupt()
+
+
+def _search_of(case: Case, path: Path, method: str, budget_s: float) -> list[str]:
+    """Write a case to a path, and make the command that puts a plan for it beside it."""
+    path.write_text(json.dumps(dict(case.source)), encoding="utf-8")
+    where = [str(path), "-o", str(path.with_suffix(".json"))]
+    return ["plan", *where, "--method", method, "--budget", f"{budget_s:g}", "--compiled"]
 
 
 class PlannerWarmup(Callback):

@@ -143,21 +143,16 @@ class Replanner(Callback):
             self._look_for_drift(metrics)
 
     def _found(self, plans: Sequence[Plan]) -> None:
-        """Propose the quickest plan, while a step is under way, if it may be used."""
-        suitable = filter(self._keeps_data_hosts, plans)
+        """Propose the quickest plan that may be used, while a step is under way, if it pays off."""
+        config, standing, host_of = self._config, self._standing, self._host_of
+        generation, apart = self._group.generation, self._group.generation.apart
+        suitable = [own for own in plans if keeps_data_hosts(own, standing, host_of, apart)]
         found = min(suitable, key=lambda plan: plan.predicted.iteration_s, default=None)
-        if found is not None:
-            self._propose(found)
-
-    def _keeps_data_hosts(self, found: Plan) -> bool:
-        return keeps_data_hosts(found, self._standing, self._host_of, self._group.generation.apart)
-
-    def _propose(self, found: Plan) -> None:
-        standing, stages = self._standing, len(found.stages)
-        sizes = copied_bytes(self._config, stages)
-        gain, group = self._config.replan.gain, self._group
-        iterations = self._config.train.steps - self._view.step
-        if not pays_off(found, standing, gain, iterations, self._host_of, sizes):
+        if found is None:
+            return
+        iterations = config.train.steps - self._view.step
+        sizes = copied_bytes(config, len(found.stages))
+        if not pays_off(found, standing, config.replan.gain, iterations, host_of, sizes):
             return
         name = self._plans.keep(found)
         if name is None:
@@ -166,8 +161,8 @@ class Replanner(Callback):
             f"{found.method} has found a plan by which an iteration takes "
             f"{found.predicted.iteration_s:.3g} s instead of {standing.predicted.iteration_s:.3g} s"
         )
-        placement = placement_of(found, self._kept, group.generation.placement)
-        self._wish(Wish(group.generation.number, placement, name))
+        placement = placement_of(found, self._kept, generation.placement)
+        self._wish(Wish(generation.number, placement, name))
 
     def _look_for_drift(self, metrics: StepMetrics) -> None:
         """Search once in a generation with node speeds as measured."""
