@@ -42,7 +42,7 @@ class Host(Protocol):
 
 
 def from_host_0(host: Host, name: str, make: Callable[[], Any], timeout_s: float) -> Any:
-    """What `make` returns on host 0, the only one to call it. All hosts call this together.
+    """Return what `make` returns on host 0, the only one to call it. All hosts call this together.
 
     Raises:
         PeerFailed: `make` has failed on host 0, which raises its error itself.
@@ -60,7 +60,7 @@ def gather(
     timeout_s: float,
     hosts: Iterable[int] | None = None,
 ) -> dict[int, Any]:
-    """What `make` returns on all `hosts`, by host; every host by default.
+    """Return what `make` returns on all `hosts`, by host; every host by default.
 
     Those of `hosts` call this together. Others may, to know what these tell: they make nothing.
 
@@ -125,7 +125,7 @@ def tell(host: Host, name: str, make: Callable[[], Any]) -> Any:
 
 
 def hear(host: Host, name: str, hosts: Iterable[int], timeout_s: float) -> dict[int, Any]:
-    """What some hosts tell under a name, by host, as soon as all of them have.
+    """Wait for what some hosts tell under a name; return it by host.
 
     Raises:
         PeerFailed: one of them has failed at it.
@@ -147,5 +147,5 @@ def _key(name: str, source: int) -> str:
 
 
 def _as_heard(value: Any) -> Any:
-    """What others make of a value: a tuple is a list to them, and a number among keys a text."""
+    """Convert a value as JSON does: a tuple becomes a list, and a number among keys a text."""
     return json.loads(json.dumps(value))

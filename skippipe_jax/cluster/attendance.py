@@ -113,7 +113,7 @@ class Attendance:
         self._loop.call_soon_threadsafe(self._mesh.send, host, *message)
 
     def begin_control(self, state: State, listener: Listener, store: Store) -> None:
-        """From now on the run outlives its hosts."""
+        """Start the consensus: from now on the run outlives its hosts."""
         self._done(self._begin_control(state, listener, store))
 
     def part(self, patience_s: float) -> None:
@@ -137,7 +137,7 @@ class Attendance:
         exit_at_once(LOST_HOST_EXIT_CODE)
 
     def _done(self, coroutine: Coroutine[Any, Any, T], patience_s: float = 0.0) -> T:
-        """What a coroutine returns on the event loop, which may take `patience_s`.
+        """Run a coroutine on the event loop, for `patience_s` at most, and return its result.
 
         Raises:
             PeerTimeout: if the loop hangs, or has ended.
@@ -170,7 +170,7 @@ class Attendance:
     async def _attend(
         self, place: Place, sockets: str | None, last_addresses: Sequence[str], begun: Future[None]
     ) -> None:
-        """The life of the event loop: meet the others, then watch them until the end."""
+        """Run the event loop: meet the others, then watch them until the end."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._end_by_fault)
         self._verdict = self._loop.create_future()

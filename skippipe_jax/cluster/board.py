@@ -37,7 +37,7 @@ class Board:
             self._news.notify_all()
 
     def take(self, key: str, timeout_s: float, source: int | None, generation: int) -> str:
-        """The value of a key, as soon as it is there; with a `source`, that of this host alone.
+        """Wait for the value of a key, and forget it; with a `source`, only one from that host.
 
         Raises:
             PeerTimeout: says what was waited for, from whom, and since when.
@@ -80,12 +80,12 @@ class Board:
 
 
 def named(generation: int, key: str) -> str:
-    """A key as it is told in a generation."""
+    """Return a key as it is sent in a generation."""
     return f"{generation}:{key}"
 
 
 def _generation_of(key: str) -> int:
-    """The generation in which a key was told; 0 for what was before there was one."""
+    """Return the generation in which a key was sent; 0 before there was one."""
     number, _, _ = key.partition(":")
     is_number = number.isdecimal() and len(number) <= _LONGEST_NUMBER
     return int(number) if is_number else 0

@@ -72,7 +72,7 @@ class ExitDecision(NamedTuple):
 
 
 def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecision:
-    """How a host ends that raises this error.
+    """Decide how a host ends that raises this error, and what its peers do.
 
     While a run is set up, wrong input ends all hosts alike; later it does only if the whole run has
     failed. A user who interrupts one host ends all. Whatever else ends a host, its peers have lost
@@ -130,7 +130,7 @@ def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]
 
 
 def told_in_time(last_words: Callable[[], str], code: int) -> str:
-    """What to resume from after an end by `code`, if that is found out within some seconds."""
+    """Return what to resume from after an end by `code`, if that is found within some seconds."""
     if code == INPUT_ERROR_EXIT_CODE:
         return ""  # Started again, all would end in the same way.
     found = [f"What to resume from could not be told within {LINGER_S:g} s."]

@@ -82,7 +82,7 @@ class Group(ABC):
 
     @abstractmethod
     def transfer_addresses(self) -> dict[int, str]:
-        """Where this host's transfer server for each other host takes requests, as ``IP:PORT``.
+        """Return where this host's transfer servers, by other host, take requests: ``IP:PORT``.
 
         Raises:
             InputError: if there are no such ports for all hosts.

@@ -134,7 +134,7 @@ class Membership(Group):
     def outlive(
         self, rules: Rules, store: Store, placement: Any, step: int, processes: Sequence[int]
     ) -> Team:
-        """From now on the run outlives its hosts; all of them call this together, after `step`.
+        """Begin the first generation, after `step`; all hosts call this together.
 
         They are the first generation, under a placement as `rules` know it, and have told each
         other the numbers of their `processes`. Of the step there is a checkpoint, unless it is 0.
@@ -157,7 +157,7 @@ class Membership(Group):
         return self.next_team(NO_GENERATION, timeout_s)
 
     def next_team(self, after: Generation, timeout_s: float) -> Team | None:
-        """The team that goes on after that of a generation, once this host is in it.
+        """Wait for the team that follows a generation, once this host is in it.
 
         None if there is none within `timeout_s`.
         """
@@ -165,7 +165,7 @@ class Membership(Group):
         return None if generation is None else Team(self, generation)
 
     def misses(self, hosts: Collection[int]) -> bool:
-        """Whether one of these hosts is gone or silent."""
+        """Tell whether one of these hosts is gone or silent."""
         return not self._attendance.missed.isdisjoint(hosts)
 
     def give_up(self) -> None:
@@ -195,7 +195,7 @@ class Membership(Group):
         return control
 
     def transfer_addresses(self, hosts: Collection[int] | None = None) -> dict[int, str]:
-        """Where this host's transfer server for each other host takes requests, as ``IP:PORT``.
+        """Return where this host's transfer servers, by other host, take requests: ``IP:PORT``.
 
         The others are of these `hosts`; by default, of those that the run begins with.
         Port 0 stands for any free one, unless ``cluster.transfer_port`` fixes them.
@@ -214,7 +214,7 @@ class Membership(Group):
         return {other: join_address(self.address, port) for other, port in ports.items()}
 
     def clock_offset_s(self, of: int = 0, generation: int = 0) -> float:
-        """What to add to this host's `time.time()` to get that of host `of`.
+        """Measure what to add to this host's `time.time()` to get that of host `of`.
 
         It is off by half of the shortest round trip between the two hosts at most. Takes about
         half a second at most, or one round trip where that is longer.

@@ -19,7 +19,7 @@ _BETWEEN_DEVICES = re.compile(r"NCCL|RCCL|Gloo|collective", re.IGNORECASE)
 
 
 def may_stem_from_a_peer(error: BaseException) -> bool:
-    """Whether the loss of another host can have caused this error or one that it followed."""
+    """Tell whether the loss of another host can have caused this error, or one before it."""
     if isinstance(error, KeyboardInterrupt):  # Whatever was going on when it came.
         return False
     chain: BaseException | None = error

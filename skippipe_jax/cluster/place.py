@@ -49,7 +49,7 @@ def find_place(
 
 
 def chosen_runtime(config: ClusterConfig, distributed: bool) -> str:
-    """How this host runs JAX: as configured, else as the environment or ``--distributed`` asks."""
+    """Choose how this host runs JAX: as configured, else by environment or ``--distributed``."""
     if config.runtime != AUTO:
         return config.runtime
     return DISTRIBUTED if distributed or _is_launched_with_others() else INDEPENDENT

@@ -31,7 +31,7 @@ class Succession:
         self._when_ended: Callable[[], None] | None = None
 
     def next(self, after: int, timeout_s: float) -> Generation | None:
-        """The first that this host enters after a generation; None if it takes too long.
+        """Wait for the generation that this host enters after another; None if it takes too long.
 
         None is passed over, though it may have ended: all may have gone back in it.
         """
@@ -60,21 +60,21 @@ class Succession:
             then()
 
     def applies(self, step: int, outcome: Any) -> None:
-        """A step counts: the one that this host has contributed to, for there is no other."""
+        """Apply a step that counts: the one that this host has contributed to."""
         del step
         counted = self._counted
         if counted is not None:
             counted(outcome)
 
     def enters(self, generation: Generation) -> None:
-        """A generation begins, of which this host is a member."""
+        """Enter a generation of which this host is a member."""
         with self._lock:
             self.entered = generation
             self._following += (generation,)
         self._end(generation.number)
 
     def is_left_out(self, generation: Generation) -> None:
-        """The others go on without this host, which asks to be taken in again."""
+        """Leave the last generation: the others go on, and this host asks to be taken in again."""
         del generation
         with self._lock:
             # It comes back without a state, or goes back with all: what it has entered is over.

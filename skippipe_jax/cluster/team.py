@@ -80,7 +80,7 @@ class Team(Group):
         return self._membership.address
 
     def transfer_addresses(self) -> dict[int, str]:
-        """Where this host's transfer server for each other member takes requests.
+        """Return where this host's transfer server for each other member takes requests.
 
         It is where that for the same host of the run always does, as `Membership` says it.
         """

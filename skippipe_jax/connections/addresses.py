@@ -26,7 +26,7 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
 
 
 def require_numeric(text: str) -> str:
-    """An address as hosts tell it, ``IP:PORT``: no name that would have to be looked up.
+    """Return an address, ``IP:PORT``, unless it has a name that would have to be looked up.
 
     Raises:
         ValueError: if it is something else.
@@ -46,7 +46,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def chosen_address(configured: str | None) -> str | None:
-    """The address that the environment or else the configuration chooses for this host.
+    """Return the address that the environment, or else the configuration, gives this host.
 
     Raises:
         InputError: if it is no address of this host.
@@ -65,7 +65,7 @@ def chosen_address(configured: str | None) -> str | None:
 
 
 def first_address(host: str) -> str:
-    """The IP address that a name means on this host, IPv4 where there is one.
+    """Look up the IP address that a name has on this host, IPv4 where there is one.
 
     Raises:
         InputError: if it means none.
@@ -80,7 +80,7 @@ def first_address(host: str) -> str:
 
 
 def reachable_address(near: str, coordinator: str) -> str:
-    """By which address other machines reach this host, whose way to host 0 begins at `near`.
+    """Find by which address others reach this host, whose way to host 0 begins at `near`.
 
     That is `near`, but for a machine whose own name means a loopback address to itself (Debian
     writes 127.0.1.1 into /etc/hosts): there it is the address that routes outwards. A coordinator

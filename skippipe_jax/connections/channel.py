@@ -49,7 +49,7 @@ class Channel:
         return lines
 
     def takes(self, number: int) -> bool:
-        """A message of this number has come; whether it is new."""
+        """Take a message of this number; tell whether it is new."""
         is_new = number > self.received  # What was given up at the other end is left out.
         self.received = max(self.received, number)
         return is_new
@@ -60,17 +60,17 @@ class Channel:
         return self.received - self._told >= MOST_UNTOLD
 
     def tell(self) -> int:
-        """What a heartbeat tells: the number of the last message that has come."""
+        """Return what a heartbeat acknowledges: the number of the last message received."""
         self._told = self.received
         return self.received
 
     def acknowledge(self, received: int) -> None:
-        """All messages up to this number have come at the other end."""
+        """Drop all messages up to this number: they have arrived at the other end."""
         while self._kept and self._kept[0][0] <= received:
             self._bytes -= len(self._kept.popleft()[1])
 
     def resume(self, received: int) -> bytes:
-        """What a new connection begins with, to an end that has received so many."""
+        """Return what to send first over a new connection, to an end that has received so many."""
         self._sent = max(self._sent, received)  # It may know an earlier channel of this process.
         self.acknowledge(received)
         return b"".join(lines for _, lines in self._kept)
@@ -93,7 +93,7 @@ class Channels:
         self.of_hosts: dict[int, Channel] = {}
 
     def to(self, host: int, process: int | None = None) -> Channel:
-        """That to a host, of which this `process` has come; a new one, if it is another."""
+        """Return the channel to a host; a new one where this `process` is another than before."""
         channel = self.of_hosts.setdefault(host, Channel(process))
         if channel.process is None:
             channel.process = process

@@ -12,7 +12,7 @@ LONGEST_S = 0.5
 
 
 def offset_s(ask: Callable[[float], None], answer: Callable[[], str]) -> float:
-    """The other's clock less this host's [s], from the exchange with the shortest round trip.
+    """Estimate the other's clock less this host's [s], from the quickest exchange.
 
     `ask` sends the other the time that it is given; `answer` waits for what `answered` makes of
     what comes back.
@@ -30,7 +30,7 @@ def offset_s(ask: Callable[[float], None], answer: Callable[[], str]) -> float:
 
 
 def answered(sent: float, theirs: float) -> str:
-    """What an answer says that has just come: how long it took, and how far the other's clock is.
+    """Return how long an answer took that has just come, and how far the other's clock is.
 
     This host asked at `sent`, by its monotonic clock, and the other's clock said `theirs` then.
     """
@@ -40,5 +40,5 @@ def answered(sent: float, theirs: float) -> str:
 
 
 def key(host: int) -> str:
-    """Under which key the answers of a host are on the board."""
+    """Return the key under which the answers of a host are on the board."""
     return f"clock/{host}"

@@ -52,7 +52,7 @@ class Directory:
         return [host for host in spare if host != self.hello.host and host not in self.addresses]
 
     def begin(self) -> None:
-        """On host 0: all are there, so the run begins."""
+        """Begin the run, on host 0: all are there."""
         self.hello = replace(self.hello, start=self.hello.process)
         self.has_begun = True
 
@@ -62,7 +62,7 @@ class Directory:
         self.hello = replace(self.hello, comes_back=True)
 
     def told(self, received: int) -> dict[str, Any]:
-        """What a host is told that is taken in, from which so many messages have come."""
+        """Return what a host is told that is let in, from which so many messages have come."""
         own, addresses = self.hello, self.addresses | {self.hello.host: self.hello.address}
         told = Welcome(own.host, own.name, own.start, addresses, own.process, received)
         return told.to_json()
@@ -74,15 +74,15 @@ class Directory:
         self.addresses = theirs | self.addresses
 
     def address(self, host: int) -> tuple[str, int]:
-        """Where another host listens, as it is known to do."""
+        """Return where another host listens, as far as known."""
         return parse_address("address", self.addresses[host])
 
     def is_another_run(self, error: InputError) -> bool:
-        """Whether who gives this as why it refuses this host is of no run that it could be of."""
+        """Tell whether a refusal comes from a run that this host cannot be of."""
         return isinstance(error, TemporaryError) or error.field in self.hello.run.identity
 
     def refusal(self, hello: Hello, *, is_there: bool) -> InputError | None:
-        """Why a host cannot come in, if it cannot; whether the one of its number is there."""
+        """Return why a host cannot come in, if so; `is_there` tells whether its number is taken."""
         own, problem = self.hello, None
         unlike = own.unlike(hello)
         if unlike is not None:
@@ -104,7 +104,7 @@ class Directory:
         return None
 
     def late(self, missing: Iterable[int], timeout_s: float) -> TemporaryError:
-        """What to say of hosts that have not come in time."""
+        """Make the error about hosts that have not come in time."""
         return TemporaryError(
             "--hosts",
             self.hello.hosts,

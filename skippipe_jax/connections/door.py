@@ -115,7 +115,7 @@ class Door:
                 self._say_refused(link, "a connection", "it is no host of this run")
 
     async def _first_line(self, link: Link) -> object:
-        """What a stranger says first; None if it is no message, or takes too long.
+        """Read what a stranger says first; None if it is no message, or takes too long.
 
         Raises:
             TlsMismatch, ssl.SSLError: if it does not have this host's keys.
@@ -169,5 +169,5 @@ class Door:
 
 
 def _address_of(link: Link) -> str:
-    """From where it comes; nothing if it has gone already."""
+    """Return from where a link comes; nothing if it has gone already."""
     return (link.writer.get_extra_info("peername") or ("", 0))[0]

@@ -42,7 +42,7 @@ VERSIONED = ("skippipe-jax", "jax")
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions of what hosts have to have alike, by package; those installed only."""
+    """Return the installed versions of the packages that hosts must have alike."""
     found = {}
     for package in VERSIONED:
         try:
@@ -108,12 +108,12 @@ class Hello:
         return self.hosts + self.spare
 
     def to_json(self) -> dict[str, Any]:
-        """As the first line of a connection."""
+        """Return this as the first line of a connection."""
         return {"protocol": PROTOCOL} | asdict(self)
 
     @classmethod
     def parse(cls, given: Any) -> Hello:
-        """The hello in a line.
+        """Read the hello in a line.
 
         Raises:
             ValueError: if it is none of this protocol.
@@ -128,7 +128,7 @@ class Hello:
         raise ValueError("is no hello")
 
     def unlike(self, other: Hello) -> InputError | None:
-        """Why the other is no host of this one's run, if it is none.
+        """Explain why the other is no host of this one's run, if it is none.
 
         The settings count for a host that comes back alone.
         """
@@ -185,12 +185,12 @@ class Welcome:
     received: MessageNumber
 
     def to_json(self) -> dict[str, Any]:
-        """As it is told."""
+        """Return this as it is sent."""
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
     def parse(cls, given: Any, hosts: int) -> Welcome:
-        """The welcome of a host of a run of so many, at most.
+        """Read the welcome of a host of a run of so many, at most.
 
         Raises:
             ValueError: if it is none.
@@ -203,7 +203,7 @@ class Welcome:
 
 
 def other_protocol(theirs: Any, host: int) -> InputError:
-    """What a host is told that speaks another protocol."""
+    """Make the error for a host that speaks another protocol."""
     problem = f"host {host} speaks {PROTOCOL}"
     return InputError("the protocol between hosts", theirs, problem, _OTHER_VERSION)
 
@@ -215,7 +215,7 @@ def refuse(link: Link, error: InputError) -> None:
 
 
 def refusal_in(answer: Any) -> InputError | None:
-    """The error of another host in its answer, if that is one by which it has refused this one."""
+    """Read the error in an answer, if the other host has refused this one by it."""
     match answer:
         case ["refused", int(code), str(about), value, str(problem), str(remedy)]:
             kind = TemporaryError if code == TemporaryError.exit_code else InputError

@@ -61,7 +61,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, name: str, content: bytes) -> File:
-        """The file of this content."""
+        """Describe the file of this content."""
         return cls(name, len(content), hashlib.sha256(content).hexdigest())
 
     @property
@@ -70,7 +70,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
         return -(-self.size // PIECE_BYTES)
 
     def is_of(self, content: bytes) -> bool:
-        """Whether this is its content."""
+        """Tell whether this is its content."""
         return File.of(self.name, content) == self
 
 
@@ -115,12 +115,12 @@ class Invitation(msgspec.Struct, frozen=True):
     placement: tuple[Nodes, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As it is told."""
+        """Return this as it is sent."""
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
     def parse(cls, given: Any) -> Invitation:
-        """The invitation in a message.
+        """Read the invitation in a message.
 
         Raises:
             ValueError: if it is none.
@@ -148,12 +148,12 @@ class Files:
     """
 
     def __init__(self, contents: Mapping[str, bytes]):
-        """Those of these names and contents."""
+        """Keep files of these names and contents."""
         self.told = tuple(File.of(name, content) for name, content in contents.items())
         self._contents: Sequence[bytes] = [*contents.values()]
 
     def piece(self, file: Any, piece: Any) -> str:
-        """A piece of a file, as it is told.
+        """Return a piece of a file, as it is sent.
 
         Raises:
             ValueError: if there is no such piece.
@@ -164,7 +164,7 @@ class Files:
 
 
 def piece_told(given: Any) -> bytes:
-    """The piece of a file in a message.
+    """Read the piece of a file in a message.
 
     Raises:
         ValueError: if it is none.

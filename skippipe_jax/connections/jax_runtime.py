@@ -22,7 +22,7 @@ from skippipe_jax.config import ClusterConfig
 
 
 def detect(config: ClusterConfig) -> tuple[str, int, int]:
-    """The address of host 0, the number of hosts, and which of them this one is.
+    """Find the address of host 0, the number of hosts, and which of them this one is.
 
     Raises:
         InputError: if JAX detects no cluster.
@@ -47,7 +47,7 @@ def detect(config: ClusterConfig) -> tuple[str, int, int]:
 
 
 def sockets() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the unix sockets by which `start` connects; nobody needs it after that."""
+    """Make a folder for the unix sockets by which `start` connects; nobody needs it after that."""
     # In /tmp, since the path of a socket may have about 100 bytes only and TMPDIR can be longer.
     return tempfile.TemporaryDirectory(prefix="skippipe-", dir="/tmp")
 

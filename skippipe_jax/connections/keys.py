@@ -83,7 +83,7 @@ class Keys:
 
     @classmethod
     def of(cls, config: ClusterConfig) -> Keys:
-        """Those that the environment or the configuration gives this host.
+        """Return the keys that the environment or the configuration gives this host.
 
         Raises:
             InputError: if what they name is no secret.
@@ -125,7 +125,7 @@ class Keys:
             )
 
     def warning(self, address: str) -> str | None:
-        """What to say, once, where an address of other machines is used without a secret."""
+        """Return a warning where an address of other machines is used without a secret."""
         if self.has_secret or self._has_warned or _is_loopback(address):
             return None
         self._has_warned = True
@@ -135,12 +135,12 @@ class Keys:
         )
 
     def differs(self, address: tuple[str, int]) -> InputError:
-        """What a host is told where it has called one that has another secret."""
+        """Make the error for calling a host that has another secret."""
         problem = f"what listens at {join_address(*address)} does not have this secret"
         return InputError(*self._shown, problem, "Give all hosts of the run the same secret")
 
     def is_one_sided(self, address: tuple[str, int]) -> InputError:
-        """What a host is told where only one has a secret, itself or who listens there."""
+        """Make the error where only one end has a secret."""
         where = f"what listens at {join_address(*address)}"
         if not self.has_secret:
             remedy = "Give this host the file with the secret that the others of its run have"
@@ -171,7 +171,7 @@ LOOPBACK_ONLY = Keys()
 
 
 def derived(secret: Secret) -> tuple[bytes, bytes]:
-    """The key of a run and the certificate that it has signed of itself, both as PEM.
+    """Derive the key of a run and its self-signed certificate, both as PEM.
 
     The same secret gives the same bytes everywhere.
 
@@ -215,7 +215,7 @@ def derived(secret: Secret) -> tuple[bytes, bytes]:
 
 @contextlib.contextmanager
 def _readable(content: bytes) -> Iterator[str]:
-    """A path at which little can be read, once: a pipe, since a file would stay on the disk."""
+    """Make a path at which little can be read, once: a pipe, since a file would stay on disk."""
     reading, writing = os.pipe()
     try:
         with os.fdopen(writing, "wb") as pipe:

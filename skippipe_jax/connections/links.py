@@ -89,12 +89,12 @@ class Link:
         self._seal = seal
 
     async def first_byte(self) -> bytes:
-        """What comes first, which is read nevertheless; nothing if the connection ends."""
+        """Return the first byte, and leave it to be read; nothing if the connection ends."""
         await self._more_came()
         return bytes(self._came[:1])
 
     async def read(self) -> bytes:
-        """What comes next; nothing once the connection has ended."""
+        """Read what comes next; nothing once the connection has ended."""
         await self._more_came()
         return self._taken(len(self._came))
 
@@ -136,7 +136,7 @@ class Link:
         self.writer.transport.abort()
 
     async def receive(self, most: int = MESSAGE_BYTES) -> Any:
-        """The next message, or None once the connection has ended, then `ending` says how."""
+        """Read the next message; None once the connection has ended, and `ending` says how."""
         try:
             text = bytearray()
             while (line := await self._line()).startswith(MORE):
@@ -157,7 +157,7 @@ class Link:
         return None
 
     async def hello(self, context: ssl.SSLContext | None = None) -> Any:
-        """The first message of who calls, which is one line and comes in time; None if it does not.
+        """Read the first message of a caller, one line that comes in time; None if it does not.
 
         With a `context`, what comes before it is a handshake by that.
 
@@ -189,7 +189,7 @@ class Link:
             self.ending = TAKES_NOTHING
 
     async def _line(self) -> bytes:
-        """The next line, or what there is of it when the connection ends.
+        """Read the next line, or what there is of it when the connection ends.
 
         Raises:
             ValueError: if it is too long.
@@ -222,7 +222,7 @@ class Link:
 
 
 def encoded(*message: Any) -> bytes:
-    """A message as it is sent: in several lines, if it is long."""
+    """Encode a message as it is sent: in several lines, if it is long."""
     text, size = json.dumps(message).encode(), LINE_BYTES // 2
     lines = [text[start : start + size] for start in range(0, len(text), size)]
     return b"".join([*(MORE + line + b"\n" for line in lines[:-1]), lines[-1], b"\n"])
@@ -289,7 +289,7 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
 
 
 async def answered(address: str, keys: Keys = LOOPBACK_ONLY) -> Link | None:
-    """A connection to where a host listened once; None if nobody does.
+    """Connect to where a host listened once; None if nobody does.
 
     Raises:
         InputError: see `open_link`.
@@ -301,7 +301,7 @@ async def answered(address: str, keys: Keys = LOOPBACK_ONLY) -> Link | None:
 
 
 def _is_flat(value: Any, levels: int) -> bool:
-    """Whether lists and mappings lie in one another no deeper than that."""
+    """Tell whether lists and mappings are nested no deeper than that."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels > 0 and all(_is_flat(part, levels - 1) for part in parts)
 

@@ -99,5 +99,5 @@ class Meeting:
 
 
 def _near_end(link: Link) -> str:
-    """The IP address of this end of a connection."""
+    """Return the IP address of this end of a connection."""
     return link.writer.get_extra_info("sockname")[0]

@@ -100,7 +100,7 @@ class Mesh:
             link.writer.close()
 
     async def gather(self) -> None:
-        """On host 0: wait until all others have said hello, and tell each where they are.
+        """Wait on host 0 until all others have said hello, and tell each where they are.
 
         Raises:
             TemporaryError: if one has not within the time that is given.
@@ -117,7 +117,7 @@ class Mesh:
             link.send("welcome", self.directory.told(self._channels.to(host).received))
 
     async def join(self, coordinator: tuple[str, int], link: Link) -> None:
-        """On another host: say hello to host 0 by a link, and then to all hosts before this one.
+        """Say hello to host 0 by a link, and then to all other hosts before this one.
 
         Raises:
             InputError: if one of them refuses this host.
@@ -352,7 +352,7 @@ class Mesh:
 
 
 async def let_in(ask: Callable[[], Coroutine[Any, Any, bool]], heartbeat_timeout_s: float) -> bool:
-    """What a host answers that is asked to let this one in.
+    """Ask a host to let this one in, until it answers.
 
     It is asked again while the connections of the last process with this host's number count there,
     until their silence must have told.

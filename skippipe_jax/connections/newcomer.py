@@ -45,7 +45,7 @@ class Newcomer:
     async def ask(
         self, addresses: Sequence[str], wanted: Collection[str] | None = None
     ) -> tuple[str, Invitation]:
-        """The first of these addresses at which a host answers, and what it tells.
+        """Ask at these addresses; return the first at which a host answers, and its answer.
 
         All the files are there then, and no others; or those that are `wanted`, of these names.
 
@@ -63,7 +63,7 @@ class Newcomer:
         raise next((error for error in errors if not isinstance(error, NobodyListens)), errors[0])
 
     async def ways(self, addresses: Mapping[int, str], most_s: float) -> dict[int, Way]:
-        """The ways to hosts that listen there and answer, tried for so many seconds together."""
+        """Measure the ways to hosts that answer there, for so many seconds together."""
         ways: dict[int, Way] = {}
         for host, address in addresses.items():
             with suppress(TemporaryError):  # It may be lost, and others know of it soon.

@@ -27,7 +27,7 @@ class Pauses:
         self._until_s: dict[int, float] = {}
 
     def entered(self, processes: Mapping[int, int], now_s: float) -> None:
-        """The hosts are these now, each with its process; the first ones have taken no place."""
+        """Note the hosts that there are now, and their processes; the first ones took no place."""
         before = processes if self._processes is None else self._processes
         for host, process in before.items():
             if processes.get(host) != process:
@@ -47,5 +47,5 @@ class Pauses:
         self._until_s[host] = now_s + min(LONGEST_S, 2.0 ** min(times - 1, 10))
 
     def pause_s(self, host: int, now_s: float) -> float:
-        """How long the place of a host is held back from now on."""
+        """Return how long the place of a host is held back from now on."""
         return max(0.0, self._until_s.get(host, now_s) - now_s)

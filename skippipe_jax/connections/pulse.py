@@ -35,7 +35,7 @@ class Pulse:
         return was_missed
 
     def miss(self, host: int) -> bool:
-        """A host is gone; whether that is new."""
+        """Note that a host is gone; tell whether that is new."""
         is_new = host not in self.missed
         self.missed.add(host)
         return is_new

@@ -45,11 +45,11 @@ class Inviting(Protocol):
         ...
 
     def places(self, free: Collection[int]) -> Sequence[Place]:
-        """Those of the places at which nobody is that the run does not wait for."""
+        """List those free places that the run does not wait for."""
         ...
 
     def files(self) -> Files:
-        """What newcomers need; it is read, so this may take a while."""
+        """Return what newcomers need; it is read, so this may take a while."""
         ...
 
 
@@ -132,7 +132,7 @@ async def _give(
 
 
 async def _next(link: Link) -> Any:
-    """What a newcomer asks for next; None if it does not in time."""
+    """Read what a newcomer asks for next; None if it does not in time."""
     try:
         return await asyncio.wait_for(link.receive(), ASKS_S)
     except TimeoutError:
@@ -140,7 +140,7 @@ async def _next(link: Link) -> Any:
 
 
 def _unlike(said: Sequence[Any], own: Hello) -> InputError | None:
-    """Why a newcomer could be no host of this one's run, by what it has said."""
+    """Explain why a newcomer could be no host of this one's run, by what it has said."""
     match said:
         case [protocol, _] if protocol != PROTOCOL:
             return other_protocol(protocol, own.host)

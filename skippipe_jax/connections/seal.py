@@ -41,11 +41,11 @@ class Seal:
         return False
 
     def waiting(self) -> bytes:
-        """What is to be sent now."""
+        """Return what is to be sent now."""
         return self._goes.read()
 
     def opened(self, came: bytes) -> bytes:
-        """What the other end says by what has come from it; nothing as long as a part is missing.
+        """Decrypt what has come from the other end; nothing as long as a part is missing.
 
         Raises:
             ssl.SSLError: if it has not come from there as it is.
@@ -58,7 +58,7 @@ class Seal:
         return bytes(said)
 
     def sealed(self, said: bytes) -> bytes:
-        """What is to be sent so that the other end hears this."""
+        """Encrypt what the other end is to get."""
         rest = memoryview(said)
         while rest:
             rest = rest[self._tls.write(rest) :]

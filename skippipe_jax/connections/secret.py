@@ -69,7 +69,7 @@ def make_secret(path: Path) -> None:
 
 
 def read_secret(configured: str | None) -> Secret | None:
-    """The secret that the environment or else the configuration gives this host; None if none does.
+    """Read the secret that the environment or the configuration gives this host, if one does.
 
     Raises:
         InputError: if what they name is no secret, or two, or cannot be read.

@@ -43,7 +43,7 @@ class Way:
 
 
 async def measured(link: Link, most_s: float) -> Way:
-    """The way to the host at the other end, tried for about so many seconds.
+    """Measure the way to the host at the other end, for about so many seconds.
 
     Raises:
         ValueError: if it does not answer as a host does, or not in time.
@@ -66,7 +66,7 @@ async def measured(link: Link, most_s: float) -> Way:
 
 
 async def _asked(link: Link, way: str, size: int) -> float:
-    """Seconds until the host has taken so many bytes, or given them."""
+    """Measure the seconds until the host has taken so many bytes, or given them."""
     began_s = time.perf_counter()
     link.send(way, size)
     try:

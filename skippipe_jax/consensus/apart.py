@@ -20,7 +20,7 @@ DATA_STAGE = 0
 
 
 def can_decide(last: Generation, hosts: Iterable[int]) -> bool:
-    """Whether these members can decide on what follows a generation: a majority of them.
+    """Tell whether these members can decide on what follows a generation: a majority of them.
 
     Of two members one of which is apart the other decides alone, since nothing goes on without it.
     """
@@ -31,27 +31,27 @@ def can_decide(last: Generation, hosts: Iterable[int]) -> bool:
 
 
 def asks_store(state: State) -> bool:
-    """Whether storage decides on what follows: between two members that both reach it."""
+    """Tell whether storage decides on what follows: between two members that both reach it."""
     last = state.generation
     is_between_two = last is not None and len(last.members) == 2 and not last.apart
     return is_between_two and state.rules.has_store
 
 
 def apart_of(state: State, members: Iterable[int], new: Collection[int]) -> tuple[int, ...]:
-    """Those of the next members that are apart; those that are `new` have said so."""
+    """List the next members that are apart; those that are `new` have said so."""
     before = () if state.generation is None else state.generation.apart
     return tuple(host for host in members if host in (state.apart if host in new else before))
 
 
 def leader_of(members: Iterable[int], holding: Iterable[int], apart: Collection[int]) -> int:
-    """Who of the members leads: one that is not apart, and of those one that holds its state."""
+    """Choose the leader: a member that is not apart, and of those one that holds its state."""
     everybody, with_state = frozenset(members), frozenset(holding)
     choices = (with_state.difference(apart), everybody.difference(apart), with_state, everybody)
     return min(next(some for some in choices if some))
 
 
 def reading_without_text(state: State, hosts: Iterable[int], placement: Any) -> frozenset[int]:
-    """Those of some hosts that serve the data stage under a placement, and lack the run's text."""
+    """List the hosts that serve the data stage under a placement without the run's text."""
     serves = state.rules.serves
     return frozenset(
         host for host in state.textless.intersection(hosts) if DATA_STAGE in serves(placement, host)
@@ -59,7 +59,7 @@ def reading_without_text(state: State, hosts: Iterable[int], placement: Any) -> 
 
 
 def is_readable(rules: Rules, before: Any, placement: Any, apart: Iterable[int]) -> bool:
-    """Whether those that are apart serve the data stage under a placement only as they did before.
+    """Tell whether those that are apart serve the data stage only as they did before.
 
     The others reach the run's text.
     """

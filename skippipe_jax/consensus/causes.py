@@ -15,7 +15,7 @@ def cause(
     going: Collection[int],
     without_text: Collection[int] = (),
 ) -> str:
-    """Why the last generation ends: whom the following one does without, and who comes back.
+    """Describe why the last generation ends: who is lost or leaves, and who comes back.
 
     `cut_off` are members that do not hear others, `going` those that were told to leave, and those
     `without_text` would have had to read it.

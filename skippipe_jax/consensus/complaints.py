@@ -19,7 +19,7 @@ ENOUGH = 4
 
 
 def after_beat(complaints: Complaints, source: int, missed: Iterable[int]) -> Complaints:
-    """The complaints once a host has been heard of that misses these."""
+    """Return the complaints after a beat of a host that misses these."""
     of_source = {(source, other): complaints.get((source, other), 0) for other in missed}
     rest = {
         (host, other): heard + (other == source)
@@ -30,7 +30,7 @@ def after_beat(complaints: Complaints, source: int, missed: Iterable[int]) -> Co
 
 
 def aside(complaints: Complaints, there: Collection[int]) -> frozenset[int]:
-    """Of the hosts that are there, those to do without so that all others hear one another.
+    """Choose which present hosts to do without, so that all others hear one another.
 
     Whoever has most cut links goes first, and of two with as many the later one.
     """
@@ -49,5 +49,5 @@ def aside(complaints: Complaints, there: Collection[int]) -> frozenset[int]:
 
 
 def is_apart(complaints: Complaints, host: int, others: Collection[int]) -> bool:
-    """Whether a host misses one of the others, or one of them misses it."""
+    """Tell whether a host misses one of the others, or one of them misses it."""
     return any((host, other) in complaints or (other, host) in complaints for other in others)

@@ -46,15 +46,15 @@ class Listener(Protocol):
     """What the run is told, on the event loop's thread."""
 
     def applies(self, step: int, outcome: Any) -> None:
-        """The step counts, with these totals of all."""
+        """Apply a step that counts, with these totals of all."""
         ...
 
     def enters(self, generation: Generation) -> None:
-        """The last generation has ended, and this is the next."""
+        """Enter the next generation; the last one has ended."""
         ...
 
     def is_left_out(self, generation: Generation) -> None:
-        """The others go on without this host."""
+        """Leave the last generation: the others go on without this host."""
         ...
 
 
@@ -87,7 +87,7 @@ class Control:
         self._ticking.add_done_callback(_raise_its_error)
 
     def received(self, source: int, given: list[Any]) -> bool:
-        """Another host has sent something; whether it is a message of ours, as only those count."""
+        """Take a message of another host; tell whether it is one of the consensus."""
         try:
             message = wire.parse(given)
         except ValueError:
@@ -96,32 +96,32 @@ class Control:
         return True
 
     def goes_on_without(self, host: int) -> bool:
-        """Whether a generation goes on here of which that host is no member."""
+        """Tell whether a generation goes on here of which that host is no member."""
         return self._state.is_member and host not in self._state.members
 
     def is_there(self, host: int) -> None:
-        """A host that was missed is heard of again."""
+        """Note that a host that was missed is heard of again."""
         self._happens(Presence(host, is_there=True))
 
     def is_missed(self, host: int) -> None:
-        """A host is gone, or has been silent for too long."""
+        """Note that a host is gone, or has been silent for too long."""
         self._happens(Presence(host, is_there=False))
         self._loop.call_later(SOON_S, self._happens, Tick())
 
     def held(self, held: Held) -> None:
-        """The run holds the averaged gradients of a step. Any thread may call this."""
+        """Note that the run holds the averaged gradients of a step. Any thread may call this."""
         self._loop.call_soon_threadsafe(self._happens, held)
 
     def saved(self, step: int) -> None:
-        """The checkpoint of a step is whole. Any thread may call this."""
+        """Note that the checkpoint of a step is whole. Any thread may call this."""
         self._loop.call_soon_threadsafe(self._happens, Saved(step))
 
     def went_back(self, number: int, step: int) -> None:
-        """All of a generation go back to an earlier checkpoint. Any thread may call this."""
+        """Note that all members go back to an earlier checkpoint. Any thread may call this."""
         self._loop.call_soon_threadsafe(self._happens, WentBack(number, step))
 
     def told_to_leave(self, grace_s: float, late: Callable[[], None]) -> None:
-        """This host was told to leave; call `late` if it has not left after some seconds.
+        """Leave, as this host was told to; call `late` if it has not left after some seconds.
 
         Any thread may call this; `late` is called on the event loop's.
         """
@@ -139,7 +139,7 @@ class Control:
         return is_the_end(self._state)
 
     def lacks_text(self) -> None:
-        """This host has not the text of the run, or has another. Any thread may call this."""
+        """Note that this host lacks the text of the run. Any thread may call this."""
 
         def tell() -> None:
             self._happens(TextMissing())

@@ -70,7 +70,7 @@ from skippipe_jax.consensus.next_generation import next_generation
 
 
 def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> State:
-    """The state of a host that is there when a run begins, in its first generation."""
+    """Return the state of a host that is there when a run begins, in its first generation."""
     process = generation.processes[generation.members.index(host)]
     holds = served(rules, generation, host)
     standing = Standing(generation.step, saved=saved, holds=holds)
@@ -78,7 +78,7 @@ def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> 
 
 
 def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
-    """What follows from an event. A process that wants to join begins as `State(...)`."""
+    """Apply an event; return the new state and its effects. A newcomer begins as `State(...)`."""
     match event:
         case Received(source, message):
             return _received(state, source, message)
@@ -139,7 +139,7 @@ def _received(state: State, source: int, message: Message) -> tuple[State, list[
 
 
 def _is_of_run(state: State, message: Message) -> bool:
-    """Whether the generation in a message, if there is one, can be one of this start of the run."""
+    """Tell whether the generation in a message, if any, can be of this start of the run."""
     match message:
         case Decided(generation):
             number = generation.number
@@ -159,7 +159,7 @@ def _is_of_run(state: State, message: Message) -> bool:
 
 
 def _presence(state: State, host: int, *, is_there: bool) -> State:
-    """Nothing is done at once: more hosts may go for the same reason, until the next tick."""
+    """Note who is there, and do nothing yet: more hosts may go until the next tick."""
     if is_there:
         return replace(state, suspected=state.suspected - {host})
     waiting = {other: process for other, process in state.waiting.items() if other != host}
@@ -234,7 +234,7 @@ def _contribute(state: State) -> tuple[State, list[Effect]]:
 
 
 def _contribution(state: State, source: int, step: int, totals: Any) -> tuple[State, list[Effect]]:
-    """The leader hears the totals of a member; those of the last one make the step count."""
+    """Add the totals of a member, on the leader; those of the last one make the step count."""
     standing, number = state.standing, state.number
     if not state.leads or source not in state.members:
         return state, []
@@ -253,7 +253,7 @@ def _contribution(state: State, source: int, step: int, totals: Any) -> tuple[St
 
 
 def _count(state: State, step: int, outcome: Any) -> tuple[State, list[Effect]]:
-    """A step counts: apply it. With that a generation ends that somebody waits for the end of."""
+    """Apply a step that counts. With that a generation ends that somebody waits for the end of."""
     if step != state.standing.applied + 1 or not state.standing.holds_next:
         return state, []
     assert state.generation is not None, "a member's"

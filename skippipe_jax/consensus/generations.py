@@ -99,7 +99,7 @@ class Generation:
     saved: Number = field(default=0, kw_only=True)
 
     def has(self, host: int, process: int) -> bool:
-        """Whether this process of a host is a member."""
+        """Tell whether this process of a host is a member."""
         return (host, process) in zip(self.members, self.processes, strict=True)
 
 
@@ -458,7 +458,7 @@ class State:
         return self.generation is not None and self.generation.leader == self.host
 
     def is_left(self, host: int) -> bool:
-        """Whether a member is there, and is the process that became one."""
+        """Tell whether a member is there, and is the process that became one."""
         return host == self.host or not (host in self.suspected or host in self.waiting)
 
     @property

@@ -36,7 +36,7 @@ def chosen(
     wish: Wish | None,
     left_out: Collection[int] = (),
 ) -> Choice | None:
-    """Under which placement some hosts go on after the last generation; None if a stage is lost.
+    """Choose the placement and members to go on with; None if a stage is lost.
 
     Those that are `going` serve what they have served until the others hold all of it, and are
     members no longer then. A `wish` counts where nobody comes or goes. Some hosts are `apart`.
@@ -73,7 +73,7 @@ def covering(
     apart: Collection[int],
     left_out: Collection[int] = (),
 ) -> Any:
-    """The placement if these hosts serve all stages under it, else another; None if none does.
+    """Return the placement if these hosts serve all stages under it, else another, or None.
 
     It may be made safer. Some of the hosts are `apart`. Stages that are `left_out` need none.
     """
@@ -95,7 +95,7 @@ def _covers(rules: Rules, placement: Any, hosts: frozenset[int], left_out: Colle
 
 
 def are_held(rules: Rules, placement: Any, held: Held, left_out: Collection[int] = ()) -> bool:
-    """Whether some host holds each of the stages, but for those that are left out."""
+    """Tell whether some host holds each of the stages, but for those that are left out."""
     return all(
         holding or stage in left_out
         for stage, holding in enumerate(holders_of(rules, placement, held))
@@ -109,13 +109,13 @@ def is_handed_on(
     hosts: Iterable[int],
     left_out: Collection[int] = (),
 ) -> bool:
-    """Whether of each stage one of these hosts that serve it holds the state."""
+    """Tell whether of each stage one of these hosts that serve it holds the state."""
     serving = {host: rules.serves(placement, host) & set(held.get(host, ())) for host in hosts}
     return are_held(rules, placement, serving, left_out)
 
 
 def holders_of(rules: Rules, placement: Any, held: Held) -> tuple[tuple[int, ...], ...]:
-    """The hosts that hold the state of each stage."""
+    """List the hosts that hold the state of each stage."""
     stages = frozenset[int]().union(*(rules.serves(placement, host) for host in rules.hosts))
     return tuple(
         tuple(host for host in sorted(held) if stage in held[host]) for stage in sorted(stages)
@@ -123,23 +123,23 @@ def holders_of(rules: Rules, placement: Any, held: Held) -> tuple[tuple[int, ...
 
 
 def read_by(rules: Rules, placement: Any, hosts: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """The hosts that hold the state of each stage once these have read a checkpoint."""
+    """List the hosts that hold the state of each stage once these have read a checkpoint."""
     return holders_of(rules, placement, {host: rules.serves(placement, host) for host in hosts})
 
 
 def has_holders_of_all(rules: Rules, generation: Generation) -> bool:
-    """Whether a generation that tells who holds the state of stages tells it of all of them."""
+    """Tell whether a generation that names holders names those of all stages."""
     told = len(generation.holders)
     return told in (0, len(holders_of(rules, generation.placement, {})))
 
 
 def served(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
-    """The stages that a host serves in a generation."""
+    """List the stages that a host serves in a generation."""
     return tuple(sorted(rules.serves(generation.placement, host)))
 
 
 def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]) -> Held:
-    """What hosts hold once all have applied the last step that one of them has.
+    """Return what hosts hold once all have applied the last step that one of them has.
 
     Who has not yet does so to what it serves in the last generation.
     """
@@ -151,7 +151,7 @@ def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]
 
 
 def entered_with(state: State, generation: Generation) -> tuple[int, ...]:
-    """The stages whose state a member holds as it enters a generation."""
+    """List the stages whose state a member holds as it enters a generation."""
     if state.host in generation.fresh:
         return ()
     if generation.is_rewound or generation.is_last or state.generation is None:

@@ -15,14 +15,14 @@ ENOUGH = 4
 
 
 def going(state: State) -> frozenset[int]:
-    """Those that the next generation does without, once others hold what they do."""
+    """List those that the next generation does without, once others hold what they do."""
     if is_the_end(state):
         return frozenset()
     return frozenset(host for host in _told(state) if state.leaving[host] >= ENOUGH)
 
 
 def is_the_end(state: State) -> bool:
-    """Whether so many are told to leave that most would go, or all that could serve a stage."""
+    """Tell whether so many are told to leave that the run has to end."""
     told = _told(state)
     if not told or state.generation is None:
         return False

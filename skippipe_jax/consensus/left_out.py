@@ -20,13 +20,13 @@ from skippipe_jax.errors import RebuildImpossible
 
 
 def still_left_out(rules: Rules, last: Generation, members: Iterable[int]) -> tuple[int, ...]:
-    """The stages that stay left out after a generation, as none of these members serves them."""
+    """List the stages that stay left out, as none of these members serves them."""
     served = _served(rules, last.placement, members)
     return tuple(stage for stage in last.left_out if stage not in served)
 
 
 def is_left_out_rightly(rules: Rules, generation: Generation) -> bool:
-    """Whether a generation goes on without those stages only that none of its members serves."""
+    """Tell whether a generation leaves out only stages that none of its members serves."""
     if not generation.left_out:
         return True
     served = _served(rules, generation.placement, generation.members)
@@ -35,7 +35,7 @@ def is_left_out_rightly(rules: Rules, generation: Generation) -> bool:
 
 
 def without_lost(rules: Rules, last: Generation, following: Generation, held: Held) -> Generation:
-    """The following generation, which does without stages that nobody holds, or reads them again.
+    """Return the next generation, which leaves out stages that nobody holds or reads them again.
 
     Raises:
         RebuildImpossible: where one of them cannot be left out.
@@ -71,7 +71,7 @@ def without_lost(rules: Rules, last: Generation, following: Generation, held: He
 
 
 def _reader(rules: Rules, generation: Generation, stage: int) -> int:
-    """Who reads a stage: the first that serves it and reaches the checkpoints, else the leader."""
+    """Choose who reads a stage: the first to serve it that reaches checkpoints, or the leader."""
     reaching = [
         host
         for host in generation.members

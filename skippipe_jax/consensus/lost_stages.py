@@ -19,7 +19,7 @@ from skippipe_jax.errors import RebuildImpossible
 
 
 def lost(rules: Rules, last: Generation, held: Held) -> tuple[int, ...]:
-    """The stages whose state nobody holds."""
+    """List the stages whose state nobody holds."""
     return tuple(
         stage
         for stage, holding in enumerate(holders_of(rules, last.placement, held))
@@ -30,7 +30,7 @@ def lost(rules: Rules, last: Generation, held: Held) -> tuple[int, ...]:
 def remade(
     rules: Rules, following: Generation, held: Held, promises: Mapping[int, Promise]
 ) -> Generation:
-    """The following generation, in which stages that nobody holds are made anew.
+    """Return the next generation, in which stages that nobody holds are made anew.
 
     Raises:
         RebuildImpossible: where they cannot be, or need not, because to go back costs nothing.

@@ -16,7 +16,7 @@ from skippipe_jax.errors import RebuildImpossible
 
 
 def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation:
-    """The generation of those that have promised, and of those that wait to be taken in."""
+    """Make the generation of those that have promised, and of those that wait to be taken in."""
     last, rules = state.generation, state.rules
     assert last is not None, "a member's"
     before = last.placement

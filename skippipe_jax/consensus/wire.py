@@ -24,13 +24,13 @@ KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Mess
 
 
 def to_json(message: Message) -> list[Any]:
-    """The name of the message and its fields."""
+    """Return the name of the message and its fields."""
     values = [getattr(message, field.name) for field in fields(message)]
     return [type(message).__name__, *map(msgspec.to_builtins, values)]
 
 
 def parse(given: Any) -> Message:
-    """The message that a host has sent.
+    """Read the message that a host has sent.
 
     Raises:
         ValueError: if it is none.
@@ -49,12 +49,12 @@ def parse(given: Any) -> Message:
 
 
 def generation_to_json(generation: Generation) -> dict[str, Any]:
-    """A generation as storage holds it."""
+    """Return a generation as storage holds it."""
     return msgspec.to_builtins(generation)
 
 
 def parse_generation(given: Any) -> Generation:
-    """The generation that storage holds.
+    """Read the generation that storage holds.
 
     Raises:
         ValueError: if it is none.
