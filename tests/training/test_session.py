@@ -21,7 +21,7 @@ from skippipe_jax.storage.checkpoint import COMMITTED, step_folder
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training import session as session_module
 from skippipe_jax.training.callbacks.base import Callback, CallbackList, RunView
-from skippipe_jax.training.session import Session
+from skippipe_jax.training.session import HeldState, Session, SessionStart
 from tests.step_metrics import metrics_of
 
 CONFIG = Config(validation=ValidationConfig(every=20))
@@ -92,6 +92,43 @@ def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
     (folder / COMMITTED).touch()
     session._save(20)
     assert (declared, session.told.told) == ([20], [("save", 20)])
+
+
+def test_a_checkpoint_that_is_tried_again_is_agreed_on_by_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A host that has not taken the first answer yet would wait for the second in vain."""
+    names: list[str] = []
+
+    def from_host_0(host: object, name: str, make: Callable[[], bool], _: float) -> bool:
+        names.append(name)
+        return make()
+
+    monkeypatch.setattr(session_module, "from_host_0", from_host_0)
+    session: Any = Opened(20, folder=tmp_path)
+    session.group = Team(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    session._begin_checkpoint = lambda step: None
+    for step in (20, 20, 21):
+        session._save(step)
+    assert names == ["saves/20/1", "saves/20/2", "saves/21/1"]
+
+
+def test_an_error_while_stages_are_opened_frees_the_ports_of_transfers(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    closed: list[bool] = []
+
+    def fails(*_: object) -> None:
+        raise OSError("no devices")
+
+    monkeypatch.setattr(session_module, "build_runtime", fails)
+    transfers = SimpleNamespace(close=lambda: closed.append(True))
+    setup: Any = SimpleNamespace(schedule=None, transfers=transfers)
+    run: Any = SimpleNamespace(config=CONFIG)
+    group: Any = SimpleNamespace()
+    with pytest.raises(OSError, match="no devices"):
+        Session(run, SessionStart(group, setup, HeldState(0, 0)))
+    assert closed == [True]
 
 
 def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(
