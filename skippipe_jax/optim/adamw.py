@@ -14,7 +14,7 @@ from skippipe_jax.config import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate of each step of a run of `steps` steps, as a function of the step.
+    """Return the learning rate of each step of a run of `steps` steps, as a function of the step.
 
     A step is an update that was made: one that was skipped is taken again at the same rate.
     """
@@ -37,7 +37,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def _decay(config: OptimizerConfig, start: int, end: int) -> optax.Schedule:
-    """The highest rate until step `start`, then down to the last rate at step `end`."""
+    """Fall from the highest rate, at step `start`, to the last one, at step `end`."""
 
     def rate(step: ScalarLike) -> Array:
         gone = jnp.clip((step - start) / max(end - start, 1), 0.0, 1.0)
@@ -48,7 +48,7 @@ def _decay(config: OptimizerConfig, start: int, end: int) -> optax.Schedule:
 
 
 def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """The update of one stage, without clipping: that needs the norm over all stages.
+    """Make the update of one stage, without clipping: that needs the norm over all stages.
 
     It is Optax's, which gives the same bits. Its moments are in `moment_dtype`, whatever the
     parameters are. Where an update `is_skipped`, the state stays as it was, and what is to be added
@@ -74,7 +74,7 @@ def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformationEx
 
 
 def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """That of Optax, in which an update may be skipped.
+    """Scale as Optax does, but let an update be skipped.
 
     The choice is made before moments are used: made of their old and new values afterwards, it
     would take XLA copies of both moments on a processor, and several times as long.
@@ -97,18 +97,18 @@ def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtra
 
 
 def updates_made(optimizer_state: optax.OptState) -> int:
-    """How many updates a state has seen: the steps of the run, less those that were skipped."""
+    """Count the updates that a state has seen: steps of the run, less those skipped."""
     return int(update_count(optimizer_state))
 
 
 def update_count(optimizer_state: optax.OptState) -> Array:
-    """The same, as it stands in the state."""
+    """Return the same, as it stands in the state."""
     [(_, count), *_] = optax.tree.get_all_with_path(optimizer_state, "count")
     return jnp.asarray(count)
 
 
 def decays(parameters: Any, *, embeddings: bool = True, head: bool = True) -> Any:
-    """Which parameters decay: matrices, those of the embedding and the head if it is said so."""
+    """Mark the parameters that decay: matrices, and embedding and head if they are to."""
 
     def is_decaying(path: tuple[Any, ...], _: Any) -> bool:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")

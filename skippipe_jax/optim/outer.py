@@ -54,11 +54,11 @@ class Fragment:
     is_last: bool
 
     def touched(self, stage: Stage) -> Stage:
-        """Those arrays of a stage, whole, of which something is in this fragment."""
+        """Return the arrays of a stage, whole, of which something is in this fragment."""
         return {name: own for name, own in stage.items() if self._touches(name)}
 
     def part(self, stage: Stage) -> Part:
-        """This fragment of a stage, or of what it touches there."""
+        """Cut this fragment out of a stage, or out of what it touches there."""
 
         def rows(leaf: Array) -> Array:
             return leaf[self.blocks.start : self.blocks.stop]
@@ -69,7 +69,7 @@ class Fragment:
         }
 
     def put_rows(self, blocks: PyTree, own: PyTree) -> PyTree:
-        """The arrays of all blocks of a stage, with those of this fragment's in their place."""
+        """Return the arrays of all blocks of a stage, with this fragment's rows put in."""
         return jax.tree.map(
             lambda leaf, rows: jax.lax.dynamic_update_slice_in_dim(
                 leaf, rows, self.blocks.start, axis=0
@@ -85,7 +85,7 @@ class Fragment:
 
 
 def fragments_of(averaging: AveragingConfig, layers: int) -> list[Fragment]:
-    """Those of a stage of so many blocks, in the order of their numbers."""
+    """Cut a stage of so many blocks into fragments, in the order of their numbers."""
     last = averaging.fragments - 1
     return [
         Fragment(averaging.blocks_of(number, layers), number == 0, number == last)
@@ -111,7 +111,7 @@ class Outer:
 
 @jax.jit
 def begin(parameters: PyTree) -> Outer:
-    """Where outer averaging begins, all replicas having these parameters."""
+    """Begin outer averaging, all replicas having these parameters."""
     # Copies: who gives the parameters writes over them.
     anchor = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), parameters)
     momentum, residual = (jax.tree.map(jnp.zeros_like, anchor) for _ in range(2))
@@ -119,7 +119,7 @@ def begin(parameters: PyTree) -> Outer:
 
 
 def begin_with(parameters: PyTree, momentum: PyTree) -> Outer:
-    """What a replica begins with that takes outer parameters and momentum of another."""
+    """Begin at the outer parameters and momentum of another replica."""
     return dataclasses.replace(begin(parameters), momentum=momentum)
 
 
@@ -144,7 +144,7 @@ class FragmentFunctions:
 
 @functools.cache
 def fragment_functions(averaging: AveragingConfig, fragment: Fragment) -> FragmentFunctions:
-    """The functions of a fragment of stages that are cut alike."""
+    """Make the functions of a fragment, for stages that are cut alike."""
     outer_optimizer = optax.sgd(averaging.rate, averaging.momentum, nesterov=True)
 
     # By itself: together with what reads them, XLA writes whole arrays anew.
@@ -233,7 +233,7 @@ def message_shape(
 def longest_message(
     averaging: AveragingConfig, layers: int, parameters: PyTree
 ) -> jax.ShapeDtypeStruct:
-    """That about the largest fragment of a stage of so many blocks, with parameters like these."""
+    """Return the message about the largest fragment of a stage of so many blocks."""
     messages = [
         message_shape(averaging, fragment, parameters)
         for fragment in fragments_of(averaging, layers)
@@ -242,7 +242,7 @@ def longest_message(
 
 
 def quantised(change: PyTree, dtype: str) -> Message:
-    """A change as it travels: all its numbers one after another in this dtype.
+    """Quantize a change as it travels: all its numbers one after another in this dtype.
 
     As int8, 128 consecutive numbers of an array, the last ones filled up with zeros, have one
     scale, their largest magnitude / 127; a number becomes the nearest whole multiple of it. Numbers
@@ -258,7 +258,7 @@ def quantised(change: PyTree, dtype: str) -> Message:
 
 
 def dequantised(message: Message, like: PyTree, dtype: str) -> Part:
-    """The change that has travelled, in float32, in arrays of the same shapes as in `like`."""
+    """Restore a change that has travelled, in float32, in arrays shaped as in `like`."""
     leaves, structure = jax.tree.flatten(like)
     *numbers, behind = jnp.split(message, [*itertools.accumulate(leaf.size for leaf in leaves)])
     if dtype == "int8":
@@ -274,14 +274,14 @@ def dequantised(message: Message, like: PyTree, dtype: str) -> Part:
 
 
 def mean(messages: Sequence[Message], like: PyTree, dtype: str) -> Part:
-    """The mean of what messages hold, summed in float32 one after another."""
+    """Average what messages hold, summed in float32 one after another."""
     changes = (dequantised(message, like, dtype) for message in messages)
     total = functools.reduce(functools.partial(jax.tree.map, jnp.add), changes)
     return jax.tree.map(lambda leaf: leaf / len(messages), total)
 
 
 def inner_optimizer(optimizer: OptimizerConfig, share: float) -> OptimizerConfig:
-    """The optimizer of a stage that has this share of the model's parameters.
+    """Make the optimizer of a stage that has this share of the model's parameters.
 
     Its replicas know no norm but that of their own gradient, and hold it to the part of the bounds
     that it would have if all parameters' gradients were of one size.
@@ -319,6 +319,6 @@ def _multiplied(
 
 
 def _grouped(numbers: Shaped[Array, " numbers"]) -> Shaped[Array, "groups 128"]:
-    """Groups of one scale each, the last one filled up with zeros."""
+    """Arrange numbers in groups of one scale each, the last one filled up with zeros."""
     beyond = -numbers.size % NUMBERS_OF_A_SCALE
     return jnp.pad(numbers, (0, beyond)).reshape(-1, NUMBERS_OF_A_SCALE)

@@ -21,19 +21,19 @@ Draw = UInt32[np.ndarray, "2"] | UInt32[Array, "2"]
 
 
 def rounds(*trees: PyTree) -> bool:
-    """Whether some numbers in trees are held so coarsely that they are rounded by chance."""
+    """Tell whether some numbers in trees are held so coarsely that they are rounded by chance."""
     return any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(trees))
 
 
 def widened(tree: PyTree) -> PyTree:
-    """What updates are computed with: in float32 what is held in bfloat16."""
+    """Convert to float32 what is held in bfloat16, for updates."""
     return jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree
     )
 
 
 def rounded_like(tree: PyTree, like: PyTree, draw: Draw, count: ScalarLike) -> PyTree:
-    """What is held of an update, number `count`: each array in the dtype of that in `like`."""
+    """Round an update, number `count`, to what is held: each array in its dtype of `like`."""
     seed, first_layer = draw[0], draw[1]
     key = jax.random.fold_in(jax.random.key(seed), count)
 
@@ -52,7 +52,7 @@ def rounded_like(tree: PyTree, like: PyTree, draw: Draw, count: ScalarLike) -> P
 
 
 def to_bfloat16(numbers: Float32[Array, "*shape"], key: PRNGKeyArray) -> BFloat16[Array, "*shape"]:
-    """Each number up or down to one of bfloat16, by chance in proportion to how near they are.
+    """Round each number up or down to bfloat16, by chance in proportion to how near they are.
 
     bfloat16 is the upper half of a float32. What is drawn is added to the lower half, and carries
     over as often as that says. Infinities and NaN stay what they are.

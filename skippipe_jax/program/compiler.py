@@ -55,7 +55,7 @@ class Program:
 
 
 def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
-    """The program of every host, where `host_of[n]` is the host that serves node n.
+    """Compile the program of every host, where `host_of[n]` is the host that serves node n.
 
     Raises:
         InputError: if the plan's orders break a memory limit or wait for each other for ever.
@@ -89,7 +89,7 @@ def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
 def compile_plans(
     plans: Mapping[str, Plan], host_of: Sequence[int]
 ) -> dict[str, tuple[Program, ...]]:
-    """The programs of all plans of one run, by the plans' names.
+    """Compile the programs of all plans of one run, by the plans' names.
 
     The hops of rings and totals have the same numbers whichever plan an iteration takes, so they
     lie above the hops of every plan.
@@ -133,7 +133,7 @@ def global_order(plan: Plan, numbers: HopNumbers | None = None) -> tuple[Instruc
 
 
 def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple[int, ...]:
-    """The host that serves each node: as `given`, or the nodes in order, evenly over the hosts.
+    """Map each node to its host: as `given`, or the nodes in order, evenly over the hosts.
 
     Raises:
         InputError: if the plan is not one for this number of hosts.
@@ -167,7 +167,7 @@ def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple
 def compile_held_out(
     stages: Sequence[Sequence[int]], host_of: Sequence[int], count: int, numbers: HopNumbers
 ) -> tuple[Program, ...]:
-    """The programs by which `count` held-out microbatches go forward through every stage in order.
+    """Compile programs by which `count` held-out microbatches go through all stages in order.
 
     Stages that are left out have no nodes, and nobody goes there.
 

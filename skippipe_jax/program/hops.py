@@ -31,7 +31,7 @@ class HopNumbers:
         self.free = free
 
     def take(self, count: int) -> range:
-        """The next `count` numbers."""
+        """Take the next `count` numbers."""
         taken = range(self.free, self.free + count)
         self.free = taken.stop
         return taken

@@ -41,7 +41,7 @@ class Schedule:
     plans: Mapping[str, Plan]
 
     def name(self, iteration: int) -> str:
-        """The name of the plan that an iteration takes; iterations count from 0."""
+        """Return the name of the plan that an iteration takes; iterations count from 0."""
         recipe = self.recipe
         if recipe.full_every is not None and (iteration + 1) % recipe.full_every == 0:
             return FULL
@@ -55,11 +55,11 @@ class Schedule:
         return redrawn[iteration // recipe.redraw_every % len(redrawn)]
 
     def plan(self, iteration: int) -> Plan:
-        """The plan that an iteration takes; iterations count from 0."""
+        """Return the plan that an iteration takes; iterations count from 0."""
         return self.plans[self.name(iteration)]
 
     def visited_shares(self, steps: int) -> Float[np.ndarray, " stages"]:
-        """The share of the microbatches of the first `steps` iterations that visited each stage."""
+        """Return the share of microbatches in the first `steps` iterations that visit a stage."""
         taken = Counter(map(self.name, range(steps)))
         shares = [stage_shares(self.plans[name]) for name in taken]
         return np.average(shares, axis=0, weights=list(taken.values()))
@@ -77,7 +77,7 @@ class Schedule:
         )
 
     def longest_s(self, averaging: AveragingConfig) -> float:
-        """The seconds that no iteration takes longer than, by its plan."""
+        """Return the seconds that no iteration takes longer than, by its plan."""
         seconds = [plan.predicted.iteration_s for plan in self.plans.values()]
         if averaging.is_outer and averaging.exact_steps > 0:
             exact = map(with_exact_averaging, self.plans.values())
@@ -86,18 +86,18 @@ class Schedule:
 
 
 def with_exact_averaging(plan: Plan) -> Plan:
-    """The plan of an iteration in which replicas average gradients, whatever they do in others."""
+    """Return the plan of an iteration in which replicas average gradients."""
     return replace(plan, case=replace(plan.case, averaging=EXACT))
 
 
 def timeline_of(plan: Plan, averaging: AveragingConfig, step: int) -> Timeline:
-    """What the timing model says of the iteration that leads to a step, by its plan."""
+    """Simulate the iteration that leads to a step, by its plan."""
     is_exact = averaging.is_outer and averaging.is_exact(step)
     return simulate_plan(with_exact_averaging(plan) if is_exact else plan)
 
 
 def best_plan(cases: Sequence[Case], method: str, search: Search) -> Plan:
-    """A plan of one of the cases, as `plan_best` makes it.
+    """Make a plan of one of the cases, as `plan_best` does.
 
     Raises:
         InputError: if no case has a plan under its rules.
@@ -109,7 +109,7 @@ def best_plan(cases: Sequence[Case], method: str, search: Search) -> Plan:
 
 
 def stage_shares(plan: Plan) -> Float[np.ndarray, " stages"]:
-    """The share of an iteration's microbatches that visit each stage."""
+    """Return the share of an iteration's microbatches that visit each stage."""
     visits = Counter(plan.stage_of[node] for path in plan.microbatches for node in path)
     counts = np.array([visits[stage] for stage in range(len(plan.stages))], np.float32)
     return counts / np.float32(len(plan.microbatches))
@@ -123,7 +123,7 @@ def make_schedule(
     budget_s: float,
     say: Callable[[str], None],
 ) -> Schedule:
-    """The schedule of a run with this plan of its own; others are sought for `budget_s` each.
+    """Make the schedule of a run with this plan; search for others in `budget_s` each.
 
     `say` is told what takes time, and what is left out.
 
@@ -199,7 +199,7 @@ def _planned(part: _Part, case: Case, method: str, search: Search, recipe: Recip
 def _redrawn(
     name: str, drawn: Sequence[Plan], longest: float | None, say: Callable[[str], None]
 ) -> dict[str, Plan]:
-    """The plans, each once, that take at most `longest` times as long as the best, by names."""
+    """Name the plans, each once, that take at most `longest` times as long as the best."""
     least_s = min(plan.predicted.iteration_s for plan in drawn)
     longest_s = math.inf if longest is None else longest * least_s
     kept = {
@@ -215,5 +215,5 @@ def _redrawn(
 
 
 def _redraw(name: str) -> str:
-    """How the names of the plans begin that are redrawn for the plan of this name."""
+    """Return how the names of the plans begin that are redrawn for the plan of this name."""
     return f"{name}_draw_"

@@ -75,7 +75,7 @@ class LiveAveraging:
             self._ask_for_chunk(replica, part, start_s)
 
     def waits(self) -> Iterator[str]:
-        """What is waited for of the averagings that have begun."""
+        """Return what is waited for of the averagings that have begun."""
         for part in self.parts.values():
             source = part.ring.nodes[part.position - 1]
             whence = f"node {source} on host {self.topology.host_of[source]}"
@@ -105,7 +105,7 @@ class LiveAveraging:
         _: float,
         array: jax.Array,
     ) -> None:
-        """A chunk has come round the ring."""
+        """Take a chunk that has come round the ring."""
         going_on = part.arrive(step, chunk, array)
         if going_on is not None:
             hop, sent = going_on

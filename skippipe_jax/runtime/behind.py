@@ -120,7 +120,7 @@ class Behind:
         self._loop.post(partial(self._begin, part))
 
     def end(self, step: int, local: jax.Array) -> Summed:
-        """This host has made a step: add its part to the totals of all, which come later."""
+        """End a step of this host: add its part to the totals of all, which come later."""
         made = _Made(step, local, Future())
         with self._lock:
             if self._is_over:
@@ -137,7 +137,7 @@ class Behind:
         self._tell_what_counts()
 
     def wait_for(self, future: Future[T], step: int) -> T:
-        """The result of what depends on the totals of a step.
+        """Wait for the result of what depends on the totals of a step.
 
         Raises:
             PeerTimeout: if nothing has come from other hosts for as long as the deadline says.
@@ -153,7 +153,7 @@ class Behind:
         return future.result()
 
     def waits(self, step: int) -> Iterator[tuple[str, float]]:
-        """What is waited for until a step counts, and since when."""
+        """Return what is waited for until a step counts, and since when."""
         with self._lock:
             rounds = [(since, own) for since, own in sorted(self._rounds.items()) if since <= step]
             hosts = self.topology.host_of
@@ -180,7 +180,7 @@ class Behind:
         self._loop.post(lambda _: self._loop.at(time_s, then))
 
     def take_averagings(self) -> list[Averaging]:
-        """The rings that have been done since this was asked last."""
+        """Return the rings that have been done since the last call."""
         with self._lock:
             done, self._averagings = self._averagings, []
             return done
@@ -228,7 +228,7 @@ class Behind:
             self._exchange.ask(hop, part.step, like, partial(self._arrive, part, of_ring, chunk))
 
     def _arrive(self, part: _Part, of_ring: int, chunk: int, at_s: float, array: jax.Array) -> None:
-        """A chunk has come round the ring."""
+        """Take a chunk that has come round the ring."""
         going_on = part.gathering.arrive(of_ring, chunk, array)
         if going_on is not None:
             self._exchange.give(going_on[0], part.step, going_on[1])

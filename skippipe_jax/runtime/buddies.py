@@ -44,7 +44,7 @@ class Way:
     hops: tuple[Hop, ...]
 
     def part(self, turn: int, every: int) -> Iterator[tuple[Hop, slice]]:
-        """The pieces that go in one of so many iterations, each by its hop."""
+        """Return the pieces that go in one of so many iterations, each by its hop."""
         length = -(-self.size // every)
         begin = min(turn * length, self.size)
         here = pieces(min(length, self.size - begin))
@@ -55,7 +55,7 @@ class Way:
 
 
 def ways_of(topology: Topology, config: Config) -> list[Way]:
-    """Those of all stages that have a buddy: hosts that serve all stages have none."""
+    """List the ways of all stages that have a buddy: hosts that serve all stages have none."""
     plan, host_of = topology.plan, topology.host_of
     sizes = copied_bytes(config, len(plan.stages))
     numbers = iter(topology.copies)
@@ -133,7 +133,7 @@ class Buddies:
         self._look()
 
     def _tell(self) -> Copies:
-        """What is kept here, now that all has come: of each stage the newest copy."""
+        """Tell what is kept here, now that all has come: of each stage the newest copy."""
         if self._is_last_part:
             # One that an iteration has brought which is run again comes again.
             coming = {copy.name: copy for copy in self._coming.values()}
@@ -148,7 +148,7 @@ class Buddies:
         return self._told
 
     def waits(self) -> Iterator[str]:
-        """What is waited for."""
+        """Return what is waited for."""
         if self._then is not None and self._left:
             host_of = self._exchange.topology.host_of
             for way in self._keeping:

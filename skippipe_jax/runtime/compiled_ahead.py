@@ -55,7 +55,7 @@ def compile_ahead(
 
 
 def _go_apart_once(config: Config, stage: int, of_stages: int, device: jax.Device) -> int:
-    """What replicas that go apart call at the end of iterations, but for what they apply.
+    """Call what replicas that go apart call at the end of iterations, but for applying.
 
     That depends on how many they are.
     """
@@ -75,7 +75,7 @@ def _go_apart_once(config: Config, stage: int, of_stages: int, device: jax.Devic
 def _run_once(
     config: Config, functions: StageFunctions, here: Spread, is_data_stage: bool, gathers: bool
 ) -> int:
-    """What training calls, as it calls it: with arrays that have been put on the devices."""
+    """Call what training calls, with arrays that are on the devices."""
 
     def zeros_at(shapes: Any, there: Any) -> Any:
         return jax.tree.map(

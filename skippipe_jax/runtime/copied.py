@@ -34,7 +34,7 @@ class Copy:
 
 
 def packed(state: PyTree) -> Bytes:
-    """All arrays of a state, one after another."""
+    """Pack all arrays of a state, one after another."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
     return np.concatenate(
         [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves]
@@ -42,7 +42,7 @@ def packed(state: PyTree) -> Bytes:
 
 
 def unpacked(given: Bytes, shapes: PyTree) -> PyTree:
-    """The state of these shapes, of which the bytes are given."""
+    """Restore the state of these shapes from its bytes."""
     leaves, structure = jax.tree.flatten(shapes)
     ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])
     assert ends[-1] == len(given), "are the bytes of such a state"
@@ -53,13 +53,13 @@ def unpacked(given: Bytes, shapes: PyTree) -> PyTree:
 
 
 def pieces(size: int, of: int | None = None) -> Iterator[slice]:
-    """So many bytes cut into pieces, by default of `PIECE_BYTES`."""
+    """Cut so many bytes into pieces, by default of `PIECE_BYTES`."""
     of = PIECE_BYTES if of is None else of
     return (slice(start, min(start + of, size)) for start in range(0, size, of))
 
 
 def pieces_of_copies(config: Config, stages: int) -> Sequence[range]:
-    """For each stage the pieces of its copy that travel in one iteration; none without buddies."""
+    """Return for each stage the pieces of its copy that travel in one iteration."""
     if config.recovery.lost_stage != BUDDY:
         return []
     every = config.recovery.buddy_every

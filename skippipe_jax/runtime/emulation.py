@@ -36,14 +36,14 @@ class Emulation:
         self.stretch = draw_stretch(*size, self.network.jitter, self.seed, iteration)
 
     def operation_start_s(self, ready_s: float, start_s: float) -> float:
-        """When an operation starts that could at `ready_s` and really did at `start_s`.
+        """Return when an operation starts that could at `ready_s` and really did at `start_s`.
 
         Where compute is emulated, how late this machine is does not add up.
         """
         return ready_s if self.network.emulate_compute else start_s
 
     def operation_end_s(self, operation: Operation, start_s: float, end_s: float) -> float:
-        """When an operation ends that really ran from `start_s` to `end_s`."""
+        """Return when an operation ends that really ran from `start_s` to `end_s`."""
         if not self.network.emulate_compute:
             return end_s
         node = operation.node
@@ -52,7 +52,7 @@ class Emulation:
         return max(end_s, start_s + planned_s * factor)
 
     def hop_end_s(self, source: int, following: Operation, ready_s: float) -> float:
-        """When the input of the operation `following`, ready at `source`, arrives there."""
+        """Return when the input of the operation `following`, ready at `source`, arrives there."""
         link = (source, following.node)
         start_s = ready_s
         if self.plan.case.contention == "link":
@@ -63,6 +63,6 @@ class Emulation:
         return self.link_free_s[link]
 
     def averaging_end_s(self, stage: int, end_s: float) -> float:
-        """When the averaging of a stage ends, of which all replicas had come by `end_s`."""
+        """Return when the averaging of a stage ends, of which all replicas had come by `end_s`."""
         planned_s = quickest_averaging_s(self.plan.case, stage, self.plan.stages[stage])
         return end_s + planned_s * self.stretch.averagings.item(stage)

@@ -32,7 +32,7 @@ class EventLoop:
     """
 
     def __init__(self, deadline_s: float):
-        """Between two events lie `deadline_s` at most, unless something is computed here."""
+        """Allow `deadline_s` between two events, unless something is computed here."""
         self.deadline_s = deadline_s
         self.last_event_s = time.perf_counter()
         self.events = 0
@@ -117,5 +117,5 @@ class EventLoop:
 
 
 def seconds_since(moment_s: float) -> float:
-    """How long ago a moment of `time.perf_counter` is."""
+    """Return how long ago a moment of `time.perf_counter` is."""
     return time.perf_counter() - moment_s

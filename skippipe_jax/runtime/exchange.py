@@ -60,7 +60,7 @@ class Exchange:
             self.wanted[name] = then
 
     def _goes_as_it_lies(self, hop: Hop) -> bool:
-        """Whether both nodes of a hop have equal meshes; else what it carries is sent whole."""
+        """Tell whether both nodes of a hop have equal meshes; else it is sent whole."""
         meshes = self.topology.meshes
         return meshes[hop.source] == meshes[hop.target]
 

@@ -125,7 +125,7 @@ class Flow:
                 self._start_next(node, progress)
 
     def waits(self) -> Iterator[tuple[str, float]]:
-        """What idle nodes wait for, and since when."""
+        """Return what idle nodes wait for, and since when."""
         for progress in self.nodes.values():
             if progress.turns.left and progress.idle_since_s is not None:
                 operation = progress.turns.left[0]
@@ -176,7 +176,7 @@ class Flow:
         )
 
     def _goes_at_once(self, hop: Hop) -> bool:
-        """Whether a hop may be offered while its array is still being computed."""
+        """Tell whether a hop may be offered while its array is still being computed."""
         return self.emulation is None and not self.exchange.topology.is_here(hop.target)
 
     def _computed(self, run: Run, result: jax.Array | None) -> None:
@@ -187,7 +187,7 @@ class Flow:
         self.loop.at(end_s, lambda _: self._end(ended, result))
 
     def _end(self, run: Run, result: jax.Array | None) -> None:
-        """An operation has ended: pass its result on, and free its node."""
+        """End an operation: pass its result on, and free its node."""
         self.runs.append(run)
         node, end_s = run.operation.node, run.end_s
         progress = self.nodes[node]

@@ -51,7 +51,7 @@ class GatheringRing:
         *,
         hop_bytes: float = math.inf,
     ) -> GatheringRing:
-        """The quickest ring of these replicas, for messages of the `longest` and less.
+        """Find the quickest ring of these replicas, for messages of the `longest` and less.
 
         Its links are those of the `case`. If they carry anything but the ring, those are hops of
         `hop_bytes`.
@@ -68,7 +68,7 @@ class GatheringRing:
         return cls(stage, nodes, places, hops, chunk_length, most_chunks, ahead)
 
     def hop(self, position: int, step: int, chunk: int) -> Hop:
-        """What the replica at `position` passes to the next one in a step."""
+        """Return what the replica at `position` passes to the next one in a step."""
         number = (step * self.most_chunks + chunk) * len(self.nodes) + position
         following = self.nodes[(position + 1) % len(self.nodes)]
         return Hop(self.numbers[number], self.nodes[position], following)
@@ -106,7 +106,7 @@ class Gathering:
                 yield step, chunk, self.ring.hop(before, step, chunk), like
 
     def begin(self) -> Iterator[tuple[Hop, Array]]:
-        """What is sent first, the own message: chunk by chunk, as the caller takes it."""
+        """Return what is sent first, the own message: chunk by chunk, as the caller takes it."""
         for chunk, start in enumerate(self._starts):
             length = min(self.ring.chunk_length, self._own.size - start)
             own = self._own if length == self._own.size else _taken(self._own, start, length)
@@ -122,7 +122,7 @@ class Gathering:
         return self.ring.hop(self.position, step + 1, chunk), array
 
     def messages(self) -> dict[int, Array]:
-        """Those of all replicas by their places in the stage, when nothing is `left` to come."""
+        """Return the messages of all replicas, by index, when nothing is `left` to come."""
         places = self.ring.places
         others = {
             places[source]: _joined([chunks[chunk] for chunk in sorted(chunks)])

@@ -63,7 +63,7 @@ class GivenStages:
     def after(
         self, step: int, states: Mapping[int, StageState], links: Mapping[int, HostLink]
     ) -> dict[int, dict[str, PyTree]]:
-        """The states of these stages after a step, on the leader; all hosts call this together.
+        """Return the states of these stages after a step, on the leader; all hosts call this.
 
         `states` are those held here, by replica.
 
@@ -96,7 +96,7 @@ class GivenStages:
 
 
 def beside(array: jax.Array | np.ndarray) -> jax.Array:
-    """An array beside those of the states that are held: see above."""
+    """Copy an array beside those of the states that are held: see above."""
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if platforms and "cpu" not in platforms.split(","):
         return jax.device_put(array)

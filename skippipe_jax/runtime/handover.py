@@ -57,7 +57,7 @@ class Handovers:
         ]
 
     def _planned(self, holders: Sequence[Collection[int]]) -> Iterator[Handover]:
-        """One for each stage that a host serves and does not hold, from its holders by turns.
+        """Plan a handover for each stage that a host serves and lacks, from holders by turns.
 
         A stage that nobody holds is made anew by those who serve it.
         """
@@ -99,7 +99,7 @@ class Handovers:
                     links[self.topology.host_of[hop.target]].send(hop, 0, whole(leaf))
 
     def origin(self, links: Mapping[int, HostLink], group: Group) -> Origin:
-        """The state of each stage that this host takes from others.
+        """Return the state of each stage that this host takes from others.
 
         Raises:
             GenerationEnded: when it is asked and the group ends before all is there.
@@ -129,7 +129,7 @@ def exchanged(
     links: Mapping[int, HostLink],
     group: Group,
 ) -> Kept:
-    """What a host goes on with once it has given and taken all that moves.
+    """Give and take all that moves; return what a host goes on with.
 
     `make` makes the states of some stages, from an origin and those that are kept. What others take
     from here is offered before anything is taken, as two may take from each other.
@@ -150,7 +150,7 @@ def exchanged(
 def shapes_of_state(
     functions: StageFunctions, first_layer: int, *, with_momentum: bool = False
 ) -> State:
-    """The shapes of what is saved of a stage, or `with_momentum` of what a replica gives."""
+    """Return the shapes of what is saved of a stage, or `with_momentum` of what a replica gives."""
     parameters, optimizer_state, _ = jax.eval_shape(
         functions.create, jax.random.key(0), first_layer
     )
@@ -159,7 +159,7 @@ def shapes_of_state(
 
 
 def arrived(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.Array]:
-    """The arrays, once they are there; a host that sends them may be lost, or stopped for ever."""
+    """Wait for the arrays; a host that sends them may be lost, or stopped for ever."""
     ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def wait() -> None:

@@ -32,7 +32,7 @@ class Clock:
 
     @classmethod
     def with_offset(cls, host_offset_s: float) -> Clock:
-        """From what is to be added to this host's `time.time()`."""
+        """Make a clock from what is to be added to this host's `time.time()`."""
         return cls(time.time() - time.perf_counter() + host_offset_s)
 
 
@@ -57,7 +57,7 @@ class Iteration(ABC):
         emulation: Emulation | None = None,
         send_at: Callable[[float, Then], None] | None = None,
     ):
-        """Without `ready_first` every node keeps to the plan's order, whatever comes late.
+        """Keep every node to the plan's order, unless `ready_first`.
 
         `send_at` is as `Flow` takes it.
         """
@@ -118,14 +118,14 @@ class Iteration(ABC):
 
     @abstractmethod
     def _waits(self) -> Iterator[tuple[str, float]]:
-        """What is waited for, and since when."""
+        """Return what is waited for, and since when."""
 
     @abstractmethod
     def _averagings(self) -> list[Averaging]:
-        """What was averaged meanwhile."""
+        """Return what was averaged meanwhile."""
 
     def _recording(self, clock: Clock) -> Recording:
-        """What happened on this host's nodes, in seconds since the epoch by host 0's clock."""
+        """Return what happened on this host's nodes, in epoch seconds by host 0's clock."""
         by = clock.offset_s
         return Recording(
             tuple(
@@ -136,7 +136,7 @@ class Iteration(ABC):
         )
 
     def _what_is_waited_for(self) -> str | None:
-        """What, from whom and since when: said when the deadline has passed."""
+        """Say what is waited for, from whom and since when, once the deadline has passed."""
         if not self.flow.is_idle:
             return None
         during = f"iteration {self.iteration + 1}"
@@ -144,7 +144,7 @@ class Iteration(ABC):
 
 
 def told(during: str, found: Iterator[tuple[str, float]], deadline_s: float) -> str:
-    """The message that says what a host has waited for, and since when, the oldest first."""
+    """Write the message of what a host has waited for, and since when, the oldest first."""
     waits = sorted(found, key=lambda wait: wait[1])
     named = ", ".join(what for what, _ in waits[:WAITS_NAMED])
     more = f" and {len(waits) - WAITS_NAMED} more" if len(waits) > WAITS_NAMED else ""

@@ -45,7 +45,7 @@ class LiveIteration(Iteration):
         averaging_dtype: str | None = None,
         emulation: Emulation | None = None,
     ):
-        """Without `ready_first` every node keeps to the plan's order, whatever comes late.
+        """Keep every node to the plan's order, unless `ready_first`.
 
         Where hosts may be lost, it counts once all of the `group` hold their gradients, and what
         of copies goes to `buddies` in this iteration.
@@ -77,7 +77,7 @@ class LiveIteration(Iteration):
         self._begin_collectives()
 
     def _begin_ring_of(self, node: int) -> None:
-        """A node is done: begin its stage's ring, unless others share the replica and are not."""
+        """Begin the ring of a node's stage, unless others share the replica and are not done."""
         replica_of = self.topology.replica_of
         sharing = [
             progress
@@ -128,7 +128,7 @@ class LiveIteration(Iteration):
             self._ask(self._answer_hop(own), like, lambda _, summed: self._finish(summed))
 
     def _contribute(self, totals: Float[np.ndarray, " all"]) -> None:
-        """This host holds the averaged gradients of all its stages: tell the group, with totals.
+        """Tell the group that this host holds all averaged gradients, with totals.
 
         It does so once what comes of copies of other stages in this iteration is here too.
         """

@@ -11,7 +11,7 @@ from skippipe_jax.runtime.topology import Topology
 
 
 def offered(topology: Topology, programs: Iterable[Program]) -> Mapping[int, set[int]]:
-    """The numbers of the hops that go from here to each other host, by any of its `programs`.
+    """List the numbers of the hops from here to each other host, by any of its `programs`.
 
     Those of copies are among them, wherever they go.
     """

@@ -36,7 +36,7 @@ class Results:
 
     @classmethod
     def over(cls, mesh: Mesh, shapes: Any, wire: Wire, state_memory: str | None) -> Results:
-        """Over the devices of a mesh, for a stage whose state is of these `shapes`."""
+        """Describe results over a mesh, for a stage whose state is of these `shapes`."""
         parameters, state, _ = shapes
         own = named(mesh, specs(parameters))
         return cls(
@@ -49,14 +49,14 @@ class Results:
 
 
 def jitted(function: Callable, lies: Any, **how: Any) -> Callable:
-    """A jitted function, and how what it returns lies, if that is said."""
+    """Jit a function, and say how what it returns lies, if that is given."""
     return (
         jax.jit(function, **how) if lies is None else jax.jit(function, out_shardings=lies, **how)
     )
 
 
 def within(mesh: Mesh | None) -> Any:
-    """What is traced in this context is for the devices of a mesh."""
+    """Trace what is in this context for the devices of a mesh."""
     if mesh is None:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)

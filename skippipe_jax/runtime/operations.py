@@ -28,17 +28,17 @@ class Operations(ABC):
     """
 
     def __init__(self, replicas: Replicas):
-        """On the nodes that these replicas serve."""
+        """Run on the nodes that these replicas serve."""
         self.replicas = replicas
         self.names_dispatches = False
 
     @abstractmethod
     def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
-        """What a hop brings to an operation."""
+        """Return what a hop brings to an operation."""
 
     @abstractmethod
     def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """The tokens of a microbatch, on its data node, which keeps its targets."""
+        """Return the tokens of a microbatch, on its data node, which keeps its targets."""
 
     @abstractmethod
     def _dispatch(
@@ -107,14 +107,14 @@ class TrainingOperations(Operations):
         }
 
     def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
-        """What a hop brings to an operation: a gradient for B, else an activation."""
+        """Return what a hop brings to an operation: a gradient for B, else an activation."""
         if operation.kind == "B":
             return self.wire.gradients.travelling
         way = self.wire.activations
         return way.with_targets if self.tells_targets else way.travelling
 
     def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """The tokens of a microbatch, on its data node, which keeps its targets."""
+        """Return the tokens of a microbatch, on its data node, which keeps its targets."""
         own = self.nodes[operation.node]
         own.targets[operation.microbatch] = self._put(batch["targets"], operation.node)
         if self.tells_targets:
@@ -169,7 +169,7 @@ class TrainingOperations(Operations):
         return result, own.gauge
 
     def _draw(self, operation: Operation, leaves: bool) -> np.ndarray | None:
-        """What the rounding of the gradient that an operation sends is drawn by, if it is drawn."""
+        """Return what the rounding of a sent gradient is drawn by, if it is drawn."""
         if not (leaves and self.wire.gradients.is_drawn):
             return None
         stage = self.replicas.topology.stage_of[operation.node]
@@ -191,11 +191,11 @@ class HeldOutOperations(Operations):
         self.losses: dict[int, jax.Array] = {}
 
     def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
-        """What a hop brings to an operation: an activation."""
+        """Return what a hop brings to an operation: an activation."""
         return self.activation
 
     def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """The tokens of a microbatch, on its data node, which keeps its targets."""
+        """Return the tokens of a microbatch, on its data node, which keeps its targets."""
         self.targets[operation.microbatch] = self._put(batch["targets"], operation.node)
         return self._put(marked_tokens(batch), operation.node)
 

@@ -41,7 +41,7 @@ class OuterIteration(Iteration):
         ready_first: bool,
         emulation: Emulation | None = None,
     ):
-        """Without `ready_first` every node keeps to the plan's order, whatever comes late."""
+        """Keep every node to the plan's order, unless `ready_first`."""
         given = exchange, operations, plan, program, iteration
         super().__init__(*given, ready_first=ready_first, emulation=emulation, send_at=behind.at)
         self.steps, self.behind = steps, behind
@@ -62,7 +62,7 @@ class OuterIteration(Iteration):
             self._take_step(operation.node)
 
     def _take_step(self, node: int) -> None:
-        """A node has done all: its replica takes its step, and sends what is due."""
+        """Take the step of a replica whose node has done all, and send what is due."""
         self.norms.append(self.steps.step(node, self.operations.targets[node]))
         own = self.steps.send(node, self.step)
         if own is not None:
@@ -83,7 +83,7 @@ class OuterIteration(Iteration):
             self._end()
 
     def _apply(self) -> None:
-        """What was sent counts: all that is due was sent after one step."""
+        """Apply what is due, now that it counts: all of it was sent after one step."""
         for replica, sent_after in self.to_apply.items():
             self.steps.apply(replica, sent_after)
         self.to_apply.clear()
@@ -113,6 +113,6 @@ class OuterIteration(Iteration):
             yield from self.behind.waits(self._counts_with())
 
     def _counts_with(self) -> int:
-        """The step that has to count before what is due is applied."""
+        """Return the step that has to count before what is due is applied."""
         states = self.replicas.states
         return max(states[own].under_way[of].counts_with for own, of in self.to_apply.items())

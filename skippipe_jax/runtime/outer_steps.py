@@ -64,7 +64,7 @@ class OuterSteps:
         self.begin(step)
 
     def begin(self, step: int) -> None:
-        """After the last exact step, replicas begin to go apart, unless they have before."""
+        """Let replicas go apart after the last exact step, unless they have before."""
         for replica, state in self._states.items():
             if step < self.averaging.exact_steps or self._is_only(replica):
                 state.outer, state.under_way = None, {}
@@ -84,7 +84,7 @@ class OuterSteps:
         return _share(norm, len(self._topology.replicas[stage]))
 
     def send(self, replica: int, step: int) -> UnderWay | None:
-        """The fragment that a replica sends after a step, if it sends one."""
+        """Return the fragment that a replica sends after a step, if it sends one."""
         fragment, state = self.averaging.sent_after(step), self._states[replica]
         if fragment is None or state.outer is None:
             return None
@@ -94,7 +94,7 @@ class OuterSteps:
         return state.under_way[step]
 
     def due(self, replica: int, step: int) -> int | None:
-        """After which step a replica has sent what it applies after `step`; None for nothing."""
+        """Return the step after which a replica sent what it applies after `step`, if any."""
         sent_after = step - self.averaging.delay
         return sent_after if sent_after in self._states[replica].under_way else None
 
@@ -113,7 +113,7 @@ class OuterSteps:
         return self._fragments[self._topology.stage_of[replica]][fragment]
 
     def _is_only(self, replica: int) -> bool:
-        """Whether a replica is the only one of its stage, which averages nothing."""
+        """Tell whether a replica is the only one of its stage, which averages nothing."""
         return len(self._topology.replicas[self._topology.stage_of[replica]]) == 1
 
 
@@ -138,7 +138,7 @@ def settle(config: Config, layers: int, state: StageState, step: int) -> None:
 
 
 def inner_steps(config: Config, stages: int) -> list[InnerStep]:
-    """The steps that a replica of each of so many stages takes of its own."""
+    """Make the steps of its own that a replica of each of so many stages takes."""
     shapes = stage_shapes(config.model, stages)
     sizes = [parameter_count(own) for own in shapes]
     optimizers = [inner_optimizer(config.optimizer, size / sum(sizes)) for size in sizes]
@@ -168,13 +168,13 @@ def _share(squared_norm: Float[Array, ""], replicas: int) -> Totals:
 
 
 def functions_of_fragments(config: Config, layers: int) -> list[FragmentFunctions]:
-    """Those of each fragment of a stage of so many blocks."""
+    """Make the functions of each fragment of a stage of so many blocks."""
     fragments = fragments_of(config.averaging, layers)
     return [fragment_functions(config.averaging, fragment) for fragment in fragments]
 
 
 def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int]) -> OwnOrigin:
-    """The own states that a checkpoint holds of replicas that were averaged as they are now."""
+    """Read the own states that a checkpoint holds of replicas averaged as they are now."""
     averaging = config.averaging
 
     def read(stage: int, place: int, of_stage: State) -> State:

@@ -28,7 +28,7 @@ ANSWER_S = 0.02
 
 
 def chunk_bytes(case: Case, nodes: Sequence[int], hop_bytes: float) -> float:
-    """Bytes of a chunk, at most, of a ring over nodes in this order.
+    """Return the bytes of a chunk, at most, of a ring over nodes in this order.
 
     Hops of so many bytes go over the same links; with `math.inf` none does.
     """
@@ -39,7 +39,7 @@ def chunk_bytes(case: Case, nodes: Sequence[int], hop_bytes: float) -> float:
 
 
 def chunks_ahead(case: Case, nodes: Sequence[int], size: float) -> tuple[int, ...]:
-    """How many chunks of `size` bytes each of the nodes asks for ahead, of the one before it.
+    """Return how many chunks of `size` bytes each node asks the one before it for ahead.
 
     One is on the link while the next ones are asked for: as many as go over it in a round trip.
     """

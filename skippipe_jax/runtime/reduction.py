@@ -18,7 +18,7 @@ AXIS = "replica"
 
 
 def sum_over_nodes(spreads: Sequence[Spread], local: Mapping[Spread, Tree]) -> dict[Spread, Tree]:
-    """The sum of one tree per node, on every node: `sum_over_devices` does it where each has one.
+    """Sum one tree per node, on every node; by `sum_over_devices` where each has one.
 
     `local` holds the trees of those that belong to this process, cut over their meshes. Nodes of
     equal meshes on devices of their own add up each device's part where it is; all others must be
@@ -82,7 +82,7 @@ def _padded(spec: PartitionSpec, dimensions: int) -> PartitionSpec:
 
 
 def _of_all(spec: PartitionSpec) -> PartitionSpec:
-    """How the arrays of all nodes are cut, end to end."""
+    """Return how the arrays of all nodes are cut, end to end."""
     first, *others = spec
     within = () if first is None else first if isinstance(first, tuple) else (first,)
     return PartitionSpec((AXIS, *within), *others)
@@ -113,7 +113,7 @@ def _sum_of_rows(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[Any]
 def sum_over_devices(
     devices: Sequence[jax.Device], local: Mapping[jax.Device, Tree]
 ) -> dict[jax.Device, Tree]:
-    """The sum of one tree per device, on every device: a jitted collective.
+    """Sum one tree per device, on every device: a jitted collective.
 
     `local` holds the trees of those `devices` that belong to this process; the processes of all
     `devices` call this with the same `devices` in the same order. The trees are given up. Every

@@ -79,7 +79,7 @@ class Remaking:
         kept: Kept,
         remains: Remains,
     ):
-        """From states that are `kept` here, and what `remains`; `shapes` are those of all stages.
+        """Begin with states that are `kept` here, and what `remains`, for these `shapes`.
 
         Transfers take their numbers from `numbers`.
         """
@@ -99,7 +99,7 @@ class Remaking:
                     yield Gift(made, number, source, target, hops)
 
     def _shapes(self, made: Remade) -> list[jax.ShapeDtypeStruct]:
-        """What a source gives for a stage, array by array."""
+        """Return what a source gives for a stage, array by array."""
         shapes = self.shapes[made.stage]
         if made.by == AVERAGE:
             return jax.tree.leaves(shapes["parameters"]["blocks"])
@@ -110,7 +110,7 @@ class Remaking:
         ]
 
     def _own(self, gift: Gift) -> list[np.ndarray]:
-        """What this host has for a stage, array by array."""
+        """Return what this host has for a stage, array by array."""
         made = gift.made
         if made.by == AVERAGE:
             stage = made.stage + (-1, 1)[gift.number]
@@ -129,7 +129,7 @@ class Remaking:
                     links[gift.target].send(hop, 0, jax.device_put(array, here))
 
     def origin(self, links: Mapping[int, HostLink], others: Origin | None) -> Origin:
-        """The state of each stage that is made anew here; that of `others` has its own origin.
+        """Return the state of each stage made anew here; that of `others` has its own origin.
 
         Raises:
             GenerationEnded: when it is asked and the group ends before all is there.
@@ -166,7 +166,7 @@ def averaged(
     squared_norms: tuple[float, float],
     updates: int,
 ) -> State:
-    """The state of a stage between two others, by the formula above, in float32.
+    """Average two stages into the one between them, by the formula above, in float32.
 
     `beside` are the arrays of the blocks of the stage before and of the one after. Where the norms
     are both zero, or one is no finite number, both stages count alike.
@@ -189,7 +189,7 @@ def averaged(
 
 
 def with_count(optimizer_state: PyTree, updates: int) -> PyTree:
-    """An optimizer's state after so many updates: its counters say so, and its moments stay."""
+    """Set the counters of an optimizer's state to so many updates; its moments stay."""
     return jax.tree.map(
         lambda leaf: (
             np.full(leaf.shape, updates, leaf.dtype)

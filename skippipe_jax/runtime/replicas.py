@@ -32,7 +32,7 @@ class Replicas:
         self.states = states
 
     def stage_of(self, replica: int) -> int:
-        """The stage of a replica."""
+        """Return the stage of a replica."""
         return self.topology.stage_of[replica]
 
     @property
@@ -41,7 +41,7 @@ class Replicas:
         return sorted({self.stage_of(replica) for replica in self.states})
 
     def owned_stages(self, apart: Collection[int] = ()) -> dict[int, dict[str, PyTree]]:
-        """What is saved here: the state of the stages whose first replica this host holds.
+        """Return what is saved here: the states of stages whose first replica is here.
 
         Replicas on hosts that are `apart` do not count.
         """
@@ -74,7 +74,7 @@ class Replicas:
             taken.add(here)
 
     def to_sum(self, replica: int) -> PyTree:
-        """The gradients of a replica, which gives them up until `take_sum`."""
+        """Return the gradients of a replica, which gives them up until `take_sum`."""
         state = self.states[replica]
         gradients, state.gradients = state.gradients, {}
         return gradients
@@ -84,11 +84,11 @@ class Replicas:
         self.states[replica].gradients = summed
 
     def summed_array(self, replica: int) -> jax.Array:
-        """An array of a replica that is there when the sum over its stage is."""
+        """Return an array of a replica that is there when the sum over its stage is."""
         return jax.tree.leaves(self.states[replica].gradients)[0]
 
     def squared_norms(self, stage: int) -> list[Totals]:
-        """What the gradients of a stage add here to the squared norm over all stages.
+        """Return what the gradients of a stage add here to the squared norm over all stages.
 
         They count where the first replica is held.
         """
@@ -97,7 +97,7 @@ class Replicas:
         return [state.functions.squared_norm(state.gradients) for state in own]
 
     def squared_norms_of_blocks(self) -> dict[int, Float[Array, ""]]:
-        """Those of the summed gradients of the blocks, of the stages whose first replica is here.
+        """Return squared norms of the summed gradients of blocks whose first replica is here.
 
         Embedding and head, which the data stage alone has, are no part of it. There are none where
         norms are not noted.

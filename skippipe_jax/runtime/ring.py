@@ -70,7 +70,7 @@ class Ring:
         width: int = 4,
         hop_bytes: float = math.inf,
     ) -> Ring:
-        """The ring for gradients of so many `rows` of `length`, with hops of the next `numbers`.
+        """Make the ring for gradients of `rows` of `length`, with hops of the next `numbers`.
 
         Its links are those of the `case`, and each number takes `width` bytes on them. If they
         carry anything but the ring, those are hops of `hop_bytes`.
@@ -95,13 +95,13 @@ class Ring:
         return _steps(self.nodes)
 
     def hop(self, position: int, step: int, chunk: int) -> Hop:
-        """What the replica at `position` passes to the next one in a step."""
+        """Return what the replica at `position` passes to the next one in a step."""
         number = (step * self.chunks + chunk) * len(self.nodes) + position
         following = self.nodes[(position + 1) % len(self.nodes)]
         return Hop(self.numbers[number], self.nodes[position], following)
 
     def segment_sent(self, position: int, step: int) -> int:
-        """Which segment the replica at `position` passes on in a step."""
+        """Return which segment the replica at `position` passes on in a step."""
         return (position - step) % len(self.nodes)
 
 
@@ -165,7 +165,7 @@ class RingPart:
                 yield step, chunk, self.ring.hop(before, step, chunk)
 
     def begin(self) -> Iterator[tuple[Hop, Array]]:
-        """What is sent first, the replica's own segment: chunk by chunk, as the caller takes it."""
+        """Return what is sent first, the own segment: chunk by chunk, as the caller takes it."""
         for chunk in range(self.ring.chunks):
             yield self.ring.hop(self.position, 0, chunk), self._own(chunk)
 
@@ -184,7 +184,7 @@ class RingPart:
         return self.ring.hop(self.position, step + 1, chunk), array
 
     def result(self) -> PyTree:
-        """The sum of all replicas' gradients, when nothing is `left` to come."""
+        """Return the sum of all replicas' gradients, when nothing is `left` to come."""
         if self._is_cut:
             assert self._here is not None, "is a mesh"
             return joined_rows(self.blocks, self._here, self.like)

@@ -22,14 +22,14 @@ Rows = Float[Array, "devices numbers"]
 
 
 def cut_rows(tree: PyTree, here: Spread, blocks: int, length: int) -> list[Rows]:
-    """The numbers of a tree that lies as `here` has it, in so many blocks of so many columns."""
+    """Cut a tree that lies as `here` into so many blocks of so many columns."""
     assert here.mesh is not None, "is a mesh"
     leaves, structure = jax.tree.flatten(_described(tree))
     return _cutting(here.mesh, structure, tuple(leaves), blocks, length)(tree)
 
 
 def joined_rows(blocks: Sequence[Rows], here: Spread, like: PyTree) -> PyTree:
-    """The tree again, shaped as `like`, in float32."""
+    """Join the rows to the tree again, shaped as `like`, in float32."""
     assert here.mesh is not None, "is a mesh"
     leaves, structure = jax.tree.flatten(_described(like))
     return _joining(here.mesh, structure, tuple(leaves), len(blocks))(list(blocks))

@@ -196,7 +196,7 @@ class Runtime:
         self.operations.nodes.clear()
 
     def wait_for(self, future: Future[T], step: int) -> T:
-        """The result of what depends on the totals of a step, which may be on their way.
+        """Wait for the result of what depends on the totals of a step.
 
         Raises:
             PeerTimeout: if nothing came from other hosts for `network.deadline_s`.
@@ -204,7 +204,7 @@ class Runtime:
         return future.result() if self._behind is None else self._behind.wait_for(future, step)
 
     def counts(self, step: int) -> bool:
-        """Whether a step that this host has made counts for all, as far as it knows."""
+        """Tell whether a step that this host has made counts for all, as far as it knows."""
         if self.config.averaging.is_exact(step):
             return True
         return self._behind is not None and self._behind.counted >= step
@@ -220,7 +220,7 @@ class Runtime:
         return self.buddies.copies
 
     def held_out(self, count: int) -> HeldOut:
-        """The ways of `count` held-out microbatches; all hosts call this with the same count."""
+        """Open `count` held-out microbatches; all hosts call this with the same count."""
         computed = activation(self.config.model, self.config.data)
         operations = HeldOutOperations(self.replicas, computed)
         return HeldOut(self.exchange, operations, count, waits=self.waits)
@@ -314,7 +314,7 @@ def open_runtime(
     step: int = 0,
     ready: Ready | None = None,
 ) -> Runtime:
-    """The runtime of this host, of which each has told the `kinds` of its devices.
+    """Open the runtime of this host, of which each has told the `kinds` of its devices.
 
     All of the `group` call this together. States that are `kept` are gone on with, and those of
     stages that a host newly serves come from others; those of stages that were lost are made from
@@ -374,7 +374,7 @@ def open_runtime(
 
 
 def _clock_offset(group: Group) -> Future[float]:
-    """What to add to this host's clock for host 0's, which takes round trips nobody waits for."""
+    """Measure what to add to this host's clock for host 0's, beside training."""
     offset: Future[float] = Future()
 
     def measure() -> None:
@@ -392,7 +392,7 @@ def _raise_ended(_: float) -> NoReturn:
 
 
 def _shares(plan: Plan, *, scales: bool) -> list[np.float32 | None]:
-    """By what each stage divides what it adds; None for one that leaves it as it is."""
+    """Return by what each stage divides what it adds; None for one that leaves it as it is."""
     shares: list[np.float32 | None] = [s if scales else None for s in stage_shares(plan)]
     # The outputs of a data stage are no sum of its inputs, which are tokens, and anything.
     shares[0] = None

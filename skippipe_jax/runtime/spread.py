@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def over(cls, devices: Sequence[jax.Device], mesh: NodeMesh) -> Spread:
-        """Over as many devices as the mesh has."""
+        """Spread over as many devices as the mesh has."""
         if len(devices) == 1:
             return cls(tuple(devices))
         grid = np.array(devices).reshape(mesh.fsdp, mesh.tensor)
@@ -60,14 +60,14 @@ class Spread:
         return self.first if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def of_tree(self, tree: PyTree, memory_kind: str | None = None) -> PyTree:
-        """How parameters lie, gradients or an optimizer's state, in memory of some kind."""
+        """Return how parameters, gradients or an optimizer's state lie, in memory of some kind."""
         if self.mesh is None:
             here = self.whole if memory_kind is None else self.whole.with_memory_kind(memory_kind)
             return jax.tree.map(lambda _: here, tree)
         return named(self.mesh, specs(tree), memory_kind)
 
     def of_hop(self, shape: Sequence[int]) -> Sharding:
-        """How something lies that comes to this node from one that has an equal mesh.
+        """Return how something lies that comes to this node from one that has an equal mesh.
 
         Activations, which have three axes, are cut as they are between blocks. What has two is of
         a ring, and has a row for each device. All else is on the first device.
@@ -88,12 +88,12 @@ ROWS = PartitionSpec(AXES)
 
 
 def activations(mesh: Mesh, batch: int) -> NamedSharding:
-    """How [batch, time, channels] lies between blocks."""
+    """Return how [batch, time, channels] lies between blocks."""
     return NamedSharding(mesh, activation_spec(batch, mesh.shape[FSDP]))
 
 
 def named(mesh: Mesh, tree_of_specs: PyTree, memory_kind: str | None = None) -> PyTree:
-    """The shardings over a mesh that specs describe."""
+    """Make the shardings over a mesh that specs describe."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec, memory_kind=memory_kind),
         tree_of_specs,
@@ -102,7 +102,7 @@ def named(mesh: Mesh, tree_of_specs: PyTree, memory_kind: str | None = None) -> 
 
 
 def numbers_of_device(tree: PyTree, mesh: NodeMesh) -> int:
-    """How many numbers of a tree of parameters, or of their shapes, each device has."""
+    """Count the numbers of a tree of parameters, or of their shapes, on each device."""
     sizes = {FSDP: mesh.fsdp, AXES[1]: mesh.tensor}
 
     def of_array(leaf: Any, spec: PartitionSpec) -> int:
@@ -114,7 +114,7 @@ def numbers_of_device(tree: PyTree, mesh: NodeMesh) -> int:
 
 
 def devices_of(sharding: Sharding) -> Sequence[jax.Device]:
-    """Those on which an array of this host lies, in the order of its parts."""
+    """List the devices on which an array of this host lies, in the order of its parts."""
     if isinstance(sharding, NamedSharding):
         devices = sharding.mesh.devices
         assert devices is not None, "is no abstract mesh"
@@ -123,7 +123,7 @@ def devices_of(sharding: Sharding) -> Sequence[jax.Device]:
 
 
 def parts_of(array: jax.Array) -> list[jax.Array]:
-    """What each device has of an array, in their order; one of them if all have the same."""
+    """Return what each device has of an array, in their order; one of them if all have the same."""
     if len(array.sharding.device_set) == 1:
         return [array]
     parts = [shard.data for shard in array.addressable_shards]
@@ -131,7 +131,7 @@ def parts_of(array: jax.Array) -> list[jax.Array]:
 
 
 def whole(array: jax.Array) -> jax.Array:
-    """An array on one device: the first of those that it is cut over."""
+    """Copy an array to one device: the first of those that it is cut over."""
     if len(array.sharding.device_set) == 1:
         return array
     return jax.device_put(array, SingleDeviceSharding(devices_of(array.sharding)[0]))
@@ -139,5 +139,5 @@ def whole(array: jax.Array) -> jax.Array:
 
 @functools.cache
 def single(device: jax.Device) -> Spread:
-    """A node of one device."""
+    """Spread over the one device of a node."""
     return Spread((device,))

@@ -75,7 +75,7 @@ class Saved:
         return cls(arrays, parameter_of_leaf, structure)
 
     def vjp(self, parameters: Parameters) -> Callable:
-        """The function of `jax.vjp` again."""
+        """Return the function of `jax.vjp` again."""
         own, shared = iter(self.arrays), jax.tree.leaves(parameters)
         leaves = [next(own) if n is None else shared[n] for n in self.parameter_of_leaf]
         return jax.tree.unflatten(self.structure, leaves)
@@ -128,7 +128,7 @@ class StageFunctions:
 
 
 def activation(model: ModelConfig, data: DataConfig) -> jax.ShapeDtypeStruct:
-    """What stages give to each other for a microbatch; its gradient has the same shape."""
+    """Return what stages give to each other for a microbatch; its gradient has the same shape."""
     channels = model.width + (data.packing == "documents")
     shape = (data.microbatch_size, data.sequence_length, channels)
     return jax.ShapeDtypeStruct(shape, model.compute_dtype)
@@ -145,7 +145,7 @@ def stage_functions(
     wire: Wire | None = None,
     mesh: Mesh | None = None,
 ) -> StageFunctions:
-    """The functions of a stage of `layers` blocks in a run of `steps` iterations.
+    """Make the functions of a stage of `layers` blocks in a run of `steps` iterations.
 
     Without a `wire` nothing is rounded on its way. Without a `mesh` they are for one device,
     whichever has what they are given.
@@ -177,7 +177,7 @@ def stage_functions(
         return stored(transformation.init(parameters))
 
     def stored(optimizer_state: PyTree) -> PyTree:
-        """The optimizer's state where it waits for the next update."""
+        """Return the optimizer's state where it waits for the next update."""
         if optimizer.state_memory == "device":
             return optimizer_state
         return jax.device_put(optimizer_state, jax.memory.Space.Host)
@@ -341,17 +341,17 @@ def stage_functions(
 
 
 def _arrived(array: Array, wire_format: WireFormat | None) -> Array:
-    """What is computed with, of what has come from another node or from this one."""
+    """Convert what has come from another node, or from this one, to what is computed with."""
     return array if wire_format is None else wire_format.unpack(array)
 
 
 def _leaving(array: Array, wire_format: WireFormat | None, draw: Draw | None = None) -> Array:
-    """What leaves the node, if a format says how; else what is computed with."""
+    """Convert what leaves the node, if a format says how."""
     return array if wire_format is None else wire_format.pack(array, draw)
 
 
 def scaled(inputs: Activations, outputs: Activations, share: Share) -> Activations:
-    """Outputs of a stage that only this share of the microbatches visits, as in stochastic depth.
+    """Scale outputs of a stage that only this share of microbatches visits (stochastic depth).
 
     What the stage adds is divided by the share, so that over all microbatches it adds as much as if
     each had visited it.
@@ -363,7 +363,7 @@ def scaled(inputs: Activations, outputs: Activations, share: Share) -> Activatio
 def skips_update(
     optimizer: OptimizerConfig, totals: Totals | np.ndarray, microbatch_tokens: int
 ) -> Any:
-    """Whether the update of an iteration is left out: a bool.
+    """Tell whether the update of an iteration is left out: a bool.
 
     It is where there is no target token, and so no loss, and by `optimizer.skip_above_norm`.
 
@@ -388,7 +388,7 @@ def functions_of_stages(
     microbatch_tokens: int,
     wire: Wire | None = None,
 ) -> list[StageFunctions]:
-    """The jitted functions of each of so many stages; stages of one shape share them."""
+    """Jit the functions of each of so many stages; stages of one shape share them."""
     return [
         stage_functions(model, optimizer, steps, stage == 0, count, microbatch_tokens, wire)
         for stage, count in enumerate(model.layers_of_stages(stages))
@@ -396,19 +396,19 @@ def functions_of_stages(
 
 
 def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
-    """Those of a run whose model is cut into so many stages."""
+    """Jit the functions of a run whose model is cut into so many stages."""
     tokens = config.data.microbatch_size * config.data.sequence_length
     steps, wire = config.train.steps, wire_of_run(config)
     return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)
 
 
 def where_state_waits(functions: StageFunctions, optimizer_state: PyTree, here: Spread) -> PyTree:
-    """How the optimizer's state lies between updates, on a node whose arrays lie as `here`."""
+    """Return how the optimizer's state lies between updates, on a node with arrays as `here`."""
     return here.of_tree(optimizer_state, functions.state_memory)
 
 
 def wire_of_run(config: Config) -> Wire:
-    """How a run's activations and their gradients travel."""
+    """Return how a run's activations and their gradients travel."""
     computed, width = activation(config.model, config.data), config.model.width
     forward, back = travelling_dtypes(config)
     return Wire(
@@ -418,7 +418,7 @@ def wire_of_run(config: Config) -> Wire:
 
 
 def sum_of_squares(gradients: Gradients) -> Float[Array, ""]:
-    """Of all numbers; each device of a mesh adds up its own, where a flat array would be whole."""
+    """Sum the squares of all numbers; each device of a mesh adds up its own."""
     squares = (jnp.tensordot(leaf, leaf, leaf.ndim) for leaf in jax.tree.leaves(gradients))
     return sum(squares, jnp.float32(0))
 
@@ -429,5 +429,5 @@ def zero_gradients(parameters: Parameters) -> Gradients:
 
 
 def add(gradients: Gradients, more: Gradients) -> Gradients:
-    """The sum of two trees, in the dtype of the first."""
+    """Add two trees, in the dtype of the first."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, more)

@@ -97,11 +97,11 @@ class StageState:
         return self.parameters if self.outer is None else self.outer.anchor
 
     def to_save(self) -> dict[str, PyTree]:
-        """What a checkpoint holds of a stage."""
+        """Return what a checkpoint holds of a stage."""
         return {"parameters": self.model, "optimizer_state": self.optimizer_state}
 
     def to_give(self, *, with_momentum: bool) -> dict[str, PyTree]:
-        """What another replica goes on with; the outer momentum too, if it is one of outer steps.
+        """Return what another replica goes on with; with the outer momentum, if there is one.
 
         Without outer parameters the momentum is what it begins with.
         """
@@ -114,7 +114,7 @@ class StageState:
         return {**self.to_save(), MOMENTUM: momentum}
 
     def own_to_save(self) -> dict[str, PyTree]:
-        """What a checkpoint holds of this replica alone, beside what it holds of the stage."""
+        """Return what a checkpoint holds of this replica beside what it holds of the stage."""
         assert self.outer is not None, "takes steps of its own"
         return {
             "parameters": self.parameters,
@@ -149,7 +149,7 @@ class NodeState:
 
 
 def from_checkpoint(checkpoint: Checkpoint, stage_layers: Sequence[int]) -> Origin:
-    """The state that a checkpoint holds, under any cut of the model."""
+    """Read the state that a checkpoint holds, under any cut of the model."""
     return lambda stage, shapes: load_stage_numpy(checkpoint, stage_layers, stage, shapes)
 
 
@@ -166,7 +166,7 @@ def make_states(
     step: int = 0,
     with_momentum: bool = False,
 ) -> dict[int, StageState]:
-    """The state of every replica held here, by its name; with `stages`, of these only.
+    """Make the state of every replica held here, by name; with `stages`, of these only.
 
     It is one of those that are `kept`, or a copy of one for another replica, or comes from
     `origin`, which is asked once for each stage, or is drawn from `seed`. What each replica has of
@@ -231,7 +231,7 @@ def _drawn(functions: StageFunctions, topology: Topology, node: int, draw: Draw)
 def _placed(
     functions: StageFunctions, read: State, topology: Topology, node: int, draw: Draw
 ) -> StageState:
-    """A replica with its own copy of what was read, since updates write over it.
+    """Place a replica with its own copy of what was read, since updates write over it.
 
     What was not read is all that is allocated besides, so a device never holds more than what the
     replicas there go on with.
@@ -270,7 +270,7 @@ def _go_on_alone(state: StageState, own: State, topology: Topology, node: int, s
 
 
 def make_nodes(topology: Topology) -> dict[int, NodeState]:
-    """The nodes served here, with nothing in flight."""
+    """Make the nodes served here, with nothing in flight."""
     return {
         node: NodeState(gauge=jax.device_put(np.zeros(2, np.int32), topology.spread(node).whole))
         for node in topology.nodes

@@ -55,7 +55,7 @@ NodeDevices = tuple[Device, ...]
 
 
 def sharding_of(devices: Sequence[jax.Device]) -> Sharding:
-    """How an array lies that is whole on the first of some devices."""
+    """Return how an array lies that is whole on the first of some devices."""
     return SingleDeviceSharding(devices[0])
 
 
@@ -64,7 +64,7 @@ def devices_of_nodes(
     kinds: Sequence[Sequence[str]],
     meshes: Sequence[NodeMesh | None] | None = None,
 ) -> tuple[NodeDevices, ...]:
-    """The devices of each node: those of a host in turn over its own, whose `kinds` it has told.
+    """Map nodes to devices: those of a host in turn over its own, whose `kinds` it has told.
 
     Nodes have as many as their `meshes` do, by default one each; where a mesh is None, as many as
     the host has for each of its nodes.
@@ -98,7 +98,7 @@ def devices_of_nodes(
 def meshes_of_nodes(
     config: Config, case: Case, devices: Sequence[NodeDevices]
 ) -> tuple[NodeMesh, ...]:
-    """The mesh of each node, whose devices are known.
+    """Return the mesh of each node, whose devices are known.
 
     Raises:
         InputError: if the model, or a microbatch, cannot be cut evenly over one of them.
@@ -140,7 +140,7 @@ def require_meshes(config: Config, case: Case) -> None:
 def spreads_of_host(
     config: Config, case: Case, host_of: Sequence[int], host: int
 ) -> tuple[Spread, ...]:
-    """Where the nodes of this host will lie, each place once, before hosts have told their devices.
+    """Return where nodes of this host will lie, each place once, before devices are told.
 
     If it serves none yet, where the next one would.
 
@@ -158,7 +158,7 @@ def spreads_of_host(
 
 
 def spreads_of_nodes(node: NodeConfig, count: int, host: int) -> tuple[Spread, ...]:
-    """Where so many nodes of this host will lie that have no mesh of their own."""
+    """Return where so many nodes of this host will lie that have no mesh of their own."""
     places = _local_places(node, [node.mesh] * count, host)
     return tuple(_local_spread(*place) for place in places)
 
@@ -319,15 +319,15 @@ class Topology:
         return self.device(self.first_nodes[self.host])
 
     def is_here(self, node: int) -> bool:
-        """Whether this host serves a node."""
+        """Tell whether this host serves a node."""
         return self.host_of[node] == self.host
 
     def device(self, node: int) -> jax.Device:
-        """The first device of a node of this host, or where one JAX has all devices, of any."""
+        """Return the first device of a node: of this host, or where one JAX has all, of any."""
         return self.spread(node).devices[0]
 
     def spread(self, node: int) -> Spread:
-        """How arrays lie on the devices of such a node."""
+        """Return how arrays lie on the devices of such a node."""
         return self._spreads[node]
 
     @cached_property
@@ -343,7 +343,7 @@ class Topology:
         }
 
     def spreads_of_stage(self, stage: int) -> tuple[Spread, ...]:
-        """Where replicas of a stage are that no ring averages, each place once."""
+        """Return where replicas of a stage are that no ring averages, each place once."""
         return tuple(dict.fromkeys(map(self.spread, self.replicas[stage])))
 
     @property
@@ -355,7 +355,7 @@ class Topology:
 def _replicas_of_nodes(
     plan: Plan, places: Sequence[tuple[NodeDevices, NodeMesh]], *, alone: bool
 ) -> dict[int, int]:
-    """The replica that each node holds; with `alone` its own, whoever is on its devices too."""
+    """Map each node to the replica that it holds; with `alone`, each to its own."""
     if alone:
         return {node: node for node in range(len(places))}
     first: dict[tuple[int, Any], int] = {}
@@ -367,14 +367,14 @@ def _replicas_of_nodes(
 
 
 def _hop_bytes(plan: Plan, host_of: Sequence[int], ring: Sequence[int]) -> float:
-    """Of the hops that take the same links as a ring; infinite if none do."""
+    """Return the bytes of hops that take the same links as a ring; infinite if none do."""
     if not _carry_hops(plan, host_of, ring):
         return math.inf
     return min(plan.case.activation_bytes, plan.case.gradient_bytes)
 
 
 def _carry_hops(plan: Plan, host_of: Sequence[int], ring: Sequence[int]) -> bool:
-    """Whether the hosts of a ring have nodes of other stages, too, which take the same links."""
+    """Tell whether hosts of a ring have nodes of other stages, whose hops take its links."""
     stages: dict[int, set[int]] = defaultdict(set)
     for node, host in enumerate(host_of):
         stages[host].add(plan.stage_of[node])

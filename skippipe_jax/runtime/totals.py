@@ -60,7 +60,7 @@ def add_up(
     busy_s: Mapping[int, float],
     squared_norms: Mapping[int, Float[Array, ""]] | None = None,
 ) -> Float[Array, " all"]:
-    """What this host adds to the sum over all.
+    """Add up what this host adds to the sum over all.
 
     That are totals, then how long each node computed, then the squared norm of each stage.
     """
@@ -75,19 +75,19 @@ def add_up(
 
 
 def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[Array, " all"]:
-    """The sum over all hosts, which call this together."""
+    """Sum over all hosts, which call this together."""
     own = {topology.host_device: local}
     return sum_over_devices(topology.host_devices, own)[topology.host_device]
 
 
 @jax.jit
 def add_all(parts: list[Array]) -> Array:
-    """The sum of what hosts have told, in their order."""
+    """Sum what hosts have told, in their order."""
     return sum(parts[1:], start=parts[0])
 
 
 def apart(summed: Float[Array, " all"], nodes: int) -> Sums:
-    """What was summed up over so many nodes."""
+    """Separate what was summed up over so many nodes."""
     return Sums(*_apart(summed, nodes))
 
 

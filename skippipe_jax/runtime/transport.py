@@ -83,7 +83,7 @@ class HostLink:
         self._expected: list[tuple[Collection[int], int | None]] = []
 
     def expect(self, numbers: Collection[int], *, after: int = 0, once: bool = False) -> None:
-        """The other host may ask for hops of these numbers, whether this one comes to send them.
+        """Expect the other host to ask for hops of these numbers, sent from here or not.
 
         It does so in each iteration, whose name comes after `after`; or `once`, in iteration 0.
         """
@@ -224,7 +224,7 @@ class Transfers:
     def links(
         self, shardings: Mapping[int, Sharding], first: int = 0, apart: int = 1
     ) -> dict[int, HostLink]:
-        """A link to every other host; `shardings` are those of this host's nodes.
+        """Make a link to every other host; `shardings` are those of this host's nodes.
 
         The iterations in which they are used begin with the `first`; hosts are so many `apart` at
         most.
@@ -257,13 +257,13 @@ class Transfers:
 
 
 def open_servers(host: Group) -> Transfers:
-    """The transfer servers of this host, which does not know those of others yet."""
+    """Open the transfer servers of this host, which does not know those of others yet."""
     backend = jax.local_devices()[0].client
     return Transfers(host.index, backend, host.transfer_addresses(), host.address)
 
 
 def open_transfers(host: Group) -> Transfers:
-    """The transfer servers of this host; all hosts call this together."""
+    """Open the transfer servers of this host; all hosts call this together."""
     transfers = open_servers(host)
     try:
         told = gather(host, "transfers", lambda: transfers.endpoint, host.timeout_s)

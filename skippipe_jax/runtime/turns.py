@@ -32,11 +32,11 @@ class Turns:
         self.arrived: set[Operation] = set()
 
     def arrive(self, operation: Operation) -> None:
-        """The input of an operation is there."""
+        """Note that the input of an operation is there."""
         self.arrived.add(operation)
 
     def take(self) -> Operation | None:
-        """The operation to start now, on a free node; None if the node has to wait."""
+        """Choose the operation to start now, on a free node; None if the node has to wait."""
         in_flight = most_in_flight = self.in_flight
         for position, operation in enumerate(self.left):
             # A forward that goes ahead is in flight beside all that it passes.

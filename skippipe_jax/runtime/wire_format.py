@@ -59,7 +59,7 @@ class WireFormat:
         return self.dtype == "int8" and self.rounding == "stochastic"
 
     def pack(self, array: Float[Array, "*batch channels"], draw: Draw | None = None) -> Array:
-        """An array as it travels; stochastic rounding is drawn by `draw`."""
+        """Encode an array as it travels; stochastic rounding is drawn by `draw`."""
         if self.dtype != "int8":
             return array.astype(self.dtype)
         numbers, marks = array[..., : self.width], array[..., self.width :]
@@ -75,7 +75,7 @@ class WireFormat:
         return jax.eval_shape(with_targets, self.travelling, targets)
 
     def unpack(self, array: Array) -> Float[Array, "*batch channels"]:
-        """What stages compute with; an array that has not travelled stays as it is."""
+        """Decode to what stages compute with; an array that has not travelled stays as it is."""
         if array.dtype != jnp.int8:
             return array.astype(self.computed.dtype)
         return unpacked(array, self.width, self.computed.shape[-1]).astype(self.computed.dtype)
@@ -91,7 +91,7 @@ class Wire:
 
 @jax.jit
 def with_targets(array: Array, targets: Int[Array, ""]) -> Shaped[Array, " travelling"]:
-    """An activation as it travels, all in one row, and behind it its microbatch's target tokens.
+    """Put an activation as it travels in one row, and its microbatch's targets behind it.
 
     They are four bytes, each a number that all dtypes hold as it is.
     """
@@ -103,7 +103,7 @@ def with_targets(array: Array, targets: Int[Array, ""]) -> Shaped[Array, " trave
 def without_targets(
     array: Shaped[Array, " travelling"], like: jax.ShapeDtypeStruct
 ) -> tuple[Array, Int[Array, ""]]:
-    """The activation, shaped as `like`, and the target tokens."""
+    """Separate the activation, shaped as `like`, from the target tokens."""
     activation, of_bytes = jnp.split(array, [array.size - 4])
     targets = jax.lax.bitcast_convert_type(of_bytes.astype(jnp.int8), jnp.int32)
     return activation.reshape(like.shape), targets
@@ -137,7 +137,7 @@ def packed(
 def unpacked(
     array: Int8[Array, "*batch travelling"], width: int, channels: int
 ) -> Float[Array, "*batch channels"]:
-    """The numbers that `packed` has quantised, `width` of them, and the marks in other channels."""
+    """Restore the numbers that `packed` has quantised, `width` of them, and the marks."""
     quantised, marks, scale_bytes = jnp.split(array, [width, channels], axis=-1)
     scale_bytes = scale_bytes.reshape(*array.shape[:-1], -1, SCALE_BYTES)
     scales = jax.lax.bitcast_convert_type(scale_bytes, jnp.bfloat16).astype(jnp.float32)
@@ -159,7 +159,7 @@ def grouped(numbers: Float[Array, "*batch width"]) -> Float[Array, "*batch group
 def scales_of(
     groups: Float[Array, "*batch groups channels"],
 ) -> Float[Array, "*batch groups"]:
-    """What each group is divided by: a bfloat16, NaN if the group is not finite throughout."""
+    """Return what each group is divided by: a bfloat16, NaN if the group is not all finite."""
     largest = jnp.max(jnp.abs(groups), axis=-1)
     scales = jnp.maximum(largest / LARGEST, LEAST_SCALE)
     # A bfloat16 is the upper half of a float32: with any bit in the lower one, the next is taken.
@@ -169,7 +169,7 @@ def scales_of(
 
 
 def drawn_fractions(draw: Draw, shape: tuple[int, ...]) -> Float[Array, "*batch width"]:
-    """Of [0, 1), evenly, in steps of 2^-16, the same on every device and however it is computed."""
+    """Draw from [0, 1), evenly, in steps of 2^-16, the same on every device."""
     seed, *numbers = draw
     key = jax.random.key(seed)
     for number in numbers:
