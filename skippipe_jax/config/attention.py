@@ -24,7 +24,7 @@ def holds_all_scores(attention: str, length: int) -> bool:
 
 
 def turns_by_constants(length: int, head_width: int) -> bool:
-    """Whether the rotations of sequences of so many tokens are constants of a program."""
+    """Tell whether the rotations of sequences of so many tokens are constants of a program."""
     return length * head_width <= MOST_CONSTANTS
 
 

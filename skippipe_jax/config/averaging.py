@@ -119,7 +119,7 @@ class AveragingConfig:
         return self.exact_steps + self.every + self.delay if self.is_outer else 0
 
     def is_exact(self, iteration: int) -> bool:
-        """Whether an iteration, counted from 1, averages gradients before it ends."""
+        """Tell whether an iteration, counted from 1, averages gradients before it ends."""
         return not self.is_outer or iteration <= self.exact_steps
 
     def sent_after(self, iteration: int) -> int | None:

@@ -22,7 +22,7 @@ DTYPES = Choice(("float32", "bfloat16"))
 
 @functools.cache
 def choices_of(kind: Any) -> Mapping[str, Choice]:
-    """The choices of each key of a section that has some."""
+    """Return the choices of each key of a section that has some."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {
         field.name: found

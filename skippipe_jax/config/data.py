@@ -204,7 +204,7 @@ class DataConfig:
             given.add(one.name)
 
     def sources(self) -> tuple[DocumentSource, ...]:
-        """Where documents come from, one source or those of the mixture."""
+        """Return where documents come from, one source or those of the mixture."""
         if self.mixture is None:
             return (DocumentSource(self.source, self.path, self.text_field, "data", self.today),)
         return tuple(
@@ -215,7 +215,7 @@ class DataConfig:
         )
 
     def domains(self) -> tuple[str, ...]:
-        """What each of the sources is called, no two alike."""
+        """Return what each of the sources is called, no two alike."""
         given = [one.name for one in self.mixture or ()] or [None]
         names: list[str] = []
         for name, source in zip(given, self.sources(), strict=True):
@@ -227,7 +227,7 @@ class DataConfig:
         return tuple(names)
 
     def shares(self) -> tuple[int, ...]:
-        """How many sequences of each source come in one cycle of the mixture."""
+        """Return how many sequences of each source come in one cycle of the mixture."""
         if self.mixture is None:
             return (1,)
         weights = [
@@ -250,7 +250,7 @@ class DataConfig:
 
 
 def _derived_name(source: DocumentSource) -> str:
-    """The last part of a source's path that is no pattern, or else its kind."""
+    """Return the last part of a source's path that is no pattern, or else its kind."""
     parts = PurePosixPath(source.path or "").parts
     return next((part for part in reversed(parts) if _is_name(part)), source.kind)
 

@@ -24,7 +24,7 @@ def differences(config: Config) -> dict[str, Any]:
 
 
 def summary(config: Config) -> str:
-    """The differences from the defaults as YAML, and where the whole configuration is."""
+    """Return the differences from the defaults as YAML, and where the whole configuration is."""
     shown = yaml.safe_dump(
         differences(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
     )

@@ -9,7 +9,7 @@ from skippipe_sched.errors import InputError
 
 
 def require(module: str, extra: str, field: str, value: Any) -> Any:
-    """The module of an optional package, which the extra of that name installs.
+    """Return the module of an optional package, which the extra of that name installs.
 
     `field` and `value` are what asks for it. Raises `InputError` if it is not installed.
     """

@@ -68,7 +68,7 @@ def how_to_fetch(name: str, *patterns: str) -> str:
 
 
 def read_model(folder: Path, field: str = CONFIG) -> ModelConfig:
-    """The shapes that config.json in `folder` gives, everything else by default.
+    """Return the shapes that config.json in `folder` gives, everything else by default.
 
     Whoever uses the model calls `require_no_window` for the longest sequence that it takes.
 
@@ -139,7 +139,7 @@ def require_no_window(folder: Path, context: int) -> None:
 
 
 def _load(folder: Path) -> dict[str, Any]:
-    """What config.json says; its model_type is one of those that our model can be."""
+    """Return what config.json says; its model_type is one of those that our model can be."""
     path = folder / CONFIG
     given = fields.load_json(path, CONFIG)
     if not isinstance(given, dict):

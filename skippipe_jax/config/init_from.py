@@ -52,7 +52,7 @@ class Origin:
 
 
 def origin_of(init_from: str) -> Origin:
-    """What `init_from: hf:DIR`, `run:DIR` or `run:DIR@STEP` names.
+    """Return what `init_from: hf:DIR`, `run:DIR` or `run:DIR@STEP` names.
 
     Raises:
         InputError: if it has another form.

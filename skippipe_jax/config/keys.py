@@ -40,7 +40,7 @@ class Key:
         return dataclasses.is_dataclass(self.hint)
 
     def kind(self, section: str = "section") -> str:
-        """What it holds, in words, where a section is called so."""
+        """Return what it holds, in words, where a section is called so."""
         return _in_words(self.hint, section, self.choices)
 
 
@@ -54,7 +54,7 @@ class Section:
 
 
 def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
-    """The section that a dataclass describes, at this place, and all within it."""
+    """Return the section that a dataclass describes, at this place, and all within it."""
     about, told_of_keys = described(kind)
     hints, choices = typing.get_type_hints(kind), choices_of(kind)
     keys = tuple(
@@ -75,7 +75,7 @@ def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
 
 
 def described(kind: Any) -> tuple[str, dict[str, str]]:
-    """What the docstring of a dataclass tells of it, and of each of its attributes."""
+    """Return what the docstring of a dataclass tells of it, and of each of its attributes."""
     about, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
     return about, {name: " ".join(text.split()) for name, text in ATTRIBUTE.findall(attributes)}
 
@@ -88,12 +88,12 @@ def types_within(hint: Any) -> Iterator[Any]:
 
 
 def parts(hint: Any) -> tuple[Any, ...]:
-    """The types that a union or a tuple is made of."""
+    """Return the types that a union or a tuple is made of."""
     return tuple(part for part in typing.get_args(hint) if part is not Ellipsis)
 
 
 def keys_in_words() -> str:
-    """All keys as text: for each what it holds, its default and what it means."""
+    """Return all keys as text: for each what it holds, its default and what it means."""
     lines = []
     for key in (key for section in sections() for key in section.keys):
         value = "" if key.is_section else f" = {json.dumps(key.default)}"

@@ -107,7 +107,7 @@ class StageCut(tuple[int, ...]):
     __slots__ = ()
 
     def blocks(self, stage: int) -> range:
-        """Which blocks of the model a stage holds."""
+        """Return which blocks of the model a stage holds."""
         first = sum(self[:stage])
         return range(first, first + self[stage])
 
@@ -206,7 +206,7 @@ class ModelConfig:
         )
 
     def layers_of_stages(self, stages: int) -> StageCut:
-        """How many blocks each of `stages` stages holds.
+        """Return how many blocks each of `stages` stages holds.
 
         Raises:
             InputError: if the layers do not spread over the stages.

@@ -117,11 +117,11 @@ class NodeConfig:
         return [self.mesh_of(case, node) for node in range(len(case.nodes))]
 
     def may_have_meshes(self, case: Case) -> bool:
-        """Whether some node may be more than one device."""
+        """Tell whether some node may be more than one device."""
         return any(mesh != ONE_DEVICE for mesh in self.meshes(case))
 
     def over(self, devices: int) -> NodeMesh:
-        """The mesh of a node that has so many devices, where it depends on the host."""
+        """Return the mesh of a node that has so many devices, where it depends on the host."""
         if devices % self.tensor or devices < self.tensor:
             raise InputError(
                 "node.tensor",

@@ -53,7 +53,7 @@ def load_as(kind: type[T], path: Path, field: str, overrides: Sequence[str] = ()
 
 
 def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
-    """The configuration that a mapping describes, its model preset and shapes filled in.
+    """Return the configuration that a mapping describes, its model preset and shapes filled in.
 
     Overrides, as `load_config` takes them, are written into the mapping first.
     """
@@ -74,7 +74,7 @@ def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
 
 
 def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
-    """The model section, with the shapes that it leaves out taken from the weights.
+    """Return the model section, with the shapes that it leaves out taken from the weights.
 
     Raises:
         InputError: if it says otherwise than they do, other than that its context is shorter.
@@ -97,7 +97,7 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
 
 
 def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:
-    """The data section, by default with the tokenizer that came with the weights."""
+    """Return the data section, by default with the tokenizer that came with the weights."""
     folder = origin_of(init_from).tokenizer
     is_given = data.get("tokenizer") is not None or data.get("source") == "tokens"
     if is_given or not has_tokenizer(folder):
@@ -106,13 +106,13 @@ def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run: the config, which is written last, marks it."""
+    """Tell whether a folder holds a run: the config, which is written last, marks it."""
     # A name too long for a file is no error here, as it would be for Path.exists.
     return os.path.exists(folder / CONFIG)
 
 
 def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a run, overridden; `field` names where the folder was given.
+    """Return the configuration of a run, overridden; `field` names where the folder was given.
 
     Raises:
         InputError: if the folder holds no run.
@@ -123,7 +123,7 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
 
 
 def _model_of_run(folder: Path) -> ModelConfig:
-    """The shapes of a run that another begins with."""
+    """Return the shapes of a run that another begins with."""
     # It has them all, so they are not looked for where it began itself, which may be gone.
     return _parse_saved(folder, _saved_tree(folder, "init_from"), ["init_from=null"]).model
 
@@ -168,14 +168,14 @@ def _as_it_was(tree: Any) -> Any:
 
 
 def to_tree(config: Any) -> Any:
-    """The mapping that `parse_config` reads, every key in it."""
+    """Return the mapping that `parse_config` reads, every key in it."""
     if dataclasses.is_dataclass(config):
         return {f.name: to_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
     return [to_tree(entry) for entry in config] if isinstance(config, tuple) else config
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration in full, as YAML."""
+    """Return the configuration in full, as YAML."""
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
 
 

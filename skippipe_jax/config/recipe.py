@@ -38,7 +38,7 @@ class Phase:
         return f"from_{self.from_step}"
 
     def skips(self, iteration: int) -> bool:
-        """Whether an iteration, counted from 0, takes the paths of this phase."""
+        """Tell whether an iteration, counted from 0, takes the paths of this phase."""
         return int((iteration + 1) * self.skipping) > int(iteration * self.skipping)
 
 

@@ -78,7 +78,7 @@ def require_same_for_all(config: Config, of_run: Config) -> None:
 
 
 def _without_own(config: Config) -> dict[str, Any]:
-    """What a configuration says that hosts which join cannot be told otherwise."""
+    """Return what a configuration says that hosts which join cannot be told otherwise."""
     tree = to_tree(config)
     for name in DIFFERS_BY_HOST:
         *sections, key = name.split(".")
@@ -89,7 +89,7 @@ def _without_own(config: Config) -> dict[str, Any]:
 
 
 def identity(config: Config) -> Mapping[str, str]:
-    """What makes a run this one and not another: its folder, and digests of sections."""
+    """Return what makes a run this one and not another: its folder, and digests of sections."""
     tree = to_tree(config)
     for name in FREE_TO_CHANGE:
         section, key = name.split(".")
@@ -103,7 +103,7 @@ def settings(config: Config) -> Mapping[str, str]:
 
 
 def digest(value: Any) -> str:
-    """What stands for a value of JSON where it is compared."""
+    """Return what stands for a value of JSON where it is compared."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 

@@ -64,7 +64,7 @@ class LogConfig:
             fields.integer(step, "log.profile_steps", 1)
 
     def profiles(self, step: int) -> bool:
-        """Whether the iteration that leads to `step` is traced by the profiler."""
+        """Tell whether the iteration that leads to `step` is traced by the profiler."""
         return step in (self.profile_steps or ())
 
 
@@ -91,7 +91,7 @@ class ValidationConfig:
         fields.integer(self.sequences, "validation.sequences", 1)
 
     def validates(self, step: int) -> bool:
-        """Whether the held-out loss is computed after `step`."""
+        """Tell whether the held-out loss is computed after `step`."""
         return self.every is not None and step % self.every == 0
 
 
@@ -294,5 +294,5 @@ class Config:
         return self.recipe.in_steps(self.optimizer.decay_steps or self.train.steps)
 
     def traces(self, iteration: int) -> bool:
-        """Whether the timeline of an iteration, counted from 0, is recorded."""
+        """Tell whether the timeline of an iteration, counted from 0, is recorded."""
         return self.trace != "never" and (iteration + 1) % int(self.trace.split()[1]) == 0

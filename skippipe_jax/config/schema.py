@@ -21,7 +21,7 @@ TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.
 
 
 def schema() -> dict[str, Any]:
-    """The schema of the whole configuration, in draft 2020-12."""
+    """Return the schema of the whole configuration, in draft 2020-12."""
     told = {section.name: section for section in sections()}
 
     def of_section(kind: Any, place: str) -> dict[str, Any]:
@@ -56,5 +56,5 @@ def schema() -> dict[str, Any]:
 
 
 def to_text() -> str:
-    """The schema as the text of its file."""
+    """Return the schema as the text of its file."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"

@@ -16,5 +16,5 @@ HUGGING_FACE, SENTENCE_PIECE = "tokenizer.json", "tokenizer.model"
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer that `load_tokenizer` finds."""
+    """Tell whether a folder holds a tokenizer that `load_tokenizer` finds."""
     return any((folder / name).is_file() for name in (HUGGING_FACE, SENTENCE_PIECE))

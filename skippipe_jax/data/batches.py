@@ -44,7 +44,7 @@ _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 def tokenizer_of(config: DataConfig) -> str:
-    """What `load_tokenizer` takes to give the tokenizer of the data."""
+    """Return what `load_tokenizer` takes to give the tokenizer of the data."""
     if config.tokenizer is not None:
         return config.tokenizer
     folders = [
@@ -77,7 +77,7 @@ class Batch(TypedDict):
 
 
 def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
-    """The tokens of each source, read once per process: later changes of files are not seen.
+    """Return the tokens of each source, read once per process: later changes of files are not seen.
 
     Raises `InputError` where there is no text, or a part is shorter than one row.
     """
@@ -167,7 +167,7 @@ class TrainingBatches:
         )
 
     def _row(self, number: int) -> tuple[Rows, int]:
-        """Which row comes as number `number` of the run."""
+        """Return which row comes as number `number` of the run."""
         source, place = self._mixture[number]
         row = self._orders[source][place]
         assert row is not None, "nothing is filtered out"
@@ -178,7 +178,7 @@ class TrainingBatches:
         return {**self._identity, "microbatches": read}
 
     def position(self, state: Mapping[str, Any]) -> int:
-        """How many microbatches had been read when `state` was saved.
+        """Return how many microbatches had been read when `state` was saved.
 
         Raises:
             InputError: if the state belongs to other data or another order.
@@ -285,7 +285,7 @@ def _held_out_rows(
 def _rows(
     config: DataConfig, source: DocumentSource, part: str, documents: TokenizedDocuments
 ) -> Rows:
-    """The rows of one part of a source; `InputError` if what is too long leaves none."""
+    """Return the rows of one part of a source; `InputError` if what is too long leaves none."""
     if config.packing == "windows":
         if documents.learnt is not None:
             problem = f"{source.origin[1]} holds conversations, which are learnt one by one"
@@ -311,7 +311,7 @@ def _rows(
 
 
 def _treatment(config: DataConfig, documents: TokenizedDocuments) -> str:
-    """What becomes of documents that are too long."""
+    """Return what becomes of documents that are too long."""
     if config.too_long is not None:
         return config.too_long
     return "split" if documents.learnt is None else "drop"
@@ -331,7 +331,7 @@ def _unlike_split(config: DataConfig, corpora: Sequence[Corpus]) -> list[str] | 
 
 
 def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | None:
-    """What there is to say of the documents of a source that are too long."""
+    """Return what there is to say of the documents of a source that are too long."""
     if config.packing == "windows":
         return None
     treatment = _treatment(config, corpus.training)
@@ -357,7 +357,7 @@ def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | N
 
 
 def _batch(config: DataConfig, padding: int, size: int, rows: Iterable[tuple[Rows, int]]) -> Batch:
-    """The rows as one batch, padded to `size` sequences where they are fewer."""
+    """Return the rows as one batch, padded to `size` sequences where they are fewer."""
     tokens = np.full((size, config.sequence_length), padding, np.int32)
     targets = np.full_like(tokens, NOT_COUNTED)
     begins = np.zeros(tokens.shape, bool)

@@ -32,7 +32,7 @@ Message = Mapping[str, str]
 def encode_conversation(
     document: Document, source: DocumentSource, tokenizer: Tokenizer
 ) -> tuple[Integer[np.ndarray, " token"], Bool[np.ndarray, " token"]]:
-    """The tokens of a conversation, and which of them are the assistant's.
+    """Return the tokens of a conversation, and which of them are the assistant's.
 
     Each answer is encoded on its own, as it is when a model gives it, and each stretch between.
 
@@ -65,7 +65,7 @@ def encode_conversation(
 
 
 def spoken(document: Document, source: DocumentSource) -> str:
-    """All that is said in a conversation, without who says it.
+    """Return all that is said in a conversation, without who says it.
 
     Raises:
         InputError: naming file and line, if it is no conversation.

@@ -79,7 +79,7 @@ def place_of(key: bytes, seed: int) -> float:
 
 
 def held_out_of(keys: Sequence[bytes], held_out: float, seed: int) -> Bool[np.ndarray, " document"]:
-    """Which of the documents are held out.
+    """Return which of the documents are held out.
 
     Each one's own hash decides, whatever other documents there are; only where that would leave
     one of the two parts of several documents empty does the one nearest to it move, with all that
@@ -95,7 +95,7 @@ def held_out_of(keys: Sequence[bytes], held_out: float, seed: int) -> Bool[np.nd
 
 
 def groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """The documents in groups of about `GROUP_BYTES`."""
+    """Return the documents in groups of about `GROUP_BYTES`."""
     group, size = [], 0
     for document in documents:
         group.append(document)

@@ -43,7 +43,7 @@ class Document:
     text: bytes
 
     def decoded(self, source: DocumentSource) -> str:
-        """The text as a string; `InputError` if it is not UTF-8."""
+        """Return the text as a string; `InputError` if it is not UTF-8."""
         try:
             return self.text.decode()
         except UnicodeDecodeError as error:
@@ -94,7 +94,7 @@ def require_apart(sources: Sequence[DocumentSource]) -> None:
 
 
 def local_path(path: str) -> str:
-    """The whole path of a local file; a URL is left as it is."""
+    """Return the whole path of a local file; a URL is left as it is."""
     return path if _is_url(path) else os.path.abspath(os.path.expanduser(path))
 
 
@@ -169,7 +169,7 @@ def _remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[Any, list[tuple[
 
 
 def _name_in(pattern: str, file: str) -> str:
-    """The part of a file's path that a glob leaves open, and what follows."""
+    """Return the part of a file's path that a glob leaves open, and what follows."""
     parts = PurePosixPath(pattern).parts
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), parts)
     return PurePosixPath(file).relative_to(PurePosixPath(*fixed)).as_posix()

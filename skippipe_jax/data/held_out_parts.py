@@ -16,7 +16,7 @@ PRIORS_SHARE = 0.25
 
 
 def part_of(documents: TokenizedDocuments, part: str) -> TokenizedDocuments:
-    """The documents of the part `priors` or `scores`, as a copy in memory.
+    """Return the documents of the part `priors` or `scores`, as a copy in memory.
 
     A document belongs to one part as a whole, by a hash of its tokens alone, so equal ones are in
     the same part, whatever the seeds of a run. Where that would leave one of the parts empty, the

@@ -23,7 +23,7 @@ class Learnt:
 
     @classmethod
     def where(cls, is_learnt: Bool[np.ndarray, " token"]) -> Learnt:
-        """The stretches of the tokens for which this is true."""
+        """Return the stretches of the tokens for which this is true."""
         switches = np.diff(is_learnt.astype(np.int8), prepend=0, append=0)
         return cls(np.flatnonzero(switches == 1), np.flatnonzero(switches == -1))
 
@@ -38,7 +38,7 @@ class Learnt:
         return int(self._totals[-1])
 
     def before(self, places: Integer[np.ndarray, " place"]) -> Int64[np.ndarray, " place"]:
-        """How many learnt tokens come before each place."""
+        """Return how many learnt tokens come before each place."""
         begun = np.searchsorted(self.starts, places)
         # Of the stretch that began last, a part may lie behind the place.
         ends = np.concatenate([[0], self.ends])[begun]

@@ -24,7 +24,7 @@ class ReadAhead(Generic[Item]):
         self._announced: dict[int, Future[Item]] = {}
 
     def __getitem__(self, number: int) -> Item:
-        """The item, made now unless it was announced."""
+        """Return the item, made now unless it was announced."""
         future = self._announced.pop(number, None)
         return self._read(number) if future is None else future.result()
 

@@ -28,7 +28,7 @@ class TokenArray(Protocol):
         ...
 
     def __getitem__(self, span: slice, /) -> Integer[np.ndarray, " token"]:
-        """The tokens of a span without a step."""
+        """Return the tokens of a span without a step."""
         ...
 
 
@@ -48,7 +48,7 @@ class Rows(Protocol):
     """The rows that batches are made of."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return how many rows there are."""
         ...
 
     def fill(
@@ -71,7 +71,7 @@ class Windows:
         self._length = sequence_length + 1
 
     def __len__(self) -> int:
-        """How many windows there are."""
+        """Return how many windows there are."""
         return self._tokens.size // self._length
 
     def fill(
@@ -108,7 +108,7 @@ class Pieces:
 
 
 def cut(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
-    """The pieces of all documents for rows of `length` tokens.
+    """Return the pieces of all documents for rows of `length` tokens.
 
     A document is one piece if it fits into a row. A longer one is left out (`too_long` is "drop"),
     or its first `length` tokens are read ("truncate"), or full rows of it and a piece for the rest
@@ -156,7 +156,7 @@ class PackedDocuments:
         self._bounds = np.searchsorted(row_of[self._order], np.arange(rows + 1))
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return how many rows there are."""
         return len(self._bounds) - 1
 
     def fill(
@@ -230,7 +230,7 @@ class Interleaving:
         self._source, self._number = source[order], number[order]
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """The source of row `index` of the mixture, and which of its rows that is."""
+        """Return the source of row `index` of the mixture, and which of its rows that is."""
         cycle, place = divmod(index, len(self._source))
         source = int(self._source[place])
         return source, cycle * self._shares[source] + int(self._number[place])

@@ -149,7 +149,7 @@ class ShardedTokens:
         return len(self._records)
 
     def __getitem__(self, span: slice, /) -> Integer[np.ndarray, " token"]:
-        """The tokens of a span without a step."""
+        """Return the tokens of a span without a step."""
         start, stop, _ = span.indices(self.size)
         first = start // BLOCK
         records = [self._records[block] for block in range(first, -(-stop // BLOCK))]
@@ -164,7 +164,7 @@ def write_index(folder: Path, index: TokenIndex) -> None:
 
 
 def read_index(path: str, field: str) -> TokenIndex:
-    """The index of a folder of token shards.
+    """Return the index of a folder of token shards.
 
     Raises:
         InputError: naming `field`, if the folder has none, or one that is not as it must be.
@@ -186,7 +186,7 @@ def read_index(path: str, field: str) -> TokenIndex:
 
 
 def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedDocuments:
-    """The documents of one part, none of which is read yet.
+    """Return the documents of one part, none of which is read yet.
 
     Raises:
         InputError: naming `field` and the file, if one is missing or not whole.

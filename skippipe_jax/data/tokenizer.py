@@ -62,15 +62,15 @@ class Tokenizer(Protocol):
     special_tokens: Mapping[str, str]
 
     def encode(self, text: str) -> Integer[np.ndarray, " token"]:
-        """The tokens of a text, without marks before and after."""
+        """Return the tokens of a text, without marks before and after."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
-        """The tokens of each text."""
+        """Return the tokens of each text."""
         ...
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of the tokens, marks and numbers that are no token left out."""
+        """Return the text of the tokens, marks and numbers that are no token left out."""
         ...
 
 
@@ -91,11 +91,11 @@ class ByteTokenizer:
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
     def encode_batch(self, texts: Sequence[bytes | str]) -> list[UInt16[np.ndarray, " token"]]:
-        """The tokens of each text."""
+        """Return the tokens of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of the tokens that are bytes; the rest is left out.
+        """Return the text of the tokens that are bytes; the rest is left out.
 
         Bytes that are not UTF-8 become U+FFFD, so that a model's first attempts can be printed.
         """
@@ -160,17 +160,17 @@ class HuggingFaceTokenizer:
         return next((token for token in known if token is not None), None)
 
     def encode(self, text: str) -> Integer[np.ndarray, " token"]:
-        """The tokens of a text; texts of special tokens in it become these."""
+        """Return the tokens of a text; texts of special tokens in it become these."""
         [tokens] = self.encode_batch([text])
         return tokens
 
     def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
-        """The tokens of each text, on as many threads as the package takes."""
+        """Return the tokens of each text, on as many threads as the package takes."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of the tokens, marks and numbers that are no token left out."""
+        """Return the text of the tokens, marks and numbers that are no token left out."""
         return self._tokenizer.decode(_within(tokens, self.vocabulary_size))
 
 
@@ -213,20 +213,20 @@ class SentencePieceTokenizer:
         self.digest = hashlib.blake2b(content, digest_size=8).hexdigest()
 
     def encode(self, text: str) -> Integer[np.ndarray, " token"]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         return np.array(self._processor.encode(text), np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
-        """The tokens of each text, on all cores."""
+        """Return the tokens of each text, on all cores."""
         return [np.array(one, np.int32) for one in self._processor.encode(list(texts))]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of the tokens, marks and numbers that are no token left out."""
+        """Return the text of the tokens, marks and numbers that are no token left out."""
         return self._processor.decode(_within(tokens, self.vocabulary_size))
 
 
 def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer that `name` stands for.
+    """Return the tokenizer that `name` stands for.
 
     `bytes` or None is `ByteTokenizer`; a path is that of a tokenizer.json, of a SentencePiece
     tokenizer.model, or of a folder with one of them (the first, where it has both).
@@ -242,7 +242,7 @@ def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer
 
 
 def tokenizer_file(name: str, field: str) -> Path:
-    """The file of a tokenizer whose path, or whose folder's path, is given.
+    """Return the file of a tokenizer whose path, or whose folder's path, is given.
 
     Raises:
         InputError: naming `field`, if there is none.
@@ -302,7 +302,7 @@ def write_tokenizer(tokenizer: Any, folder: Path, **settings: Any) -> None:
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
-    """The smallest type of whole numbers that holds every token."""
+    """Return the smallest type of whole numbers that holds every token."""
     return np.min_scalar_type(max(vocabulary_size - 1, 256))
 
 
@@ -330,7 +330,7 @@ def encode_documents(
 
 
 def cut(text: Any) -> Iterator[Any]:
-    """The text in pieces; each but the first begins with a line."""
+    """Return the text in pieces; each but the first begins with a line."""
     start = 0
     while isinstance(text, str) and len(text) - start > _PIECE:
         found = _LINE.search(text, start + _PIECE)
@@ -356,13 +356,13 @@ def _settings(folder: Path, field: str) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a special token, which is written as it is or with its properties."""
+    """Return the text of a special token, which is written as it is or with its properties."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any], field: str) -> str | None:
-    """The template from its own file or from the settings, where several may have names."""
+    """Return the template from its own file or from the settings, where several may have names."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return fields.read_text(file, field)

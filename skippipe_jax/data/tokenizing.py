@@ -118,7 +118,7 @@ Inputs = Sequence[tuple[DocumentSource, Iterable[Document]]]
 def _inputs(
     sources: Sequence[DocumentSource], held_out: float, seed: int
 ) -> tuple[Inputs, Callable[[Document], bool]]:
-    """The documents of each source, and what tells whether one of them is held out."""
+    """Return the documents of each source, and what tells whether one of them is held out."""
     if len(sources) > 1:
         require_apart(sources)
     every = ((source, one) for source in sources for one in read_documents(source))
@@ -180,7 +180,7 @@ def _tokenizer_of_worker(name: str) -> Tokenizer:
 def training_documents(
     sources: Sequence[DocumentSource], held_out: float, seed: int
 ) -> Iterator[tuple[Document, DocumentSource]]:
-    """The documents that are not held out, each with its source."""
+    """Return the documents that are not held out, each with its source."""
     inputs, is_held_out = _inputs(sources, held_out, seed)
     for source, documents in inputs:
         yield from ((document, source) for document in documents if not is_held_out(document))

@@ -55,7 +55,7 @@ def weights(
     log_prior: Float[np.ndarray, " expert"] | None = None,
     decay: float = priors.KEPT,
 ) -> Float64[np.ndarray, "expert sequence position"]:
-    """The log weights by which `mix` mixes."""
+    """Return the log weights by which `mix` mixes."""
     fields.text(prior, "prior", priors.PRIORS)
     fields.text(how, "how", posterior.WEIGHTS)
     if prior == priors.CACHED:
@@ -72,7 +72,7 @@ def weights(
 def cached_log_prior(
     log_p: LogP, resets: Resets, decay: float = priors.KEPT
 ) -> Float64[np.ndarray, " expert"]:
-    """The cached log prior that a part of a text gives, which is not then scored with it."""
+    """Return the cached log prior that a part of a text gives, which is not then scored with it."""
     return _in_float64(functools.partial(_cached_prior, decay=decay), log_p, resets)
 
 
@@ -88,7 +88,7 @@ _cached_prior = jax.jit(priors.cached_prior)
 
 
 def _in_float64(function: Callable, *arrays: np.ndarray) -> np.ndarray:
-    """What a function of arrays gives, where floats are float64, on whatever device."""
+    """Return what a function of arrays gives, where floats are float64, on whatever device."""
     with jax.enable_x64(True):
         wide = [
             jnp.asarray(array, jnp.float64 if array.dtype.kind == "f" else None) for array in arrays

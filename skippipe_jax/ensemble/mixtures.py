@@ -25,5 +25,5 @@ def arithmetic(
 def top_1(
     log_p: Float[Array, "expert *#shape"], log_w: Float[Array, "expert *#shape"]
 ) -> Float[Array, ...]:
-    """What the likeliest expert says alone; those that are equally likely are mixed."""
+    """Return what the likeliest expert says alone; those that are equally likely are mixed."""
     return arithmetic(log_p, likeliest(log_w))

@@ -78,7 +78,7 @@ def spread(
 
 
 def _scanned(log_p: Array, log_prior: Array, resets: Array) -> tuple[Array, Array]:
-    """What comes after the last target, and before each."""
+    """Return what comes after the last target, and before each."""
     prior = spread(log_prior, log_p)
 
     def pass_target(log_w: Array, own: tuple[Array, Array]) -> tuple[Array, Array]:

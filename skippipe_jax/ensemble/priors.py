@@ -26,7 +26,7 @@ def uniform_prior(experts: int) -> Float[Array, " expert"]:
 def updated_prior(
     log_prior: Float[Array, " expert"], log_final: Float[Array, " expert"], decay: float = KEPT
 ) -> Float[Array, " expert"]:
-    """The log prior after one more sequence, whose posterior at its end is `log_final`.
+    """Return the log prior after one more sequence, whose posterior at its end is `log_final`.
 
         prior  <-  decay * prior + (1 - decay) * posterior
 
@@ -63,5 +63,5 @@ def cached_prior(
     resets: Bool[Array, "sequence position"],
     decay: float = KEPT,
 ) -> Float[Array, " expert"]:
-    """The updating log prior after all these sequences, which must not be scored with it."""
+    """Return the updating log prior after all these sequences, which must not be scored with it."""
     return decayed_priors(log_p, resets, decay)[1]

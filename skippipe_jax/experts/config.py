@@ -243,7 +243,7 @@ class ExpertsConfig:
         return tuple(name for name in self.names if name not in self.outside)
 
     def lanes_of(self, arm: ArmConfig) -> str | Mapping[str, Sequence[str]]:
-        """The lanes of an arm, or the word that says how they are found."""
+        """Return the lanes of an arm, or the word that says how they are found."""
         return self.lanes if arm.lanes is None else arm.lanes
 
     @property

@@ -46,7 +46,7 @@ def proposal(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int)
 
 
 def told(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int) -> str:
-    """What the probe has found, for a reader, and the proposal as YAML to paste."""
+    """Return what the probe has found, for a reader, and the proposal as YAML to paste."""
     rows = [["domain", "nats per token"]]
     rows += [
         [name, f"{own:.4f}"] for name, own in sorted(difficulty.items(), key=lambda one: one[1])

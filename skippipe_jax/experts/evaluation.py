@@ -43,7 +43,7 @@ def scored_models(place: Place, arm: Arm) -> dict[str, Scored]:
 
 
 def averaged_model(place: Place, arm: Arm) -> Scored:
-    """The mean of the experts of an arm."""
+    """Return the mean of the experts of an arm."""
     members = tuple(arm.members.values())
     digest = Scored(place, members, "").digest
     return Scored(place, members, f"averaged-{digest[:8]}")
@@ -112,7 +112,7 @@ def _own_flops(place: Place, member: Member) -> float:
 
 
 def results_of(place: Place, arms: Sequence[Arm]) -> dict[str, Any]:
-    """What results.json holds of the arms: perplexities by domain, means, steps and compute.
+    """Return what results.json holds of the arms: perplexities by domain, means, steps and compute.
 
     Raises:
         InputError: if models have scored different texts, as when one has changed since.
@@ -197,7 +197,7 @@ def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
 def _row(
     arms: Mapping[str, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], float | None]
 ) -> list[str]:
-    """The figures of all arms, the least one marked."""
+    """Return the figures of all arms, the least one marked."""
     figures = [read(own) for own in arms.values()]
     known = [figure for figure in figures if figure is not None]
     return [_figure(own) + ("*" if known and own == min(known) else " ") for own in figures]

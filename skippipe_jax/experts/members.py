@@ -69,7 +69,7 @@ class Member:
         return f"{self.kind}-{of}-{self.size}-{self.steps}-{self.digest[:8]}"
 
     def lineage(self) -> list[Member]:
-        """The runs of the ensemble that come before it, the first one first, and itself."""
+        """Return the runs of the ensemble that come before it, the first one first, and itself."""
         before = self.parent.lineage() if isinstance(self.parent, Member) else []
         return [*before, self]
 
@@ -112,7 +112,7 @@ class Members:
         self.difficulty = difficulty
 
     def seed(self, size: str) -> Member | str:
-        """The model of a size from which experts branch; text, where it is given."""
+        """Return the model of a size from which experts branch; text, where it is given."""
         given = self.config.seeds.init_from.get(size)
         if given is not None:
             return given
@@ -128,7 +128,7 @@ class Members:
         }
 
     def arms(self) -> list[Arm]:
-        """All arms.
+        """Return all arms.
 
         Raises:
             InputError: if experts would begin with each other, or with one of another size.
@@ -136,7 +136,7 @@ class Members:
         return [self._arm(name, arm) for name, arm in self.config.arms.items()]
 
     def lanes(self, arm: ArmConfig) -> Lanes:
-        """The lanes of an arm: those that are given, by measured difficulty, or by chance.
+        """Return the lanes of an arm: those that are given, by measured difficulty, or by chance.
 
         None is empty: of fewer domains than `LANES` there are fewer lanes.
         """

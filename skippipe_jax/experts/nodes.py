@@ -30,7 +30,7 @@ DIVISION = "division"
 
 
 def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
-    """What the lanes of an arm train: steps, and sizes against that of the case.
+    """Return what the lanes of an arm train: steps, and sizes against that of the case.
 
     The case is of the size that probes have: another takes as many times as long as it has more
     operations, and averages as many times as many bytes as it has more parameters.
@@ -59,7 +59,7 @@ def _cost(member: Member) -> tuple[float, float]:
 
 
 def compared(place: Place, arm: Arm) -> dict[str, Division]:
-    """The nodes of the case divided among the lanes of an arm, and in equal numbers.
+    """Return the nodes of the case divided among the lanes of an arm, and in equal numbers.
 
     Equal numbers come first, and the same search goes on from there, so it ends with none that is
     worse. The division is kept, for the experts to train by, unless one is kept already.
@@ -99,7 +99,7 @@ def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
 
 
 def _case(nodes: NodesConfig) -> tuple[Mapping[str, Any], Path]:
-    """The case as YAML gives it, and the folder in which its link table would lie."""
+    """Return the case as YAML gives it, and the folder in which its link table would lie."""
     given = nodes.case
     if isinstance(given, str):
         return fields.load_yaml(Path(given), "nodes.case"), Path(given).parent
@@ -128,7 +128,7 @@ def on_nodes(place: Place, arm: Arm) -> Arm:
 
 
 def kept_division(place: Place, arm: Arm) -> Path:
-    """The file of an arm's division, whether it has been made or not."""
+    """Return the file of an arm's division, whether it has been made or not."""
     nodes = place.config.nodes
     assert nodes is not None
     lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]

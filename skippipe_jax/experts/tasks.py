@@ -38,11 +38,11 @@ class Place:
         return self.folder / "configs"
 
     def run_dir(self, member: Member) -> Path:
-        """The folder of a run."""
+        """Return the folder of a run."""
         return self.folder / "runs" / member.name
 
     def origin(self, member: Member) -> str | None:
-        """What `init_from` says of a run."""
+        """Return what `init_from` says of a run."""
         if isinstance(member.parent, Member):
             return f"run:{self.run_dir(member.parent)}"
         return member.parent
@@ -93,16 +93,16 @@ class Scored:
         return digest_of([[own.digest for own in self.members], self.asked])
 
     def is_scored(self) -> bool:
-        """Whether its scores of all domains are there."""
+        """Tell whether its scores of all domains are there."""
         done = self.folder / DONE
         return done.exists() and fields.load_json(done, str(done))["digest"] == self.digest
 
     def scores(self, domain: str, part: str) -> Scores:
-        """What it says of a part of a domain."""
+        """Return what it says of a part of a domain."""
         return Scores.load(self.folder / f"{domain}-{part}.npz")
 
     def scoring(self) -> Command:
-        """The command that writes its scores."""
+        """Return the command that writes its scores."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # While scores are replaced they are of two kinds, whatever is asked afterwards.
         (self.folder / DONE).unlink(missing_ok=True)
@@ -143,7 +143,7 @@ class Training:
         return Scored(self.place, (self.member,), self.name)
 
     def is_done(self) -> bool:
-        """Whether it has been trained, and has scored what it is asked."""
+        """Tell whether it has been trained, and has scored what it is asked."""
         return self.model.is_scored() if self.scored else self._is_trained()
 
     def environment(self) -> Mapping[str, str]:
@@ -151,7 +151,7 @@ class Training:
         return threads_each(self.place.config.at_once * self.member.hosts)
 
     def commands(self) -> Sequence[Callable[[], Command]]:
-        """The training, unless it has ended, and the scoring."""
+        """Return the training, unless it has ended, and the scoring."""
         training = [] if self._is_trained() else [self._training]
         return [*training, self.model.scoring] if self.scored else training
 
@@ -202,7 +202,7 @@ class Averaging:
         return 30.0
 
     def is_done(self) -> bool:
-        """Whether its scores are there."""
+        """Tell whether its scores are there."""
         return self.model.is_scored()
 
     def environment(self) -> Mapping[str, str]:
@@ -210,7 +210,7 @@ class Averaging:
         return threads_each(self.model.place.config.at_once)
 
     def commands(self) -> Sequence[Callable[[], Command]]:
-        """The scoring."""
+        """Return the scoring."""
         return [self.model.scoring]
 
     def found(self) -> str:
@@ -219,11 +219,11 @@ class Averaging:
 
 
 def asked_of(path: Path) -> dict[str, Any]:
-    """What a model is asked, as `Scored.scoring` wrote it."""
+    """Return what a model is asked, as `Scored.scoring` wrote it."""
     return fields.load_json(path, str(path))
 
 
 def data_of(data: DataConfig, asked: Mapping[str, Any]) -> DataConfig:
-    """The data of a run with all domains instead of its own, in batches to be scored."""
+    """Return the data of a run with all domains instead of its own, in batches to be scored."""
     domains = tuple(MixtureConfig(**domain) for domain in asked["domains"])
     return replace(data, mixture=domains, microbatch_size=asked["batch_size"])

@@ -68,7 +68,7 @@ def require_unchanged(place: Place, tasks: Sequence[Training | Averaging], texts
 
 
 def _has_changed(place: Place, member: Member, texts: Texts) -> bool:
-    """Whether the folder of a run holds one of another text, or of another case."""
+    """Tell whether the folder of a run holds one of another text, or of another case."""
     run = place.run_dir(member)
     fingerprint = _fingerprint(run)
     if fingerprint not in (None, texts.training[member.domains]):
@@ -93,7 +93,7 @@ def _fingerprint(run: Path) -> str | None:
 
 
 def _were_of_others(model: Scored, texts: Texts) -> bool:
-    """Whether the scores of a model are of another text."""
+    """Tell whether the scores of a model are of another text."""
     return any(
         model.scores(domain, part).text != texts.held_out[domain, part]
         for domain, part, _ in model.asked["parts"]

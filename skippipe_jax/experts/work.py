@@ -167,7 +167,7 @@ def _require_text(place: Place, members: Iterable[Member]) -> Texts:
 
 
 def probed(place: Place) -> dict[str, float]:
-    """How hard each domain is, measured where it has not been."""
+    """Return how hard each domain is, measured where it has not been."""
     _run(place, probings(place))
     found = difficulty.measured(place)
     atomic_write(place.folder / DIFFICULTY, json.dumps(found, indent=1) + "\n")
@@ -175,7 +175,7 @@ def probed(place: Place) -> dict[str, float]:
 
 
 def arms_of(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
-    """All arms, whose experts train by the plans of a division where nodes are shared."""
+    """Return all arms, whose experts train by the plans of a division where nodes are shared."""
     arms = Members(place.config, hard).arms()
     if place.config.nodes is None:
         return arms
@@ -183,7 +183,7 @@ def arms_of(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
 
 
 def divisible_arms(place: Place) -> list[Arm]:
-    """The arms of experts, for whose lanes nodes can be divided.
+    """Return the arms of experts, for whose lanes nodes can be divided.
 
     Raises:
         InputError: if lanes are by measured difficulty, and it has not been measured.
@@ -193,12 +193,12 @@ def divisible_arms(place: Place) -> list[Arm]:
 
 
 def trainings(place: Place, arms: Iterable[Arm]) -> list[Training]:
-    """The training of all runs of the arms, and of those that they begin with."""
+    """Return the training of all runs of the arms, and of those that they begin with."""
     return trainings_of(place, [own for arm in arms for own in arm.members.values()])
 
 
 def trainings_of(place: Place, members: Iterable[Member]) -> list[Training]:
-    """The training of these runs, and of those that they begin with, each once."""
+    """Return the training of these runs, and of those that they begin with, each once."""
     asked = list(members)
     needed = {run.name: run for own in asked for run in own.lineage()}
     names = {own.name for own in asked}
@@ -206,12 +206,12 @@ def trainings_of(place: Place, members: Iterable[Member]) -> list[Training]:
 
 
 def probings(place: Place) -> list[Training]:
-    """The training of the probes, and of their seed."""
+    """Return the training of the probes, and of their seed."""
     return trainings_of(place, Members(place.config).probes().values())
 
 
 def averagings(place: Place, arms: Iterable[Arm]) -> list[Averaging]:
-    """The models that are means of others."""
+    """Return the models that are means of others."""
     return [Averaging(averaged_model(place, arm)) for arm in arms if arm.averages]
 
 
@@ -251,7 +251,7 @@ def export(place: Place) -> list[Path]:
 
 
 def _known_difficulty(place: Place) -> dict[str, float] | None:
-    """How hard domains are, where that is needed and the probes are done.
+    """Return how hard domains are, where that is needed and the probes are done.
 
     Raises:
         InputError: if they are not.
@@ -263,7 +263,7 @@ def _known_difficulty(place: Place) -> dict[str, float] | None:
 
 
 def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
-    """All arms, where nodes have been divided if they are to be.
+    """Return all arms, where nodes have been divided if they are to be.
 
     Raises:
         InputError: if they have not.

@@ -45,7 +45,7 @@ class DomainLosses:
         return float(np.average([one.loss for one in each], weights=[one.tokens for one in each]))
 
     def to_json(self) -> dict[str, Any]:
-        """The figures of each domain, and the two means in nats per token."""
+        """Return the figures of each domain, and the two means in nats per token."""
         return {
             "part": self.part,
             "domains": {name: asdict(own) for name, own in self.domains.items()},
@@ -67,7 +67,7 @@ class DomainLosses:
 
 
 def evaluate_domains(model: Scorer, data: DataConfig, part: str, sequences: int) -> DomainLosses:
-    """The loss of each domain, on at most so many held-out sequences of a part of it.
+    """Return the loss of each domain, on at most so many held-out sequences of a part of it.
 
     Raises:
         InputError: as `score` does, or if a loss is not finite.
@@ -79,7 +79,7 @@ def evaluate_domains(model: Scorer, data: DataConfig, part: str, sequences: int)
 
 
 def domain_loss(found: Scores) -> DomainLoss:
-    """The mean loss of scores.
+    """Return the mean loss of scores.
 
     Raises:
         InputError: if it is not finite.

@@ -144,7 +144,7 @@ def continued(
 def text_pieces(
     decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]
 ) -> Iterator[str]:
-    """The text that tokens add to a prompt, as soon as the characters in it are whole.
+    """Return the text that tokens add to a prompt, as soon as the characters in it are whole.
 
     Some tokenizers write a token otherwise at the beginning of a text, so each piece is what it
     adds to the piece before it.
@@ -190,7 +190,7 @@ def next_token(
     temperature: Float[Array, ""],
     top_p: Float[Array, ""],
 ) -> tuple[Int[Array, "batch 1"], list[Cache]]:
-    """The token drawn after `tokens[:, last]`, and the caches; see `advance`."""
+    """Return the token drawn after `tokens[:, last]`, and the caches; see `advance`."""
     logits, caches = advance(structures, parameters, caches, tokens, start, last)
     drawn = sample(logits, jax.random.fold_in(key, start + last), temperature, top_p)
     return drawn[:, None], caches
@@ -234,14 +234,14 @@ def run_stages(
 def logits_behind(
     data_stage: DataStage, x: Float[Array, "batch time width"], last: Int[Array, ""]
 ) -> Float[Array, "batch vocabulary"]:
-    """The logits of the token behind position `last`."""
+    """Return the logits of the token behind position `last`."""
     return data_stage.logits(jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1))[:, 0]
 
 
 def run_stage(
     stage: Stage, x: Float[Array, "batch time width"], cache: Cache, start: Int[Array, ""]
 ) -> tuple[Float[Array, "batch time width"], Cache]:
-    """The residual stream after all blocks of a stage, and its cache."""
+    """Return the residual stream after all blocks of a stage, and its cache."""
     structure, parameters = nnx.split(stage.blocks)
 
     def run_block(x: Array, own: tuple[Any, Cache]) -> tuple[Array, Cache]:

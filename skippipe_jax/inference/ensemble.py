@@ -81,7 +81,7 @@ class Ensemble:
         return np.zeros(len(self.experts)) if self.given_prior is None else self.given_prior
 
     def log_probabilities(self, batch: Batch) -> Float[np.ndarray, "sequence position"]:
-        """What `LanguageModel.log_probabilities` says.
+        """Return what `LanguageModel.log_probabilities` says.
 
         The posterior of a token knows of the targets before it that count, since its document
         began in the sequence.
@@ -113,7 +113,7 @@ class Ensemble:
     def tokens_after(
         self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
     ) -> Iterator[int]:
-        """What `LanguageModel.tokens_after` says, by `generate_mixed`.
+        """Return what `LanguageModel.tokens_after` says, by `generate_mixed`.
 
         Temperature and `top_p` are applied to the mixture.
         """
@@ -152,7 +152,7 @@ class Ensemble:
     def _mixed(
         self, streams: Sequence[jax.Array], targets: np.ndarray, log_w: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What `mixed_scores` says of what experts have behind their last stages."""
+        """Return what `mixed_scores` says of what experts have behind their last stages."""
         return jax.device_get(
             mixed_scores(
                 tuple(expert.structures[0] for expert in self.experts),

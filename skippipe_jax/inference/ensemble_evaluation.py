@@ -41,7 +41,7 @@ class EnsembleEvaluation:
     weights: Mapping[str, Float[np.ndarray, " expert"]]
 
     def to_json(self) -> dict[str, Any]:
-        """The losses of each expert and of the ensemble; `prior` is the mean over domains.
+        """Return the losses of each expert and of the ensemble; `prior` is the mean over domains.
 
         It is what a file that is given as --prior holds, in the order of the experts.
         """
@@ -133,7 +133,7 @@ def _scores(
 def _log_prior(
     ensemble: Ensemble, data: DataConfig, domain: str, prior: str
 ) -> Float[np.ndarray, " expert"] | None:
-    """The prior of a domain; None where each sequence has another."""
+    """Return the prior of a domain; None where each sequence has another."""
     if prior == priors.DECAY:
         return None
     if prior != priors.CACHED:
@@ -144,7 +144,7 @@ def _log_prior(
 
 
 def _mixed(ensemble: Ensemble, each: Sequence[Scores], log_prior: np.ndarray | None) -> Scores:
-    """The scores of the ensemble, from those of its experts."""
+    """Return the scores of the ensemble, from those of its experts."""
     first, log_p = each[0], np.stack([own.log_probabilities for own in each])
     prior = priors.DECAY if log_prior is None else priors.CACHED
     log_w = mixing.weights(log_p, first.resets, prior=prior, how=ensemble.mix, log_prior=log_prior)

@@ -67,7 +67,7 @@ class Answer:
         return [way.microbatches or 1 for way in self.question.ways]
 
     def to_json(self) -> dict[str, Any]:
-        """The figures over all ways, and of each."""
+        """Return the figures over all ways, and of each."""
         question, perplexities = self.question, self.perplexities
         shares = {} if question.share is None else {"share": question.share}
         each = zip(question.ways, self.losses, perplexities, strict=True)
@@ -185,7 +185,7 @@ def _evaluation(
     everything: Order,
     tokens: int,
 ) -> Evaluation:
-    """What the losses along all orders say to the questions."""
+    """Return what the losses along all orders say to the questions."""
     answers = tuple(
         Answer(question, tuple(losses[way.stages] for way in question.ways))
         for question in questions

@@ -60,7 +60,7 @@ class HarnessModel(LM):
         return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """The text that goes on from each context, up to the first of its stops."""
+        """Return the text that goes on from each context, up to the first of its stops."""
         # A request that comes again asks for another draw.
         return [
             self._generate(*request.args, seed=seed)

@@ -40,7 +40,7 @@ LogW = Float[Array, "expert batch"]
 def generate_mixed(
     ensemble: Ensemble, prompt: Sequence[int], count: int, sampling: Sampling, end: int | None
 ) -> Iterator[int]:
-    """What `LanguageModel.tokens_after` says, with caches of each expert.
+    """Return what `LanguageModel.tokens_after` says, with caches of each expert.
 
     The posterior is updated with every token of the prompt, and with each that is drawn.
     """

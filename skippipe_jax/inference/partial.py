@@ -51,7 +51,7 @@ def full(stages: int) -> Order:
 
 
 def kept(stages: int, share: float, limit: int, seed: int) -> Question:
-    """All ways to keep a share of the stages, or `limit` of them, drawn by the seed.
+    """Return all ways to keep a share of the stages, or `limit` of them, drawn by the seed.
 
     The number of stages is rounded to the nearest, and the data stage is always one of them.
 
@@ -76,7 +76,7 @@ def kept(stages: int, share: float, limit: int, seed: int) -> Question:
 
 
 def along_paths(plan: Plan, stages: int) -> Question:
-    """The different paths of a plan, each with the number of microbatches that take it.
+    """Return the different paths of a plan, each with the number of microbatches that take it.
 
     Raises:
         InputError: if the plan is for another number of stages.
@@ -146,7 +146,7 @@ def chosen_order(named: str | None, share: float | None, stages: int, seed: int)
 
 
 def order_of(order: Sequence[int], stages: int, field: str, value: Any) -> Order:
-    """The order, if it is of different stages of the model, the data stage first.
+    """Return the order, if it is of different stages of the model, the data stage first.
 
     Raises:
         InputError: if it is not; `field` and `value` are what the user has given.

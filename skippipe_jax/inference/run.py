@@ -78,7 +78,7 @@ class Run:
     def model(
         self, step: int | None = None, *, scale: Scale | None = None, kept: int | None = None
     ) -> StagedModel:
-        """The model in a checkpoint, by default the latest, scaled as `scaling` says.
+        """Return the model in a checkpoint, by default the latest, scaled as `scaling` says.
 
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
@@ -88,7 +88,7 @@ class Run:
         return self.scaling(scale, step).scaled(kept)
 
     def scaling(self, scale: Scale, step: int | None = None) -> Scaling:
-        """How the model in a checkpoint is scaled, for every number of stages that may run.
+        """Return how the model in a checkpoint is scaled, for every number of stages that may run.
 
         What residual branches of inner stages add is multiplied by a number, by the "share" of the
         run's microbatches that visited the stage, or as they "fit" training text best.

@@ -44,7 +44,7 @@ FIT_RATE = 0.05
 
 
 def parse_scale(given: Scale) -> Scale:
-    """What a user gives as --scale, checked.
+    """Return what a user gives as --scale, checked.
 
     Raises:
         InputError: if it is neither of the words nor a number above 0.
@@ -78,7 +78,7 @@ class Scaling:
         self._found: dict[int, BranchScales] = {}
 
     def scales(self, kept: int | None = None) -> BranchScales:
-        """The scales where `kept` stages run, the data stage among them; by default all.
+        """Return the scales where `kept` stages run, the data stage among them; by default all.
 
         Raises:
             InputError: if the model has not so many, or what should fit them is no text or finds
@@ -91,7 +91,7 @@ class Scaling:
         return self._found[kept]
 
     def scaled(self, kept: int | None = None) -> StagedModel:
-        """The model with these scales in its weights."""
+        """Return the model with these scales in its weights."""
         return self.model.scaled(self.scales(kept))
 
     def _scales(self, kept: int) -> BranchScales:
@@ -108,7 +108,7 @@ def scaling_of(
     run: Path | None = None,
     step: int | None = None,
 ) -> Scaling:
-    """How to scale the model in a checkpoint of a run, or one without a run.
+    """Return how to scale the model in a checkpoint of a run, or one without a run.
 
     `data` says which text scales are fitted on.
 
@@ -122,7 +122,7 @@ def scaling_of(
 def scales_of_run(
     scale: Scale, run: Path, step: int | None = None
 ) -> tuple[BranchScales, StageCut, int]:
-    """The scales where all stages of a checkpoint run, its cut and its step.
+    """Return the scales where all stages of a checkpoint run, its cut and its step.
 
     The model itself is read only where they are fitted.
 
@@ -153,7 +153,7 @@ def visited_shares(run: Path, step: int, stages: int) -> tuple[float, ...] | Non
 def _shares_for(
     scale: Scale, stages: int, run: Path | None, step: int | None
 ) -> tuple[float, ...] | None:
-    """The shares that a scale is made from, if it is made from some."""
+    """Return the shares that a scale is made from, if it is made from some."""
     if scale != SHARE:
         return None
     shares = None if run is None or step is None else visited_shares(run, step, stages)
@@ -220,7 +220,7 @@ def fitted(model: StagedModel, text: Iterable[Batch], kept: int) -> BranchScales
 
 
 def training_text(data: DataConfig) -> Iterator[Batch]:
-    """What `fitted` learns from: the first microbatches of a run, several in a batch.
+    """Return what `fitted` learns from: the first microbatches of a run, several in a batch.
 
     Raises:
         InputError: if there is no text.

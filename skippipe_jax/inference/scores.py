@@ -90,7 +90,7 @@ class Scores:
 
 
 def score(model: Scorer, data: DataConfig, domain: str, part: str, sequences: int) -> Scores:
-    """What a model says of at most so many held-out sequences of a part of a domain.
+    """Return what a model says of at most so many held-out sequences of a part of a domain.
 
     Which sequences these are does not depend on the model, nor on the size of microbatches.
 
@@ -118,7 +118,7 @@ def score(model: Scorer, data: DataConfig, domain: str, part: str, sequences: in
 
 
 def text_of(data: DataConfig, domain: str, part: str, sequences: int) -> str:
-    """The `text` of the scores that `score` would give of any model.
+    """Return the `text` of the scores that `score` would give of any model.
 
     Raises:
         InputError: as `held_out_batches` does.

@@ -113,7 +113,7 @@ class StagedModel:
         return tokenizer
 
     def orders(self, keep: float, most: int = 10, seed: int = 0) -> list[Order]:
-        """All ways to keep a share of the stages, or `most` of them, drawn by the seed.
+        """Return all ways to keep a share of the stages, or `most` of them, drawn by the seed.
 
         The number of stages is rounded to the nearest, and the data stage is always one of them.
         """
@@ -136,7 +136,7 @@ class StagedModel:
     def log_probabilities(
         self, batch: Batch, order: Sequence[int] | None = None
     ) -> Float32[np.ndarray, "sequence position"]:
-        """The log-probability of each target of a batch in nats; 0 where it is not counted.
+        """Return the log-probability of each target of a batch in nats; 0 where it is not counted.
 
         That is one number for each token: nothing of the vocabulary's size leaves the data stage,
         which holds logits of a chunk of tokens at a time. Documents of one sequence do not see each
@@ -202,13 +202,13 @@ class StagedModel:
     def tokens_after(
         self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
     ) -> Iterator[int]:
-        """What `LanguageModel.tokens_after` says, by `generate_tokens`."""
+        """Return what `LanguageModel.tokens_after` says, by `generate_tokens`."""
         return generate_tokens(self, self.along, prompt, count, how, end)
 
     def likelihoods(
         self, batch: Batch
     ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
-        """What `LanguageModel.likelihoods` says."""
+        """Return what `LanguageModel.likelihoods` says."""
         x = self.run(self.along, batch)
         nats, greedy = self.scores(x, jnp.asarray(batch["targets"]))
         return -np.asarray(nats).sum(axis=1), np.logical_and.reduce(greedy, axis=1)
@@ -256,17 +256,17 @@ class StagedModel:
         return tuple(map(structure, range(self.stages)))
 
     def embed(self, batch: Batch) -> Float[Array, "sequence position width"]:
-        """The residual stream after the data stage, with which every order begins."""
+        """Return the residual stream after the data stage, with which every order begins."""
         return _apply(self.structures[0], self.parameters[0], marked_tokens(batch))
 
     def apply(
         self, stage: int, x: Float[Array, "batch time width"]
     ) -> Float[Array, "batch time width"]:
-        """The residual stream after one of the other stages."""
+        """Return the residual stream after one of the other stages."""
         return _apply(self.structures[stage], self.parameters[stage], x)
 
     def run(self, order: Sequence[int], batch: Batch) -> Float[Array, "sequence position width"]:
-        """The residual stream after stages in an order that begins with the data stage."""
+        """Return the residual stream after stages in an order that begins with the data stage."""
         return functools.reduce(lambda x, stage: self.apply(stage, x), order[1:], self.embed(batch))
 
     def sum_of_losses(
@@ -309,7 +309,7 @@ def read_model(
     cut: int | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[StagedModel, Config, int | None]:
-    """The model of a run or else of a folder from Hugging Face, as the arguments name it.
+    """Return the model of a run or else of a folder from Hugging Face, as the arguments name it.
 
     Returns its configuration too, and the step of its checkpoint if it has one.
 
@@ -351,7 +351,7 @@ def _read_huggingface(
 def read_run(
     folder: Path, step: int | None = None, overrides: Sequence[str] = ()
 ) -> tuple[StagedModel, Config, int]:
-    """The model in a checkpoint of a run, by default the newest whole one.
+    """Return the model in a checkpoint of a run, by default the newest whole one.
 
     Returns it with its configuration and the step.
 

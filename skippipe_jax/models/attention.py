@@ -83,7 +83,7 @@ def attend(
 
 
 def flat(attended: Queries) -> Attended:
-    """All heads of a token side by side."""
+    """Return all heads of a token side by side."""
     return attended.reshape(*attended.shape[:2], -1)
 
 
@@ -264,7 +264,7 @@ class _Tiles:
     def joined(
         self, cut: Float[Array, "count batch kv_heads group block width"]
     ) -> Float[Array, "batch time heads_of_it width"]:
-        """The inverse of `of_queries`, of one head a group too."""
+        """Return the inverse of `of_queries`, of one head a group too."""
         whole = jnp.moveaxis(jnp.moveaxis(cut, 4, 2), 0, 1)
         batch, width = whole.shape[0], whole.shape[-1]
         return whole.reshape(batch, self.count * self.block, -1, width)[:, : self.length]

@@ -30,7 +30,7 @@ def arrays_of_block(model: ModelConfig) -> list[int]:
 
 
 def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
-    """What so many blocks keep if nothing slow is computed again."""
+    """Return what so many blocks keep if nothing slow is computed again."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     scores = tokens * model.heads * data.sequence_length * keeps_scores
@@ -96,7 +96,7 @@ def blocks_at_once(model: ModelConfig, layers: int) -> int:
 
 
 def passing_bytes(model: ModelConfig, data: DataConfig) -> int:
-    """What a backward pass makes besides of the block that it is at, whatever is kept.
+    """Return what a backward pass makes besides of the block that it is at, whatever is kept.
 
     That are gradients of its parameters, before they lie with those of the others; what its
     matrices are multiplied with, three times; and what is computed number by number.
@@ -107,7 +107,7 @@ def passing_bytes(model: ModelConfig, data: DataConfig) -> int:
 
 
 def quick_bytes(model: ModelConfig, data: DataConfig) -> int:
-    """What the backward pass of a block computes number by number.
+    """Return what the backward pass of a block computes number by number.
 
     That are the product that SwiGLU multiplies last, its gradient and those of gate and up; and in
     float32 what a norm gets, and its gradient.

@@ -28,19 +28,19 @@ class BranchScales:
 
     @classmethod
     def of_stages(cls, scales: Sequence[float], cut: StageCut) -> BranchScales:
-        """The same number for all branches of a stage."""
+        """Return the same number for all branches of a stage."""
         of_blocks = [
             float(scale) for scale, count in zip(scales, cut, strict=True) for _ in range(count)
         ]
         return cls(tuple(of_blocks), tuple(of_blocks))
 
     def of_blocks(self, blocks: range) -> Float[np.ndarray, "blocks 2"]:
-        """The scales of some consecutive blocks, as `folded` takes them."""
+        """Return the scales of some consecutive blocks, as `folded` takes them."""
         both = np.array([self.attention, self.feed_forward], np.float32)
         return both[:, blocks.start : blocks.stop].T
 
     def folded(self, parameters: Any, cut: StageCut, stage: int) -> Any:
-        """The parameters of a stage with its scales in them."""
+        """Return the parameters of a stage with its scales in them."""
         scales = self.of_blocks(cut.blocks(stage))
         return parameters if np.all(scales == 1) else folded(parameters, jnp.asarray(scales))
 

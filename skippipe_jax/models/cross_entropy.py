@@ -46,7 +46,7 @@ class Head:
         return self.matrix.shape[self.axes.index("v")]
 
     def cast(self, dtype: Any) -> Head:
-        """The same head, to compute in another dtype."""
+        """Return the same head, to compute in another dtype."""
         return Head(self.matrix.astype(dtype), self.axes)
 
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocabulary"]:
@@ -109,7 +109,7 @@ def _without_gradient(
 def _with_gradient(
     hidden: Hidden, matrix: Array, targets: Targets, axes: Axes, z_loss: float, chunk: int
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
-    """The sums, and the gradients of what is minimised."""
+    """Return the sums, and the gradients of what is minimised."""
     head = Head(matrix, axes).cast(hidden.dtype)
 
     def of_chunk(of_head: Array, hidden: Hidden, targets: Targets) -> tuple[Array, Any]:
@@ -153,7 +153,7 @@ def _product(subscripts: str, a: Array, b: Array) -> Array:
 
 
 def _in_parts(matrix: Array, axes: Axes) -> Array:
-    """The head's matrix as logits are made with it: on a mesh, no device has it whole."""
+    """Return the head's matrix as logits are made with it: on a mesh, no device has it whole."""
     return constrained(matrix, *(EVERY_PART if axis == "v" else None for axis in axes))
 
 
@@ -185,7 +185,7 @@ def _over_chunks(
     targets: Targets,
     chunk: int,
 ) -> tuple[Any, Any]:
-    """What `of_chunk` carries from chunk to chunk, and what it says of each token."""
+    """Return what `of_chunk` carries from chunk to chunk, and what it says of each token."""
     tokens = len(targets)
     chunks = -(-tokens // chunk)
     if chunks == 1:

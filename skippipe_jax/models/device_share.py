@@ -72,7 +72,7 @@ def numbers_of_each(model: ModelConfig, layers: int, mesh: NodeMesh, *, is_data_
 
 
 def gathered_bytes(model: ModelConfig, layers: int, mesh: NodeMesh) -> int:
-    """What each device holds besides if the weights of so many blocks come together."""
+    """Return what each device holds besides if the weights of so many blocks come together."""
     scales = 2 * layers * model.width
     matrices = layers * block_parameters(model) - scales
     computed = matrices // mesh.tensor * DTYPE_BYTES[model.compute_dtype]
@@ -80,7 +80,7 @@ def gathered_bytes(model: ModelConfig, layers: int, mesh: NodeMesh) -> int:
 
 
 def kept_by_each(config: Config, layers: int, mesh: NodeMesh, *, is_data_stage: bool) -> int:
-    """What a forward pass leaves for its backward pass on each device."""
+    """Return what a forward pass leaves for its backward pass on each device."""
     model, data = config.model, config.data
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     cuts, is_packed = Cuts.of(model, data, mesh), data.packing == "documents"
@@ -138,7 +138,7 @@ def of_each_device(
     averages: bool,
     gathers: bool,
 ) -> NodeMemory:
-    """What each device of a node holds, from what a node of one device would.
+    """Return what each device of a node holds, from what a node of one device would.
 
     `gathers` says whether weights come together once an iteration.
     """
@@ -205,7 +205,7 @@ def _of_backward(
 
 
 def _of_loss(model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> int:
-    """The logits of a chunk and their gradient, of each device's part of the vocabulary.
+    """Return the logits of a chunk and their gradient, of each device's part of the vocabulary.
 
     Besides them it makes the head in these parts, its gradient in them and as the head lies, and of
     all tokens the activations and their gradient in float32.

@@ -27,7 +27,7 @@ def marked_tokens(
 def unmark_tokens(
     tokens: Int[Array, "batch time"] | Int[Array, "batch time 2"],
 ) -> tuple[Int[Array, "batch time"], Bool[Array, "batch time"] | None]:
-    """The tokens alone, and where documents begin, if that is marked."""
+    """Return the tokens alone, and where documents begin, if that is marked."""
     return (tokens, None) if tokens.ndim == 2 else (tokens[..., 0], tokens[..., 1] != 0)
 
 
@@ -43,16 +43,16 @@ def mark(
 def unmark(
     x: Float[Array, "batch time channels"], width: int
 ) -> tuple[Float[Array, "batch time width"], Bool[Array, "batch time"] | None]:
-    """The `width` channels that are computed with, and where documents begin, if marked."""
+    """Return the `width` channels that are computed with, and where documents begin, if marked."""
     return (x, None) if x.shape[-1] == width else (x[..., :width], x[..., width] != 0)
 
 
 def positions_in_documents(begins: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
-    """How far each token is from the beginning of its document."""
+    """Return how far each token is from the beginning of its document."""
     place = jnp.arange(begins.shape[1])
     return place - jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
 
 
 def within_documents(documents: Int[Array, "batch time"]) -> Bool[Array, "batch 1 time time"]:
-    """Which tokens are of one document, told by the places where their documents begin."""
+    """Return which tokens are of one document, told by the places where their documents begin."""
     return (documents[:, :, None] == documents[:, None, :])[:, None]

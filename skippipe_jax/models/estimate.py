@@ -59,7 +59,7 @@ def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
 def to_json(
     config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic
 ) -> dict[str, Any]:
-    """All figures by name, in bytes."""
+    """Return all figures by name, in bytes."""
     layers = config.model.layers_of_stages(len(case.stages))
     copies = {"copies": _copies(config, case)} if _has_copies(config) else {}
     return copies | {
@@ -96,7 +96,7 @@ def _of_nodes(room: Room) -> dict[str, Any]:
 
 
 def _told(room: Room) -> str:
-    """The same as a line of text."""
+    """Return the same as a line of text."""
     one_more = "an iteration has no more"
     if room.one_more_bytes is not None:
         one_more = f"one more would take {size_text(room.one_more_bytes)}"
@@ -104,7 +104,7 @@ def _told(room: Room) -> str:
 
 
 def _sizes(config: Config, case: Case) -> dict[str, Any]:
-    """What follows from the configuration, and a case for the planner alone has to say."""
+    """Return what follows from the configuration, and a case for the planner alone has to say."""
     averaged = averaged_bytes(config, len(case.stages))
     return {**sizes_of_hops(config), "stage_bytes": averaged, **config.averaging.of_case}
 
@@ -114,7 +114,7 @@ def _has_copies(config: Config) -> bool:
 
 
 def _copies(config: Config, case: Case) -> list[dict[str, int]]:
-    """What hosts keep of each stage in their own memory, besides what is on devices."""
+    """Return what hosts keep of each stage in their own memory, besides what is on devices."""
     return [
         {"stage": stage, "bytes": size, "first_host": size, "buddy": COPIES_OF_BUDDY * size}
         for stage, size in enumerate(copied_bytes(config, len(case.stages)))
@@ -122,7 +122,7 @@ def _copies(config: Config, case: Case) -> list[dict[str, int]]:
 
 
 def _told_copies(config: Config, case: Case) -> str:
-    """The same as a line of text."""
+    """Return the same as a line of text."""
     kept = ", ".join(
         f"{size_text(own['first_host'])} and {size_text(own['buddy'])} of stage {own['stage']}"
         for own in _copies(config, case)
@@ -134,7 +134,7 @@ def _told_copies(config: Config, case: Case) -> str:
 
 
 def _told_host(memory: Sequence[NodeMemory]) -> str:
-    """What waits in the hosts' own memory, as a line of text."""
+    """Return what waits in the hosts' own memory, as a line of text."""
     held = ", ".join(f"{size_text(own.host)} of stage {n}" for n, own in enumerate(memory))
     return f"besides, each node's host holds in its own memory: {held}"
 

@@ -142,7 +142,7 @@ def hop_bytes(config: Config) -> HopBytes:
 
 
 def sizes_of_hops(config: Config) -> dict[str, int]:
-    """What a case says of `hop_bytes`: of gradients only where they have others."""
+    """Return what a case says of `hop_bytes`: of gradients only where they have others."""
     hop = hop_bytes(config)
     sizes = {"activation_bytes": hop.activation}
     return sizes if hop.gradient == hop.activation else sizes | {"gradient_bytes": hop.gradient}
@@ -198,7 +198,7 @@ def memory_of_node(
     in_flight: int,
     under_way: int,
 ) -> NodeMemory:
-    """What a node of one device holds that serves a stage of so many blocks.
+    """Return what a node of one device holds that serves a stage of so many blocks.
 
     The stage has so many `replicas` in all. `in_flight` microbatches may be in flight on the node,
     and `under_way` those that data nodes have begun and not ended: each has handed on one
@@ -305,7 +305,7 @@ def bytes_of_loss(model: ModelConfig, data: DataConfig) -> int:
 
 
 def traffic(config: Config, case: Case, visits: int) -> Traffic:
-    """What an iteration sends whose microbatches visit stages so many times in all.
+    """Return what an iteration sends whose microbatches visit stages so many times in all.
 
     A microbatch hands on as many activations as it visits stages, the last one back to its data
     node, and as many gradients. A microbatch that stays on its data node sends nothing, and is not
@@ -321,7 +321,7 @@ def traffic(config: Config, case: Case, visits: int) -> Traffic:
 
 
 def _averaging_traffic(config: Config, case: Case) -> int:
-    """What goes round the rings of all stages in an iteration, in the mean."""
+    """Return what goes round the rings of all stages in an iteration, in the mean."""
     layers = config.model.layers_of_stages(len(case.stages))
     return sum(
         round(n * bytes_passed(config, layers[stage], n, is_data_stage=stage == 0))
@@ -371,7 +371,7 @@ def bytes_per_link(config: Config, plan: Plan, step: int) -> dict[tuple[int, int
 
 
 def unpacked_bytes(config: Config) -> int:
-    """What a backward pass makes of what came as something else than it computes with.
+    """Return what a backward pass makes of what came as something else than it computes with.
 
     That are its inputs, the gradient of its outputs, and that of its inputs before it leaves.
     """
@@ -382,7 +382,7 @@ def unpacked_bytes(config: Config) -> int:
 
 
 def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
-    """What a forward pass of a stage of so many blocks leaves for its backward pass."""
+    """Return what a forward pass of a stage of so many blocks leaves for its backward pass."""
     model, data = config.model, config.data
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     is_packed = data.packing == "documents"

@@ -130,7 +130,7 @@ def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None =
 
 
 def holding(room: Room) -> str:
-    """What is held, in words, and what it would have to fit in."""
+    """Return what is held, in words, and what it would have to fit in."""
     held = room.held
     of_each = "" if room.mesh == ONE_DEVICE else f" of each of {room.mesh.devices} devices"
     gathered = f"{size_text(held.gathered)} gathered, " if held.gathered else ""
@@ -149,7 +149,7 @@ def holding(room: Room) -> str:
 
 
 def ways_out(config: Config, case: Case, room: Room) -> str:
-    """What makes nodes hold less, as the end of a remedy."""
+    """Return what makes nodes hold less, as the end of a remedy."""
 
     def held_with(recompute: str) -> tuple[int, int]:
         other = replace(config, model=replace(config.model, recompute=recompute))
@@ -215,5 +215,5 @@ def _with_memory(case: Case, counts: Mapping[int, int]) -> Case:
 
 
 def _greatest(most: int, fits: Callable[[int], bool]) -> int:
-    """The greatest number up to `most` that fits, if all that are smaller do; 0 for none."""
+    """Return the greatest number up to `most` that fits, if all that are smaller do; 0 for none."""
     return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))

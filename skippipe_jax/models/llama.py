@@ -205,7 +205,7 @@ class Stage(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch time channels"]
     ) -> Float[Array, "batch time channels"]:
-        """The residual stream after all blocks, with the marks that it came with."""
+        """Return the residual stream after all blocks, with the marks that it came with."""
         structure, parameters = nnx.split(self.blocks)
         x, begins = unmark(x, self.config.width)
         if begins is not None:
@@ -283,7 +283,7 @@ class DataStage(Stage):
     def scores(
         self, x: Float[Array, "batch time channels"], targets: Int[Array, "batch time"]
     ) -> tuple[Float[Array, "batch time"], Bool[Array, "batch time"]]:
-        """The cross-entropy of each target in nats, and whether it is the likeliest token.
+        """Return the cross-entropy of each target in nats, and whether it is the likeliest token.
 
         A negative target costs nothing, and counts as the likeliest.
         """
@@ -292,7 +292,7 @@ class DataStage(Stage):
         return nats.reshape(targets.shape), likeliest.reshape(targets.shape)
 
     def _hidden(self, x: Float[Array, "batch time channels"]) -> Float[Array, "batch time width"]:
-        """What the head gets."""
+        """Return what the head gets."""
         x, _ = unmark(x, self.config.width)
         return self.final_norm(_cut(x))
 
@@ -304,12 +304,12 @@ class DataStage(Stage):
 
 
 def _cut(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-    """The residual stream as it is between blocks."""
+    """Return the residual stream as it is between blocks."""
     return constrained(x, BATCH, TIME, None)
 
 
 def _whole(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-    """The same as matrices are multiplied with it: all its tokens together, and kept."""
+    """Return the same as matrices are multiplied with it: all its tokens together, and kept."""
     return constrained(_cut(_kept(_cut(x))), BATCH, ALL_TIME, None)
 
 
@@ -336,7 +336,7 @@ def stage_shapes(config: ModelConfig, stages: int) -> list[Any]:
 
 
 def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
-    """The scanned block with what `config.recompute` says is kept for the backward pass."""
+    """Return the scanned block with what `config.recompute` says is kept for the backward pass."""
     policies = jax.checkpoint_policies
     policy = {
         "none": _keep_all_but_quick,
@@ -352,7 +352,7 @@ def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
 
 
 def _keep_all_but_quick(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a result is kept for the backward pass, where nothing slow is computed again.
+    """Tell whether a result is kept for the backward pass, where nothing slow is computed again.
 
     Cast weights, and what has come together from the devices of a node, would be copies for every
     microbatch in flight. What is multiplied number by number, as in SwiGLU and norms, is as quick
@@ -362,10 +362,10 @@ def _keep_all_but_quick(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _kept(x: Array) -> Array:
-    """What matrices are multiplied with is kept, quick as it may be."""
+    """Return what matrices are multiplied with is kept, quick as it may be."""
     return checkpoint_name(x, "factor")
 
 
 def parameter_count(parameters: Any) -> int:
-    """How many numbers a tree of parameters (or of their shapes) holds."""
+    """Return how many numbers a tree of parameters (or of their shapes) holds."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))

@@ -15,7 +15,7 @@ operation makes beyond the formulas, which do not know what XLA makes of it."""
 
 
 def mesh_of_node(config: Config, case: Case, node: int | None = None) -> NodeMesh:
-    """The mesh of a node, or of nodes that have none of their own.
+    """Return the mesh of a node, or of nodes that have none of their own.
 
     Where it depends on how many devices hosts have, which is not known here, one along `fsdp`
     stands for them.
@@ -32,7 +32,7 @@ def memory_of_stages(
     mesh: NodeMesh | None = None,
     memory_bytes: float | None = None,
 ) -> list[NodeMemory]:
-    """What each device of a node of each stage holds, if no other node has it.
+    """Return what each device of a node of each stage holds, if no other node has it.
 
     `in_flight` microbatches may be in flight on it: if that is not given, as many as on any node of
     the case. Each data node may have as many under way as any of these. The node is over a `mesh`,
@@ -80,7 +80,7 @@ def memory_of_stages(
 def gathers_once(
     config: Config, case: Case, stage: int, mesh: NodeMesh, node: int | None = None
 ) -> bool:
-    """Whether weights come together once an iteration where a stage is served over a mesh.
+    """Tell whether weights come together once an iteration where a stage is served over a mesh.
 
     Without a `node` it is the one of all that has least memory.
     """

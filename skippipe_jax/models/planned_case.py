@@ -43,7 +43,7 @@ def cases_of(config: Config, config_folder: Path) -> Sequence[Case]:
 
 
 def is_of_case(config: Config, config_folder: Path, case: Case) -> bool:
-    """Whether a case is one of `cases_of`, but for what is left open there.
+    """Tell whether a case is one of `cases_of`, but for what is left open there.
 
     Another version of this program may have filled that in otherwise.
 
@@ -66,7 +66,7 @@ def is_of_case(config: Config, config_folder: Path, case: Case) -> bool:
 
 
 def _given(config: Config, config_folder: Path) -> tuple[Any, Path]:
-    """What `plan.case` says, and the folder in which its link table would lie."""
+    """Return what `plan.case` says, and the folder in which its link table would lie."""
     given = config.plan.case
     if given is None:
         raise InputError(
@@ -115,7 +115,7 @@ def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence
 
 
 def differing_sizes(config: Config, case: Case) -> list[str]:
-    """What a case says otherwise than the configuration has it: a sentence for each key.
+    """Return what a case says otherwise than the configuration has it: a sentence for each key.
 
     A size that nothing depends on, of a stage with one replica, say, is not looked at.
     """
@@ -144,7 +144,7 @@ def differing_sizes(config: Config, case: Case) -> list[str]:
 
 
 def _with_sizes(config: Config, case: dict[str, Any]) -> dict[str, Any]:
-    """The case with what it leaves open, but for memory."""
+    """Return the case with what it leaves open, but for memory."""
     filled, hop = _with_any_memory(case), hop_bytes(config)
     of_activations = case.get("activation_bytes", AUTO)
     if of_activations == AUTO:
@@ -179,7 +179,7 @@ def _says_auto(node: Any) -> bool:
 
 
 def _nodes_without_memory(given: Mapping[str, Any], count: int) -> list[int]:
-    """The nodes of a case, which has so many, whose memory is to follow from their bytes."""
+    """Return the nodes of a case, which has so many, whose memory is to follow from their bytes."""
     described = given["nodes"] if isinstance(given["nodes"], list) else [{}] * count
     of_all = given.get("memory")
     return [index for index, node in enumerate(described) if node.get("memory", of_all) == AUTO]
@@ -222,7 +222,7 @@ def _too_small(
 
 
 def _stage_count(case: dict[str, Any]) -> int | None:
-    """How many stages a case has, if that can be told."""
+    """Return how many stages a case has, if that can be told."""
     stages = case.get("stages")
     count = case.get("stage_count") if stages == AUTO else stages
     if isinstance(count, list):

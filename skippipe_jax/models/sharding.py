@@ -58,7 +58,7 @@ EVERY_PART = "vocabulary over all devices"
 
 
 def axes_of(name: str) -> tuple[str, ...]:
-    """The last axes of a parameter, or of what belongs to one, of this name.
+    """Return the last axes of a parameter, or of what belongs to one, of this name.
 
     Raises:
         KeyError: if they are declared nowhere.
@@ -78,27 +78,27 @@ def stored(name: str, dimensions: int) -> PartitionSpec:
 
 
 def used(name: str, dimensions: int) -> PartitionSpec:
-    """The same where it is computed with: its parts over `fsdp` have come together."""
+    """Return the same where it is computed with: its parts over `fsdp` have come together."""
     spec = stored(name, dimensions)
     return PartitionSpec(*(None if axis == FSDP else axis for axis in spec))
 
 
 def specs(tree: PyTree, of_array: Callable[[str, int], PartitionSpec] = stored) -> PyTree:
-    """How every array of a tree is cut."""
+    """Return how every array of a tree is cut."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: of_array(_name(path), len(leaf.shape)), tree
     )
 
 
 def activation_spec(batch: int, fsdp: int) -> PartitionSpec:
-    """How [batch, time, channels] is cut between blocks, and on its way between nodes."""
+    """Return how [batch, time, channels] is cut between blocks, and on its way between nodes."""
     if batch % fsdp == 0:
         return PartitionSpec(FSDP, TENSOR, None)
     return PartitionSpec(None, AXES, None)
 
 
 def mesh_here() -> AbstractMesh | None:
-    """The mesh for which a stage is being traced; None on one device."""
+    """Return the mesh for which a stage is being traced; None on one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.axis_names == AXES else None
 
@@ -112,7 +112,7 @@ def constrained(x: Array, *axes: str | None) -> Array:
 
 
 def in_use(parameters: PyTree, compute_dtype: Any) -> PyTree:
-    """The parameters of blocks as they are computed with, on a mesh; else as they are.
+    """Return the parameters of blocks as they are computed with, on a mesh; else as they are.
 
     Matrices are in the compute dtype before they come together, which takes half the time. Their
     gradients are cut again at once.
