@@ -397,7 +397,7 @@ def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
     assert (last["rewound"], last["lost"]) == (False, [1])
     assert last["step"] >= 12
     if policy == "skip":
-        assert (last["remade"], last["left_out"]) == ([], [1])
+        assert ("remade" in last, last["left_out"]) == (False, [1])
         # Host 2 alone would have served it: of the others none moves.
         assert load_plan(run.run_dir / GENERATIONS / "plan-2.json").stages == ((0, 1), (), (2,))
     else:
