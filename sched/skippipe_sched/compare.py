@@ -103,7 +103,7 @@ def _outcome(case: Case, method: str, search: Search) -> Row | Refusal:
 
 
 def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
-    """The figures of one plan, without its ratio to another."""
+    """Compute the figures of one plan, without its ratio to another."""
     links = link_traffic(plan, timeline)
     bound_s = plan.predicted.lower_bound_s
     assert bound_s is not None, "of a plan by a method"
@@ -125,7 +125,7 @@ def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
 
 
 def to_json(rows: Sequence[Row | Refusal]) -> list[dict[str, Any]]:
-    """The rows as JSON objects; a refusal has only its method and its reason.
+    """Turn the rows into JSON objects; a refusal has only its method and its reason.
 
     `late_s` is there if it means something.
     """
@@ -151,7 +151,7 @@ HEADINGS = (
 
 
 def table(rows: Sequence[Row | Refusal]) -> str:
-    """The rows as aligned text, a line each; below, which rings are late, and who has refused."""
+    """Write the rows as aligned text, a line each; below, late rings and who has refused."""
     lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
     # Text begins at the left, figures end at the right.
     left = [HEADINGS.index(heading) for heading in ("method", "busiest link")]
@@ -198,7 +198,7 @@ STYLE = """
 
 
 def picture(rows: Sequence[Row | Refusal], case_name: str) -> str:
-    """The rows as the text of an SVG: a bar for every method, as long as its iteration.
+    """Draw the rows as the text of an SVG: a bar for every method, as long as its iteration.
 
     The bar begins with the pipeline; the rest is averaging that the pipeline does not hide. A mark
     stands at the lower bound for paths of the method's length.

@@ -52,7 +52,7 @@ class Point:
 
 
 def doublings(mtbf_s: float, steps: int) -> list[float]:
-    """From 2**steps times `mtbf_s` down to its 2**steps-th part, each half of the one before."""
+    """List 2**steps times `mtbf_s`, down to its 2**steps-th part, each half of the one before."""
     return [mtbf_s * 2.0**power for power in range(steps, -steps - 1, -1)]
 
 
@@ -64,7 +64,7 @@ def sweep(
     times: IterationTimes,
     watch: Callable[[], object] = lambda: None,
 ) -> list[Point]:
-    """A point for each policy at each of the rates, all of them under the same faults.
+    """Compute a point for each policy at each of the rates, all under the same faults.
 
     `times` are those of the plan; each rate may take an equal part of the placements that they may
     plan. `watch` is called after every run.
@@ -90,7 +90,7 @@ def sweep(
 
 
 def calm_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
-    """The steps of a run without faults.
+    """Count the steps of a run without faults.
 
     Raises:
         InputError: if there is none.
@@ -148,7 +148,7 @@ def goodputs(points: Sequence[Point]) -> str:
 
 
 def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
-    """Where the time goes at one rate, by policy: shares of the run, steps undone, recoveries."""
+    """Show where the time goes at one rate, by policy: shares of it, steps undone, recoveries."""
     lines: list[Cells] = [
         ("of the time", NOTICING, REGROUPING, DOWN, "lost", "steps undone", "recoveries")
     ]
@@ -171,7 +171,7 @@ def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
 
 
 def verdict(points: Sequence[Point]) -> str:
-    """One line: from which rate on exact survival has less than others, by more than `MARGIN`."""
+    """Say in one line from which rate on others have more than exact survival, by over `MARGIN`."""
     inexact = [name for name, policy in POLICIES.items() if not policy.is_exact]
     mtbfs_s = sorted({point.mtbf_s for point in points}, reverse=True)
     ends = " to ".join(map(duration_text, dict.fromkeys((mtbfs_s[0], mtbfs_s[-1]))))

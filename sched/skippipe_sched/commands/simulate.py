@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """The figures of one simulated iteration, as a JSON object; times in seconds.
+    """Collect the figures of one simulated iteration, as a JSON object; times in seconds.
 
     Where averaging goes on behind iterations, they are those of the steady state, and `late_s` is
     one more.
@@ -96,7 +96,7 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def summary(plan: Plan, timeline: Timeline) -> str:
-    """The same as a line of text."""
+    """Write the same as a line of text."""
     told = figures(plan, timeline)
     averaging = f"longest averaging {told['averaging_s']:.2f} s"
     if plan.case.averaging.is_outer:

@@ -179,7 +179,7 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    """The plan for all nodes: that of a file, or the one that a method makes of a case."""
+    """Load the plan for all nodes from a file, or make it from a case by a method."""
     from skippipe_sched import fields
     from skippipe_sched.methods import plan_best
     from skippipe_sched.problem.auto import load_cases

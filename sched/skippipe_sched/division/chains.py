@@ -29,7 +29,7 @@ class Chains:
     """Makes the chains of lanes. Each knows all nodes of the whole case, so that they may trade."""
 
     def __init__(self, whole: Whole, lanes: Sequence[Lane]):
-        """Of each lane the mean of its trainings counts."""
+        """Prepare the lanes; of each the mean of its trainings counts."""
         self.whole = whole
         self.trainings = [lane.mean for lane in lanes]
         self.microbatches = sum(whole.case.microbatches)
@@ -49,7 +49,7 @@ class Chains:
         return chain_from(problem, candidate, seed)
 
     def of_plan(self, lane: int, place: Place, plan: Plan, seed: int) -> ChainState:
-        """The paths of a plan."""
+        """Make a chain of the paths of a plan."""
         problem = self.problem(lane, place.cut)
         local = np.searchsorted(np.sort(place.nodes), place.nodes)
         slots = np.argsort(local)[np.array(dealt(plan.case, plan))]
@@ -64,7 +64,7 @@ class Chains:
         random: np.random.Generator,
         seed: int,
     ) -> ChainState:
-        """A chain on other nodes whose microbatches visit the same stages, as far as that goes."""
+        """Make a chain on other nodes whose microbatches visit the same stages if possible."""
         problem = self.problem(lane, place.cut)
         if place == before:
             return chain_from(problem, copy_of(chain.candidate), seed)
@@ -104,7 +104,7 @@ class Chains:
         copy(chain.best, chain.candidate)
 
     def _on_stages(self, lane: int, place: Place) -> tuple[Case, list[list[int]], np.ndarray]:
-        """A lane's own case, its nodes by their numbers there on their stages, and their slots."""
+        """Return a lane's own case, its nodes by their numbers there, by stage, and their slots."""
         own = np.sort(place.nodes)
         case = self.whole.part(own.tolist(), place.cut, self.trainings[lane])
         local = np.searchsorted(own, place.nodes)
@@ -112,7 +112,7 @@ class Chains:
         return case, stages, np.argsort(local)
 
     def problem(self, lane: int, cut: Cut) -> Problem:
-        """A lane by a cut, on any of the nodes of the whole case."""
+        """Return the arrays of a lane by a cut, on any of the nodes of the whole case."""
         if (lane, cut) in self.problems:
             return self.problems[lane, cut]
         training, nodes = self.trainings[lane], self.whole.case.nodes

@@ -68,7 +68,7 @@ def divide(
     equal: bool = False,
     begin: Division | None = None,
 ) -> Division:
-    """The nodes of a case, given as YAML gives it, divided among lanes that train side by side.
+    """Divide the nodes of a case, given as YAML gives it, among lanes that train side by side.
 
     A part of the case has the links between its nodes and all its microbatches; how many replicas a
     stage has is chosen, and so is whether neighbouring stages become one (`Whole`). Nodes that only
@@ -154,7 +154,7 @@ class _Search:
             self.anneal(member, 1, HOTTEST)
 
     def evolved(self, begin: Division | None) -> list[_Member]:
-        """The best layouts, best first."""
+        """Evolve layouts; return the best ones, best first."""
         seeds = itertools.count(self.search.seed * 1_000_003)
         each = STEPS_OF_LANE * len(self.lanes)
         of_first = each + SCREENING_STEPS * SCREENED * len(self.lanes)
@@ -188,7 +188,7 @@ class _Search:
         return best
 
     def first(self, seed: int) -> _Member | None:
-        """A member on a layout of its own; None if the rules leave it none."""
+        """Make a member on a layout of its own; None if the rules leave it none."""
         random = np.random.default_rng(seed)
         try:
             layout = self.layouts.first(random)
@@ -202,7 +202,7 @@ class _Search:
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
     def screened(self, lane: int, nodes: Sequence[int], random: np.random.Generator) -> Place:
-        """The best of several cuts over these nodes, and where they are best on its stages.
+        """Choose the best of several cuts over these nodes, and where they are best on its stages.
 
         Raises:
             InputError: if the rules leave paths for none of them.
@@ -224,7 +224,7 @@ class _Search:
         return found[min(found)]
 
     def child(self, parent: _Member, seed: int) -> _Member | None:
-        """A member that differs a little; lanes without a change go on from where they are."""
+        """Make a member that differs a little; lanes without a change go on from where they are."""
         random = np.random.default_rng(seed)
         before = parent.found
         try:
@@ -251,7 +251,7 @@ class _Search:
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
     def known(self, division: Division, seed: int) -> _Member:
-        """A member that goes on from the plans of a division."""
+        """Make a member that goes on from the plans of a division."""
         stages = len(self.whole.case.stages)
         places, chains = [], []
         for lane, part in enumerate(division.parts):
@@ -272,7 +272,7 @@ class _Search:
         random: np.random.Generator,
         seed: int,
     ) -> ChainState:
-        """A lane's chain, from one of the parent's; where nothing is left of that, improved."""
+        """Make a lane's chain from one of the parent's; improve it if nothing of that is left."""
         before = parent.found.places[origin]
         chain = self.chains.carried(before, parent.chains[origin], lane, place, random, seed)
         if (before.cut.merged, before.cut.path_length) != (place.cut.merged, place.cut.path_length):
@@ -313,7 +313,7 @@ class _Search:
         member.last = float(member.ends.max())
 
     def planned(self, member: _Member, share: float) -> Division:
-        """The division of a member, with the plans of all its experts."""
+        """Make the division of a member, with the plans of all its experts."""
         layout = member.found
         parts = []
         for lane, place, chain in zip(self.lanes, layout.places, member.chains, strict=True):
@@ -329,7 +329,7 @@ class _Search:
     def plan(
         self, own: np.ndarray, place: Place, chain: ChainState, training: Training, share: float
     ) -> Plan:
-        """An expert's plan by `joint`, from what annealing has found."""
+        """Plan an expert by `joint`, from what annealing has found."""
         case = self.whole.part(own.tolist(), place.cut, training)
         local = np.searchsorted(own, chain.candidate.node_of_slot)
         stages = [local[place.stage(stage)].tolist() for stage in range(len(case.stages))]
@@ -340,7 +340,7 @@ class _Search:
 
 
 def _unlike(members: Sequence[_Member]) -> list[_Member]:
-    """The members without those that are like others before them in all cuts."""
+    """Keep the members but those that are like others before them in all cuts."""
     seen: Counter[tuple[Cut, ...]] = Counter()
     kept = []
     for member in members:
@@ -352,10 +352,10 @@ def _unlike(members: Sequence[_Member]) -> list[_Member]:
 
 
 def _kind(training: Training) -> tuple[float, float]:
-    """What makes two trainings take the same plan."""
+    """Return what makes two trainings take the same plan."""
     return training.compute, training.bytes
 
 
 def _kinds(lane: Lane) -> dict[tuple[float, float], Training]:
-    """A training of each kind."""
+    """Return a training of each kind."""
     return {_kind(training): training for training in lane.trainings}

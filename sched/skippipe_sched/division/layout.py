@@ -28,19 +28,19 @@ class Place:
     nodes: tuple[int, ...]
 
     def stage(self, number: int) -> slice:
-        """Where the nodes of a stage are in `nodes`."""
+        """Tell where the nodes of a stage are in `nodes`."""
         start = sum(self.cut.sizes[:number])
         return slice(start, start + self.cut.sizes[number])
 
     def without(self, stage: int, node: int) -> Place:
-        """The same with a replica less."""
+        """Return the same with a replica less."""
         sizes = _changed(self.cut.sizes, stage, -1)
         return Place(
             replace(self.cut, sizes=sizes), tuple(own for own in self.nodes if own != node)
         )
 
     def with_node(self, stage: int, node: int) -> Place:
-        """The same with a replica more."""
+        """Return the same with a replica more."""
         at = self.stage(stage).stop
         sizes = _changed(self.cut.sizes, stage, 1)
         return Place(replace(self.cut, sizes=sizes), (*self.nodes[:at], node, *self.nodes[at:]))
@@ -96,7 +96,7 @@ class Layouts:
         return Layout(tuple(places), tuple(nodes))
 
     def counts(self, random: np.random.Generator) -> np.ndarray:
-        """How many nodes each lane has, all together mostly all of them."""
+        """Draw how many nodes each lane has, all together mostly all of them."""
         lanes, fewest = len(self.work), self.whole.fewest_nodes
         total = len(self.whole.case.nodes)
         if random.random() < FEWER_SHARE:
@@ -110,11 +110,11 @@ class Layouts:
         return counts
 
     def any_order(self, random: np.random.Generator) -> list[int]:
-        """All nodes."""
+        """Draw an order of all nodes."""
         return random.permutation(len(self.whole.case.nodes)).tolist()
 
     def tour(self, random: np.random.Generator) -> list[int]:
-        """All nodes, each followed by the nearest that is left."""
+        """Draw a tour of all nodes, each followed by the nearest that is left."""
         left = self.any_order(random)
         nodes = [left.pop()]
         while left:
@@ -122,7 +122,7 @@ class Layouts:
         return nodes
 
     def cuts(self, nodes: int, random: np.random.Generator) -> list[Cut]:
-        """Some of those that so many nodes may have, mostly promising ones."""
+        """Draw some of the cuts that so many nodes may have, mostly promising ones."""
         merges = self.whole.merges
         possible = [merged for merged in merges if self.whole.can_cut(nodes, merged)] or merges
         found: dict[Cut, None] = {}
@@ -134,7 +134,7 @@ class Layouts:
     def changed(
         self, layout: Layout, ends: Sequence[float], random: np.random.Generator
     ) -> Layout | None:
-        """The same with a change or more; None where none is found."""
+        """Return the same with a change or more; None where none is found."""
         for _ in range(TRIES):
             changes = 1 + random.integers(2)
             other = reduce(
@@ -150,7 +150,7 @@ class Layouts:
     def with_change(
         self, layout: Layout, ends: Sequence[float], random: np.random.Generator
     ) -> Layout | None:
-        """One node goes elsewhere, or a lane gets another cut; None if that cannot be."""
+        """Move one node elsewhere, or give a lane another cut; return None if that cannot be."""
         places = list(layout.places)
         idle = list(layout.idle)
         lanes = len(places)

@@ -42,7 +42,7 @@ STYLE = """
 
 
 def locations(part: Part) -> str:
-    """Where the nodes of a lane are, as 2 Iowa, 1 Oregon."""
+    """Tell where the nodes of a lane are, as 2 Iowa, 1 Oregon."""
     counts = Counter(node.location for node in part.plans[0].case.nodes)
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 

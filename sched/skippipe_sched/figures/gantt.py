@@ -59,7 +59,7 @@ STYLE = """
 
 
 def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
-    """One iteration of `plan`, predicted or measured, as the text of an SVG.
+    """Draw one iteration of `plan`, predicted or measured, as the text of an SVG.
 
     A row for every node, grouped by stage. A bar for every operation in the colour of its
     microbatch; under the bars the transfers that the node receives; hatched where the node is idle
@@ -76,7 +76,7 @@ def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
 
 
 def gantt_series(plan: Plan, timelines: Mapping[str, Timeline]) -> str:
-    """Iterations of one plan by their titles, below one another on one scale of time, as an SVG.
+    """Draw iterations of one plan by their titles, one below the other on one scale, as an SVG.
 
     Each is drawn as by `gantt`, so that a prediction can be compared with measurements by eye.
     """
@@ -163,7 +163,7 @@ def _layout(plan: Plan, end_s: float) -> _Layout:
 
 
 def node_label(plan: Plan, node: int) -> str:
-    """A node's number and place, shortened to what fits beside a plot."""
+    """Write a node's number and place, shortened to what fits beside a plot."""
     label = f"node {node} · {plan.case.nodes[node].location}"
     return shortened(label, LONGEST_LABEL)
 
@@ -184,7 +184,7 @@ def _draw_hatching(svg: Element) -> None:
 
 
 def _draw_legend(svg: Element) -> None:
-    """The samples look as in the plot; the colour is that of microbatch 0."""
+    """Draw samples that look as in the plot; the colour is that of microbatch 0."""
     middle = LEGEND_Y - 4
     x = MARGIN
     for sample, label, room in (
@@ -236,7 +236,7 @@ class _Wait(NamedTuple):
 
 
 def _waits(timeline: Timeline) -> list[_Wait]:
-    """What the network costs the nodes: not the time in which another node still computes."""
+    """List what the network costs the nodes: not the time in which another node still computes."""
     transfers = {transfer.operation: transfer for transfer in timeline.transfers}
     free_s = [*timeline.free_s] or [0.0] * timeline.nodes
     waits = []
@@ -271,7 +271,7 @@ def _draw_transfers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
 
 
 def in_lanes(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
-    """The fewest lanes in which no two transfers, waiting included, lie over each other."""
+    """Share transfers out to the fewest lanes in which no two, waiting included, overlap."""
     lanes: list[list[Transfer]] = []
     for transfer in sorted(transfers, key=lambda transfer: transfer.ready_s):
         for lane in lanes:
@@ -318,7 +318,7 @@ def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) ->
 
 
 def _draw_number(svg: Element, operation: Operation, x: float, row_top: float, room: float) -> None:
-    """The microbatch in the middle of a bar, upright, or on its side where that is too wide."""
+    """Write the microbatch in the middle of a bar, upright, or on its side if that is too wide."""
     label = str(operation.microbatch)
     y = row_top + BAR_TOP + BAR / 2
     if room > DIGIT * len(label):

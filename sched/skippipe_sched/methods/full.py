@@ -53,7 +53,7 @@ def _first_paths(case: Case, stages: Placement) -> tuple[NodePath, ...]:
 
 
 def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[NodePath, ...]:
-    """The same paths with the visits of every stage dealt out anew, so that trips are short.
+    """Deal out anew the visits of every stage of these paths, so that trips are short.
 
     Stage by stage, the microbatches are matched with the replicas given where they come from and
     go to. Every microbatch keeps its stages, and every replica its number of visits.

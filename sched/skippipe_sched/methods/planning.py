@@ -19,7 +19,7 @@ CHOICE_SHARE = 0.3
 
 
 def plan_best(cases: Sequence[Case], method: str, search: Search) -> Plan:
-    """A plan of one of the `cases` that an open case may become, chosen by quick plans.
+    """Plan one of the `cases` that an open case may become, chosen by quick plans.
 
     Raises:
         InputError: if no case has a plan under its rules.
@@ -35,7 +35,7 @@ def plan_best(cases: Sequence[Case], method: str, search: Search) -> Plan:
 
 
 def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
-    """A plan of `case` by one of `METHODS`; the same seed and budget give the same plan.
+    """Plan `case` by one of `METHODS`; the same seed and budget give the same plan.
 
     Raises:
         InputError: if the case's rules leave the method no plan, or it leaves stages out.
@@ -51,7 +51,7 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
 
 
 def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
-    """The plan that these routes of a method are, simulated and checked.
+    """Turn these routes of a method into a plan, simulated and checked.
 
     Raises:
         InputError: if it breaks a rule of the case.

@@ -147,15 +147,15 @@ class Case:
         return hop
 
     def hop_bytes(self, kind: str) -> float:
-        """Bytes of the hop to an operation (F, L or B)."""
+        """Return the bytes of the hop to an operation (F, L or B)."""
         return self.gradient_bytes if kind == "B" else self.activation_bytes
 
     def hop_duration(self, kind: str, source: int, target: int) -> float:
-        """Seconds of the hop from node `source` to an operation (F, L or B) on node `target`."""
+        """Return the seconds of the hop from `source` to an operation (F, L or B) on `target`."""
         return float((self.backward_hop_s if kind == "B" else self.forward_hop_s)[source, target])
 
     def duration(self, kind: str, node: int, stage: int) -> float:
-        """Seconds of one operation (F, L or B) on `node` when it serves `stage`."""
+        """Compute the seconds of one operation (F, L or B) on `node` when it serves `stage`."""
         ratio = {"F": 1.0, "L": self.loss_ratio, "B": self.backward_ratio}[kind]
         return ratio * self.stage_cost[stage] * self.nodes[node].forward_s
 
@@ -237,7 +237,7 @@ def _averaging(given: Mapping[str, Any]) -> AveragingPolicy:
 
 
 def node_count(nodes: Any) -> int:
-    """How many nodes `case.nodes` gives, which is their number or a list of them."""
+    """Count the nodes of `case.nodes`, which is their number or a list of them."""
     return (
         len(nodes)
         if isinstance(nodes, list)
@@ -277,7 +277,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
 def _of_all_nodes(
     given: Mapping[str, Any], described: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Any]]:
-    """What the case gives all nodes in turn: it may leave out what each of them says itself."""
+    """Read what the case gives all nodes in turn: not what each of them says itself."""
     shared = {}
     if "locations" in given:
         names = enumerate(fields.sequence(given["locations"], "case.locations"))
@@ -338,7 +338,7 @@ def _of_hop(given: Mapping[str, Any], key: str) -> float:
 
 
 def _known(given: Mapping[str, Any], key: str) -> Any:
-    """A size in bytes, which a case has to give where no model is known."""
+    """Return a size in bytes, which a case has to give where no model is known."""
     if given[key] == AUTO:
         raise InputError(
             f"case.{key}",
@@ -355,7 +355,7 @@ def _link_arguments(same: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _all_times(table: links.LinkTable, factor: float) -> links.LinkTable:
-    """The table with every bandwidth, that within a location too, times `factor`."""
+    """Multiply every bandwidth of the table by `factor`, that within a location too."""
 
     def scaled(link: links.Link) -> links.Link:
         return links.Link(link.latency_s, link.bandwidth * factor)
@@ -366,7 +366,7 @@ def _all_times(table: links.LinkTable, factor: float) -> links.LinkTable:
 
 
 def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
-    """Every two locations that have nodes must be linked: a path may lead from any to any."""
+    """Require links between all locations that have nodes: a path may lead from any to any."""
     names = list(dict.fromkeys(node.location for node in nodes))
     missing = [
         (a, b)
@@ -399,7 +399,7 @@ def _row(pair: tuple[str, str]) -> str:
 
 
 def _microbatches(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
-    """What each data node sends, from the number of each or from the total."""
+    """Read what each data node sends, from the number of each or from the total."""
     if "microbatches" in given:
         return _spread(given, data_nodes)
     fields.mapping(given, "case", given, ("microbatches_per_data_node",))
@@ -450,7 +450,7 @@ def _rules(value: Any, stages: int) -> Rules:
 
 
 def sizes_and_left_out(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The nodes of each stage of a case, and the stages that are left out.
+    """Read the nodes of each stage of a case, and the stages that are left out.
 
     Raises:
         InputError: if another stage has no node, or one that is left out has some; the first stage
@@ -475,7 +475,7 @@ def sizes_and_left_out(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple
 
 
 def so_that_they_add_up(nodes: int, stages: Sequence[int]) -> str:
-    """What to change where the sizes of the stages do not add up to the nodes."""
+    """Say what to change where the sizes of the stages do not add up to the nodes."""
     lacking = sum(stages) - nodes
     if lacking < 0:
         return f"Add {-lacking} to the sizes or take {-lacking} from the nodes to make them add up"

@@ -12,7 +12,7 @@ AXES = ("fsdp", "tensor")
 
 
 def mesh_of(node: Mapping[str, Any], field: str) -> tuple[int, int] | None:
-    """Over how many devices a node is cut along each axis; None where it does not say so itself."""
+    """Read over how many devices a node is cut along each axis; None where it does not say so."""
     if node.get(MESH) is None:
         return None
     own = fields.mapping(node[MESH], f"{field}.{MESH}", AXES)
@@ -21,5 +21,5 @@ def mesh_of(node: Mapping[str, Any], field: str) -> tuple[int, int] | None:
 
 
 def described(mesh: tuple[int, int] | None) -> dict[str, Any]:
-    """What a case says of a node that has this mesh."""
+    """Describe the mesh of a node as a case does."""
     return {} if mesh is None else {MESH: dict(zip(AXES, mesh, strict=True))}

@@ -74,7 +74,7 @@ class Chain:
     """A candidate on its way, how hot it starts, and what the best that it was costs [s]."""
 
     def __init__(self, problem: Problem, candidate: Candidate, seed: int, heat: float):
-        """A chain that begins at a candidate, with random numbers of its own."""
+        """Begin at a candidate, with random numbers of its own."""
         self.state: ChainState = chain_from(problem, candidate, seed)
         self.heat = heat
         self.order: Order | None = None
@@ -107,7 +107,7 @@ class Annealer:
             self.polish_moves[moves.NODES] = 0.0
 
     def keep_placement(self) -> None:
-        """From now on nodes stay on their stages."""
+        """Keep nodes on their stages from now on."""
         self.weights[moves.NODES] = 0.0
 
     def settle(self, chain: Chain, work: float) -> None:
@@ -177,7 +177,7 @@ class Annealer:
             chain.order = order_before
 
     def dispatched(self, chain: Chain) -> Order:
-        """The order in which dispatch runs a chain's candidate."""
+        """Return the order in which dispatch runs a chain's candidate."""
         order = order_for(chain.candidate)
         rest = (order, chain.state.scratch, np.inf, 0.0)
         fast(evaluate)(self.problem, chain.candidate, *rest)
@@ -200,7 +200,7 @@ class Annealer:
             run(min(piece, steps - done), hottest * cooling**done, cooling)
 
     def cost(self, chain: Chain, mean_weight: float) -> float:
-        """What a chain's candidate costs [s] where dispatch decides the order."""
+        """Compute what a chain's candidate costs [s] where dispatch decides the order."""
         rest = (chain.state.scratch, np.inf, mean_weight)
         return fast(cost_of)(self.problem, chain.candidate, *rest)
 

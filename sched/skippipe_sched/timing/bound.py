@@ -32,7 +32,7 @@ MOST_NODES_INTERLEAVED = 64
 
 @lru_cache(maxsize=16)  # A command asks for it before, within and after a search.
 def lower_bound_s(case: Case, path_length: int) -> float:
-    """A bound [s] below `iteration_s` of every plan whose paths all visit `path_length` stages.
+    """Bound [s] from below `iteration_s` of every plan whose paths all visit `path_length` stages.
 
     It holds for any placement, any paths that keep the rules (CC1, CC3 and TC1; CC2 is not used),
     any order and either contention. The parts, each the least over what is left open:
@@ -71,7 +71,7 @@ def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
 def _travel_s(
     hop_s: Float[np.ndarray, "groups groups"], stop_s: float
 ) -> Float[np.ndarray, "groups groups"]:
-    """The quickest from a node to another one, straight or with stops of `stop_s` on the way."""
+    """Find the quickest way between nodes, straight or with stops of `stop_s` on it [s]."""
     return (shortest_path(hop_s + stop_s)[:, :, None] + hop_s).min(axis=1)
 
 
@@ -100,7 +100,7 @@ class _Bound:
         )
 
     def seconds(self) -> float:
-        """The least over where the data nodes may be; quick estimates decide what to look at."""
+        """Take the least over where data nodes may be; quick estimates decide what to look at."""
         rings = self.rings_of(self.case.stages[0], self.case.stage_bytes[0])
         prices = self.prices(np.ones(len(self.groups.count), dtype=bool))
         bounds = [
@@ -114,11 +114,11 @@ class _Bound:
         return max(bounds[least], self.busiest_stage_s)
 
     def rings_of(self, replicas: int, stage_bytes: float) -> list[Ring]:
-        """The rings of a stage by where its nodes may be (`groups.rings_of`)."""
+        """List the rings of a stage by where its nodes may be (`groups.rings_of`)."""
         return rings_of(self.groups, replicas, stage_bytes, self.case.averaging)
 
     def averaged_s(self, work_s: Seconds, ring_s: Seconds, least_s: float) -> Seconds:
-        """When a stage has averaged too, if its work takes `work_s` and its ring `ring_s`.
+        """Tell when a stage has averaged, if its work takes `work_s` and its ring `ring_s`.
 
         Where that goes on behind iterations, each node of it is busy for `least_s` in each.
         """
@@ -141,13 +141,13 @@ class _Bound:
     def unavoidable(
         self, seconds: Float[np.ndarray, " nodes"], inside: Bool[np.ndarray, " nodes"]
     ) -> float:
-        """The greatest of what inner nodes take if as many of those `inside` are data nodes."""
+        """Take the most that inner nodes need if as many of those `inside` are data nodes."""
         data_nodes = self.case.stages[0]
         spared = np.sort(seconds[inside])[: inside.sum() - data_nodes]
         return float(max(np.append(seconds[~inside], spared), default=0.0))
 
     def data_node_s(self, inside: Bool[np.ndarray, " nodes"]) -> float:
-        """The pipeline on the data nodes by themselves, if the best ones have most to do.
+        """Bound the pipeline by the data nodes alone, if the best ones have most to do.
 
         The k-th largest number of microbatches, or more, are on k nodes, one of which is no better
         than the k-th best.
@@ -198,7 +198,7 @@ class _Bound:
     def inner_s(
         self, ring: Ring
     ) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
-        """For each node as an inner node: the end of the pipeline, and of its stage's averaging.
+        """Bound for each node as an inner node the ends of the pipeline and of its averaging.
 
         Its microbatches come from data nodes in `ring` and go there and come back between forward
         and backward, straight or over other nodes that work on them. Where iterations overlap, that
@@ -268,7 +268,7 @@ class _Bound:
     def held_s(
         self, inside: Bool[np.ndarray, " nodes"], prices: Float[np.ndarray, " groups"]
     ) -> float:
-        """The pipeline that the slots of data nodes `inside` allow, whatever the `prices`.
+        """Bound the pipeline that the slots of data nodes `inside` allow, whatever the `prices`.
 
         With the c microbatches of a data node in the order of their forwards and of their last
         backwards, the i-th backward ends before forward i + m starts. So the time that they are
@@ -325,7 +325,7 @@ def _prices(
     visit_s: Float[np.ndarray, " groups"],
     inside: Bool[np.ndarray, " groups"],
 ) -> Float[np.ndarray, " groups"]:
-    """What a visit to each group is worth [s]: dual values of a linear program.
+    """Tell what a visit to each group is worth [s]: dual values of a linear program.
 
     It seeks the round trips that take least in total and visit every node as they must, data
     nodes being `inside`, with all nodes of a group, of `size` nodes, alike. `shares` are the least
