@@ -26,7 +26,7 @@ OPERATIONS_PLANNED = 2_000_000
 
 
 def planning_s(plan: Plan) -> float:
-    """About how long the instant plan takes when nodes of a plan are lost."""
+    """Estimate how long the instant plan takes when nodes of a plan are lost [s]."""
     return PLANNING_S * _planned(plan)
 
 
@@ -56,7 +56,7 @@ class IterationTimes:
     """
 
     def __init__(self, plan: Plan, most: int, watch: Callable[[int], None] | None = None):
-        """`plan` is the one for all nodes; `watch` is told how many placements are planned."""
+        """Take the `plan` for all nodes; `watch` is told how many placements are planned."""
         self.most = most
         self.planned = self.likened = 0
         self._plan = plan

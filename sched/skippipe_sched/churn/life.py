@@ -125,28 +125,23 @@ def live(
     return _Life(plan, policy, costs, changes, end_s, iteration_s).record()
 
 
+@dataclass(eq=False)
 class _Life:
     """The state of a run: what time it is, who takes part, who holds what."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        policy: str,
-        costs: Costs,
-        changes: tuple[Change, ...],
-        end_s: float,
-        iteration_s: IterationTime,
-    ):
-        self.plan = plan
-        self.policy = policy
-        self.costs = costs
-        self.end_s = end_s
-        self.iteration_s = iteration_s
-        self.states = States(plan.case, costs.state_factor)
-        self.hosts = Attendance(len(plan.case.nodes), changes)
+    plan: Plan
+    policy: str
+    costs: Costs
+    changes: tuple[Change, ...]
+    end_s: float
+    iteration_s: IterationTime
+
+    def __post_init__(self):
+        self.states = States(self.plan.case, self.costs.state_factor)
+        self.hosts = Attendance(len(self.plan.case.nodes), self.changes)
         self.now_s = 0.0
         self.saved = 0
-        self.stage_of = list(plan.stage_of)
+        self.stage_of = list(self.plan.stage_of)
         # Who takes part in the generation, how many did when it formed, and who of them has the
         # state of his stage.
         self.members = set(self.hosts.there)
@@ -412,10 +407,6 @@ class Pace:
         return self.free_s(step) if self.free_s(step) >= time_s else self.free_s(step + 1)
 
 
-# Parameters, and the two moments of AdamW.
-OF_PARAMETERS = 3.0
-
-
 def buddies(placement: Sequence[Sequence[int]]) -> dict[int, int]:
     """Tell who keeps copies of stages: the first node of the next stage that has one, in a circle.
 
@@ -440,7 +431,7 @@ class States:
     """
 
     def __init__(self, case: Case, factor: float):
-        """`factor` of 0: states take no longer than the latency of a link."""
+        """Take a `factor`; with 0, states take no longer than the latency of a link."""
         self._factor = factor
         self._stage_bytes = case.stage_bytes
         self._latency_s, self._bandwidth = case.link_matrices

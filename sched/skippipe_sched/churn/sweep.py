@@ -9,7 +9,7 @@ import numpy as np
 
 from skippipe_sched.churn.faults import draw_changes
 from skippipe_sched.churn.iteration_times import IterationTimes
-from skippipe_sched.churn.life import DOWN, NOTICING, REGROUPING, Costs, Pace, Record, live
+from skippipe_sched.churn.life import SPENT, Costs, Pace, Record, live
 from skippipe_sched.churn.policies import POLICIES, RESTART, REWIND
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import duration_text
@@ -125,9 +125,7 @@ def _point(
         recoveries={
             kind: mean(record.recoveries.get(kind, 0) for record in records) for kind in kinds
         },
-        spent_s={
-            kind: mean(record.spent_s[kind] for record in records) for kind in records[0].spent_s
-        },
+        spent_s={kind: mean(record.spent_s[kind] for record in records) for kind in SPENT},
     )
 
 
@@ -138,7 +136,7 @@ Cells = Sequence[str]
 
 
 def goodputs(points: Sequence[Point]) -> str:
-    """Goodput by policy (a line each) and by mean time between faults of a node."""
+    """Write the goodput by policy (a line each) and by mean time between faults of a node."""
     mtbfs_s = list(dict.fromkeys(point.mtbf_s for point in points))
     lines: list[Cells] = [("goodput", *map(duration_text, mtbfs_s))]
     for policy in POLICIES:
@@ -149,12 +147,10 @@ def goodputs(points: Sequence[Point]) -> str:
 
 def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
     """Show where the time goes at one rate, by policy: shares of it, steps undone, recoveries."""
-    lines: list[Cells] = [
-        ("of the time", NOTICING, REGROUPING, DOWN, "lost", "steps undone", "recoveries")
-    ]
+    lines: list[Cells] = [("of the time", *SPENT, "lost", "steps undone", "recoveries")]
     for point in points:
         if point.mtbf_s == mtbf_s:
-            shares = [point.spent_s[kind] / end_s for kind in (NOTICING, REGROUPING, DOWN)]
+            shares = [point.spent_s[kind] / end_s for kind in SPENT]
             recoveries = ", ".join(
                 f"{count:.1f} {kind}" for kind, count in point.recoveries.items()
             )

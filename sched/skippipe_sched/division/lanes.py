@@ -152,8 +152,3 @@ class Division:
             "idle": list(self.idle),
             "lanes": [part.to_json() for part in self.parts],
         }
-
-
-def soonest(divisions: Sequence[Division]) -> Division:
-    """Choose the one whose last expert is done first; among equals the first."""
-    return min(divisions, key=lambda division: division.seconds)

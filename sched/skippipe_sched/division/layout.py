@@ -78,7 +78,7 @@ class Layouts:
     """
 
     def __init__(self, whole: Whole, work: Sequence[float], placed: Placed, *, equal: bool):
-        """`work` is that of each lane, in any unit; `placed` puts nodes on the stages of a lane."""
+        """Take the `work` of each lane, in any unit; `placed` puts nodes on a lane's stages."""
         self.placed = placed
         self.whole = whole
         self.work = np.array(work)
@@ -86,9 +86,11 @@ class Layouts:
         self.near_s = whole.case.round_trip_s + whole.case.round_trip_s.T
 
     def first(self, random: np.random.Generator) -> Layout:
-        """Nodes in proportion to the work, more or less, in the order of a tour or in any order."""
+        """Place nodes about in proportion to the work, in the order of a tour or in any order."""
         counts = self.counts(random)
-        nodes = self.tour(random) if random.random() < 0.5 else self.any_order(random)
+        is_tour = random.random() < 0.5
+        nodes = random.permutation(len(self.whole.case.nodes)).tolist()
+        nodes = self.tour(nodes) if is_tour else nodes
         places = [Place(Cut(1, (), 1), ())] * len(counts)
         for lane in random.permutation(len(counts)):
             own, nodes = nodes[: counts[lane]], nodes[counts[lane] :]
@@ -109,13 +111,8 @@ class Layouts:
             counts[first[np.argmax((share / counts)[first])]] += 1
         return counts
 
-    def any_order(self, random: np.random.Generator) -> list[int]:
-        """Draw an order of all nodes."""
-        return random.permutation(len(self.whole.case.nodes)).tolist()
-
-    def tour(self, random: np.random.Generator) -> list[int]:
-        """Draw a tour of all nodes, each followed by the nearest that is left."""
-        left = self.any_order(random)
+    def tour(self, left: list[int]) -> list[int]:
+        """Make a tour of these nodes from the last on, each followed by the nearest of the rest."""
         nodes = [left.pop()]
         while left:
             nodes.append(left.pop(int(np.argmin(self.near_s[nodes[-1], left]))))

@@ -37,6 +37,11 @@ class Cut:
         """How many it needs."""
         return sum(self.sizes)
 
+    @property
+    def model(self) -> tuple[int, int]:
+        """What paths through the stages depend on: how many are one, and how many a path visits."""
+        return self.merged, self.path_length
+
 
 class Whole:
     """A case to take parts of, and how its stages may be merged in them.
@@ -141,10 +146,7 @@ class Whole:
         case, rules = self.case, self.case.rules
         described = [
             own
-            | {
-                "forward_s": own["forward_s"] * training.compute,
-                "memory": own["memory"] // merged,
-            }
+            | {"forward_s": own["forward_s"] * training.compute, "memory": own["memory"] // merged}
             for own in (self.described[node] for node in nodes)
         ]
         distance = rules.max_swap_distance // merged

@@ -160,6 +160,8 @@ def _layout(plan: Plan, by_node: bool, listed: int) -> _Layout:
     across = radius + LABEL + CHARACTER * max(len(_cut(location)) for location in members)
     up = radius + LABEL + LINE if level else across
     panel = 2 * MARGIN + 2 * across
+    # The legend and the list of the busiest links.
+    lines = 5 + math.ceil(len(plan.stages) / COLUMNS) + 2.2 * listed
     return _Layout(
         angles=angles,
         arcs=arcs,
@@ -168,7 +170,7 @@ def _layout(plan: Plan, by_node: bool, listed: int) -> _Layout:
         centre=(MARGIN + across, TOP + up),
         panel=panel,
         width=panel + PANEL + MARGIN,
-        height=max(TOP + 2 * up + MARGIN, _panel_height(plan, listed)),
+        height=max(TOP + 2 * up + MARGIN, TOP + LINE * lines),
     )
 
 
@@ -359,7 +361,8 @@ def _draw_legend(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow
         ("pipeline", "activations, gradients"),
         ("averaging", "averaging of a stage"),
     ):
-        largest = max((flow for flow in flows if flow.use == use), key=_bytes_of, default=None)
+        own = (flow for flow in flows if flow.use == use)
+        largest = max(own, key=lambda flow: flow.bytes, default=None)
         if largest is None:
             continue
         start, end = np.array([x, y - 4]), np.array([x + 40, y - 4])
@@ -386,9 +389,12 @@ def _draw_busiest(
     for rank, flow in enumerate(flows, start=1):
         y += 1.3 * LINE
         _draw_badge(svg, rank, x + BADGE, y - 4)
-        add_text(svg, "", x + 22, y, _locations_of(plan, flow))
+        ends, nodes = (flow.source, flow.target), ""
+        if isinstance(flow.source, int):
+            ends = (plan.case.nodes[node].location for node in ends)
+            nodes = f"{flow.source} → {flow.target} · "
+        add_text(svg, "", x + 22, y, " → ".join(map(_cut, ends)))
         y += 0.9 * LINE
-        nodes = f"{flow.source} → {flow.target} · " if isinstance(flow.source, int) else ""
         add_text(
             svg,
             "",
@@ -396,15 +402,6 @@ def _draw_busiest(
             y,
             f"{nodes}busy {seconds_text(flow.busy_s)} · {size_text(flow.bytes)} · {flow.use}",
         )
-
-
-def _panel_height(plan: Plan, listed: int) -> float:
-    """Compute the room for the legend and the list of the busiest links."""
-    return TOP + LINE * (5 + math.ceil(len(plan.stages) / COLUMNS) + 2.2 * listed)
-
-
-def _bytes_of(flow: Flow) -> float:
-    return flow.bytes
 
 
 def _flow_class(plan: Plan, flow: Flow, busiest: bool) -> str:
@@ -418,17 +415,9 @@ def _flow_class(plan: Plan, flow: Flow, busiest: bool) -> str:
 
 def _flow_width(flow: Flow, flows: Sequence[Flow]) -> float:
     """Take the root of its bytes, on a scale that grows finer where arrows are many."""
-    most = max(map(_bytes_of, flows))
+    most = max(flow.bytes for flow in flows)
     widest = WIDEST_FLOW * min(1.0, math.sqrt(ROOMY_FLOWS / len(flows)))
     return max(LEAST_FLOW, widest * math.sqrt(flow.bytes / most)) if most else LEAST_FLOW
-
-
-def _locations_of(plan: Plan, flow: Flow) -> str:
-    return " → ".join(_cut(_location(plan, place)) for place in (flow.source, flow.target))
-
-
-def _location(plan: Plan, place: int | str) -> str:
-    return plan.case.nodes[place].location if isinstance(place, int) else place
 
 
 def _cut(name: str) -> str:

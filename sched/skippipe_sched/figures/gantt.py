@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement
 
 from skippipe_sched.figures.colours import microbatch_colours
@@ -116,7 +115,7 @@ def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, t
 
 
 def _shown_s(timeline: Timeline) -> float:
-    """Until when a timeline is drawn: one of many may have ended before the next is as far."""
+    """Tell until when a timeline is drawn: one of many may have ended before the next is as far."""
     return max(timeline.end_s, timeline.iteration_s)
 
 
@@ -227,38 +226,22 @@ def _draw_axis(svg: Element, layout: _Layout) -> None:
     add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
 
 
-class _Wait(NamedTuple):
-    """A node idle while the input of its next operation is on its way [s]."""
-
-    transfer: Transfer
-    start_s: float
-    end_s: float
-
-
-def _waits(timeline: Timeline) -> list[_Wait]:
-    """List what the network costs the nodes: not the time in which another node still computes."""
+def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
+    """Draw what the network costs the nodes: not the time in which another node still computes."""
     transfers = {transfer.operation: transfer for transfer in timeline.transfers}
     free_s = [*timeline.free_s] or [0.0] * timeline.nodes
-    waits = []
     for run in timeline.runs:
-        node = run.operation.node
+        _, microbatch, node = run.operation
         transfer = transfers.get(run.operation)
         if transfer is not None and transfer.end_s > free_s[node]:
             start_s = max(free_s[node], transfer.ready_s)
-            waits.append(_Wait(transfer, start_s, transfer.end_s))
+            start, end = layout.x(start_s), layout.x(transfer.end_s)
+            add_tip(
+                _bar(svg, "wait", start, end, layout.row_tops[node]),
+                f"Node {node} waits for microbatch {microbatch} "
+                f"from node {transfer.source}: {layout.span(start_s, transfer.end_s)}",
+            )
         free_s[node] = run.end_s
-    return waits
-
-
-def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
-    for transfer, start_s, end_s in _waits(timeline):
-        row_top = layout.row_tops[transfer.target]
-        bar = _bar(svg, "wait", layout.x(start_s), layout.x(end_s), row_top)
-        add_tip(
-            bar,
-            f"Node {transfer.target} waits for microbatch {transfer.operation.microbatch} "
-            f"from node {transfer.source}: {layout.span(start_s, end_s)}",
-        )
 
 
 def _draw_transfers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
@@ -365,7 +348,7 @@ def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
 
 
 def _microbatch_style(microbatch: int) -> str:
-    """Light with dark numbers for forward, dark with white numbers for backward."""
+    """Style forwards light with dark numbers, backwards dark with white numbers."""
     light, dark = microbatch_colours(microbatch)
     return (
         f".gantt .F.m{microbatch}{{fill:{light}}}"

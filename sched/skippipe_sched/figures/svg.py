@@ -111,7 +111,7 @@ def rounded(value: float) -> str:
 
 
 def round_ticks(end: float, start: float = 0.0, most: int = MOST_TICKS) -> list[float]:
-    """Round numbers from `start` to `end`, at most `most` + 1 of them."""
+    """List round numbers from `start` to `end`, at most `most` + 1 of them."""
     span = end - start
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * most >= span)
@@ -130,5 +130,5 @@ def add_circle(parent: Element, classes: str, x: float, y: float, radius: float)
 
 
 def point(place: Iterable[float]) -> str:
-    """Coordinates, as paths and polygons have them."""
+    """Write coordinates as paths and polygons have them."""
     return " ".join(map(rounded, place))

@@ -56,8 +56,11 @@ def chrome_trace(
     predicted.
     """
     shown = {"": timeline}
+    told = {"iteration_s": timeline.iteration_s, "pipeline_s": timeline.pipeline_s}
     if measured is not None:
         shown = {"predicted · ": timeline, "measured · ": measured}
+        told["measured_iteration_s"] = measured.iteration_s
+        told["measured_pipeline_s"] = measured.pipeline_s
     # Zero would be the idle process and thread to Perfetto, and a thread with the number of its
     # process the main one.
     thread = len(shown) * len(plan.stages)
@@ -81,19 +84,7 @@ def chrome_trace(
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {
-            "method": plan.method,
-            "iteration_s": timeline.iteration_s,
-            "pipeline_s": timeline.pipeline_s,
-        }
-        | (
-            {}
-            if measured is None
-            else {
-                "measured_iteration_s": measured.iteration_s,
-                "measured_pipeline_s": measured.pipeline_s,
-            }
-        ),
+        "otherData": {"method": plan.method} | told,
     }
 
 
@@ -126,7 +117,7 @@ def _events(piece: _Slice, process: int, thread: int) -> list[dict[str, Any]]:
 
 
 def _microseconds(time_s: float) -> float:
-    """To whole nanoseconds, as Perfetto counts: else rounding could make neighbours overlap."""
+    """Round to nanoseconds, as Perfetto counts: else rounding could make neighbours overlap."""
     return round(time_s * 1e9) / 1e3
 
 

@@ -37,7 +37,7 @@ StageSet = tuple[int, ...]
 
 
 def routes(case: Case, search: Search) -> Routes:
-    """Balanced partial paths for `case`.
+    """Choose balanced partial paths for `case`.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -138,7 +138,7 @@ def balanced_stage_sets(
 
 
 def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSet]:
-    """Balanced sets that share as many steps with `sets` as can be.
+    """Find balanced sets that share as many steps with `sets` as can be.
 
     Ascending sets are ways from stage 0, a step into a stage at each position, and all of them
     together are a flow of whole microbatches over these steps: an integer program finds it.

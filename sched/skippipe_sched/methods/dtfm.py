@@ -257,7 +257,7 @@ def _cost(parts, model):
 
 @kernel
 def _averaging_s(counts, stage, model):
-    """About the quickest ring over these nodes: no ring has a cheaper slowest link than this.
+    """Estimate the quickest ring over these nodes: no ring has a cheaper slowest link than this.
 
     Each location needs two neighbours, and all of them must hang together.
     """
@@ -301,7 +301,7 @@ def _averaging_s(counts, stage, model):
 
 @kernel
 def _match_s(counts, others, model):
-    """Mean round trip when the replicas of two stages are matched, near ones first.
+    """Compute the mean round trip when the replicas of two stages are matched, near ones first.
 
     A stage of three and one of five are matched in fifteen equal parts. Then pairs trade partners
     as long as that helps.

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -153,15 +153,11 @@ class _Joint:
             self.each(threads, chains, lambda chain: self.annealer.settle(chain, settling))
             for round_ in ROUNDS:
                 chains = sorted(chains, key=lambda chain: chain.cost_s)[: round_.chains]
-                share = int(round_.share * steps / len(chains))
-                reference_s = chains[0].cost_s
-                self.each(
-                    threads,
-                    chains,
-                    lambda chain, r=round_, n=share, s=reference_s: self.annealer.anneal(
-                        chain, r, n, s
-                    ),
+                share, first_s = int(round_.share * steps / len(chains)), chains[0].cost_s
+                work_on = partial(
+                    self.annealer.anneal, round_=round_, steps=share, reference_s=first_s
                 )
+                self.each(threads, chains, work_on)
             work_of_polish = POLISH_SHARE * steps * REPLAYS_OF_STEP
             worth = work_of_polish / self.annealer.steps_to_reorder
             most = int(np.clip(worth, THREADS, len(every_chain)))

@@ -28,8 +28,7 @@ def plan_best(cases: Sequence[Case], method: str, search: Search) -> Plan:
         return make_plan(cases[0], method, search)
     share = CHOICE_SHARE / len(cases)
     quick = choose(
-        cases,
-        lambda case: make_plan(case, method, search.part(share)).predicted.iteration_s,
+        cases, lambda case: make_plan(case, method, search.part(share)).predicted.iteration_s
     )
     return make_plan(quick, method, search.part(1 - CHOICE_SHARE))
 

@@ -75,7 +75,7 @@ class _Solution:
 
 
 def routes(case: Case, search: Search) -> Routes:
-    """Paths found with all three kinds of conflict; the simulator judges what is best.
+    """Search for paths with all three kinds of conflict; the simulator judges what is best.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -84,7 +84,7 @@ def routes(case: Case, search: Search) -> Routes:
 
 
 def routes_without_tc2(case: Case, search: Search) -> Routes:
-    """Paths found as if microbatches never met: the paper's ablation.
+    """Search for paths as if microbatches never met: the paper's ablation.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -274,7 +274,7 @@ class _PathSearch:
         constraint: Constraint | None = None,
         start_s: float = 0.0,
     ) -> _Solution | None:
-        """`solution` with one agent planned again, under one constraint more; None if it cannot."""
+        """Plan one agent of `solution` again, under one constraint more; None if it cannot be."""
         constraints = solution.constraints[agent]
         if constraint is not None:
             constraints = (*constraints, constraint)
@@ -384,7 +384,7 @@ class QuickestPath:
         self.following = cache(self._following)
 
     def _onward(self, back: bool) -> np.ndarray:
-        """[node, node] seconds there and back; infinite where no path goes that step."""
+        """Return [node, node] the seconds there and back; infinite where no path goes that step."""
         rules = self.case.rules
         step = self.stage_of[None, :] - self.stage_of[:, None]
         if back:
@@ -394,7 +394,7 @@ class QuickestPath:
         return np.where(allowed & (self.stage_of > 0), self.round_trip_s, np.inf)
 
     def _to_go(self, data_node: int, step_s: np.ndarray) -> np.ndarray:
-        """[stages left, steps back left, node]: the least seconds on and back to the data node.
+        """Compute [stages left, steps back left, node] the least seconds on and to the data node.
 
         It knows nothing of the stages visited before, so it is never too much.
         """
@@ -411,7 +411,7 @@ class QuickestPath:
         return to_go_s
 
     def _alone(self, data_node: int) -> float:
-        """About the quickest round trip that begins at a data node [s]."""
+        """Estimate the quickest round trip that begins at a data node [s]."""
         return float(self._to_go(data_node, self.visit_s)[-1, -1, data_node])
 
     def _following(self, visited: tuple[int, ...]) -> tuple[int, ...]:

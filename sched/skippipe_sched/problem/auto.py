@@ -101,7 +101,7 @@ def choose(cases: Sequence[Case], judge: Callable[[Case], float]) -> Case:
 
 
 def _any_sizes(given: Mapping[str, Any]) -> list[int]:
-    """Sizes that fit the nodes, with one data node."""
+    """Return sizes that fit the nodes, with one data node."""
     fields.mapping(given, "case", given, ("stage_count",))
     nodes = node_count(given["nodes"])
     stages = fields.integer(given["stage_count"], "case.stage_count", 1)
@@ -155,7 +155,7 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
 
 
 def _work(case: Case, path_length: int) -> Float[np.ndarray, " stages"]:
-    """Forward passes that one microbatch is worth to each stage, the inner ones on average (CC3).
+    """Count the forwards that a microbatch is worth to each stage, inner ones on average (CC3).
 
     Every microbatch visits the data stage, which has the loss too.
     """

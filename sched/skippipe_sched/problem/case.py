@@ -16,23 +16,17 @@ from jaxtyping import Float
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
-from skippipe_sched.problem.averaging import EXACT, AveragingPolicy, parse_averaging
-from skippipe_sched.problem.node_mesh import MESH, mesh_of
+from skippipe_sched.problem.averaging import AveragingPolicy, parse_averaging
 
 Contention = Literal["none", "link"]
 
-REQUIRED = (
-    "nodes",
-    "links",
-    "activation_bytes",
-    "stage_bytes",
-    "stages",
-    "path_length",
-)
+REQUIRED = ("nodes", "links", "activation_bytes", "stage_bytes", "stages", "path_length")
 # Of the nodes that do not say it themselves.
 OF_NODES = {"location": "locations", "forward_s": "forward_s", "memory": "memory"}
 # A node may say it too; nobody has to. `memory: auto` follows from it.
 MEMORY_BYTES = "memory_bytes"
+# So may a node, of its own mesh of devices: over how many it is cut along each axis.
+MESH, AXES = "mesh", ("fsdp", "tensor")
 OPTIONAL = (
     *OF_NODES.values(),
     MEMORY_BYTES,
@@ -62,7 +56,8 @@ class Node:
     """A place that serves one stage.
 
     `forward_s` is the time of one forward pass of one microbatch there; `memory` is how many may be
-    in flight on it. Each of its devices has `memory_bytes`, if given; of `mesh` tells `node_mesh`.
+    in flight on it. Each of its devices has `memory_bytes`, if given, and lies in its `mesh`, which
+    the planner ignores.
     """
 
     location: str
@@ -186,7 +181,9 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         DEFAULT_SAME_LOCATION,
         DEFAULT_SAME_LOCATION,
     )
-    same_location = links.link(**_link_arguments(same), field="case.same_location")
+    same_location = links.link(
+        same["latency_ms"], same["bandwidth_GiB_per_s"], "case.same_location"
+    )
     path_length = fields.integer(given["path_length"], "case.path_length", 1)
     visited = len(stages) - len(left_out)
     if path_length > visited:
@@ -226,14 +223,10 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         contention=fields.text(  # pyright: ignore[reportArgumentType]
             given.get("contention", "link"), "case.contention", ("none", "link")
         ),
-        averaging=_averaging(given),
+        averaging=parse_averaging(given.get("averaging", {}), "case.averaging"),
         left_out=left_out,
         source={**given, "links": table_source},
     )
-
-
-def _averaging(given: Mapping[str, Any]) -> AveragingPolicy:
-    return parse_averaging(given["averaging"], "case.averaging") if "averaging" in given else EXACT
 
 
 def node_count(nodes: Any) -> int:
@@ -268,7 +261,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
                 fields.duration(own["forward_s"], f"{field}.forward_s", above=True),
                 _memory(own, field),
                 _memory_bytes(own, field),
-                mesh_of(own, field),
+                _mesh(own, field),
             )
         )
     return tuple(nodes)
@@ -303,21 +296,20 @@ def _of_all_nodes(
 
 
 def _memory(given: Mapping[str, Any], of: str) -> int:
-    """Microbatches in flight, which a case has to say where no model is known."""
-    if given["memory"] == AUTO:
-        raise InputError(
-            f"{of}.memory",
-            AUTO,
-            "follows from a model, and a case by itself has none",
-            "Write the number of microbatches, which skippipe estimate-memory says for a "
-            "configuration that has this case as plan.case",
-        )
-    return fields.integer(given["memory"], f"{of}.memory", 1)
+    return fields.integer(_known(given, "memory", of, "number of microbatches"), f"{of}.memory", 1)
 
 
 def _memory_bytes(given: Mapping[str, Any], of: str) -> float | None:
     size = given.get(MEMORY_BYTES)
     return None if size is None else fields.number(size, f"{of}.{MEMORY_BYTES}", 0.0, above=True)
+
+
+def _mesh(node: Mapping[str, Any], field: str) -> tuple[int, int] | None:
+    if node.get(MESH) is None:
+        return None
+    own = fields.mapping(node[MESH], f"{field}.{MESH}", AXES)
+    fsdp, tensor = (fields.integer(own.get(axis, 1), f"{field}.{MESH}.{axis}", 1) for axis in AXES)
+    return fsdp, tensor
 
 
 def _of_each_stage(
@@ -337,21 +329,17 @@ def _of_hop(given: Mapping[str, Any], key: str) -> float:
     return fields.number(_known(given, key), f"case.{key}", 0.0)
 
 
-def _known(given: Mapping[str, Any], key: str) -> Any:
-    """Return a size in bytes, which a case has to give where no model is known."""
+def _known(given: Mapping[str, Any], key: str, of: str = "case", unit: str = "bytes") -> Any:
+    """Return what a case has to give, in this unit, where no model is known."""
     if given[key] == AUTO:
         raise InputError(
-            f"case.{key}",
+            f"{of}.{key}",
             AUTO,
             "follows from a model, and a case by itself has none",
-            "Write the bytes, which skippipe estimate-memory says for a configuration that "
+            f"Write the {unit}, which skippipe estimate-memory says for a configuration that "
             "has this case as plan.case",
         )
     return given[key]
-
-
-def _link_arguments(same: Mapping[str, Any]) -> dict[str, Any]:
-    return {"latency_ms": same["latency_ms"], "bandwidth_gib": same["bandwidth_GiB_per_s"]}
 
 
 def _all_times(table: links.LinkTable, factor: float) -> links.LinkTable:

@@ -7,8 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.case import MEMORY_BYTES, OF_NODES, Case, Node, parse_case
-from skippipe_sched.problem.node_mesh import described
+from skippipe_sched.problem.case import (
+    AXES,
+    MEMORY_BYTES,
+    MESH,
+    OF_NODES,
+    Case,
+    Node,
+    parse_case,
+)
 
 REPLACED = (MEMORY_BYTES, "microbatches", "microbatches_per_data_node", "left_out")
 
@@ -67,7 +74,9 @@ def with_stages_left(case: Case) -> Case:
 def _described(node: Node) -> dict[str, Any]:
     """Describe a node as a case does that says all of it itself."""
     said = {key: getattr(node, key) for key in (*OF_NODES, MEMORY_BYTES)}
-    return {key: value for key, value in said.items() if value is not None} | described(node.mesh)
+    if node.mesh is not None:
+        said[MESH] = dict(zip(AXES, node.mesh, strict=True))
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def sorted_nodes(case: Case, nodes: Collection[int]) -> tuple[int, ...]:

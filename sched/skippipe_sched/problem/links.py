@@ -64,7 +64,7 @@ class LinkTable:
     def matrices(
         self, locations: Sequence[str]
     ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
-        """Latency [s] and bandwidth [bytes/s] between nodes at `locations`, source first."""
+        """Return latency [s] and bandwidth [bytes/s] between nodes at `locations`, source first."""
         names = sorted(set(locations))
         index = np.array([names.index(name) for name in locations])
         latency = np.array([[self.link(a, b).latency_s for b in names] for a in names])

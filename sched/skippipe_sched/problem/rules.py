@@ -62,7 +62,7 @@ def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
 
 
 def fair_shares(case: Case, nodes: Sequence[int], visits: int) -> list[float]:
-    """TC1's share of `visits` for each replica of a stage: in proportion to its speed."""
+    """Compute TC1's share of `visits` for each replica of a stage: in proportion to its speed."""
     fastest_s = min(case.nodes[node].forward_s for node in nodes)
     speeds = [fastest_s / case.nodes[node].forward_s for node in nodes]
     return [visits * speed / sum(speeds) for speed in speeds]

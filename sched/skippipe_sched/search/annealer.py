@@ -17,14 +17,7 @@ from skippipe_sched.search.annealing import (
     polish,
     settle,
 )
-from skippipe_sched.search.arrays import (
-    Candidate,
-    Order,
-    Problem,
-    copy,
-    copy_of,
-    order_for,
-)
+from skippipe_sched.search.arrays import Candidate, Order, Problem, copy, copy_of, order_for
 from skippipe_sched.search.compiled import fast
 from skippipe_sched.search.evaluator import evaluate, replay
 
@@ -38,16 +31,8 @@ CACHED_OPERATIONS = 5000
 # A chain looks at the clock whenever it has done about this many seconds of work.
 LOOK_S = 0.1
 
-# How often each move is tried, by its number in moves.py.
-WEIGHTS = {
-    moves.NODES: 2.0,
-    moves.REPLICAS: 3.0,
-    moves.STAGES: 2.0,
-    moves.SWAP: 1.0,
-    moves.TAILS: 2.0,
-    moves.REPLICA: 0.5,
-    moves.STAGE: 0.5,
-}
+# How often each move is tried: NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE of moves.py.
+WEIGHTS = np.array([2.0, 3.0, 2.0, 1.0, 2.0, 0.5, 0.5])
 # The mean end of the data nodes guides the search where the maximum is flat.
 MEAN_WEIGHT = 0.3
 # The quick estimate is about seconds, whatever the case.
@@ -101,7 +86,7 @@ class Annealer:
         slower = 1 + min(2.0, operations / CACHED_OPERATIONS)
         self.operations = operations * slower + OPERATIONS_OF_MOVE
         self.steps_to_reorder = STEPS_TO_REORDER * operations**2
-        self.weights = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
+        self.weights = WEIGHTS.copy()
         self.polish_moves = np.ones(moves.MOVES)
         if problem.unequal:  # Then a node's order is not another's.
             self.polish_moves[moves.NODES] = 0.0

@@ -14,12 +14,12 @@ import numpy as np
 
 from skippipe_sched.search.arrays import (
     Candidate,
-    Order,
     Problem,
     Scratch,
     copy,
     copy_of,
     hop_seconds,
+    no_order,
     operation_s,
     scratch_for,
     slot_at,
@@ -82,9 +82,7 @@ def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
 @kernel
 def cost_of(problem, candidate, scratch, limit, mean_weight):
     """Compute what a candidate costs [s] with the dispatch of `simulate`."""
-    nothing = np.zeros(0, np.int64)
-    order = Order(nothing, nothing)
-    return evaluate(problem, candidate, order, scratch, limit, mean_weight)
+    return evaluate(problem, candidate, no_order(), scratch, limit, mean_weight)
 
 
 @kernel
@@ -352,7 +350,7 @@ def _follow_relocation(candidate, undo, order, before, state):
 
 @kernel
 def _rotate(operations, i, k, forward):
-    """Operation i goes to k past those between, or if not `forward` operation k to i."""
+    """Move operation i to k past those between, or if not `forward` operation k to i."""
     if forward:
         moved = operations[i]
         for place in range(i, k):

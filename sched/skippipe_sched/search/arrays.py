@@ -159,7 +159,8 @@ def order_for(candidate: Candidate) -> Order:
     return Order(np.zeros(first[-1], np.int64), first)
 
 
-def no_order() -> Order:
+@kernel
+def no_order():
     """Return the order of no operations: dispatch chooses, and nothing is written down."""
     return Order(np.zeros(0, np.int64), np.zeros(0, np.int64))
 

@@ -291,7 +291,7 @@ def replay(problem, candidate, order, scratch, limit_s, mean_weight):
 
 @kernel
 def _clear(problem, candidate, order, ordered, scratch):
-    """Begin: all microbatches arrive at once. Links are cleared by `_set_remaining`."""
+    """Let all microbatches arrive at once to begin. Links are cleared by `_set_remaining`."""
     for m in range(candidate.paths.shape[0]):
         scratch.position[m] = 0
         scratch.running[m] = False

@@ -69,7 +69,7 @@ def below(state, number):
 
 @kernel
 def keeps_rules(problem, path):
-    """CC1 and CC2 of one path, as rules.sequence_problem says them."""
+    """Tell whether a path keeps CC1 and CC2, as rules.sequence_problem says them."""
     highest = 0
     previous = 0
     swaps = 0
@@ -92,7 +92,7 @@ def keeps_rules(problem, path):
 
 @kernel
 def keeps_shares(problem, candidate, stage):
-    """TC1 of one stage, as rules.violations says it."""
+    """Tell whether one stage keeps TC1, as rules.violations says it."""
     begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
     total = 0
     speeds = 0.0
@@ -113,7 +113,7 @@ def keeps_shares(problem, candidate, stage):
 
 @kernel
 def keeps_balance(problem, candidate):
-    """CC3, as rules.violations says it."""
+    """Tell whether a candidate keeps CC3, as rules.violations says it."""
     least, most = np.int64(1) << 60, np.int64(0)
     for stage in range(1, problem.ring_bytes.shape[0]):
         total = 0
@@ -204,7 +204,7 @@ def _exchange_nodes(candidate, undo):
 
 @kernel
 def _exchange_replicas(problem, candidate, a, b, i):
-    """Two microbatches exchange the replicas on which they visit one stage."""
+    """Let two microbatches exchange the replicas on which they visit one stage."""
     paths = candidate.paths
     stage = problem.stage_of_slot[paths[a, i]]
     for k in range(1, paths.shape[1]):

@@ -167,7 +167,7 @@ def settle_ring(
 
 
 def _try_every_ring(latency, bandwidth, stage_bytes, ring):
-    """Heap's algorithm: all orders of the replicas after the first, each one swap from the last."""
+    """Try all orders of the replicas after the first by Heap's algorithm, a swap after each."""
     replicas = len(ring)
     best = ring.copy()
     least_s = ring_s(latency, bandwidth, stage_bytes, ring)

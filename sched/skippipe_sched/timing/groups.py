@@ -104,7 +104,7 @@ class RoundTrips:
 def round_trips(
     hop_s: Float[np.ndarray, "groups groups"], count: Int[np.ndarray, " groups"], path_length: int
 ) -> RoundTrips:
-    """Held and Karp's dynamic program, from every group; a group has nodes for `count` visits."""
+    """List round trips by Held and Karp's dynamic program; a group has nodes for `count` visits."""
     groups = np.arange(len(count))
     start = last = groups
     visits = np.zeros((len(groups), len(groups)), dtype=np.int64)

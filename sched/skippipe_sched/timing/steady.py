@@ -146,7 +146,7 @@ class _Iterations(Replay):
             self._apply(due)
 
     def _send(self, fragment: int) -> None:
-        """Rings begin when the last replica is there and the stage's ring before is over."""
+        """Begin rings when the last replica is there and the stage's ring before is over."""
         for ring in self.rings:
             last = max(ring.nodes, key=self.free_s.__getitem__)
             start_s, origin = self.free_s[last], self.free_from[last]
@@ -157,7 +157,7 @@ class _Iterations(Replay):
             ring.end_s[fragment] = start_s + self.ring_s(ring)
 
     def _apply(self, fragment: int) -> None:
-        """Nodes wait for what they apply: a ring is late when it ends after the last of them."""
+        """Let nodes wait for what they apply: a ring is late if it ends after the last of them."""
         for ring in self.rings:
             end_s = ring.end_s[fragment]
             self.late_s = max(self.late_s, end_s - max(self.free_s[node] for node in ring.nodes))
@@ -183,7 +183,7 @@ class _Iterations(Replay):
 
 
 def _settled(run: _Iterations) -> tuple[float, float]:
-    """Mean seconds of an iteration once a run is steady, and by how much rings are late then."""
+    """Run until steady; return an iteration's mean seconds, and by how much rings are late then."""
     nodes, every = len(run.free_s), run.policy.every
     states, late = [], []
     mean_s = None
@@ -218,7 +218,7 @@ def _most_cycles(run: _Iterations) -> int:
 
 
 def _mean_s(states: Sequence[Float[np.ndarray, " things"]], nodes: int, every: int) -> float:
-    """Mean seconds of an iteration, by when those end that the first and last states are after."""
+    """Compute an iteration's mean seconds from those after which first and last states are."""
     first_s, last_s = (float(state[:nodes].max()) for state in (states[0], states[-1]))
     return (last_s - first_s) / (len(states) - 1) / every
 

@@ -146,6 +146,6 @@ class Stretch:
 
 
 def no_stretch(microbatches: int, positions: int, stages: int) -> Stretch:
-    """Everything takes as long as the timing model says."""
+    """Return a stretch by which everything takes as long as the timing model says."""
     ones = np.ones((microbatches, positions))
     return Stretch(ones, ones, np.ones(stages))
