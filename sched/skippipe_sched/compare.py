@@ -103,7 +103,7 @@ def _outcome(case: Case, method: str, search: Search) -> Row | Refusal:
 
 
 def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
-    """The figures of one plan, without its ratio to another."""
+    """Compute the figures of one plan, without its ratio to another."""
     links = link_traffic(plan, timeline)
     bound_s = plan.predicted.lower_bound_s
     assert bound_s is not None, "of a plan by a method"
@@ -125,7 +125,7 @@ def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
 
 
 def to_json(rows: Sequence[Row | Refusal]) -> list[dict[str, Any]]:
-    """The rows as JSON objects; a refusal has only its method and its reason.
+    """Turn the rows into JSON objects; a refusal has only its method and its reason.
 
     `late_s` is there if it means something.
     """
@@ -151,17 +151,15 @@ HEADINGS = (
 
 
 def table(rows: Sequence[Row | Refusal]) -> str:
-    """The rows as aligned text, a line each; below, which rings are late, and who has refused."""
+    """Write the rows as aligned text, a line each; below, late rings and who has refused."""
     lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
-    # Text begins at the left, figures end at the right.
-    left = [HEADINGS.index(heading) for heading in ("method", "busiest link")]
     refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, Refusal)]
     late = [
         f"{row.method}: a ring is {row.late_s:.2f} s longer than its delay allows"
         for row in rows
         if isinstance(row, Row) and row.late_s
     ]
-    return "\n".join([aligned(lines, left), *late, *refused])
+    return "\n".join([aligned(lines, (0, len(HEADINGS) - 1)), *late, *refused])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -198,7 +196,7 @@ STYLE = """
 
 
 def picture(rows: Sequence[Row | Refusal], case_name: str) -> str:
-    """The rows as the text of an SVG: a bar for every method, as long as its iteration.
+    """Draw the rows as the text of an SVG: a bar for every method, as long as its iteration.
 
     The bar begins with the pipeline; the rest is averaging that the pipeline does not hide. A mark
     stands at the lower bound for paths of the method's length.
@@ -222,7 +220,9 @@ def picture(rows: Sequence[Row | Refusal], case_name: str) -> str:
         if isinstance(row, Row):
             _draw_row(svg, row, left, top, scale)
         else:
-            _draw_refusal(svg, row, left, top)
+            room = int((WIDTH - MARGIN - left) / CHARACTER)
+            reason = shortened(row.reason, room)
+            add_tip(add_text(svg, "refused", left, top + BAR_TOP + 12, reason), row.reason)
     return svg_text(svg)
 
 
@@ -260,10 +260,3 @@ def _draw_row(svg: Element, row: Row, left: float, top: float, scale: float) -> 
     ratio = "" if row.ratio_to_full is None else f" · {row.ratio_to_full:.3f} of full"
     figures = f"{seconds_text(row.iteration_s)}{ratio} · gap {row.gap:z.1%}"
     add_text(svg, "", end + 8, top + BAR_TOP + 12, figures)
-
-
-def _draw_refusal(svg: Element, row: Refusal, left: float, top: float) -> None:
-    room = int((WIDTH - MARGIN - left) / CHARACTER)
-    add_tip(
-        add_text(svg, "refused", left, top + BAR_TOP + 12, shortened(row.reason, room)), row.reason
-    )

@@ -65,7 +65,7 @@ LINES = "\n\t"
 
 
 def printable(text: str, kept: str = "") -> str:
-    """A text of others in which nothing moves a terminal's cursor, but for what is `kept`."""
+    """Escape what moves a terminal's cursor in a text of others, but for what is `kept`."""
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
@@ -116,18 +116,18 @@ class Terminated(KeyboardInterrupt):
 
 
 def code_of_interrupt(error: KeyboardInterrupt) -> int:
-    """The exit code of a process that a signal has interrupted."""
+    """Return the exit code of a process that a signal has interrupted."""
     return TERMINATED_EXIT_CODE if isinstance(error, Terminated) else INTERRUPTED_EXIT_CODE
 
 
 def kind_of(error: BaseException) -> type[InputError]:
-    """Which of the two tells of an error of the system, by whether it may be over by itself."""
+    """Choose which of the two tells of an error of the system: may it be over by itself?"""
     passes = isinstance(error, OSError) and error.errno in _PASSING
     return TemporaryError if passes else InputError
 
 
 def as_input_error(error: BaseException) -> InputError | None:
-    """An error as a user is told of it in one line, wherever it arose; None for any other."""
+    """Turn an error into one that a user is told in one line, wherever it arose; else None."""
     if isinstance(error, InputError):
         return error
     if isinstance(error, OSError) and error.errno in FULL_DISK:
@@ -178,12 +178,12 @@ def _signals_that_raise() -> Iterator[None]:
 
 
 def raise_terminated(*_: Any) -> NoReturn:
-    """What SIGTERM does to a command that has begun."""
+    """Raise what ends a command that has begun when SIGTERM comes."""
     raise Terminated("by SIGTERM")
 
 
 def loading() -> AbstractContextManager[None]:
-    """While a command imports what it computes with, let signals end it without a traceback.
+    """Let signals end a command without a traceback while it imports what it computes with.
 
     That takes seconds, and some packages would take a KeyboardInterrupt for a failed import.
     """
@@ -206,7 +206,7 @@ def signals_that_end() -> Iterator[None]:
 
 
 def end_quietly_on_interrupt() -> None:
-    """Where a package is imported for a command, let signals end it without a traceback.
+    """Let signals end a process without a traceback while a package is imported for a command.
 
     That is over when `run_command` begins.
     """

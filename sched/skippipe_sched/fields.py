@@ -75,7 +75,7 @@ def _unfolded(node: yaml.Node, sizes: dict[int, float]) -> float:
 
 
 def read_text(path: Path, field: str) -> str:
-    """The text of a file; `InputError` naming `field` if it cannot be read."""
+    """Read the text of a file; raise `InputError` naming `field` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -90,12 +90,12 @@ def read_text(path: Path, field: str) -> str:
 
 
 def load_yaml(path: Path, field: str) -> Any:
-    """The content of a YAML file."""
+    """Read the content of a YAML file."""
     return parse_yaml(read_text(path, field), field, str(path))
 
 
 def parse_yaml(text: str, field: str, origin: str) -> Any:
-    """The value of a YAML text that came from `origin` (a path or an argument, for messages)."""
+    """Read the value of a YAML text from `origin` (a path or an argument, for messages)."""
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -108,7 +108,7 @@ def parse_yaml(text: str, field: str, origin: str) -> Any:
 
 
 def load_json(path: Path, field: str) -> Any:
-    """The content of a JSON file."""
+    """Read the content of a JSON file."""
     content = read_text(path, field)
     try:
         return json.loads(content)
@@ -121,7 +121,7 @@ def load_json(path: Path, field: str) -> Any:
 def mapping(
     value: Any, field: str, allowed: Collection[str], required: Collection[str] = ()
 ) -> dict:
-    """A mapping with only the `allowed` keys and all of the `required` ones."""
+    """Check a mapping: only the `allowed` keys, and all of the `required` ones."""
     if not isinstance(value, dict):
         raise InputError(field, value, "must be a mapping of keys to values", "Write key: value")
     for key in value:
@@ -136,13 +136,13 @@ def mapping(
 
 
 def guess(given: Any, known: Collection[str]) -> str:
-    """Which of the known names was probably meant, as the beginning of a remedy; or nothing."""
+    """Guess which known name was meant, as the beginning of a remedy; return "" if none is near."""
     close = difflib.get_close_matches(str(given), list(known), n=1)
     return f"Did you mean {close[0]}? " if close else ""
 
 
 def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = False) -> float:
-    """A finite number of at least `minimum` (greater than it where `above`).
+    """Read a finite number of at least `minimum` (greater than it where `above`).
 
     YAML 1.1 reads ``3e-4`` as text; such text counts as the number that it spells.
     """
@@ -179,7 +179,7 @@ def duration(value: Any, field: str, *, above: bool = False) -> float:
 def integer(
     value: Any, field: str, minimum: int | None = None, maximum: int = LARGEST_WHOLE
 ) -> int:
-    """A whole number within the bounds."""
+    """Read a whole number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(field, value, "must be a whole number", "Write a number without fraction")
     if minimum is not None and value < minimum:
@@ -194,7 +194,7 @@ def integer(
 
 
 def text(value: Any, field: str, choices: Collection[str] | None = None) -> str:
-    """A non-empty string of printable characters, one of `choices` if they are given."""
+    """Read a non-empty string of printable characters, one of `choices` if they are given."""
     if not isinstance(value, str) or not value:
         raise InputError(field, value, "must be text", "Write a name, in quotes")
     if not value.isprintable():
@@ -206,7 +206,7 @@ def text(value: Any, field: str, choices: Collection[str] | None = None) -> str:
 
 
 def sequence(value: Any, field: str, *, minimum_length: int = 1) -> list:
-    """A list with at least `minimum_length` entries."""
+    """Read a list with at least `minimum_length` entries."""
     if not isinstance(value, list | tuple):
         raise InputError(field, value, "must be a list", "Write [first, second, ...]")
     if len(value) < minimum_length:

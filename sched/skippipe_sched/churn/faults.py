@@ -20,7 +20,7 @@ class Change(NamedTuple):
 def draw_changes(
     nodes: int, mtbf_s: float, repair_s: float, end_s: float, seed: int
 ) -> tuple[Change, ...]:
-    """All changes before `end_s`, in order of time; all nodes are there at first.
+    """Draw all changes before `end_s`, in order of time; all nodes are there at first.
 
     A node that is there is lost after a time that is exponential with the mean `mtbf_s`, so its
     faults are a Poisson process while it is there, and it is back `repair_s` later. Each node has
@@ -53,7 +53,7 @@ class Attendance:
     """
 
     def __init__(self, nodes: int, changes: tuple[Change, ...]):
-        """`changes` in order of time; all nodes are there before the first."""
+        """Take `changes` in order of time; all nodes are there before the first."""
         self.there = set(range(nodes))
         self._changes = changes
         self._next = 0

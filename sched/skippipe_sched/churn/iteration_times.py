@@ -26,17 +26,17 @@ OPERATIONS_PLANNED = 2_000_000
 
 
 def planning_s(plan: Plan) -> float:
-    """About how long the instant plan takes when nodes of a plan are lost."""
+    """Estimate how long the instant plan takes when nodes of a plan are lost [s]."""
     return PLANNING_S * _planned(plan)
 
 
 def affordable(plan: Plan) -> int:
-    """How many placements may be planned before one waits for too long."""
+    """Count the placements that may be planned before one waits for too long."""
     return max(1, int(OPERATIONS_PLANNED / _planned(plan)))
 
 
 def _planned(plan: Plan) -> float:
-    """What planning a placement takes, in operations of an iteration by itself."""
+    """Compute what planning a placement takes, in operations of an iteration by itself."""
     cycle = plan.case.averaging.every if plan.case.averaging.is_outer else 0
     return sum(map(len, plan.order)) * (1.0 + STEADY_SHARE * cycle)
 
@@ -56,7 +56,7 @@ class IterationTimes:
     """
 
     def __init__(self, plan: Plan, most: int, watch: Callable[[int], None] | None = None):
-        """`plan` is the one for all nodes; `watch` is told how many placements are planned."""
+        """Take the `plan` for all nodes; `watch` is told how many placements are planned."""
         self.most = most
         self.planned = self.likened = 0
         self._plan = plan
@@ -69,7 +69,7 @@ class IterationTimes:
         self._locations = len(names)
 
     def __call__(self, placement: Placement) -> float:
-        """Seconds of an iteration with these nodes on each stage; stages without any are skipped.
+        """Return the seconds of an iteration with these nodes on each stage; skip empty stages.
 
         The first stage has a node, for every path begins there.
         """
@@ -89,7 +89,7 @@ class IterationTimes:
         return seconds
 
     def planned_s(self, placement: Placement) -> float:
-        """The same by a plan made anew."""
+        """Simulate an iteration with these nodes on each stage, by a plan made anew [s]."""
         if placement == self._plan.stages:
             return simulate_plan(self._plan).iteration_s
         left_out = [stage for stage, nodes in enumerate(placement) if not nodes]
@@ -102,7 +102,7 @@ class IterationTimes:
         return float(np.array(self._times)[apart == apart.min()].mean())
 
     def _count(self, placement: Placement) -> np.ndarray:
-        """How many nodes each stage has at each location."""
+        """Count the nodes that each stage has at each location."""
         counts = np.zeros((len(placement), self._locations), int)
         for stage, nodes in enumerate(placement):
             np.add.at(counts[stage], self._location[list(nodes)], 1)

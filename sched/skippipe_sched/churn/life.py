@@ -117,7 +117,7 @@ def live(
     end_s: float,
     iteration_s: IterationTime,
 ) -> Record:
-    """What a run has done by `end_s` that goes by a policy and begins with all nodes of a plan.
+    """Let a run with all nodes of a plan live by a policy; return what it has done by `end_s`.
 
     `iteration_s` says how long an iteration takes by who serves which stage; a stage that is
     skipped has nobody.
@@ -125,28 +125,23 @@ def live(
     return _Life(plan, policy, costs, changes, end_s, iteration_s).record()
 
 
+@dataclass(eq=False)
 class _Life:
     """The state of a run: what time it is, who takes part, who holds what."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        policy: str,
-        costs: Costs,
-        changes: tuple[Change, ...],
-        end_s: float,
-        iteration_s: IterationTime,
-    ):
-        self.plan = plan
-        self.policy = policy
-        self.costs = costs
-        self.end_s = end_s
-        self.iteration_s = iteration_s
-        self.states = States(plan.case, costs.state_factor)
-        self.hosts = Attendance(len(plan.case.nodes), changes)
+    plan: Plan
+    policy: str
+    costs: Costs
+    changes: tuple[Change, ...]
+    end_s: float
+    iteration_s: IterationTime
+
+    def __post_init__(self):
+        self.states = States(self.plan.case, self.costs.state_factor)
+        self.hosts = Attendance(len(self.plan.case.nodes), self.changes)
         self.now_s = 0.0
         self.saved = 0
-        self.stage_of = list(plan.stage_of)
+        self.stage_of = list(self.plan.stage_of)
         # Who takes part in the generation, how many did when it formed, and who of them has the
         # state of his stage.
         self.members = set(self.hosts.there)
@@ -193,7 +188,7 @@ class _Life:
                 join_s = float("inf")
 
     def settle(self, pace: Pace, placement: Placement, time_s: float) -> None:
-        """It is then: steps that have counted by now have, checkpoints and copies are whole."""
+        """Go on to a time: steps that count by then do, checkpoints and copies are whole."""
         self.now_s = time_s
         self.told.steps = pace.steps_by(time_s)
         saved = pace.saved_by(time_s)
@@ -203,7 +198,7 @@ class _Life:
             self.copies = {stage: node for stage, node in kept if node in self.members}
 
     def placement(self, nodes: set[int]) -> Placement:
-        """These nodes by stage: first those whose stage it is in the plan, as they stand there."""
+        """Sort these nodes by stage: first those whose stage it is in the plan, in its order."""
         placed = [
             [node for node in stage if node in nodes and self.stage_of[node] == number]
             for number, stage in enumerate(self.plan.stages)
@@ -214,7 +209,7 @@ class _Life:
         return tuple(map(tuple, placed))
 
     def misses(self, change: Change) -> bool:
-        """Whether a change is the loss of one who takes part; he and what he holds are gone."""
+        """Tell whether a change is the loss of a member; drop a lost one and what he holds."""
         if change.is_back or change.node not in self.members:
             return False
         self.members.discard(change.node)
@@ -226,7 +221,7 @@ class _Life:
     # The next generation.
 
     def go_on(self, *, lost: bool) -> None:
-        """After a loss, or with those that are back: until all that are there may train."""
+        """Go on after a loss, or with those that are back, until all that are there may train."""
         while self.now_s < self.end_s:
             if lost:
                 if not self.wait(self.costs.heartbeat_s, NOTICING):
@@ -258,7 +253,7 @@ class _Life:
         return True
 
     def pass_to(self, time_s: float, what_for: str) -> None:
-        """It is then; the time until then is told as spent."""
+        """Go on to a time; count the time until then as spent."""
         spent_s = min(time_s, self.end_s) - min(self.now_s, self.end_s)
         self.told.spent_s[what_for] += spent_s
         self.now_s = time_s
@@ -304,7 +299,7 @@ class _Life:
         return max(self.fetched_s(held), *averaged_s)
 
     def fetched_s(self, held: list[set[int]]) -> float:
-        """Seconds until all have their states who can take them from those that hold them."""
+        """Compute the seconds until all who can take their states from holders have them."""
         placed = self.placement(self.members)
         return max(
             self.states.fetched_s(stage, placed[stage], holders)
@@ -327,7 +322,7 @@ class _Life:
         return True
 
     def go_home(self) -> None:
-        """Those that have moved go back to their own stages, once none is without a host then."""
+        """Send those that have moved back to their own stages, once none is without a host then."""
         own = self.plan.stage_of
         if len({own[node] for node in self.members}) == len(self.plan.stages):
             for node in self.members:
@@ -336,14 +331,14 @@ class _Life:
                     self.holders.discard(node)
 
     def rewind(self) -> None:
-        """All go back to the last checkpoint; what they hold counts no more."""
+        """Take all back to the last checkpoint; what they hold counts no more."""
         self.told.undone += self.told.steps - self.saved
         self.told.steps = self.saved
         self.holders = set()
         self.copies = {}
 
     def start_again(self) -> None:
-        """All end, and start together when all are there, from the last checkpoint."""
+        """End all, and start them together when all are there, from the last checkpoint."""
         self.count(RESTART)
         self.rewind()
         self.skipped = set()
@@ -382,11 +377,11 @@ class Pace:
     save_s: float
 
     def counts_s(self, step: int) -> float:
-        """When a later step counts."""
+        """Tell when a later step counts [s]."""
         return self._time_s(step, step - 1)
 
     def free_s(self, step: int) -> float:
-        """When a step has counted, and its checkpoint is whole if it has one."""
+        """Tell when a step has counted, and its checkpoint is whole if it has one [s]."""
         return self._time_s(step, step)
 
     def _time_s(self, step: int, saved: int) -> float:
@@ -394,26 +389,22 @@ class Pace:
         return self.start_s + (step - self.step) * self.iteration_s + checkpoints * self.save_s
 
     def steps_by(self, time_s: float) -> int:
-        """The last step that counts by then."""
+        """Find the last step that counts by then."""
         most = min(MOST_STEPS, int((time_s - self.start_s) / self.iteration_s) + 1)
         later = range(self.step + 1, self.step + most + 1)
         return self.step + bisect_right(later, time_s, key=self.counts_s)
 
     def saved_by(self, time_s: float) -> int | None:
-        """The last of these steps whose checkpoint is whole by then, if there is one."""
+        """Find the last of these steps whose checkpoint is whole by then, if there is one."""
         step = self.steps_by(time_s) // self.save_every * self.save_every
         if step > self.step and self.free_s(step) > time_s:
             step -= self.save_every
         return step if step > self.step else None
 
     def free_after(self, time_s: float) -> float:
-        """When the step or checkpoint that is under way at a time is done."""
+        """Tell when the step or checkpoint that is under way at a time is done [s]."""
         step = self.steps_by(time_s)
         return self.free_s(step) if self.free_s(step) >= time_s else self.free_s(step + 1)
-
-
-# Parameters, and the two moments of AdamW.
-OF_PARAMETERS = 3.0
 
 
 def buddies(placement: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -440,17 +431,17 @@ class States:
     """
 
     def __init__(self, case: Case, factor: float):
-        """`factor` of 0: states take no longer than the latency of a link."""
+        """Take a `factor`; with 0, states take no longer than the latency of a link."""
         self._factor = factor
         self._stage_bytes = case.stage_bytes
         self._latency_s, self._bandwidth = case.link_matrices
 
     def fetched_s(self, stage: int, targets: Iterable[int], holders: Collection[int]) -> float:
-        """Seconds until all `targets` have the state of a stage that the `holders` have."""
+        """Compute the seconds until all `targets` have the state of a stage from its `holders`."""
         return self._seconds(self._factor * self._stage_bytes[stage], targets, holders)
 
     def averaged_s(self, stage: int, targets: Iterable[int], beside: Sequence[set[int]]) -> float:
-        """Seconds until all `targets` have the parameters of two neighbours, one after the other.
+        """Compute the seconds until all `targets` have both neighbours' parameters, in turn.
 
         `beside` are the nodes that hold the stage before and the stage after; equal stages have as
         many bytes.
@@ -459,7 +450,7 @@ class States:
         return sum(self._seconds(size, targets, holders) for holders in beside)
 
     def copied_s(self, placement: Sequence[Sequence[int]], parts: int) -> float:
-        """Seconds until the buddies of all stages have so small a part of their copies."""
+        """Compute the seconds until the buddies of all stages have one part of their copies."""
         return max(
             (
                 self._seconds(
@@ -477,6 +468,6 @@ class States:
         return float(self._each_s(size, lacking, holders).min(axis=0).max())
 
     def _each_s(self, size: float, targets: Sequence[int], holders: Collection[int]) -> np.ndarray:
-        """Seconds from each holder (row) to each target."""
+        """Compute the seconds from each holder (row) to each target."""
         pairs = np.ix_(sorted(holders), targets)
         return self._latency_s[pairs] + size / self._bandwidth[pairs]

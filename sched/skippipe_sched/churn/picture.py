@@ -43,7 +43,7 @@ STYLE = """
 
 
 def picture(points: Sequence[Point], name: str) -> str:
-    """A line for each policy, dashed where it is not exact, as the text of an SVG.
+    """Draw a line for each policy, dashed where it is not exact, as the text of an SVG.
 
     From the left to the right each rate of faults is higher; between two rates the line is straight
     on a logarithmic axis.

@@ -35,7 +35,7 @@ POLICIES = {
 def recovery_of(
     policy: str, lost: Sequence[int], held: Sequence[Collection[int]], copied: Collection[int]
 ) -> str:
-    """What is done about stages that are lost: what the policy says, or `REWIND` where it cannot.
+    """Choose what is done about lost stages: what the policy says, or `REWIND` where it cannot.
 
     `held` are the nodes that hold the state of each stage, `copied` the stages whose copy is left.
     """

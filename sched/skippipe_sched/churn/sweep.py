@@ -9,7 +9,7 @@ import numpy as np
 
 from skippipe_sched.churn.faults import draw_changes
 from skippipe_sched.churn.iteration_times import IterationTimes
-from skippipe_sched.churn.life import DOWN, NOTICING, REGROUPING, Costs, Pace, Record, live
+from skippipe_sched.churn.life import SPENT, Costs, Pace, Record, live
 from skippipe_sched.churn.policies import POLICIES, RESTART, REWIND
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import duration_text
@@ -52,7 +52,7 @@ class Point:
 
 
 def doublings(mtbf_s: float, steps: int) -> list[float]:
-    """From 2**steps times `mtbf_s` down to its 2**steps-th part, each half of the one before."""
+    """List 2**steps times `mtbf_s`, down to its 2**steps-th part, each half of the one before."""
     return [mtbf_s * 2.0**power for power in range(steps, -steps - 1, -1)]
 
 
@@ -64,7 +64,7 @@ def sweep(
     times: IterationTimes,
     watch: Callable[[], object] = lambda: None,
 ) -> list[Point]:
-    """A point for each policy at each of the rates, all of them under the same faults.
+    """Compute a point for each policy at each of the rates, all under the same faults.
 
     `times` are those of the plan; each rate may take an equal part of the placements that they may
     plan. `watch` is called after every run.
@@ -90,7 +90,7 @@ def sweep(
 
 
 def calm_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
-    """The steps of a run without faults.
+    """Count the steps of a run without faults.
 
     Raises:
         InputError: if there is none.
@@ -125,9 +125,7 @@ def _point(
         recoveries={
             kind: mean(record.recoveries.get(kind, 0) for record in records) for kind in kinds
         },
-        spent_s={
-            kind: mean(record.spent_s[kind] for record in records) for kind in records[0].spent_s
-        },
+        spent_s={kind: mean(record.spent_s[kind] for record in records) for kind in SPENT},
     )
 
 
@@ -138,7 +136,7 @@ Cells = Sequence[str]
 
 
 def goodputs(points: Sequence[Point]) -> str:
-    """Goodput by policy (a line each) and by mean time between faults of a node."""
+    """Write the goodput by policy (a line each) and by mean time between faults of a node."""
     mtbfs_s = list(dict.fromkeys(point.mtbf_s for point in points))
     lines: list[Cells] = [("goodput", *map(duration_text, mtbfs_s))]
     for policy in POLICIES:
@@ -148,13 +146,11 @@ def goodputs(points: Sequence[Point]) -> str:
 
 
 def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
-    """Where the time goes at one rate, by policy: shares of the run, steps undone, recoveries."""
-    lines: list[Cells] = [
-        ("of the time", NOTICING, REGROUPING, DOWN, "lost", "steps undone", "recoveries")
-    ]
+    """Show where the time goes at one rate, by policy: shares of it, steps undone, recoveries."""
+    lines: list[Cells] = [("of the time", *SPENT, "lost", "steps undone", "recoveries")]
     for point in points:
         if point.mtbf_s == mtbf_s:
-            shares = [point.spent_s[kind] / end_s for kind in (NOTICING, REGROUPING, DOWN)]
+            shares = [point.spent_s[kind] / end_s for kind in SPENT]
             recoveries = ", ".join(
                 f"{count:.1f} {kind}" for kind, count in point.recoveries.items()
             )
@@ -171,7 +167,7 @@ def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
 
 
 def verdict(points: Sequence[Point]) -> str:
-    """One line: from which rate on exact survival has less than others, by more than `MARGIN`."""
+    """Say in one line from which rate on others have more than exact survival, by over `MARGIN`."""
     inexact = [name for name, policy in POLICIES.items() if not policy.is_exact]
     mtbfs_s = sorted({point.mtbf_s for point in points}, reverse=True)
     ends = " to ".join(map(duration_text, dict.fromkeys((mtbfs_s[0], mtbfs_s[-1]))))

@@ -40,9 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     budget_s = fields.duration(arguments.budget, "--budget", above=True)
     with progress("compare") as watch:
         rows = compare(
-            cases[0],
-            arguments.methods,
-            lambda _: Search(arguments.seed, budget_s, watch=watch),
+            cases[0], arguments.methods, lambda _: Search(arguments.seed, budget_s, watch=watch)
         )
     print(table(rows))
     if arguments.json is not None:

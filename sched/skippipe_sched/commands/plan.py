@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> Plan:
-    """Another plan, whose placement must be one of the case's."""
+    """Load another plan, whose placement must be one of the case's."""
     from skippipe_sched.problem.plan import load_plan
 
     plan = load_plan(path)

@@ -25,7 +25,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def progress(name: str) -> Iterator[Callable[[Search], None]]:
-    """A bar on a terminal, with the best iteration so far and the bound; elsewhere nothing.
+    """Show a bar on a terminal, with the best iteration so far and the bound; elsewhere nothing.
 
     Gives what a `Search` calls as its `watch`.
     """

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """The figures of one simulated iteration, as a JSON object; times in seconds.
+    """Collect the figures of one simulated iteration, as a JSON object; times in seconds.
 
     Where averaging goes on behind iterations, they are those of the steady state, and `late_s` is
     one more.
@@ -96,11 +96,12 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def summary(plan: Plan, timeline: Timeline) -> str:
-    """The same as a line of text."""
+    """Write the same as a line of text."""
     told = figures(plan, timeline)
     averaging = f"longest averaging {told['averaging_s']:.2f} s"
     if plan.case.averaging.is_outer:
-        averaging = f"longest ring {told['averaging_s']:.2f} s behind it, {_in_time(timeline)}"
+        in_time = f"{timeline.late_s:.2f} s late" if timeline.late_s else "in time"
+        averaging = f"longest ring {told['averaging_s']:.2f} s behind it, {in_time}"
     return (
         f"{plan.method}: iteration {told['iteration_s']:.2f} s "
         f"(pipeline {told['pipeline_s']:.2f} s, {averaging}), "
@@ -108,7 +109,3 @@ def summary(plan: Plan, timeline: Timeline) -> str:
         f"(gap {told['gap_to_bound']:z.0%}), nodes idle {told['idle_share']:z.0%} "
         f"of the pipeline"
     )
-
-
-def _in_time(timeline: Timeline) -> str:
-    return f"{timeline.late_s:.2f} s late" if timeline.late_s else "in time"

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skippipe_sched.churn.policies import POLICIES
 from skippipe_sched.commands.searching import progress
@@ -17,9 +17,8 @@ from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
 if TYPE_CHECKING:
-    from skippipe_sched.churn.iteration_times import IterationTimes
     from skippipe_sched.churn.life import Costs
-    from skippipe_sched.churn.sweep import Churn, Point
+    from skippipe_sched.churn.sweep import Churn
     from skippipe_sched.problem.plan import Plan
 
 # What is more is a mistake, and would only fill the memory.
@@ -144,7 +143,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\n{causes(points, mtbf_s, churn.end_s)}")
     print(f"\n{verdict(points)}")
     if arguments.json is not None:
-        told = _told(churn, costs, times, points) | {"iteration_s": times(plan.stages)}
+        told = {
+            "churn": asdict(churn),
+            "costs": asdict(costs),
+            "planned": times.planned,
+            "likened": times.likened,
+            "verdict": verdict(points),
+            "points": [asdict(point) for point in points],
+            "iteration_s": times(plan.stages),
+        }
         write("--json", arguments.json, json.dumps(told, indent=1) + "\n")
     if arguments.figure is not None:
         write("--figure", arguments.figure, picture(points, arguments.case.stem))
@@ -179,7 +186,7 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    """The plan for all nodes: that of a file, or the one that a method makes of a case."""
+    """Load the plan for all nodes from a file, or make it from a case by a method."""
     from skippipe_sched import fields
     from skippipe_sched.methods import plan_best
     from skippipe_sched.problem.auto import load_cases
@@ -206,16 +213,3 @@ def _require_few_faults(nodes: int, mtbf_s: float, churn: Churn) -> None:
             f"is in the sweep, and there would be {faults:.3g} faults",
             f"Give a longer time, fewer days or a smaller --sweep: {MOST_FAULTS} faults at most",
         )  # fmt: skip
-
-
-def _told(churn: Churn, costs: Costs, times: IterationTimes, points: list[Point]) -> dict[str, Any]:
-    from skippipe_sched.churn.sweep import verdict
-
-    return {
-        "churn": asdict(churn),
-        "costs": asdict(costs),
-        "planned": times.planned,
-        "likened": times.likened,
-        "verdict": verdict(points),
-        "points": [asdict(point) for point in points],
-    }

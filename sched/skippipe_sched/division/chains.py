@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from skippipe_sched.division.lanes import Lane
+from skippipe_sched.division.lanes import Lane, Training
 from skippipe_sched.division.layout import Place
 from skippipe_sched.division.parts import Cut, Whole
 from skippipe_sched.methods.dtfm_skip import random_paths
@@ -17,10 +17,9 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.annealer import MEAN_WEIGHT, WEIGHTS
 from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, cost_of
 from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, problem_of
+from skippipe_sched.search.budget import Placement
 from skippipe_sched.search.compiled import fast
 
-# How often each move is tried.
-MOVES = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
 # Temperatures as shares of what is made small.
 HOTTEST, COLDEST = 0.05, 0.0005
 
@@ -29,7 +28,7 @@ class Chains:
     """Makes the chains of lanes. Each knows all nodes of the whole case, so that they may trade."""
 
     def __init__(self, whole: Whole, lanes: Sequence[Lane]):
-        """Of each lane the mean of its trainings counts."""
+        """Prepare the lanes; of each the mean of its trainings counts."""
         self.whole = whole
         self.trainings = [lane.mean for lane in lanes]
         self.microbatches = sum(whole.case.microbatches)
@@ -37,19 +36,19 @@ class Chains:
         self.problems: dict[tuple[int, Cut], Problem] = {}
 
     def random(self, lane: int, place: Place, random: np.random.Generator, seed: int) -> ChainState:
-        """Random balanced paths.
+        """Draw balanced paths at random.
 
         Raises:
             InputError: if the rules leave none.
         """
-        case, stages, slot_of = self._on_stages(lane, place)
-        paths = random_paths(case, tuple(map(tuple, stages)), random)
+        case, stages, local = self.on_stages(place, self.trainings[lane])
+        paths = np.argsort(local)[np.array(random_paths(case, stages, random))]
         problem = self.problem(lane, place.cut)
-        candidate = candidate_of(problem, np.array(place.nodes), slot_of[np.array(paths)])
+        candidate = candidate_of(problem, np.array(place.nodes), paths)
         return chain_from(problem, candidate, seed)
 
     def of_plan(self, lane: int, place: Place, plan: Plan, seed: int) -> ChainState:
-        """The paths of a plan."""
+        """Make a chain of the paths of a plan."""
         problem = self.problem(lane, place.cut)
         local = np.searchsorted(np.sort(place.nodes), place.nodes)
         slots = np.argsort(local)[np.array(dealt(plan.case, plan))]
@@ -64,19 +63,18 @@ class Chains:
         random: np.random.Generator,
         seed: int,
     ) -> ChainState:
-        """A chain on other nodes whose microbatches visit the same stages, as far as that goes."""
+        """Make a chain on other nodes whose microbatches visit the same stages if possible."""
         problem = self.problem(lane, place.cut)
         if place == before:
             return chain_from(problem, copy_of(chain.candidate), seed)
-        of_model = before.cut.merged, before.cut.path_length
-        if of_model != (place.cut.merged, place.cut.path_length):
+        if before.cut.model != place.cut.model:
             return self.random(lane, place, random, seed)
-        case, stages, slot_of = self._on_stages(lane, place)
+        case, stages, local = self.on_stages(place, self.trainings[lane])
         old = chain.candidate
         stage_of = self.problem(lane, before.cut).stage_of_slot
         on_stages = stage_of[old.paths]
-        local = {node: number for number, node in enumerate(sorted(place.nodes))}
-        paths = np.array([local.get(node, -1) for node in old.node_of_slot.tolist()])[old.paths]
+        number = dict(zip(place.nodes, local.tolist(), strict=True))
+        paths = np.array([number.get(node, -1) for node in old.node_of_slot.tolist()])[old.paths]
         paths[:, 0] = data_node_of_microbatches(case, stages)
         for stage, replicas in enumerate(stages[1:], start=1):
             visits = np.argwhere(on_stages == stage)
@@ -91,7 +89,7 @@ class Chains:
             free = [node for node, count in left.items() for _ in range(count)]
             for (m, i), node in zip(moved, free, strict=True):
                 paths[m, i] = node
-        candidate = candidate_of(problem, np.array(place.nodes), slot_of[paths])
+        candidate = candidate_of(problem, np.array(place.nodes), np.argsort(local)[paths])
         return chain_from(problem, candidate, seed)
 
     def anneal_alone(self, lane: int, cut: Cut, chain: ChainState, steps: int) -> None:
@@ -100,19 +98,19 @@ class Chains:
         chain.costs[:] = fast(cost_of)(problem, chain.candidate, chain.scratch, np.inf, MEAN_WEIGHT)
         hottest = HOTTEST * chain.costs[0]
         cooling = (COLDEST / HOTTEST) ** (1 / steps)
-        fast(anneal)(problem, chain, Piece(steps, hottest, cooling, MOVES, MEAN_WEIGHT))
+        fast(anneal)(problem, chain, Piece(steps, hottest, cooling, WEIGHTS, MEAN_WEIGHT))
         copy(chain.best, chain.candidate)
 
-    def _on_stages(self, lane: int, place: Place) -> tuple[Case, list[list[int]], np.ndarray]:
-        """A lane's own case, its nodes by their numbers there on their stages, and their slots."""
+    def on_stages(self, place: Place, training: Training) -> tuple[Case, Placement, np.ndarray]:
+        """Return the case of a lane's nodes, and their numbers there by stage and by slot."""
         own = np.sort(place.nodes)
-        case = self.whole.part(own.tolist(), place.cut, self.trainings[lane])
+        case = self.whole.part(own.tolist(), place.cut, training)
         local = np.searchsorted(own, place.nodes)
         stages = [local[place.stage(stage)].tolist() for stage in range(len(case.stages))]
-        return case, stages, np.argsort(local)
+        return case, tuple(map(tuple, stages)), local
 
     def problem(self, lane: int, cut: Cut) -> Problem:
-        """A lane by a cut, on any of the nodes of the whole case."""
+        """Return the arrays of a lane by a cut, on any of the nodes of the whole case."""
         if (lane, cut) in self.problems:
             return self.problems[lane, cut]
         training, nodes = self.trainings[lane], self.whole.case.nodes

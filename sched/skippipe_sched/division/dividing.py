@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from skippipe_sched.division.chains import COLDEST, HOTTEST, MOVES, Chains
-from skippipe_sched.division.lanes import Division, Lane, Part, Training, checked, soonest
+from skippipe_sched.division.chains import COLDEST, HOTTEST, Chains
+from skippipe_sched.division.lanes import Division, Lane, Part, Training, checked
 from skippipe_sched.division.layout import SCREENED, Layout, Layouts, Place
 from skippipe_sched.division.parts import Cut, Whole
 from skippipe_sched.errors import InputError
@@ -33,6 +33,7 @@ from skippipe_sched.search.annealer import (
     MEAN_WEIGHT,
     OPERATIONS_OF_MOVE,
     OPERATIONS_PER_S,
+    WEIGHTS,
 )
 from skippipe_sched.search.annealing import ChainState, Piece, cost_of
 from skippipe_sched.search.budget import Search
@@ -68,7 +69,7 @@ def divide(
     equal: bool = False,
     begin: Division | None = None,
 ) -> Division:
-    """The nodes of a case, given as YAML gives it, divided among lanes that train side by side.
+    """Divide the nodes of a case, given as YAML gives it, among lanes that train side by side.
 
     A part of the case has the links between its nodes and all its microbatches; how many replicas a
     stage has is chosen, and so is whether neighbouring stages become one (`Whole`). Nodes that only
@@ -140,7 +141,8 @@ class _Search:
         plans = sum(len(_kinds(lane)) for lane in self.lanes) * len(chosen)
         share = (1.0 - DIVIDING_SHARE) / plans
         divisions = [self.planned(member, share) for member in chosen]
-        return soonest([begin, *divisions] if begin else divisions)
+        known = [begin] if begin else []
+        return min(known + divisions, key=lambda division: division.seconds)
 
     def compile(self) -> None:
         """Run once what is compiled, so that it does not count as searching."""
@@ -154,7 +156,7 @@ class _Search:
             self.anneal(member, 1, HOTTEST)
 
     def evolved(self, begin: Division | None) -> list[_Member]:
-        """The best layouts, best first."""
+        """Evolve layouts; return the best ones, best first."""
         seeds = itertools.count(self.search.seed * 1_000_003)
         each = STEPS_OF_LANE * len(self.lanes)
         of_first = each + SCREENING_STEPS * SCREENED * len(self.lanes)
@@ -188,7 +190,7 @@ class _Search:
         return best
 
     def first(self, seed: int) -> _Member | None:
-        """A member on a layout of its own; None if the rules leave it none."""
+        """Make a member on a layout of its own; None if the rules leave it none."""
         random = np.random.default_rng(seed)
         try:
             layout = self.layouts.first(random)
@@ -202,7 +204,7 @@ class _Search:
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
     def screened(self, lane: int, nodes: Sequence[int], random: np.random.Generator) -> Place:
-        """The best of several cuts over these nodes, and where they are best on its stages.
+        """Choose the best of several cuts over these nodes, and where they are best on its stages.
 
         Raises:
             InputError: if the rules leave paths for none of them.
@@ -224,34 +226,29 @@ class _Search:
         return found[min(found)]
 
     def child(self, parent: _Member, seed: int) -> _Member | None:
-        """A member that differs a little; lanes without a change go on from where they are."""
+        """Make a member that differs a little; lanes without a change go on from where they are."""
         random = np.random.default_rng(seed)
         before = parent.found
         try:
             layout = self.layouts.changed(before, parent.ends.tolist(), random)
-        except InputError:
-            return None
-        if layout is None:
-            return None
-        # A lane goes on from the one before that has most of its nodes.
-        origins = [
-            max(
-                range(len(before.places)),
-                key=lambda origin: len({*place.nodes} & {*before.places[origin].nodes}),
-            )
-            for place in layout.places
-        ]
-        try:
-            chains = [
-                self.goes_on(parent, origin, lane, place, random, seed + lane)
-                for lane, (origin, place) in enumerate(zip(origins, layout.places, strict=True))
-            ]
+            if layout is None:
+                return None
+            chains = []
+            for lane, place in enumerate(layout.places):
+                # A lane goes on from the one before that has most of its nodes.
+                shared = [len({*place.nodes} & {*other.nodes}) for other in before.places]
+                origin = int(np.argmax(shared))
+                old, chain = before.places[origin], parent.chains[origin]
+                chain = self.chains.carried(old, chain, lane, place, random, seed + lane)
+                if old.cut.model != place.cut.model:  # Nothing is left of what it was.
+                    self.chains.anneal_alone(lane, place.cut, chain, STEPS_OF_LANE)
+                chains.append(chain)
         except InputError:
             return None
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
     def known(self, division: Division, seed: int) -> _Member:
-        """A member that goes on from the plans of a division."""
+        """Make a member that goes on from the plans of a division."""
         stages = len(self.whole.case.stages)
         places, chains = [], []
         for lane, part in enumerate(division.parts):
@@ -262,22 +259,6 @@ class _Search:
             chains.append(self.chains.of_plan(lane, places[-1], plan, seed + lane))
         layout = Layout(tuple(places), division.idle)
         return _Member(layout, chains, np.zeros(len(chains)), np.random.default_rng(seed))
-
-    def goes_on(
-        self,
-        parent: _Member,
-        origin: int,
-        lane: int,
-        place: Place,
-        random: np.random.Generator,
-        seed: int,
-    ) -> ChainState:
-        """A lane's chain, from one of the parent's; where nothing is left of that, improved."""
-        before = parent.found.places[origin]
-        chain = self.chains.carried(before, parent.chains[origin], lane, place, random, seed)
-        if (before.cut.merged, before.cut.path_length) != (place.cut.merged, place.cut.path_length):
-            self.chains.anneal_alone(lane, place.cut, chain, STEPS_OF_LANE)
-        return chain
 
     def anneal(self, member: _Member, steps: int, hottest: float) -> None:
         """Anneal all lanes of a member at once."""
@@ -305,7 +286,7 @@ class _Search:
                 idle, now, np.array([first, second]), self.weights,
                 Piece(
                     min(PIECE, steps), scale * hottest * cooling ** (done * PIECE), cooling,
-                    MOVES, MEAN_WEIGHT,
+                    WEIGHTS, MEAN_WEIGHT,
                 ),
             )  # fmt: skip
         member.layout = replace(member.layout, idle=tuple(idle.tolist()))
@@ -313,34 +294,29 @@ class _Search:
         member.last = float(member.ends.max())
 
     def planned(self, member: _Member, share: float) -> Division:
-        """The division of a member, with the plans of all its experts."""
+        """Make the division of a member, with the plans of all its experts."""
         layout = member.found
         parts = []
         for lane, place, chain in zip(self.lanes, layout.places, member.chains, strict=True):
-            own = np.sort(np.array(place.nodes))
             plans = {
-                kind: self.plan(own, place, chain, training, share)
+                kind: self.plan(place, chain, training, share)
                 for kind, training in _kinds(lane).items()
             }
             of_trainings = tuple(plans[_kind(training)] for training in lane.trainings)
-            parts.append(Part(lane, tuple(own.tolist()), of_trainings))
+            parts.append(Part(lane, tuple(sorted(place.nodes)), of_trainings))
         return Division(tuple(parts), tuple(sorted(layout.idle)))
 
-    def plan(
-        self, own: np.ndarray, place: Place, chain: ChainState, training: Training, share: float
-    ) -> Plan:
-        """An expert's plan by `joint`, from what annealing has found."""
-        case = self.whole.part(own.tolist(), place.cut, training)
-        local = np.searchsorted(own, chain.candidate.node_of_slot)
-        stages = [local[place.stage(stage)].tolist() for stage in range(len(case.stages))]
-        paths = tuple(tuple(path) for path in local[chain.candidate.paths].tolist())
-        begin = with_prediction(case, "joint", Routes(tuple(map(tuple, stages)), paths))
+    def plan(self, place: Place, chain: ChainState, training: Training, share: float) -> Plan:
+        """Plan an expert by `joint`, from what annealing has found."""
+        case, stages, local = self.chains.on_stages(place, training)
+        paths = tuple(map(tuple, local[chain.candidate.paths].tolist()))
+        begin = with_prediction(case, "joint", Routes(stages, paths))
         found = make_plan(case, "joint", replace(self.search.part(share), begin=begin))
         return min(begin, found, key=lambda plan: plan.predicted.iteration_s)
 
 
 def _unlike(members: Sequence[_Member]) -> list[_Member]:
-    """The members without those that are like others before them in all cuts."""
+    """Keep the members but those that are like others before them in all cuts."""
     seen: Counter[tuple[Cut, ...]] = Counter()
     kept = []
     for member in members:
@@ -352,10 +328,10 @@ def _unlike(members: Sequence[_Member]) -> list[_Member]:
 
 
 def _kind(training: Training) -> tuple[float, float]:
-    """What makes two trainings take the same plan."""
+    """Return what makes two trainings take the same plan."""
     return training.compute, training.bytes
 
 
 def _kinds(lane: Lane) -> dict[tuple[float, float], Training]:
-    """A training of each kind."""
+    """Return a training of each kind."""
     return {_kind(training): training for training in lane.trainings}

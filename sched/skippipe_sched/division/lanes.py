@@ -58,7 +58,7 @@ class Lane:
 
 
 def checked(lanes: Sequence[Lane]) -> tuple[Lane, ...]:
-    """The lanes, if they make sense.
+    """Return the lanes, if they make sense.
 
     Raises:
         InputError: if there are none, two have one name, or what an expert says is out of bounds.
@@ -110,7 +110,7 @@ class Part:
         return sum(self.training_s)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object, without the plans, which are files of their own."""
+        """Turn it into a JSON object, without the plans, which are files of their own."""
         return {
             "name": self.lane.name,
             "nodes": list(self.nodes),
@@ -146,14 +146,9 @@ class Division:
         return max(part.seconds for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object, without the plans."""
+        """Turn it into a JSON object, without the plans."""
         return {
             "seconds": self.seconds,
             "idle": list(self.idle),
             "lanes": [part.to_json() for part in self.parts],
         }
-
-
-def soonest(divisions: Sequence[Division]) -> Division:
-    """The one whose last expert is done first; among equals the first."""
-    return min(divisions, key=lambda division: division.seconds)

@@ -28,19 +28,19 @@ class Place:
     nodes: tuple[int, ...]
 
     def stage(self, number: int) -> slice:
-        """Where the nodes of a stage are in `nodes`."""
+        """Tell where the nodes of a stage are in `nodes`."""
         start = sum(self.cut.sizes[:number])
         return slice(start, start + self.cut.sizes[number])
 
     def without(self, stage: int, node: int) -> Place:
-        """The same with a replica less."""
+        """Return the same with a replica less."""
         sizes = _changed(self.cut.sizes, stage, -1)
         return Place(
             replace(self.cut, sizes=sizes), tuple(own for own in self.nodes if own != node)
         )
 
     def with_node(self, stage: int, node: int) -> Place:
-        """The same with a replica more."""
+        """Return the same with a replica more."""
         at = self.stage(stage).stop
         sizes = _changed(self.cut.sizes, stage, 1)
         return Place(replace(self.cut, sizes=sizes), (*self.nodes[:at], node, *self.nodes[at:]))
@@ -78,7 +78,7 @@ class Layouts:
     """
 
     def __init__(self, whole: Whole, work: Sequence[float], placed: Placed, *, equal: bool):
-        """`work` is that of each lane, in any unit; `placed` puts nodes on the stages of a lane."""
+        """Take the `work` of each lane, in any unit; `placed` puts nodes on a lane's stages."""
         self.placed = placed
         self.whole = whole
         self.work = np.array(work)
@@ -86,9 +86,11 @@ class Layouts:
         self.near_s = whole.case.round_trip_s + whole.case.round_trip_s.T
 
     def first(self, random: np.random.Generator) -> Layout:
-        """Nodes in proportion to the work, more or less, in the order of a tour or in any order."""
+        """Place nodes about in proportion to the work, in the order of a tour or in any order."""
         counts = self.counts(random)
-        nodes = self.tour(random) if random.random() < 0.5 else self.any_order(random)
+        is_tour = random.random() < 0.5
+        nodes = random.permutation(len(self.whole.case.nodes)).tolist()
+        nodes = self.tour(nodes) if is_tour else nodes
         places = [Place(Cut(1, (), 1), ())] * len(counts)
         for lane in random.permutation(len(counts)):
             own, nodes = nodes[: counts[lane]], nodes[counts[lane] :]
@@ -96,7 +98,7 @@ class Layouts:
         return Layout(tuple(places), tuple(nodes))
 
     def counts(self, random: np.random.Generator) -> np.ndarray:
-        """How many nodes each lane has, all together mostly all of them."""
+        """Draw how many nodes each lane has, all together mostly all of them."""
         lanes, fewest = len(self.work), self.whole.fewest_nodes
         total = len(self.whole.case.nodes)
         if random.random() < FEWER_SHARE:
@@ -109,20 +111,15 @@ class Layouts:
             counts[first[np.argmax((share / counts)[first])]] += 1
         return counts
 
-    def any_order(self, random: np.random.Generator) -> list[int]:
-        """All nodes."""
-        return random.permutation(len(self.whole.case.nodes)).tolist()
-
-    def tour(self, random: np.random.Generator) -> list[int]:
-        """All nodes, each followed by the nearest that is left."""
-        left = self.any_order(random)
+    def tour(self, left: list[int]) -> list[int]:
+        """Make a tour of these nodes from the last on, each followed by the nearest of the rest."""
         nodes = [left.pop()]
         while left:
             nodes.append(left.pop(int(np.argmin(self.near_s[nodes[-1], left]))))
         return nodes
 
     def cuts(self, nodes: int, random: np.random.Generator) -> list[Cut]:
-        """Some of those that so many nodes may have, mostly promising ones."""
+        """Draw some of the cuts that so many nodes may have, mostly promising ones."""
         merges = self.whole.merges
         possible = [merged for merged in merges if self.whole.can_cut(nodes, merged)] or merges
         found: dict[Cut, None] = {}
@@ -134,7 +131,7 @@ class Layouts:
     def changed(
         self, layout: Layout, ends: Sequence[float], random: np.random.Generator
     ) -> Layout | None:
-        """The same with a change or more; None where none is found."""
+        """Return the same with a change or more; None where none is found."""
         for _ in range(TRIES):
             changes = 1 + random.integers(2)
             other = reduce(
@@ -150,7 +147,7 @@ class Layouts:
     def with_change(
         self, layout: Layout, ends: Sequence[float], random: np.random.Generator
     ) -> Layout | None:
-        """One node goes elsewhere, or a lane gets another cut; None if that cannot be."""
+        """Move one node elsewhere, or give a lane another cut; return None if that cannot be."""
         places = list(layout.places)
         idle = list(layout.idle)
         lanes = len(places)

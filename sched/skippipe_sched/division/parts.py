@@ -37,6 +37,11 @@ class Cut:
         """How many it needs."""
         return sum(self.sizes)
 
+    @property
+    def model(self) -> tuple[int, int]:
+        """What paths through the stages depend on: how many are one, and how many a path visits."""
+        return self.merged, self.path_length
+
 
 class Whole:
     """A case to take parts of, and how its stages may be merged in them.
@@ -104,7 +109,7 @@ class Whole:
         return len(self.case.stages) // self.merges[-1]
 
     def can_cut(self, nodes: int, merged: int) -> bool:
-        """Whether `cuts` has some."""
+        """Tell whether `cuts` has some."""
         if nodes * merged < len(self.case.stages):
             return False
         try:
@@ -113,7 +118,7 @@ class Whole:
             return False
 
     def cuts(self, nodes: int, merged: int) -> tuple[Cut, ...]:
-        """How so many nodes may share stages, the most promising cut first (`candidates`).
+        """List how so many nodes may share stages, the most promising cut first (`candidates`).
 
         Raises:
             InputError: for what `candidates` refuses.
@@ -130,21 +135,18 @@ class Whole:
         return self._cuts[nodes, merged]
 
     def part(self, nodes: Sequence[int], cut: Cut, training: Training) -> Case:
-        """The case of these nodes by this cut: its node k is the k-th of `nodes`."""
+        """Make the case of these nodes by this cut: its node k is the k-th of `nodes`."""
         return parse_case(
             self._source(nodes, cut.merged, training)
             | {"stages": list(cut.sizes), "path_length": cut.path_length}
         )
 
     def _source(self, nodes: Sequence[int], merged: int, training: Training) -> dict[str, Any]:
-        """What a part says of all but its sizes."""
+        """Describe a part as YAML does, all but its sizes."""
         case, rules = self.case, self.case.rules
         described = [
             own
-            | {
-                "forward_s": own["forward_s"] * training.compute,
-                "memory": own["memory"] // merged,
-            }
+            | {"forward_s": own["forward_s"] * training.compute, "memory": own["memory"] // merged}
             for own in (self.described[node] for node in nodes)
         ]
         distance = rules.max_swap_distance // merged
@@ -162,5 +164,5 @@ class Whole:
 
 
 def _in_groups(values: Sequence[float], size: int) -> tuple[float, ...]:
-    """The sums of so many neighbours each."""
+    """Sum up so many neighbours each."""
     return tuple(sum(values[start : start + size]) for start in range(0, len(values), size))

@@ -42,13 +42,13 @@ STYLE = """
 
 
 def locations(part: Part) -> str:
-    """Where the nodes of a lane are, as 2 Iowa, 1 Oregon."""
+    """Tell where the nodes of a lane are, as 2 Iowa, 1 Oregon."""
     counts = Counter(node.location for node in part.plans[0].case.nodes)
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 def table(divisions: Mapping[str, Division]) -> str:
-    """Divisions by their names, as aligned text: a line for each lane."""
+    """Write divisions by their names, as aligned text: a line for each lane."""
     lines: list[tuple[str, ...]] = [HEADINGS]
     for name, division in divisions.items():
         for number, part in enumerate(division.parts):
@@ -69,7 +69,7 @@ def table(divisions: Mapping[str, Division]) -> str:
 
 
 def picture(divisions: Mapping[str, Division], case_name: str) -> str:
-    """Divisions by their names, as the text of an SVG.
+    """Draw divisions by their names, as the text of an SVG.
 
     A bar for each lane, with a part for each expert, as long as it trains; a mark stands where the
     last expert of a division is done.

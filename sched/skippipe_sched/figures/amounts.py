@@ -6,7 +6,7 @@ from skippipe_sched.fields import UNITS_S
 
 
 def size_text(size: float) -> str:
-    """Bytes in a unit that leaves three digits, as 33.6 MB."""
+    """Write bytes in a unit that leaves three digits, as 33.6 MB."""
     units = iter(("B", "kB", "MB", "GB", "TB"))
     unit = next(units)
     while size >= 999.5 and unit != "TB":
@@ -15,12 +15,12 @@ def size_text(size: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with three digits, as 12.3 s."""
+    """Write seconds with three digits, as 12.3 s."""
     return f"{_three_digits(seconds)} s"
 
 
 def duration_text(seconds: float) -> str:
-    """A time as `fields.duration` reads it, to three digits where it needs them: 30s, 1.5h, 7d."""
+    """Write a time as `fields.duration` reads it, to three digits if needed: 30s, 1.5h, 7d."""
     suiting = [unit for unit, length_s in UNITS_S.items() if seconds >= 0.9995 * length_s]
     unit = max(suiting, key=UNITS_S.__getitem__, default="s")
     count = seconds / UNITS_S[unit]

@@ -25,7 +25,7 @@ RGB_FROM_CONES = np.array(
 
 
 def microbatch_colours(microbatch: int) -> tuple[str, str]:
-    """A light and a dark colour, as #rrggbb, by which a microbatch is known in every picture.
+    """Return a light and a dark colour, as #rrggbb, by which every picture shows a microbatch.
 
     Neighbours differ in lightness too, for readers who see few hues.
     """
@@ -35,7 +35,7 @@ def microbatch_colours(microbatch: int) -> tuple[str, str]:
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> str:
-    """An OKLCH colour as #rrggbb: the same lightness looks as light in every hue."""
+    """Convert an OKLCH colour to #rrggbb: the same lightness looks as light in every hue."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     linear = (RGB_FROM_CONES @ (CONES_FROM_OKLAB @ [lightness, a, b]) ** 3).clip(0, 1)
     encoded = np.where(linear < 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)

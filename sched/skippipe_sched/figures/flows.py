@@ -82,7 +82,7 @@ STYLE = """
 
 
 def flows_map(plan: Plan, timeline: Timeline) -> str:
-    """A map of the cluster as the text of an SVG: which links carry how much in an iteration.
+    """Draw a map of the cluster as the text of an SVG: what links carry in an iteration.
 
     The nodes lie on a circle, those of a location together and near locations side by side; above
     `MOST_NODES` nodes a disc is a location. An arrow for everything that a link carries, as wide
@@ -160,6 +160,8 @@ def _layout(plan: Plan, by_node: bool, listed: int) -> _Layout:
     across = radius + LABEL + CHARACTER * max(len(_cut(location)) for location in members)
     up = radius + LABEL + LINE if level else across
     panel = 2 * MARGIN + 2 * across
+    # The legend and the list of the busiest links.
+    lines = 5 + math.ceil(len(plan.stages) / COLUMNS) + 2.2 * listed
     return _Layout(
         angles=angles,
         arcs=arcs,
@@ -168,19 +170,19 @@ def _layout(plan: Plan, by_node: bool, listed: int) -> _Layout:
         centre=(MARGIN + across, TOP + up),
         panel=panel,
         width=panel + PANEL + MARGIN,
-        height=max(TOP + 2 * up + MARGIN, _panel_height(plan, listed)),
+        height=max(TOP + 2 * up + MARGIN, TOP + LINE * lines),
     )
 
 
 def _side(angle: float) -> str:
-    """Which end of a level name at this angle is at the circle, as the class of its anchor."""
+    """Tell which end of a level name at this angle is at the circle, as the class of its anchor."""
     if abs(math.sin(angle)) < UPRIGHT:
         return "middle"
     return "end" if math.sin(angle) < 0 else "start"
 
 
 def _level_names_fit(arcs: Mapping[str, tuple[float, float]], radius: float) -> bool:
-    """Whether names, written level, keep clear of their neighbours on the circle."""
+    """Tell whether names, written level, keep clear of their neighbours on the circle."""
     boxes = []
     for name, arc in arcs.items():
         angle, length = sum(arc) / 2, CHARACTER * len(_cut(name))
@@ -194,7 +196,7 @@ def _level_names_fit(arcs: Mapping[str, tuple[float, float]], radius: float) -> 
 
 
 def _near_side_by_side(case: Case) -> list[str]:
-    """The locations in an order in which neighbours on the circle have quick hops between them.
+    """Order the locations so that neighbours on the circle have quick hops between them.
 
     From the first name the way round goes on to what is nearest, and is then shortened by turning
     pieces of it around.
@@ -232,7 +234,7 @@ def _stage_style(stage: int) -> str:
 
 
 def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
-    """A name outside the circle; level if the names leave room for that, else along the radius."""
+    """Draw names outside the circle; level if they leave room for that, else along the radius."""
     for name, (first, last) in layout.arcs.items():
         if last > first and len(layout.arcs) > 1:
             _draw_arc(svg, layout, first, last)
@@ -271,7 +273,7 @@ class _Curve(NamedTuple):
 
 
 def _draw_flows(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> list[_Curve]:
-    """The arrows, the busiest on top; their curves in the order of the flows."""
+    """Draw the arrows, the busiest on top; return their curves in the order of the flows."""
     curves = [_curve(layout, flow) for flow in flows]
     for rank in reversed(range(len(flows))):
         flow, curve = flows[rank], curves[rank]
@@ -286,7 +288,7 @@ def _draw_flows(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]
 
 
 def _curve(layout: _Layout, flow: Flow) -> _Curve:
-    """From disc to disc, drawn towards the centre, and to the left so that ways back lie apart."""
+    """Lead from disc to disc, towards the centre, and to the left so that ways back lie apart."""
     start, end = layout.place(flow.source), layout.place(flow.target)
     across = end - start
     left = np.array([across[1], -across[0]])
@@ -334,7 +336,7 @@ def _draw_places(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow
 
 
 def _draw_badges(svg: Element, layout: _Layout, curves: Sequence[_Curve]) -> None:
-    """The rank of each of the busiest links on its curve, where no other badge lies."""
+    """Draw the rank of each of the busiest links on its curve, where no other badge lies."""
     taken: list[np.ndarray] = []
     for rank, curve in enumerate(curves, start=1):
         places = [curve.at(0.5 + shift * side) for shift in (0, 0.1, 0.2, 0.3) for side in (1, -1)]
@@ -353,13 +355,14 @@ def _draw_badge(svg: Element, rank: int, x: float, y: float) -> None:
 
 
 def _draw_legend(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> float:
-    """What the marks mean; returns how far down that reaches."""
+    """Draw what the marks mean; return how far down that reaches."""
     x, y = layout.panel, TOP + 4
     for use, label in (
         ("pipeline", "activations, gradients"),
         ("averaging", "averaging of a stage"),
     ):
-        largest = max((flow for flow in flows if flow.use == use), key=_bytes_of, default=None)
+        own = (flow for flow in flows if flow.use == use)
+        largest = max(own, key=lambda flow: flow.bytes, default=None)
         if largest is None:
             continue
         start, end = np.array([x, y - 4]), np.array([x + 40, y - 4])
@@ -386,9 +389,12 @@ def _draw_busiest(
     for rank, flow in enumerate(flows, start=1):
         y += 1.3 * LINE
         _draw_badge(svg, rank, x + BADGE, y - 4)
-        add_text(svg, "", x + 22, y, _locations_of(plan, flow))
+        ends, nodes = (flow.source, flow.target), ""
+        if isinstance(flow.source, int):
+            ends = (plan.case.nodes[node].location for node in ends)
+            nodes = f"{flow.source} → {flow.target} · "
+        add_text(svg, "", x + 22, y, " → ".join(map(_cut, ends)))
         y += 0.9 * LINE
-        nodes = f"{flow.source} → {flow.target} · " if isinstance(flow.source, int) else ""
         add_text(
             svg,
             "",
@@ -396,15 +402,6 @@ def _draw_busiest(
             y,
             f"{nodes}busy {seconds_text(flow.busy_s)} · {size_text(flow.bytes)} · {flow.use}",
         )
-
-
-def _panel_height(plan: Plan, listed: int) -> float:
-    """Room for the legend and the list of the busiest links."""
-    return TOP + LINE * (5 + math.ceil(len(plan.stages) / COLUMNS) + 2.2 * listed)
-
-
-def _bytes_of(flow: Flow) -> float:
-    return flow.bytes
 
 
 def _flow_class(plan: Plan, flow: Flow, busiest: bool) -> str:
@@ -417,18 +414,10 @@ def _flow_class(plan: Plan, flow: Flow, busiest: bool) -> str:
 
 
 def _flow_width(flow: Flow, flows: Sequence[Flow]) -> float:
-    """The root of its bytes, on a scale that grows finer where arrows are many."""
-    most = max(map(_bytes_of, flows))
+    """Take the root of its bytes, on a scale that grows finer where arrows are many."""
+    most = max(flow.bytes for flow in flows)
     widest = WIDEST_FLOW * min(1.0, math.sqrt(ROOMY_FLOWS / len(flows)))
     return max(LEAST_FLOW, widest * math.sqrt(flow.bytes / most)) if most else LEAST_FLOW
-
-
-def _locations_of(plan: Plan, flow: Flow) -> str:
-    return " → ".join(_cut(_location(plan, place)) for place in (flow.source, flow.target))
-
-
-def _location(plan: Plan, place: int | str) -> str:
-    return plan.case.nodes[place].location if isinstance(place, int) else place
 
 
 def _cut(name: str) -> str:

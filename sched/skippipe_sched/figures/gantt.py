@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement
 
 from skippipe_sched.figures.colours import microbatch_colours
@@ -59,7 +58,7 @@ STYLE = """
 
 
 def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
-    """One iteration of `plan`, predicted or measured, as the text of an SVG.
+    """Draw one iteration of `plan`, predicted or measured, as the text of an SVG.
 
     A row for every node, grouped by stage. A bar for every operation in the colour of its
     microbatch; under the bars the transfers that the node receives; hatched where the node is idle
@@ -76,7 +75,7 @@ def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
 
 
 def gantt_series(plan: Plan, timelines: Mapping[str, Timeline]) -> str:
-    """Iterations of one plan by their titles, below one another on one scale of time, as an SVG.
+    """Draw iterations of one plan by their titles, one below the other on one scale, as an SVG.
 
     Each is drawn as by `gantt`, so that a prediction can be compared with measurements by eye.
     """
@@ -116,7 +115,7 @@ def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, t
 
 
 def _shown_s(timeline: Timeline) -> float:
-    """Until when a timeline is drawn: one of many may have ended before the next is as far."""
+    """Tell until when a timeline is drawn: one of many may have ended before the next is as far."""
     return max(timeline.end_s, timeline.iteration_s)
 
 
@@ -163,7 +162,7 @@ def _layout(plan: Plan, end_s: float) -> _Layout:
 
 
 def node_label(plan: Plan, node: int) -> str:
-    """A node's number and place, shortened to what fits beside a plot."""
+    """Write a node's number and place, shortened to what fits beside a plot."""
     label = f"node {node} · {plan.case.nodes[node].location}"
     return shortened(label, LONGEST_LABEL)
 
@@ -184,7 +183,7 @@ def _draw_hatching(svg: Element) -> None:
 
 
 def _draw_legend(svg: Element) -> None:
-    """The samples look as in the plot; the colour is that of microbatch 0."""
+    """Draw samples that look as in the plot; the colour is that of microbatch 0."""
     middle = LEGEND_Y - 4
     x = MARGIN
     for sample, label, room in (
@@ -227,38 +226,22 @@ def _draw_axis(svg: Element, layout: _Layout) -> None:
     add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
 
 
-class _Wait(NamedTuple):
-    """A node idle while the input of its next operation is on its way [s]."""
-
-    transfer: Transfer
-    start_s: float
-    end_s: float
-
-
-def _waits(timeline: Timeline) -> list[_Wait]:
-    """What the network costs the nodes: not the time in which another node still computes."""
+def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
+    """Draw what the network costs the nodes: not the time in which another node still computes."""
     transfers = {transfer.operation: transfer for transfer in timeline.transfers}
     free_s = [*timeline.free_s] or [0.0] * timeline.nodes
-    waits = []
     for run in timeline.runs:
-        node = run.operation.node
+        _, microbatch, node = run.operation
         transfer = transfers.get(run.operation)
         if transfer is not None and transfer.end_s > free_s[node]:
             start_s = max(free_s[node], transfer.ready_s)
-            waits.append(_Wait(transfer, start_s, transfer.end_s))
+            start, end = layout.x(start_s), layout.x(transfer.end_s)
+            add_tip(
+                _bar(svg, "wait", start, end, layout.row_tops[node]),
+                f"Node {node} waits for microbatch {microbatch} "
+                f"from node {transfer.source}: {layout.span(start_s, transfer.end_s)}",
+            )
         free_s[node] = run.end_s
-    return waits
-
-
-def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
-    for transfer, start_s, end_s in _waits(timeline):
-        row_top = layout.row_tops[transfer.target]
-        bar = _bar(svg, "wait", layout.x(start_s), layout.x(end_s), row_top)
-        add_tip(
-            bar,
-            f"Node {transfer.target} waits for microbatch {transfer.operation.microbatch} "
-            f"from node {transfer.source}: {layout.span(start_s, end_s)}",
-        )
 
 
 def _draw_transfers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
@@ -271,7 +254,7 @@ def _draw_transfers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
 
 
 def in_lanes(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
-    """The fewest lanes in which no two transfers, waiting included, lie over each other."""
+    """Share transfers out to the fewest lanes in which no two, waiting included, overlap."""
     lanes: list[list[Transfer]] = []
     for transfer in sorted(transfers, key=lambda transfer: transfer.ready_s):
         for lane in lanes:
@@ -318,7 +301,7 @@ def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) ->
 
 
 def _draw_number(svg: Element, operation: Operation, x: float, row_top: float, room: float) -> None:
-    """The microbatch in the middle of a bar, upright, or on its side where that is too wide."""
+    """Write the microbatch in the middle of a bar, upright, or on its side if that is too wide."""
     label = str(operation.microbatch)
     y = row_top + BAR_TOP + BAR / 2
     if room > DIGIT * len(label):
@@ -365,7 +348,7 @@ def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
 
 
 def _microbatch_style(microbatch: int) -> str:
-    """Light with dark numbers for forward, dark with white numbers for backward."""
+    """Style forwards light with dark numbers, backwards dark with white numbers."""
     light, dark = microbatch_colours(microbatch)
     return (
         f".gantt .F.m{microbatch}{{fill:{light}}}"

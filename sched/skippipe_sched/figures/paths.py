@@ -58,7 +58,7 @@ class _Layout:
 
 
 def paths_picture(plan: Plan) -> str:
-    """The paths of a plan as the text of an SVG, forward from each microbatch's data node.
+    """Draw the paths of a plan as the text of an SVG, forward from each microbatch's data node.
 
     A column for each stage with a box for each node, in it a bar for each microbatch that visits
     it. Where a line goes below a column the microbatch skips the stage; where it goes back to the
@@ -151,7 +151,7 @@ def _draw_way(svg: Element, layout: _Layout, plan: Plan, microbatch: int) -> Non
 
 
 def _curve(start: tuple[float, float], end: tuple[float, float]) -> str:
-    """On from `start` to `end`, level at both."""
+    """Lead on from `start` to `end`, level at both."""
     middle = rounded((start[0] + end[0]) / 2)
     y, end_x, end_y = map(rounded, (start[1], *end))
     return f"C{middle} {y} {middle} {end_y} {end_x} {end_y}"

@@ -32,7 +32,7 @@ SHARED_STYLE = """
 
 
 def start_picture(scope: str, size: tuple[float, float], about: str, styles: str) -> Element:
-    """An SVG of this width and height [pixels], with its paper and styles; `scope` is its class."""
+    """Start an SVG of this size [pixels], with its paper and styles; `scope` is its class."""
     width, height = size
     attributes = {
         "xmlns": "http://www.w3.org/2000/svg",
@@ -50,13 +50,13 @@ def start_picture(scope: str, size: tuple[float, float], about: str, styles: str
 
 
 def add_title(svg: Element, title: str, figures: str) -> None:
-    """The line at the top: what is shown, and beside it the figures that sum it up."""
+    """Add the line at the top: what is shown, and beside it the figures that sum it up."""
     text = add_text(svg, "title", MARGIN, TITLE_Y, title)
     SubElement(text, "tspan", {"class": "figures", "dx": "10"}).text = figures
 
 
 def svg_text(svg: Element) -> str:
-    """The picture as it is written to a file."""
+    """Return the picture as the text of its file."""
     return ElementTree.tostring(svg, encoding="unicode") + "\n"
 
 
@@ -67,7 +67,7 @@ def add_rect(
     down: tuple[float, float],
     radius: int = 0,
 ) -> Element:
-    """A rectangle from left to right and from top to bottom [pixels]."""
+    """Add a rectangle from left to right and from top to bottom [pixels]."""
     attributes = {
         "class": classes,
         "x": rounded(across[0]),
@@ -85,7 +85,7 @@ def add_line(
     end: tuple[float, float],
     width: float = 0,
 ) -> Element:
-    """A line; `width` 0 leaves its width to the style."""
+    """Add a line; `width` 0 leaves its width to the style."""
     names = ("x1", "y1", "x2", "y2")
     places = dict(zip(names, map(rounded, (*start, *end)), strict=True))
     stroke = {"stroke-width": rounded(width)} if width else {}
@@ -93,7 +93,7 @@ def add_line(
 
 
 def add_text(parent: Element, classes: str, x: float, y: float, content: str) -> Element:
-    """A text whose baseline begins, or is anchored by its class, at x and y."""
+    """Add a text whose baseline begins, or is anchored by its class, at x and y."""
     attributes = {"class": classes} if classes else {}
     text = SubElement(parent, "text", {**attributes, "x": rounded(x), "y": rounded(y)})
     text.text = content
@@ -101,17 +101,17 @@ def add_text(parent: Element, classes: str, x: float, y: float, content: str) ->
 
 
 def add_tip(element: Element, content: str) -> None:
-    """What the reader sees who rests on the element."""
+    """Add what the reader sees who rests on the element."""
     SubElement(element, "title").text = content
 
 
 def rounded(value: float) -> str:
-    """A coordinate, written to a hundredth of a pixel."""
+    """Write a coordinate to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def round_ticks(end: float, start: float = 0.0, most: int = MOST_TICKS) -> list[float]:
-    """Round numbers from `start` to `end`, at most `most` + 1 of them."""
+    """List round numbers from `start` to `end`, at most `most` + 1 of them."""
     span = end - start
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * most >= span)
@@ -119,16 +119,16 @@ def round_ticks(end: float, start: float = 0.0, most: int = MOST_TICKS) -> list[
 
 
 def shortened(text: str, longest: int) -> str:
-    """A text of at most `longest` characters."""
+    """Shorten a text to at most `longest` characters."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def add_circle(parent: Element, classes: str, x: float, y: float, radius: float) -> Element:
-    """A circle around x and y."""
+    """Add a circle around x and y."""
     places = {"cx": rounded(x), "cy": rounded(y), "r": rounded(radius)}
     return SubElement(parent, "circle", ({"class": classes} if classes else {}) | places)
 
 
 def point(place: Iterable[float]) -> str:
-    """Coordinates, as paths and polygons have them."""
+    """Write coordinates as paths and polygons have them."""
     return " ".join(map(rounded, place))

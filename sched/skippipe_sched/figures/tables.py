@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """A line for each row, which all have as many cells; a column without text takes no room.
+    """Write a line for each row, which all have as many cells; an empty column takes no room.
 
     Cells of the columns in `left` begin at the left, as text does, others end at the right, as
     figures do.

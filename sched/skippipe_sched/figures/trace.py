@@ -46,7 +46,7 @@ class _Track:
 def chrome_trace(
     plan: Plan, timeline: Timeline, measured: Timeline | None = None
 ) -> dict[str, Any]:
-    """One iteration of `plan`, predicted or measured, in Chrome's trace event format.
+    """Write one iteration of `plan`, predicted or measured, in Chrome's trace event format.
 
     A process for every stage. In it a thread for every node with its operations, threads for what
     the node receives (as many as overlap), and one for the averaging of the stage. Arrows lead
@@ -56,8 +56,11 @@ def chrome_trace(
     predicted.
     """
     shown = {"": timeline}
+    told = {"iteration_s": timeline.iteration_s, "pipeline_s": timeline.pipeline_s}
     if measured is not None:
         shown = {"predicted · ": timeline, "measured · ": measured}
+        told["measured_iteration_s"] = measured.iteration_s
+        told["measured_pipeline_s"] = measured.pipeline_s
     # Zero would be the idle process and thread to Perfetto, and a thread with the number of its
     # process the main one.
     thread = len(shown) * len(plan.stages)
@@ -81,19 +84,7 @@ def chrome_trace(
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {
-            "method": plan.method,
-            "iteration_s": timeline.iteration_s,
-            "pipeline_s": timeline.pipeline_s,
-        }
-        | (
-            {}
-            if measured is None
-            else {
-                "measured_iteration_s": measured.iteration_s,
-                "measured_pipeline_s": measured.pipeline_s,
-            }
-        ),
+        "otherData": {"method": plan.method} | told,
     }
 
 
@@ -104,7 +95,7 @@ def _metadata(
 
 
 def _events(piece: _Slice, process: int, thread: int) -> list[dict[str, Any]]:
-    """A slice and its ends of arrows, which lie in its middle so that they are surely within."""
+    """Write a slice and its ends of arrows, which lie in its middle so that they are within."""
     start_us, end_us = _microseconds(piece.start_s), _microseconds(piece.end_s)
     place = {"pid": process, "tid": thread}
     slice_event = {
@@ -126,7 +117,7 @@ def _events(piece: _Slice, process: int, thread: int) -> list[dict[str, Any]]:
 
 
 def _microseconds(time_s: float) -> float:
-    """To whole nanoseconds, as Perfetto counts: else rounding could make neighbours overlap."""
+    """Round to nanoseconds, as Perfetto counts: else rounding could make neighbours overlap."""
     return round(time_s * 1e9) / 1e3
 
 
@@ -154,7 +145,7 @@ def _tracks(plan: Plan, timeline: Timeline, first_arrow: int) -> list[_Track]:
 def _operation_slices(
     plan: Plan, timeline: Timeline, numbers: Mapping[Operation, int]
 ) -> list[list[_Slice]]:
-    """The slices of every node."""
+    """List the slices of every node."""
     flows = _flows_of_operations(plan, numbers)
     slices: list[list[_Slice]] = [[] for _ in range(timeline.nodes)]
     for run in timeline.runs:
@@ -181,7 +172,7 @@ def _operation_slices(
 def _flows_of_operations(
     plan: Plan, numbers: Mapping[Operation, int]
 ) -> dict[Operation, list[tuple[int, str]]]:
-    """For every operation, the arrows that end and begin in it.
+    """List for every operation the arrows that end and begin in it.
 
     `numbers` are those of the arrows, by the operation that each transfer is for.
     """
@@ -198,7 +189,7 @@ def _flows_of_operations(
 
 
 def _transfer_slices(plan: Plan, transfer: Transfer, number: int) -> list[_Slice]:
-    """The transfer, and before it the wait for a link that another transfer is on."""
+    """Make a slice of the transfer, and before it of the wait for a link that is taken."""
     kind, microbatch, _ = transfer.operation
     arguments = {
         "microbatch": microbatch,
@@ -219,7 +210,7 @@ def _transfer_slices(plan: Plan, transfer: Transfer, number: int) -> list[_Slice
 
 
 def _averaging_slices(plan: Plan, timeline: Timeline, stage: int) -> tuple[_Slice, ...]:
-    """One slice, or none where a stage of one replica has nothing to average."""
+    """Make one slice, or none where a stage of one replica has nothing to average."""
     return tuple(
         _Slice(
             f"averaging of stage {stage}",

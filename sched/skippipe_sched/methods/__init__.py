@@ -30,7 +30,7 @@ class Method(NamedTuple):
     function: str = "routes"
 
     def load(self) -> Callable[..., Any]:
-        """The function from a case and a search to `Routes`."""
+        """Load the function from a case and a search to `Routes`."""
         return getattr(import_module(f"{__name__}.{self.module}"), self.function)
 
 
@@ -61,7 +61,7 @@ def path_length_of(method: str, case: Case) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    """What makes plans, loaded when it is first asked for."""
+    """Load what makes plans when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.planning"), name)

@@ -37,7 +37,7 @@ StageSet = tuple[int, ...]
 
 
 def routes(case: Case, search: Search) -> Routes:
-    """Balanced partial paths for `case`.
+    """Choose balanced partial paths for `case`.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -71,7 +71,7 @@ def _candidates_affordable(microbatches: int, path_length: int) -> int:
 
 
 def _cost(case: Case, stages: Sequence[Sequence[int]], paths: list[NodePath]) -> tuple[float, ...]:
-    """When the pipeline ends, and among equals how long the last path's activations travel."""
+    """Compute when the pipeline ends, and to break ties how long the last path's hops take [s]."""
     *_, last = paths
     hops = sum(case.forward_hop_s[a, b] for a, b in zip(last, [*last[1:], last[0]], strict=True))
     return simulate(case, stages, paths).pipeline_s, float(hops)
@@ -85,7 +85,7 @@ def _draw_path(
     visits_left: dict[int, int],
     random: np.random.Generator,
 ) -> tuple[NodePath, StageSet]:
-    """A path within what is left: a set of stages, perhaps swaps, and replicas near each other."""
+    """Draw a path within what is left: a set of stages, perhaps swaps, and replicas near by."""
     available = [chosen for chosen, count in sets_left.items() if count > 0]
     chosen = available[random.integers(len(available))]
     path = [data_node]
@@ -98,7 +98,7 @@ def _draw_path(
 
 
 def swapped_at_random(case: Case, chosen: StageSet, random: np.random.Generator) -> StageSet:
-    """The stages of a set in ascending order with some neighbours swapped, as the rules allow.
+    """Put the stages of a set in ascending order and swap some neighbours, as the rules allow.
 
     How many swaps are tried is random, from none to `case.rules.max_swaps`.
     """
@@ -118,11 +118,11 @@ def swapped_at_random(case: Case, chosen: StageSet, random: np.random.Generator)
 def balanced_stage_sets(
     case: Case, microbatches: int, random: np.random.Generator
 ) -> list[StageSet]:
-    """Sets of `path_length` - 1 inner stages, one a microbatch, that meet CC2 in ascending order
-    and together visit every inner stage equally often (difference at most one).
+    """Draw sets of `path_length` - 1 inner stages, one a microbatch, that visit all equally often.
 
-    Each set is the one whose stages were visited least so far; what imbalance the jump limit
-    leaves is then repaired.
+    How often two inner stages are visited differs by one at most, and each set meets CC2 in
+    ascending order. Each is the one whose stages were visited least so far; what imbalance the jump
+    limit leaves is then repaired.
     """
     visits = np.zeros(len(case.stages))
     sets = []
@@ -138,7 +138,7 @@ def balanced_stage_sets(
 
 
 def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSet]:
-    """Balanced sets that share as many steps with `sets` as can be.
+    """Find balanced sets that share as many steps with `sets` as can be.
 
     Ascending sets are ways from stage 0, a step into a stage at each position, and all of them
     together are a flow of whole microbatches over these steps: an integer program finds it.
@@ -198,7 +198,7 @@ def _walk(left: Counter[tuple[int, int, int]], length: int) -> StageSet:
 
 
 def _lightest_set(weights: np.ndarray, case: Case) -> StageSet:
-    """The ascending stages, `path_length` - 1 of them, with least total weight within max_jump."""
+    """Find the `path_length` - 1 ascending stages with least total weight within max_jump."""
     last_stage = len(weights) - 1
     # best[s]: the least weight of a sequence of the current length that ends at stage s.
     best: dict[int, tuple[float, StageSet]] = {0: (0.0, ())}

@@ -62,7 +62,7 @@ class _Parts(NamedTuple):
 
 
 def place(case: Case, search: Search, share: float = 1.0) -> Placement:
-    """The placement that `search` has been given, or DT-FM's.
+    """Return the placement that `search` has been given, or search for DT-FM's.
 
     `share` is the part of the budget that may go into it; with the same seed, budget and share the
     placement is the same. If the scoring has to be compiled first, the budget counts from after
@@ -159,7 +159,7 @@ def _model(case: Case) -> _Model:
 def _cross(
     first: np.ndarray, second: np.ndarray, model: _Model, random: np.random.Generator
 ) -> np.ndarray:
-    """A child: where both parents agree, as they do; elsewhere as one of them, while there is room.
+    """Make a child: as both parents where they agree; elsewhere as one, while there is room.
 
     The parents' stages are named alike first, by which of them share the most nodes.
     """
@@ -257,7 +257,7 @@ def _cost(parts, model):
 
 @kernel
 def _averaging_s(counts, stage, model):
-    """About the quickest ring over these nodes: no ring has a cheaper slowest link than this.
+    """Estimate the quickest ring over these nodes: no ring has a cheaper slowest link than this.
 
     Each location needs two neighbours, and all of them must hang together.
     """
@@ -301,7 +301,7 @@ def _averaging_s(counts, stage, model):
 
 @kernel
 def _match_s(counts, others, model):
-    """Mean round trip when the replicas of two stages are matched, near ones first.
+    """Compute the mean round trip when the replicas of two stages are matched, near ones first.
 
     A stage of three and one of five are matched in fifteen equal parts. Then pairs trade partners
     as long as that helps.

@@ -18,7 +18,7 @@ from skippipe_sched.search.budget import Placement, Search
 
 
 def routes(case: Case, search: Search) -> Routes:
-    """Random balanced paths for `case`.
+    """Draw balanced paths for `case` at random.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -28,7 +28,7 @@ def routes(case: Case, search: Search) -> Routes:
 
 
 def routes_with_swaps(case: Case, search: Search) -> Routes:
-    """Random balanced paths for `case`, with as many swaps as it allows at most.
+    """Draw balanced paths for `case` at random, with as many swaps as it allows at most.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -46,7 +46,7 @@ def routes_with_swaps(case: Case, search: Search) -> Routes:
 def random_paths(
     case: Case, stages: Placement, random: np.random.Generator
 ) -> tuple[NodePath, ...]:
-    """Paths on a placement that keep every rule (CC1-CC3, TC1) and are otherwise drawn at random.
+    """Draw paths on a placement at random that keep every rule (CC1-CC3, TC1).
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.

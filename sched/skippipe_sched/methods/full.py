@@ -36,14 +36,14 @@ _Visit = tuple[list[int], int]
 
 
 def routes(case: Case, search: Search) -> Routes:
-    """Full paths for `case`."""
+    """Search for full paths for `case`."""
     stages = dtfm.place(case, search, PLACEMENT_SHARE)
     paths = matched(case, stages, _first_paths(case, stages))
     return Routes(stages, _trade(case, stages, np.array(paths), search))
 
 
 def _first_paths(case: Case, stages: Placement) -> tuple[NodePath, ...]:
-    """Paths through all stages, on the replicas in turn, each in proportion to its share."""
+    """Lead paths through all stages, on the replicas in turn, each in proportion to its share."""
     columns = [data_node_of_microbatches(case, stages)]
     for nodes in stages[1:]:
         visits = visits_of_replicas(case, nodes, len(columns[0]))
@@ -53,7 +53,7 @@ def _first_paths(case: Case, stages: Placement) -> tuple[NodePath, ...]:
 
 
 def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[NodePath, ...]:
-    """The same paths with the visits of every stage dealt out anew, so that trips are short.
+    """Deal out anew the visits of every stage of these paths, so that trips are short.
 
     Stage by stage, the microbatches are matched with the replicas given where they come from and
     go to. Every microbatch keeps its stages, and every replica its number of visits.

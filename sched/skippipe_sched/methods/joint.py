@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -79,7 +79,7 @@ SMALLEST_CASE = {
 
 
 def routes(case: Case, search: Search) -> Routes:
-    """The best plan found for `case` within the budget.
+    """Search for the best plan of `case` within the budget.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -88,13 +88,13 @@ def routes(case: Case, search: Search) -> Routes:
 
 
 def full_routes(case: Case, search: Search) -> Routes:
-    """The same for full paths in order: what planning alone brings, without skipping."""
+    """Search for full paths in order: what planning alone brings, without skipping."""
     rules = Rules(max_swaps=0, max_swap_distance=1, max_jump=0)
     return routes(replace(case, path_length=len(case.stages), rules=rules), search)
 
 
 def dealt(case: Case, plan: Plan) -> tuple[NodePath, ...]:
-    """The paths of a plan, with the data nodes of microbatches in the order of all methods."""
+    """Return the paths of a plan, with their data nodes in the order of all methods."""
     of_node: dict[int, list[NodePath]] = {node: [] for node in plan.stages[0]}
     for path in plan.microbatches:
         of_node[path[0]].append(path)
@@ -153,15 +153,11 @@ class _Joint:
             self.each(threads, chains, lambda chain: self.annealer.settle(chain, settling))
             for round_ in ROUNDS:
                 chains = sorted(chains, key=lambda chain: chain.cost_s)[: round_.chains]
-                share = int(round_.share * steps / len(chains))
-                reference_s = chains[0].cost_s
-                self.each(
-                    threads,
-                    chains,
-                    lambda chain, r=round_, n=share, s=reference_s: self.annealer.anneal(
-                        chain, r, n, s
-                    ),
+                share, first_s = int(round_.share * steps / len(chains)), chains[0].cost_s
+                work_on = partial(
+                    self.annealer.anneal, round_=round_, steps=share, reference_s=first_s
                 )
+                self.each(threads, chains, work_on)
             work_of_polish = POLISH_SHARE * steps * REPLAYS_OF_STEP
             worth = work_of_polish / self.annealer.steps_to_reorder
             most = int(np.clip(worth, THREADS, len(every_chain)))
@@ -186,7 +182,7 @@ class _Joint:
         self.optimal = least_s <= self.bound_s * (1 + ROUNDING)
 
     def start(self, number: int) -> Chain:
-        """A chain with random balanced paths on a random placement, if no better are known."""
+        """Start a chain with random balanced paths on a random placement, or from known ones."""
         search, case = self.search, self.case
         nodes = search.random.permutation(len(case.nodes))
         begun = search.begin if number == 0 else None
@@ -230,7 +226,7 @@ class _Joint:
         self.search.bound_s = self.bound_s
 
     def interpreted(self) -> Routes | None:
-        """The best plan that plain Python finds while another process compiles the search.
+        """Search in plain Python while another process compiles the search; return the best plan.
 
         None once that is done, unless the budget is over by then or the user asks for the end: only
         a search of more than `SHORT_BUDGET_S` waits for it.
@@ -266,7 +262,7 @@ class _Joint:
         return own.routes_of(chain) if search.end.interpreted else None
 
     def best_of(self, chains: list[Chain]) -> Routes:
-        """What the best chain has found; where iterations overlap, best by how they follow."""
+        """Return what the best chain found; where iterations overlap, best by how they follow."""
         by_cost = sorted(chains, key=lambda chain: chain.cost_s)
         # A plan that locks has no steady state.
         judged = [chain for chain in by_cost if chain.cost_s < np.inf]

@@ -19,7 +19,7 @@ CHOICE_SHARE = 0.3
 
 
 def plan_best(cases: Sequence[Case], method: str, search: Search) -> Plan:
-    """A plan of one of the `cases` that an open case may become, chosen by quick plans.
+    """Plan one of the `cases` that an open case may become, chosen by quick plans.
 
     Raises:
         InputError: if no case has a plan under its rules.
@@ -28,14 +28,13 @@ def plan_best(cases: Sequence[Case], method: str, search: Search) -> Plan:
         return make_plan(cases[0], method, search)
     share = CHOICE_SHARE / len(cases)
     quick = choose(
-        cases,
-        lambda case: make_plan(case, method, search.part(share)).predicted.iteration_s,
+        cases, lambda case: make_plan(case, method, search.part(share)).predicted.iteration_s
     )
     return make_plan(quick, method, search.part(1 - CHOICE_SHARE))
 
 
 def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
-    """A plan of `case` by one of `METHODS`; the same seed and budget give the same plan.
+    """Plan `case` by one of `METHODS`; the same seed and budget give the same plan.
 
     Raises:
         InputError: if the case's rules leave the method no plan, or it leaves stages out.
@@ -51,7 +50,7 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
 
 
 def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
-    """The plan that these routes of a method are, simulated and checked.
+    """Turn these routes of a method into a plan, simulated and checked.
 
     Raises:
         InputError: if it breaks a rule of the case.

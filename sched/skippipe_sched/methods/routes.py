@@ -27,13 +27,13 @@ class Routes:
 
 
 def place_in_order(case: Case) -> Placement:
-    """The nodes on stages in the order in which the case lists them."""
+    """Put the nodes on stages in the order in which the case lists them."""
     ends = list(accumulate(case.stages))
     return tuple(tuple(range(end - size, end)) for end, size in zip(ends, case.stages, strict=True))
 
 
 def data_node_of_microbatches(case: Case, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The data node of each microbatch: the data nodes in turn, each until it has sent its own."""
+    """Give each microbatch its data node: these in turn, each until it has sent its own."""
     rounds = range(max(case.microbatches))
     return tuple(
         node
@@ -44,7 +44,7 @@ def data_node_of_microbatches(case: Case, stages: Sequence[Sequence[int]]) -> tu
 
 
 def visits_of_replicas(case: Case, nodes: Sequence[int], visits: int) -> dict[int, int]:
-    """How many of a stage's `visits` each replica gets under TC1: shares rounded to whole ones."""
+    """Share a stage's `visits` out to its replicas by TC1: shares rounded to whole ones."""
     shares = np.array(fair_shares(case, nodes, visits))
     counts = np.floor(shares + 1e-9).astype(int)
     largest_remainders = np.argsort(counts - shares, kind="stable")[: visits - counts.sum()]

@@ -75,7 +75,7 @@ class _Solution:
 
 
 def routes(case: Case, search: Search) -> Routes:
-    """Paths found with all three kinds of conflict; the simulator judges what is best.
+    """Search for paths with all three kinds of conflict; the simulator judges what is best.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -84,7 +84,7 @@ def routes(case: Case, search: Search) -> Routes:
 
 
 def routes_without_tc2(case: Case, search: Search) -> Routes:
-    """Paths found as if microbatches never met: the paper's ablation.
+    """Search for paths as if microbatches never met: the paper's ablation.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -120,7 +120,7 @@ class _PathSearch:
         self.work_left -= operations
 
     def best_paths(self, paths: tuple[NodePath, ...]) -> tuple[NodePath, ...]:
-        """The best paths found; `paths` are what there is to begin with."""
+        """Search for the best paths; `paths` are what there is to begin with."""
         best = self._judge(paths)
         self._keep(paths)
         alone = tuple(_Agent(node, (m,)) for m, node in enumerate(self.data_nodes))
@@ -165,7 +165,7 @@ class _PathSearch:
         return tuple(path_of[microbatch] for microbatch in range(len(path_of)))
 
     def _judge(self, paths: tuple[NodePath, ...]) -> tuple[float, float]:
-        """What is to be least: what the simulator says, or without TC2 the collision-free time."""
+        """Compute what is to be least: the simulated, or without TC2 the collision-free time."""
         if self.meetings:
             timeline = self._simulate(paths)
             return timeline.iteration_s, timeline.pipeline_s
@@ -177,7 +177,7 @@ class _PathSearch:
         return simulate(self.case, self.stages, paths)
 
     def _alone_s(self, paths: Iterable[tuple[NodePath, int]]) -> float:
-        """How long the data nodes take for paths, each for some microbatches, that never meet."""
+        """Compute how long data nodes take for paths, each of some microbatches, if none meet."""
         trips_s = dict.fromkeys(self.stages[0], 0.0)
         for path, microbatches in paths:
             trips_s[path[0]] += microbatches * self.trip_s(path)
@@ -195,7 +195,7 @@ class _PathSearch:
         return float(hops_s + self.quickest.visit_s[list(path)].sum())
 
     def _root(self, agents: tuple[_Agent, ...]) -> _Solution | None:
-        """Every agent's path, planned one after another in a drawn order."""
+        """Plan every agent's path, one after another in a drawn order."""
         nothing = ((),) * len(agents)
         solution = _Solution(agents, nothing, nothing, np.zeros(len(self.stage_of), dtype=int))
         for agent in self.search.random.permutation(len(agents)).tolist():
@@ -208,7 +208,7 @@ class _PathSearch:
         return solution
 
     def _resolve(self, root: _Solution) -> _Solution | None:
-        """The first solution below `root` without conflicts of the kinds CC3 and TC1."""
+        """Find the first solution below `root` without conflicts of the kinds CC3 and TC1."""
         ties = count()
         heap = [(0.0, next(ties), root)]
         for _ in range(EXPANSIONS_PER_AGENT * len(root.agents)):
@@ -230,7 +230,7 @@ class _PathSearch:
         return None
 
     def _overfull(self, visits: np.ndarray) -> list[tuple[int, ...]]:
-        """The nodes of each inner stage above its share (CC3), then each node above its own (TC1).
+        """List the nodes of each inner stage, then single nodes, above their share (CC3, TC1).
 
         Where shares are no whole numbers, those with the most visits may have the larger ones. If
         nothing is above its share, nothing is below either, as the visits add up.
@@ -249,7 +249,7 @@ class _PathSearch:
         return np.floor(shares + SHARE_TOLERANCE), np.ceil(shares - SHARE_TOLERANCE)
 
     def _constrained(self, solution: _Solution) -> _Solution | None:
-        """One agent planned again: it meets another, or its data node is the last to end."""
+        """Plan one agent again: it meets another, or its data node is the last to end."""
         random = self.search.random
         timeline = self._simulate(solution.paths)
         meetings = _meetings(timeline, set(self.stages[0]))
@@ -274,7 +274,7 @@ class _PathSearch:
         constraint: Constraint | None = None,
         start_s: float = 0.0,
     ) -> _Solution | None:
-        """`solution` with one agent planned again, under one constraint more; None if it cannot."""
+        """Plan one agent of `solution` again, under one constraint more; None if it cannot be."""
         constraints = solution.constraints[agent]
         if constraint is not None:
             constraints = (*constraints, constraint)
@@ -295,7 +295,7 @@ class _PathSearch:
         )
 
     def _crowding(self, visits: np.ndarray, weight: int) -> np.ndarray:
-        """For each node, how far it and its stage come above their shares with `weight` more.
+        """Compute for each node how far it and its stage exceed their shares with `weight` more.
 
         In agents of that weight, so that it counts conflicts.
         """
@@ -311,7 +311,7 @@ class _PathSearch:
 
 
 def _above(visits: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[int]:
-    """Which visits are above their shares, if as many as must have the larger share `high`."""
+    """Tell which visits exceed their shares, if as many as must have the larger share `high`."""
     larger = int(visits.sum() - low.sum())
     most_first = np.lexsort((np.arange(len(visits)), low - visits, low == high))
     share = low.copy()
@@ -324,7 +324,7 @@ def _with(values: tuple, index: int, value: object) -> tuple:
 
 
 def _meetings(timeline: Timeline, data_nodes: set[int]) -> list[tuple[Run, Run]]:
-    """Who meets on an inner node (TC2): who is there, and who has to wait for that one's end."""
+    """List who meets on an inner node (TC2): who is there, and who waits for that one's end."""
     latest: dict[int, Run] = {}
     meetings = []
     for run in timeline.runs:
@@ -384,7 +384,7 @@ class QuickestPath:
         self.following = cache(self._following)
 
     def _onward(self, back: bool) -> np.ndarray:
-        """[node, node] seconds there and back; infinite where no path goes that step."""
+        """Return [node, node] the seconds there and back; infinite where no path goes that step."""
         rules = self.case.rules
         step = self.stage_of[None, :] - self.stage_of[:, None]
         if back:
@@ -394,7 +394,7 @@ class QuickestPath:
         return np.where(allowed & (self.stage_of > 0), self.round_trip_s, np.inf)
 
     def _to_go(self, data_node: int, step_s: np.ndarray) -> np.ndarray:
-        """[stages left, steps back left, node]: the least seconds on and back to the data node.
+        """Compute [stages left, steps back left, node] the least seconds on and to the data node.
 
         It knows nothing of the stages visited before, so it is never too much.
         """
@@ -411,11 +411,11 @@ class QuickestPath:
         return to_go_s
 
     def _alone(self, data_node: int) -> float:
-        """About the quickest round trip that begins at a data node [s]."""
+        """Estimate the quickest round trip that begins at a data node [s]."""
         return float(self._to_go(data_node, self.visit_s)[-1, -1, data_node])
 
     def _following(self, visited: tuple[int, ...]) -> tuple[int, ...]:
-        """The stages that may come after these (CC1, CC2) without leaving too few for the rest."""
+        """List the stages that may come next (CC1, CC2) without leaving too few for the rest."""
         rules, last = self.case.rules, len(self.stages) - 1
         stages = []
         for stage in range(1, last + 1):
@@ -435,7 +435,7 @@ class QuickestPath:
         crowding: np.ndarray,
         start_s: float,
     ) -> NodePath | None:
-        """A*: the quickest round trip that keeps the constraints; conflicts count as time."""
+        """Find by A* the quickest round trip under the constraints; conflicts count as time."""
         length = self.case.path_length
         step_s = self.visit_s + EXTRA * self.alone_s(data_node) * crowding
         for constraint in constraints:

@@ -41,7 +41,7 @@ def plan_without(
     stages: Placement | None = None,
     left_out: Collection[int] = (),
 ) -> Plan:
-    """A plan like `plan` on the nodes `kept` only; if they are all of its nodes, the plan itself.
+    """Make a plan like `plan` on the nodes `kept` only; if they are all of its nodes, return it.
 
     Some may be nodes of the plan's case that are in none of its stages, as they have come since.
     Node k of the new plan is the k-th smallest of `kept`, and its case is the plan's with these
@@ -96,7 +96,7 @@ def plan_without(
 
 
 def stages_of(plan: Plan, kept: Collection[int]) -> Placement:
-    """The nodes `kept` of each stage of a plan, perhaps none.
+    """Return the nodes `kept` of each stage of a plan, perhaps none.
 
     Raises:
         InputError: if one of `kept` is no node of the plan.
@@ -106,7 +106,7 @@ def stages_of(plan: Plan, kept: Collection[int]) -> Placement:
 
 
 def _leading_past(plan: Plan, left_out: Collection[int]) -> Plan:
-    """The plan whose nodes of these stages have nothing to do."""
+    """Return the plan whose nodes of these stages have nothing to do."""
     past = {node for stage in left_out for node in plan.stages[stage]}
     paths = tuple(tuple(node for node in path if node not in past) for path in plan.microbatches)
     order = tuple(() if node in past else own for node, own in enumerate(plan.order))
@@ -137,7 +137,7 @@ def _require_placement(
 
 
 def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
-    """How many of the visits of a stage each of these replicas gets."""
+    """Share the visits of a stage out to these replicas."""
     now = Counter(
         node for path in plan.microbatches for node in path if plan.stage_of[node] == stage
     )
@@ -161,7 +161,7 @@ def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
 
 
 def _shared_as_before(case: Case, sent: Mapping[int, int], microbatches: int) -> dict[int, int]:
-    """How many microbatches each data node sends, if they `sent` so many of them before.
+    """Share microbatches out to the data nodes, if they `sent` so many of them before.
 
     They share them evenly if they did so before, and else in proportion (D'Hondt's method, by
     which no one gets less than before). A node that sent none counts like the others' mean.
@@ -185,7 +185,7 @@ def _shared_as_before(case: Case, sent: Mapping[int, int], microbatches: int) ->
 def _dealt(
     plan: Plan, targets: Mapping[int, Mapping[int, int]], *, all_visits: bool
 ) -> list[NodePath]:
-    """The plan's paths with as many visits on each replica of each changed stage as `targets` say.
+    """Deal out the paths so that replicas of changed stages have as many visits as in `targets`.
 
     Only visits that must move do, unless `all_visits` may trade their replicas.
     """
@@ -221,7 +221,7 @@ def _dealt(
 
 
 def _moving(visits: Sequence[tuple[list[int], int]], targets: Mapping[int, int]) -> list[int]:
-    """Which visits of a stage must move: to nodes that are lost, or that have too many."""
+    """List the visits of a stage that must move: to nodes that are lost, or that have too many."""
     left = dict(targets)
     moving = []
     for index, (path, position) in enumerate(visits):
@@ -251,7 +251,7 @@ Order = tuple[tuple[Operation, ...], ...]
 
 
 def start_times(plan: Plan) -> list[list[float]]:
-    """When each operation of each microbatch's chain starts in an iteration of a plan alone [s].
+    """Tell when each operation of each microbatch's chain starts in a plan's iteration alone [s].
 
     Raises:
         InputError: if the plan's own order cannot be run.
@@ -268,7 +268,7 @@ def start_times(plan: Plan) -> list[list[float]]:
 def earlier_order(
     start_s: Sequence[Sequence[float]], case: Case, paths: Sequence[NodePath]
 ) -> Order | None:
-    """What each node runs, in order, if everything starts as it once did, or as soon after it.
+    """Order what each node runs, if everything starts as it once did, or as soon after it.
 
     `start_s` are the start times of a plan whose paths visit the same stages (`start_times`);
     `paths` are those of now, on the nodes of `case`. All operations are gone through by their
@@ -314,7 +314,7 @@ def refilled(
     without_text: Collection[int] = (),
     left_out: Collection[int] = (),
 ) -> Placement:
-    """The nodes `kept` of each stage, after one has been moved to each stage that has none left.
+    """Return the nodes `kept` of each stage, after moving one to each stage that has none left.
 
     No fewer moves would do. Each is from the stage that has most nodes then, and among equal ones
     from an inner stage, as data nodes need the run's text. Of that stage goes the node that

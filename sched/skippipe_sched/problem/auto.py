@@ -31,12 +31,12 @@ Sizes = tuple[int, ...]
 
 
 def load_cases(path: Path) -> tuple[Case, ...]:
-    """The candidates of a case file (YAML); the one case that it is, if it leaves nothing open."""
+    """Load the candidates of a case file (YAML); one case if it leaves nothing open."""
     return candidates(fields.load_yaml(path, "case"), path.parent)
 
 
 def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
-    """The concrete cases that a case given as a mapping may become, the most promising first.
+    """List the concrete cases that a case given as a mapping may become, best prospects first.
 
     For each path length within the skip ratio the replicas are shared out in proportion to the work
     of the stages. After these cases come their neighbours, with a few replicas moved to another
@@ -78,7 +78,7 @@ def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
 
 
 def choose(cases: Sequence[Case], judge: Callable[[Case], float]) -> Case:
-    """The case with the least seconds for a microbatch; the first of them where they are equal.
+    """Choose the case with the least seconds for a microbatch; the first of equal ones.
 
     `judge` gives the iteration_s of a quick plan. It may refuse a case whose rules leave no plan.
     A single case is taken without a look.
@@ -101,7 +101,7 @@ def choose(cases: Sequence[Case], judge: Callable[[Case], float]) -> Case:
 
 
 def _any_sizes(given: Mapping[str, Any]) -> list[int]:
-    """Sizes that fit the nodes, with one data node."""
+    """Return sizes that fit the nodes, with one data node."""
     fields.mapping(given, "case", given, ("stage_count",))
     nodes = node_count(given["nodes"])
     stages = fields.integer(given["stage_count"], "case.stage_count", 1)
@@ -123,7 +123,7 @@ def _any_sizes(given: Mapping[str, Any]) -> list[int]:
 
 
 def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
-    """The path lengths that skip a share of the stages within the ratio."""
+    """List the path lengths that skip a share of the stages within the ratio."""
     field = "case.skip_ratio"
     shares = [
         fields.number(share, f"{field}[{index}]", 0.0)
@@ -137,7 +137,7 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
     low, high = shares
 
     def beyond(length: int) -> float:
-        """How far the share that a path of this length skips lies outside the ratio."""
+        """Tell how far the share that a path of this length skips lies outside the ratio."""
         share = 1 - length / stages
         return max(low - share, share - high)
 
@@ -155,7 +155,7 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
 
 
 def _work(case: Case, path_length: int) -> Float[np.ndarray, " stages"]:
-    """Forward passes that one microbatch is worth to each stage, the inner ones on average (CC3).
+    """Count the forwards that a microbatch is worth to each stage, inner ones on average (CC3).
 
     Every microbatch visits the data stage, which has the loss too.
     """
@@ -171,12 +171,12 @@ def _busiest(work: Float[np.ndarray, " stages"], sizes: Sizes) -> float:
 
 
 def _most_data_nodes(case: Case) -> int:
-    """Each data node sends a microbatch at least, which matters if their total is given."""
+    """Return how many data nodes may be: each sends a microbatch of their total, if it is given."""
     return min(len(case.nodes), case.source.get("microbatches", len(case.nodes)))
 
 
 def _balanced(case: Case, work: Float[np.ndarray, " stages"]) -> Sizes:
-    """The sizes with which the busiest stage has least work for each of its replicas."""
+    """Find the sizes with which the busiest stage has least work for each of its replicas."""
     sizes = np.ones(len(work), dtype=int)
     for _ in range(len(case.nodes) - len(work)):
         load = work / sizes
@@ -187,7 +187,7 @@ def _balanced(case: Case, work: Float[np.ndarray, " stages"]) -> Sizes:
 
 
 def _neighbours(case: Case, sizes: Sizes) -> list[Sizes]:
-    """These sizes with replicas moved; of those that differ in equal inner stages only, one."""
+    """Move replicas of these sizes; keep one of those that differ in equal inner stages only."""
     found = {_kind(case, sizes): sizes}
     for giver, taker in permutations(range(len(sizes)), 2):
         moved = max(1, int(MOVED_SHARE * sizes[giver]))

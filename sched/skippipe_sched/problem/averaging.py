@@ -44,7 +44,7 @@ class AveragingPolicy:
         return self.mode == "outer"
 
     def sent_after(self, iteration: int) -> int | None:
-        """The fragment that is sent at the end of an iteration; None if none is.
+        """Tell which fragment is sent at the end of an iteration; None if none is.
 
         Iterations count from 1. Of n fragments the k-th is sent after k / n of a cycle, rounded
         down to whole iterations: the last one at every multiple of `every`.
@@ -55,7 +55,7 @@ class AveragingPolicy:
         return number - 1 if number * self.every // self.fragments == place else None
 
     def fragment_bytes(self, stage_bytes: float) -> float:
-        """Bytes of one message about a fragment, of what has `stage_bytes` in float32."""
+        """Count the bytes of one message about a fragment, of `stage_bytes` in float32."""
         return stage_bytes / self.fragments * WIDTHS[self.dtype] / WIDTHS["float32"]
 
 
@@ -63,7 +63,7 @@ EXACT = AveragingPolicy()
 
 
 def parse_averaging(value: Any, field: str) -> AveragingPolicy:
-    """The policy that a mapping tells of; keys that are left out have their `DEFAULTS`.
+    """Read the policy from a mapping; keys that are left out have their `DEFAULTS`.
 
     Raises:
         InputError: naming the key below `field`.

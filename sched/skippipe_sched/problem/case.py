@@ -16,23 +16,17 @@ from jaxtyping import Float
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
-from skippipe_sched.problem.averaging import EXACT, AveragingPolicy, parse_averaging
-from skippipe_sched.problem.node_mesh import MESH, mesh_of
+from skippipe_sched.problem.averaging import AveragingPolicy, parse_averaging
 
 Contention = Literal["none", "link"]
 
-REQUIRED = (
-    "nodes",
-    "links",
-    "activation_bytes",
-    "stage_bytes",
-    "stages",
-    "path_length",
-)
+REQUIRED = ("nodes", "links", "activation_bytes", "stage_bytes", "stages", "path_length")
 # Of the nodes that do not say it themselves.
 OF_NODES = {"location": "locations", "forward_s": "forward_s", "memory": "memory"}
 # A node may say it too; nobody has to. `memory: auto` follows from it.
 MEMORY_BYTES = "memory_bytes"
+# So may a node, of its own mesh of devices: over how many it is cut along each axis.
+MESH, AXES = "mesh", ("fsdp", "tensor")
 OPTIONAL = (
     *OF_NODES.values(),
     MEMORY_BYTES,
@@ -62,7 +56,8 @@ class Node:
     """A place that serves one stage.
 
     `forward_s` is the time of one forward pass of one microbatch there; `memory` is how many may be
-    in flight on it. Each of its devices has `memory_bytes`, if given; of `mesh` tells `node_mesh`.
+    in flight on it. Each of its devices has `memory_bytes`, if given, and lies in its `mesh`, which
+    the planner ignores.
     """
 
     location: str
@@ -147,15 +142,15 @@ class Case:
         return hop
 
     def hop_bytes(self, kind: str) -> float:
-        """Bytes of the hop to an operation (F, L or B)."""
+        """Return the bytes of the hop to an operation (F, L or B)."""
         return self.gradient_bytes if kind == "B" else self.activation_bytes
 
     def hop_duration(self, kind: str, source: int, target: int) -> float:
-        """Seconds of the hop from node `source` to an operation (F, L or B) on node `target`."""
+        """Return the seconds of the hop from `source` to an operation (F, L or B) on `target`."""
         return float((self.backward_hop_s if kind == "B" else self.forward_hop_s)[source, target])
 
     def duration(self, kind: str, node: int, stage: int) -> float:
-        """Seconds of one operation (F, L or B) on `node` when it serves `stage`."""
+        """Compute the seconds of one operation (F, L or B) on `node` when it serves `stage`."""
         ratio = {"F": 1.0, "L": self.loss_ratio, "B": self.backward_ratio}[kind]
         return ratio * self.stage_cost[stage] * self.nodes[node].forward_s
 
@@ -186,7 +181,9 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         DEFAULT_SAME_LOCATION,
         DEFAULT_SAME_LOCATION,
     )
-    same_location = links.link(**_link_arguments(same), field="case.same_location")
+    same_location = links.link(
+        same["latency_ms"], same["bandwidth_GiB_per_s"], "case.same_location"
+    )
     path_length = fields.integer(given["path_length"], "case.path_length", 1)
     visited = len(stages) - len(left_out)
     if path_length > visited:
@@ -226,18 +223,14 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         contention=fields.text(  # pyright: ignore[reportArgumentType]
             given.get("contention", "link"), "case.contention", ("none", "link")
         ),
-        averaging=_averaging(given),
+        averaging=parse_averaging(given.get("averaging", {}), "case.averaging"),
         left_out=left_out,
         source={**given, "links": table_source},
     )
 
 
-def _averaging(given: Mapping[str, Any]) -> AveragingPolicy:
-    return parse_averaging(given["averaging"], "case.averaging") if "averaging" in given else EXACT
-
-
 def node_count(nodes: Any) -> int:
-    """How many nodes `case.nodes` gives, which is their number or a list of them."""
+    """Count the nodes of `case.nodes`, which is their number or a list of them."""
     return (
         len(nodes)
         if isinstance(nodes, list)
@@ -268,7 +261,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
                 fields.duration(own["forward_s"], f"{field}.forward_s", above=True),
                 _memory(own, field),
                 _memory_bytes(own, field),
-                mesh_of(own, field),
+                _mesh(own, field),
             )
         )
     return tuple(nodes)
@@ -277,7 +270,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
 def _of_all_nodes(
     given: Mapping[str, Any], described: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Any]]:
-    """What the case gives all nodes in turn: it may leave out what each of them says itself."""
+    """Read what the case gives all nodes in turn: not what each of them says itself."""
     shared = {}
     if "locations" in given:
         names = enumerate(fields.sequence(given["locations"], "case.locations"))
@@ -303,21 +296,20 @@ def _of_all_nodes(
 
 
 def _memory(given: Mapping[str, Any], of: str) -> int:
-    """Microbatches in flight, which a case has to say where no model is known."""
-    if given["memory"] == AUTO:
-        raise InputError(
-            f"{of}.memory",
-            AUTO,
-            "follows from a model, and a case by itself has none",
-            "Write the number of microbatches, which skippipe estimate-memory says for a "
-            "configuration that has this case as plan.case",
-        )
-    return fields.integer(given["memory"], f"{of}.memory", 1)
+    return fields.integer(_known(given, "memory", of, "number of microbatches"), f"{of}.memory", 1)
 
 
 def _memory_bytes(given: Mapping[str, Any], of: str) -> float | None:
     size = given.get(MEMORY_BYTES)
     return None if size is None else fields.number(size, f"{of}.{MEMORY_BYTES}", 0.0, above=True)
+
+
+def _mesh(node: Mapping[str, Any], field: str) -> tuple[int, int] | None:
+    if node.get(MESH) is None:
+        return None
+    own = fields.mapping(node[MESH], f"{field}.{MESH}", AXES)
+    fsdp, tensor = (fields.integer(own.get(axis, 1), f"{field}.{MESH}.{axis}", 1) for axis in AXES)
+    return fsdp, tensor
 
 
 def _of_each_stage(
@@ -337,25 +329,21 @@ def _of_hop(given: Mapping[str, Any], key: str) -> float:
     return fields.number(_known(given, key), f"case.{key}", 0.0)
 
 
-def _known(given: Mapping[str, Any], key: str) -> Any:
-    """A size in bytes, which a case has to give where no model is known."""
+def _known(given: Mapping[str, Any], key: str, of: str = "case", unit: str = "bytes") -> Any:
+    """Return what a case has to give, in this unit, where no model is known."""
     if given[key] == AUTO:
         raise InputError(
-            f"case.{key}",
+            f"{of}.{key}",
             AUTO,
             "follows from a model, and a case by itself has none",
-            "Write the bytes, which skippipe estimate-memory says for a configuration that "
+            f"Write the {unit}, which skippipe estimate-memory says for a configuration that "
             "has this case as plan.case",
         )
     return given[key]
 
 
-def _link_arguments(same: Mapping[str, Any]) -> dict[str, Any]:
-    return {"latency_ms": same["latency_ms"], "bandwidth_gib": same["bandwidth_GiB_per_s"]}
-
-
 def _all_times(table: links.LinkTable, factor: float) -> links.LinkTable:
-    """The table with every bandwidth, that within a location too, times `factor`."""
+    """Multiply every bandwidth of the table by `factor`, that within a location too."""
 
     def scaled(link: links.Link) -> links.Link:
         return links.Link(link.latency_s, link.bandwidth * factor)
@@ -366,7 +354,7 @@ def _all_times(table: links.LinkTable, factor: float) -> links.LinkTable:
 
 
 def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
-    """Every two locations that have nodes must be linked: a path may lead from any to any."""
+    """Require links between all locations that have nodes: a path may lead from any to any."""
     names = list(dict.fromkeys(node.location for node in nodes))
     missing = [
         (a, b)
@@ -399,7 +387,7 @@ def _row(pair: tuple[str, str]) -> str:
 
 
 def _microbatches(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
-    """What each data node sends, from the number of each or from the total."""
+    """Read what each data node sends, from the number of each or from the total."""
     if "microbatches" in given:
         return _spread(given, data_nodes)
     fields.mapping(given, "case", given, ("microbatches_per_data_node",))
@@ -450,7 +438,7 @@ def _rules(value: Any, stages: int) -> Rules:
 
 
 def sizes_and_left_out(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The nodes of each stage of a case, and the stages that are left out.
+    """Read the nodes of each stage of a case, and the stages that are left out.
 
     Raises:
         InputError: if another stage has no node, or one that is left out has some; the first stage
@@ -475,7 +463,7 @@ def sizes_and_left_out(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple
 
 
 def so_that_they_add_up(nodes: int, stages: Sequence[int]) -> str:
-    """What to change where the sizes of the stages do not add up to the nodes."""
+    """Say what to change where the sizes of the stages do not add up to the nodes."""
     lacking = sum(stages) - nodes
     if lacking < 0:
         return f"Add {-lacking} to the sizes or take {-lacking} from the nodes to make them add up"

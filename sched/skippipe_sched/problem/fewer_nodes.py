@@ -7,8 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.case import MEMORY_BYTES, OF_NODES, Case, Node, parse_case
-from skippipe_sched.problem.node_mesh import described
+from skippipe_sched.problem.case import (
+    AXES,
+    MEMORY_BYTES,
+    MESH,
+    OF_NODES,
+    Case,
+    Node,
+    parse_case,
+)
 
 REPLACED = (MEMORY_BYTES, "microbatches", "microbatches_per_data_node", "left_out")
 
@@ -16,7 +23,7 @@ REPLACED = (MEMORY_BYTES, "microbatches", "microbatches_per_data_node", "left_ou
 def with_nodes(
     case: Case, nodes: Collection[int], stages: Sequence[int], microbatches: Sequence[int]
 ) -> Case:
-    """The case of these `nodes` of it only; everything else stays as it is.
+    """Make the case of these `nodes` of it only; everything else stays as it is.
 
     `stages` are the sizes of the stages now, `microbatches` what each data node sends. Stages of
     no nodes are left out: paths are no longer than the stages that are left, and a step that is
@@ -50,7 +57,7 @@ def with_nodes(
 
 
 def with_stages_left(case: Case) -> Case:
-    """The case as if it had no stages but those that are not left out, numbered anew.
+    """Make the case as if it had only the stages that are not left out, numbered anew.
 
     Its `source` stays that of the whole case.
     """
@@ -65,13 +72,15 @@ def with_stages_left(case: Case) -> Case:
 
 
 def _described(node: Node) -> dict[str, Any]:
-    """What a case says of a node that says all of it itself."""
+    """Describe a node as a case does that says all of it itself."""
     said = {key: getattr(node, key) for key in (*OF_NODES, MEMORY_BYTES)}
-    return {key: value for key, value in said.items() if value is not None} | described(node.mesh)
+    if node.mesh is not None:
+        said[MESH] = dict(zip(AXES, node.mesh, strict=True))
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def sorted_nodes(case: Case, nodes: Collection[int]) -> tuple[int, ...]:
-    """These nodes in order, each once.
+    """Sort these nodes, each once.
 
     Raises:
         InputError: if one of them is none of the case.

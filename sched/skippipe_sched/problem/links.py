@@ -48,7 +48,7 @@ class LinkTable:
     same_location: Link
 
     def link(self, source: str, target: str) -> Link:
-        """The link from `source` to `target`; `InputError` if the table lacks it."""
+        """Find the link from `source` to `target`; raise `InputError` if the table lacks it."""
         found = self.links.get((source, target)) or self.links.get((target, source))
         if found is None and source == target:
             found = self.same_location
@@ -64,7 +64,7 @@ class LinkTable:
     def matrices(
         self, locations: Sequence[str]
     ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
-        """Latency [s] and bandwidth [bytes/s] between nodes at `locations`, source first."""
+        """Return latency [s] and bandwidth [bytes/s] between nodes at `locations`, source first."""
         names = sorted(set(locations))
         index = np.array([names.index(name) for name in locations])
         latency = np.array([[self.link(a, b).latency_s for b in names] for a in names])
@@ -73,7 +73,7 @@ class LinkTable:
 
 
 def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
-    """What a plan keeps of `case.links`: a built-in name, or the rows themselves.
+    """Return what a plan keeps of `case.links`: a built-in name, or the rows themselves.
 
     `value` is a built-in name, the path of a CSV (relative to `folder`) or rows already.
     """
@@ -90,7 +90,7 @@ def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
 
 
 def table(value: Any, same_location: Link) -> LinkTable:
-    """The table for a built-in name or for rows [a, b, latency_ms, bandwidth_GiB_per_s]."""
+    """Read the table of a built-in name or of rows [a, b, latency_ms, bandwidth_GiB_per_s]."""
     if isinstance(value, str):
         name = fields.text(value, "case.links", BUILT_IN)
         source = resources.files("skippipe_sched.problem") / "tables" / f"{name}.csv"
@@ -108,7 +108,7 @@ def table(value: Any, same_location: Link) -> LinkTable:
 
 
 def link(latency_ms: Any, bandwidth_gib: Any, field: str) -> Link:
-    """A link from the units of tables: milliseconds and GiB per second."""
+    """Make a link from the units of tables: milliseconds and GiB per second."""
     latency = fields.number(latency_ms, f"{field}.latency_ms", 0.0)
     bandwidth = fields.number(bandwidth_gib, f"{field}.bandwidth_GiB_per_s", LEAST_BANDWIDTH)
     return Link(latency / 1e3, bandwidth * GIBIBYTE)

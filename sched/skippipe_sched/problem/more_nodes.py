@@ -34,7 +34,7 @@ class NewNode:
 
 
 def mean_link(links: Sequence[Link]) -> Link:
-    """A link by which latency and bytes take as long as by these in the mean."""
+    """Average links: latency and bytes take as long by the result as by these in the mean."""
     return Link(
         float(np.mean([link.latency_s for link in links])),
         float(1.0 / np.mean([1.0 / link.bandwidth for link in links])),
@@ -42,7 +42,7 @@ def mean_link(links: Sequence[Link]) -> Link:
 
 
 def usual_link(case: Case) -> Link:
-    """The mean of the links between the nodes of a case."""
+    """Average the links between the nodes of a case."""
     latency_s, bandwidth = case.link_matrices
     between = ~np.eye(len(case.nodes), dtype=bool)
     if not between.any():
@@ -51,7 +51,7 @@ def usual_link(case: Case) -> Link:
 
 
 def with_more_nodes(case: Case, new: Sequence[NewNode]) -> Case:
-    """The case with more nodes, whose numbers follow those of the others.
+    """Add nodes to the case, whose numbers follow those of the others.
 
     Each has as much memory as the one that has least, and the case's last stage is so much larger:
     who plans for it knows better.
@@ -90,5 +90,5 @@ def with_more_nodes(case: Case, new: Sequence[NewNode]) -> Case:
 
 
 def _told(link: Link) -> tuple[float, float]:
-    """A link in the units of tables."""
+    """Convert a link to the units of tables."""
     return 1e3 * link.latency_s, link.bandwidth / GIBIBYTE

@@ -36,12 +36,12 @@ class Operation(NamedTuple):
     node: int
 
     def __str__(self) -> str:
-        """As messages name it."""
+        """Name it as messages do."""
         return f"{self.kind} of microbatch {self.microbatch} on node {self.node}"
 
 
 def microbatch_chain(microbatch: int, path: Sequence[int]) -> list[Operation]:
-    """The operations of one microbatch in the order in which each needs the one before.
+    """List the operations of one microbatch, each after the one that it needs.
 
     F on the data node and along the path, L back on the data node, B along the path reversed and
     at last on the data node. Between two operations on different nodes lies a transfer.
@@ -73,7 +73,7 @@ class Predicted:
     late_s: float = 0.0
 
     def to_json(self, averaging: AveragingPolicy) -> dict[str, float | None]:
-        """As a plan has it; nothing is late where iterations wait for averaging."""
+        """Write it as a plan does; nothing is late where iterations wait for averaging."""
         told = asdict(self)
         if not averaging.is_outer:
             del told["late_s"]
@@ -115,13 +115,13 @@ class Plan:
         return stage_of_nodes(self.stages)
 
     def fits(self, case: Case, path_length: int) -> bool:
-        """Whether a search for a plan of `case` with paths of this length can begin here."""
+        """Tell whether a search for a plan of `case` with paths of this length can begin here."""
         sent = tuple(sum(path[0] == node for path in self.microbatches) for node in self.stages[0])
         sizes, lengths = tuple(map(len, self.stages)), {len(path) for path in self.microbatches}
         return (sizes, sent, lengths) == (case.stages, case.microbatches, {path_length})
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON object (docs/formats.md)."""
+        """Turn the plan into a JSON object (docs/formats.md)."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -141,7 +141,7 @@ class Plan:
 
 
 def stage_of_nodes(stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The stage of each node, from the nodes of each stage."""
+    """Return the stage of each node, from the nodes of each stage."""
     stage_of = [0] * sum(len(nodes) for nodes in stages)
     for stage, nodes in enumerate(stages):
         for node in nodes:

@@ -31,7 +31,7 @@ class Violation:
 
 
 def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
-    """Why a sequence of stages breaks CC1 or CC2, or None if it keeps them.
+    """Say why a sequence of stages breaks CC1 or CC2; return None if it keeps them.
 
     `stages` is what a path visits in order, stage 0 first.
     """
@@ -62,7 +62,7 @@ def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
 
 
 def fair_shares(case: Case, nodes: Sequence[int], visits: int) -> list[float]:
-    """TC1's share of `visits` for each replica of a stage: in proportion to its speed."""
+    """Compute TC1's share of `visits` for each replica of a stage: in proportion to its speed."""
     fastest_s = min(case.nodes[node].forward_s for node in nodes)
     speeds = [fastest_s / case.nodes[node].forward_s for node in nodes]
     return [visits * speed / sum(speeds) for speed in speeds]
@@ -71,7 +71,7 @@ def fair_shares(case: Case, nodes: Sequence[int], visits: int) -> list[float]:
 def violations(
     case: Case, stages: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]
 ) -> list[Violation]:
-    """Every rule that a placement and its paths break; empty if they keep them all.
+    """List every rule that a placement and its paths break; empty if they keep them all.
 
     Stages that the case leaves out do not count: those before and after are neighbours.
     """
@@ -129,7 +129,7 @@ def violations(
 
 
 def require(plan: Plan) -> Plan:
-    """The plan itself, if it keeps every rule; otherwise `InputError` for the first broken one."""
+    """Return the plan if it keeps every rule; raise `InputError` for the first broken one."""
     broken = violations(plan.case, plan.stages, plan.microbatches)
     if broken:
         more = f" ({len(broken) - 1} more)" if len(broken) > 1 else ""

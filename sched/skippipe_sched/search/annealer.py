@@ -17,14 +17,7 @@ from skippipe_sched.search.annealing import (
     polish,
     settle,
 )
-from skippipe_sched.search.arrays import (
-    Candidate,
-    Order,
-    Problem,
-    copy,
-    copy_of,
-    order_for,
-)
+from skippipe_sched.search.arrays import Candidate, Order, Problem, copy, copy_of, order_for
 from skippipe_sched.search.compiled import fast
 from skippipe_sched.search.evaluator import evaluate, replay
 
@@ -38,16 +31,8 @@ CACHED_OPERATIONS = 5000
 # A chain looks at the clock whenever it has done about this many seconds of work.
 LOOK_S = 0.1
 
-# How often each move is tried, by its number in moves.py.
-WEIGHTS = {
-    moves.NODES: 2.0,
-    moves.REPLICAS: 3.0,
-    moves.STAGES: 2.0,
-    moves.SWAP: 1.0,
-    moves.TAILS: 2.0,
-    moves.REPLICA: 0.5,
-    moves.STAGE: 0.5,
-}
+# How often each move is tried: NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE of moves.py.
+WEIGHTS = np.array([2.0, 3.0, 2.0, 1.0, 2.0, 0.5, 0.5])
 # The mean end of the data nodes guides the search where the maximum is flat.
 MEAN_WEIGHT = 0.3
 # The quick estimate is about seconds, whatever the case.
@@ -74,7 +59,7 @@ class Chain:
     """A candidate on its way, how hot it starts, and what the best that it was costs [s]."""
 
     def __init__(self, problem: Problem, candidate: Candidate, seed: int, heat: float):
-        """A chain that begins at a candidate, with random numbers of its own."""
+        """Begin at a candidate, with random numbers of its own."""
         self.state: ChainState = chain_from(problem, candidate, seed)
         self.heat = heat
         self.order: Order | None = None
@@ -101,13 +86,13 @@ class Annealer:
         slower = 1 + min(2.0, operations / CACHED_OPERATIONS)
         self.operations = operations * slower + OPERATIONS_OF_MOVE
         self.steps_to_reorder = STEPS_TO_REORDER * operations**2
-        self.weights = np.array([WEIGHTS[move] for move in sorted(WEIGHTS)])
+        self.weights = WEIGHTS.copy()
         self.polish_moves = np.ones(moves.MOVES)
         if problem.unequal:  # Then a node's order is not another's.
             self.polish_moves[moves.NODES] = 0.0
 
     def keep_placement(self) -> None:
-        """From now on nodes stay on their stages."""
+        """Keep nodes on their stages from now on."""
         self.weights[moves.NODES] = 0.0
 
     def settle(self, chain: Chain, work: float) -> None:
@@ -177,7 +162,7 @@ class Annealer:
             chain.order = order_before
 
     def dispatched(self, chain: Chain) -> Order:
-        """The order in which dispatch runs a chain's candidate."""
+        """Return the order in which dispatch runs a chain's candidate."""
         order = order_for(chain.candidate)
         rest = (order, chain.state.scratch, np.inf, 0.0)
         fast(evaluate)(self.problem, chain.candidate, *rest)
@@ -200,7 +185,7 @@ class Annealer:
             run(min(piece, steps - done), hottest * cooling**done, cooling)
 
     def cost(self, chain: Chain, mean_weight: float) -> float:
-        """What a chain's candidate costs [s] where dispatch decides the order."""
+        """Compute what a chain's candidate costs [s] where dispatch decides the order."""
         rest = (chain.state.scratch, np.inf, mean_weight)
         return fast(cost_of)(self.problem, chain.candidate, *rest)
 

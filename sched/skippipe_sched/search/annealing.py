@@ -14,12 +14,12 @@ import numpy as np
 
 from skippipe_sched.search.arrays import (
     Candidate,
-    Order,
     Problem,
     Scratch,
     copy,
     copy_of,
     hop_seconds,
+    no_order,
     operation_s,
     scratch_for,
     slot_at,
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 
 
 def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
-    """A chain that begins at a candidate."""
+    """Begin a chain at a candidate."""
     return ChainState(
         candidate,
         copy_of(candidate),
@@ -81,10 +81,8 @@ def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
 
 @kernel
 def cost_of(problem, candidate, scratch, limit, mean_weight):
-    """What a candidate costs [s] with the dispatch of `simulate`."""
-    nothing = np.zeros(0, np.int64)
-    order = Order(nothing, nothing)
-    return evaluate(problem, candidate, order, scratch, limit, mean_weight)
+    """Compute what a candidate costs [s] with the dispatch of `simulate`."""
+    return evaluate(problem, candidate, no_order(), scratch, limit, mean_weight)
 
 
 @kernel
@@ -115,7 +113,7 @@ POWER = 8.0
 
 @kernel
 def _round_trip_s(problem, candidate, microbatch):
-    """How long a microbatch takes if it never waits, for each that its data node may hold."""
+    """Compute how long a microbatch takes if it never waits, for each that its data node holds."""
     paths = candidate.paths
     length = paths.shape[1]
     seconds = 0.0
@@ -133,7 +131,7 @@ def _round_trip_s(problem, candidate, microbatch):
 
 @kernel
 def _estimate(problem, candidate, busy_s):
-    """A quick guess at the iteration from how long each data node waits for its microbatches."""
+    """Guess the iteration quickly from how long each data node waits for its microbatches."""
     data_nodes = problem.first_slot[1]
     largest = 0.0
     for slot in range(data_nodes):
@@ -289,7 +287,7 @@ def polish(problem, chain, order, piece):
 
 @kernel
 def _follow_paths(candidate, undo, order):
-    """After an exchange between two microbatches: each takes over the other's places."""
+    """Let each of two microbatches take over the other's places after they exchange something."""
     paths, first, operations = candidate.paths, order.first, order.operations
     length = paths.shape[1]
     count = 2 * length + 1
@@ -320,7 +318,7 @@ def _follow_paths(candidate, undo, order):
 
 @kernel
 def _follow_relocation(candidate, undo, order, before, state):
-    """After a relocation: the microbatch leaves one slot's order for any places in the other's."""
+    """Move a relocated microbatch from one slot's order to any places in the other's."""
     operations, first = order.operations, order.first
     length = candidate.paths.shape[1]
     count = 2 * length + 1
@@ -352,7 +350,7 @@ def _follow_relocation(candidate, undo, order, before, state):
 
 @kernel
 def _rotate(operations, i, k, forward):
-    """Operation i goes to k past those between, or if not `forward` operation k to i."""
+    """Move operation i to k past those between, or if not `forward` operation k to i."""
     if forward:
         moved = operations[i]
         for place in range(i, k):

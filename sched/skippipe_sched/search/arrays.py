@@ -89,7 +89,7 @@ class Scratch(NamedTuple):
 
 
 def problem_of(case: Case) -> Problem:
-    """The arrays of a case."""
+    """Turn a case into arrays."""
     latency, bandwidth = case.link_matrices
     forward = np.array([node.forward_s for node in case.nodes])
     # Limits beyond the number of stages mean nothing more, and must fit a machine's integer.
@@ -115,7 +115,7 @@ def problem_of(case: Case) -> Problem:
 
 
 def candidate_of(problem: Problem, node_of_slot: np.ndarray, paths: np.ndarray) -> Candidate:
-    """A candidate with the simulator's own dispatch."""
+    """Make a candidate with the simulator's own dispatch."""
     averaging_s = np.zeros(len(problem.ring_bytes))
     for stage in range(len(averaging_s)):
         fast(set_averaging)(problem, node_of_slot, stage, averaging_s)
@@ -124,7 +124,7 @@ def candidate_of(problem: Problem, node_of_slot: np.ndarray, paths: np.ndarray) 
 
 
 def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
-    """Room for simulations of paths of `length` nodes."""
+    """Make room for simulations of paths of `length` nodes."""
     slots, stages = len(problem.stage_of_slot), len(problem.ring_bytes)
     # Of all nodes: slots may be fewer, where other nodes take part in another pipeline.
     links = problem.latency_s.shape if problem.one_after_another else (1, 1)
@@ -151,7 +151,7 @@ def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
 
 
 def order_for(candidate: Candidate) -> Order:
-    """Room for an order of a candidate's operations: what dispatch chooses is written there."""
+    """Make room for an order of a candidate's operations: dispatch writes its choice there."""
     visits = 2 * candidate.visits + np.bincount(
         candidate.paths[:, 0], minlength=len(candidate.visits)
     )
@@ -159,15 +159,16 @@ def order_for(candidate: Candidate) -> Order:
     return Order(np.zeros(first[-1], np.int64), first)
 
 
-def no_order() -> Order:
-    """The order of no operations: dispatch chooses, and nothing is written down."""
+@kernel
+def no_order():
+    """Return the order of no operations: dispatch chooses, and nothing is written down."""
     return Order(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def as_operations(
     order: Order, candidate: Candidate, paths: Sequence[NodePath]
 ) -> tuple[tuple[Operation, ...], ...]:
-    """An order on slots, as the order of every node; `paths` are the candidate's, in nodes."""
+    """Turn an order on slots into that of every node; `paths` are the candidate's, in nodes."""
     chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
     count = len(chains[0])
     of_node: list[tuple[Operation, ...]] = [()] * len(candidate.node_of_slot)
@@ -188,7 +189,7 @@ def copy(source, target):
 
 @kernel
 def copy_of(candidate):
-    """A candidate of its own."""
+    """Copy a candidate."""
     return Candidate(
         candidate.node_of_slot.copy(),
         candidate.paths.copy(),
@@ -199,7 +200,7 @@ def copy_of(candidate):
 
 @kernel
 def slot_at(paths, microbatch, position, length):
-    """The slot of the operation at a position of a microbatch's chain."""
+    """Find the slot of the operation at a position of a microbatch's chain."""
     if position < length:
         return paths[microbatch, position]
     if position == length:
@@ -209,7 +210,7 @@ def slot_at(paths, microbatch, position, length):
 
 @kernel
 def operation_s(problem, node, stage, position, length):
-    """Seconds of the operation at a position of a chain."""
+    """Compute the seconds of the operation at a position of a chain."""
     forward_s = problem.forward_s[node] * problem.stage_cost[stage]
     if position < length:
         return forward_s
@@ -220,7 +221,7 @@ def operation_s(problem, node, stage, position, length):
 
 @kernel
 def hop_seconds(problem, source, target, position, length):
-    """Seconds of the hop between nodes to the operation at a position of a chain."""
+    """Return the seconds of the hop between nodes to the operation at a position of a chain."""
     if position > length:
         return problem.backward_hop_s[source, target]
     return problem.forward_hop_s[source, target]

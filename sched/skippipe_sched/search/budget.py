@@ -78,7 +78,7 @@ class Search:
         self._start_s = time.monotonic()
 
     def part(self, share: float) -> Search:
-        """A search of its own with a share of the budget, watched by the same."""
+        """Return a search of its own with a share of the budget, watched by the same."""
         return replace(self, budget_s=share * self.budget_s)
 
     @property
@@ -92,11 +92,11 @@ class Search:
         return min(1.0, self.elapsed_s / self.budget_s)
 
     def steps(self, per_second: float) -> int:
-        """How many steps the budget pays for, at a nominal number of steps a second."""
+        """Count the steps that the budget pays for, at a nominal number of steps a second."""
         return max(1, int(self.budget_s * per_second))
 
     def stopped(self) -> bool:
-        """Whether to return now, before all steps are done."""
+        """Tell whether to return now, before all steps are done."""
         over = self.end.interrupted or self.elapsed_s >= self.budget_s
         self.end.cut_short |= over
         return over
@@ -109,7 +109,7 @@ class Search:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """While this lasts, the first Ctrl-C ends the search with its best plan so far.
+        """Let the first Ctrl-C end the search with its best plan so far, while this lasts.
 
         A second one ends the program, as usual.
         """

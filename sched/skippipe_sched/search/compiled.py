@@ -80,7 +80,7 @@ def _machine_code(function: Callable[..., Any]) -> Any:
 
 
 def is_compiled() -> bool:
-    """Whether a search was compiled before on this machine, for this installation."""
+    """Tell whether a search was compiled before on this machine, for this installation."""
     return _mark().exists()
 
 
@@ -116,7 +116,7 @@ def _mark() -> Path:
 
 @cache
 def _cache_folder() -> Path:
-    """A folder for this very code: in the user's cache, or among the system's temporary files."""
+    """Make a folder for this very code: in the user's cache, or among temporary files."""
     here = Path(__file__).parents[1]
     modules = [*sorted(here.glob("search/*.py")), *(here / name for name in MODULES)]
     digest = hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()

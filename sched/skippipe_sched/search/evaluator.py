@@ -65,7 +65,7 @@ def pop(event_s, event_of, size):
 
 @kernel
 def _set_remaining(problem, candidate, scratch, limit_s):
-    """Seconds from the start of each operation to the end, if nothing waits; False if over limit.
+    """Set seconds from each operation's start to the end, if nothing waits; False if over limit.
 
     Links are marked as free on the way.
     """
@@ -99,7 +99,7 @@ def _set_remaining(problem, candidate, scratch, limit_s):
 
 @kernel
 def _chosen(scratch, slot, length):
-    """The waiting microbatch that goes first, and the one before it in the queue; or -1."""
+    """Choose the waiting microbatch that goes first, and the one before it in the queue; or -1."""
     best = -1
     before_best = -1
     before = -1
@@ -118,7 +118,7 @@ def _chosen(scratch, slot, length):
 
 @kernel
 def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
-    """iteration_s of a candidate, plus `mean_weight` times the mean end of its data nodes.
+    """Simulate a candidate: iteration_s, plus `mean_weight` times its data nodes' mean end.
 
     Where iterations do not wait for averaging, what the rings of all stages would add is part of
     that mean.
@@ -220,7 +220,7 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
 
 @kernel
 def replay(problem, candidate, order, scratch, limit_s, mean_weight):
-    """What `evaluate` says of a candidate whose nodes run the operations of `order`, in that order.
+    """Judge a candidate as `evaluate` does, with nodes that run `order`, in that order.
 
     As in `skippipe_sched.timing.replay`, there are no events then: a slot goes on until the input
     of its next operation is not there yet, and whoever brings it wakes the slot.
@@ -291,7 +291,7 @@ def replay(problem, candidate, order, scratch, limit_s, mean_weight):
 
 @kernel
 def _clear(problem, candidate, order, ordered, scratch):
-    """Begin: all microbatches arrive at once. Links are cleared by `_set_remaining`."""
+    """Let all microbatches arrive at once to begin. Links are cleared by `_set_remaining`."""
     for m in range(candidate.paths.shape[0]):
         scratch.position[m] = 0
         scratch.running[m] = False
@@ -314,7 +314,7 @@ def _clear(problem, candidate, order, ordered, scratch):
 
 @kernel
 def _cost(problem, candidate, scratch, limit_s, mean_weight):
-    """What an iteration costs in which everything has ended."""
+    """Compute what an iteration costs in which everything has ended."""
     stages = problem.ring_bytes.shape[0]
     pipeline_s = 0.0
     for stage in range(stages):

@@ -33,7 +33,7 @@ class Undo(NamedTuple):
 
 
 def undo_for(candidate: Candidate) -> Undo:
-    """Room for what a move changes."""
+    """Make room for what a move changes."""
     return Undo(
         microbatches=np.zeros(2, np.int64),
         slots=np.zeros(2, np.int64),
@@ -46,13 +46,13 @@ def undo_for(candidate: Candidate) -> Undo:
 
 
 def random_state(seed: int) -> np.ndarray:
-    """The state of the random numbers of one chain."""
+    """Return the state of the random numbers of one chain."""
     return np.array([seed % 2**64], np.uint64)
 
 
 @kernel
 def uniform(state):
-    """A number in [0, 1): splitmix64."""
+    """Draw a number in [0, 1): splitmix64."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -63,13 +63,13 @@ def uniform(state):
 
 @kernel
 def below(state, number):
-    """A whole number from 0 to below `number`."""
+    """Draw a whole number from 0 to below `number`."""
     return int(uniform(state) * number)
 
 
 @kernel
 def keeps_rules(problem, path):
-    """CC1 and CC2 of one path, as rules.sequence_problem says them."""
+    """Tell whether a path keeps CC1 and CC2, as rules.sequence_problem says them."""
     highest = 0
     previous = 0
     swaps = 0
@@ -92,7 +92,7 @@ def keeps_rules(problem, path):
 
 @kernel
 def keeps_shares(problem, candidate, stage):
-    """TC1 of one stage, as rules.violations says it."""
+    """Tell whether one stage keeps TC1, as rules.violations says it."""
     begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
     total = 0
     speeds = 0.0
@@ -113,7 +113,7 @@ def keeps_shares(problem, candidate, stage):
 
 @kernel
 def keeps_balance(problem, candidate):
-    """CC3, as rules.violations says it."""
+    """Tell whether a candidate keeps CC3, as rules.violations says it."""
     least, most = np.int64(1) << 60, np.int64(0)
     for stage in range(1, problem.ring_bytes.shape[0]):
         total = 0
@@ -195,7 +195,7 @@ def _size(problem, stage):
 
 @kernel
 def _exchange_nodes(candidate, undo):
-    """The nodes of some slots change places with others; once more, and they are back."""
+    """Let the nodes of some slots change places with others; once more, and they are back."""
     nodes = candidate.node_of_slot
     for i in range(undo.length[0]):
         x, y = undo.slots[0] + i, undo.slots[1] + i
@@ -204,7 +204,7 @@ def _exchange_nodes(candidate, undo):
 
 @kernel
 def _exchange_replicas(problem, candidate, a, b, i):
-    """Two microbatches exchange the replicas on which they visit one stage."""
+    """Let two microbatches exchange the replicas on which they visit one stage."""
     paths = candidate.paths
     stage = problem.stage_of_slot[paths[a, i]]
     for k in range(1, paths.shape[1]):
@@ -216,7 +216,7 @@ def _exchange_replicas(problem, candidate, a, b, i):
 
 @kernel
 def _relocate(problem, candidate, a, i, target):
-    """One microbatch visits another slot instead, if the shares and the balance allow it."""
+    """Let one microbatch visit another slot instead, if the shares and the balance allow it."""
     slot = candidate.paths[a, i]
     if slot == target:
         return False
@@ -239,7 +239,7 @@ def _relocate(problem, candidate, a, i, target):
 
 @kernel
 def draw_move(weights, state):
-    """One of the moves, as often as the weights say."""
+    """Draw one of the moves, as often as the weights say."""
     drawn = uniform(state) * weights.sum()
     for move in range(weights.shape[0] - 1):
         drawn -= weights[move]

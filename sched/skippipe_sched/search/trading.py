@@ -25,14 +25,14 @@ TRADES_SHARE = 0.3
 
 @kernel
 def _left_s(room, power_of_others, weight):
-    """What an iteration may take [s] that leaves the mean of the ends within its limit."""
+    """Compute what an iteration may take [s] that keeps the mean of the ends within its limit."""
     left = room - power_of_others
     return left ** (1.0 / POWER) / weight if left > 0.0 else 0.0
 
 
 @kernel
 def _put(problem, chain, slot, node):
-    """Another node takes a slot; what is lost by it is kept in ``chain.undo``."""
+    """Put another node on a slot; keep what is lost by it in ``chain.undo``."""
     candidate, undo = chain.candidate, chain.undo
     stage = problem.stage_of_slot[slot]
     undo.averaging_s[0] = candidate.averaging_s[stage]

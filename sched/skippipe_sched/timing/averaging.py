@@ -40,7 +40,7 @@ class Rings(NamedTuple):
 
 
 def rings_of_iteration(policy: AveragingPolicy) -> Rings:
-    """The rings of a stage, of a case with this policy."""
+    """Return the rings of a stage, of a case with this policy."""
     if not policy.is_outer:
         return Rings(1.0, 1.0, 0.0, True)
     number = policy.fragments / policy.every
@@ -48,20 +48,20 @@ def rings_of_iteration(policy: AveragingPolicy) -> Rings:
 
 
 def all_reduce_bytes(policy: AveragingPolicy, stage_bytes: float, replicas: int) -> float:
-    """Of how many bytes an all-reduce is a ring of this policy, or the whole of one (`Rings`)."""
+    """Return the bytes of the all-reduce that a ring of this policy is, or is half of (`Rings`)."""
     if not policy.is_outer:
         return stage_bytes
     return replicas * policy.fragment_bytes(stage_bytes)
 
 
 def bytes_of_rings(case: Case) -> Float[np.ndarray, " stages"]:
-    """The `all_reduce_bytes` of every stage of a case, with all of its replicas."""
+    """Compute the `all_reduce_bytes` of every stage of a case, with all of its replicas."""
     sizes = zip(case.stage_bytes, case.stages, strict=True)
     return np.array([all_reduce_bytes(case.averaging, *of_stage) for of_stage in sizes])
 
 
 def added_s(rings: Rings, ring_s: float, pipeline_s: float, worked_s: float) -> float:
-    """What rings of a stage that takes part in `worked_s` of a pipeline add to an iteration [s].
+    """Compute what rings of a stage that works in `worked_s` of a pipeline add to an iteration [s].
 
     Behind iterations, it is about what they add in the mean: a ring begins when the stage is
     through with its iteration, and nobody waits for it before the stage would begin the one after
@@ -76,7 +76,7 @@ def added_s(rings: Rings, ring_s: float, pipeline_s: float, worked_s: float) -> 
 def least_averaged_s(
     rings: Rings, work_s: Seconds, ring_s: Seconds, least_s: Seconds | float
 ) -> Seconds:
-    """Seconds below which an iteration cannot come, by a stage's work and by its rings.
+    """Bound the seconds of an iteration from below, by a stage's work and by its rings.
 
     Each of its nodes is busy for `least_s` in every iteration. In the `delay` iterations between
     where a fragment is sent and where it is applied the stage's last node comes on by a ring, and
@@ -88,7 +88,7 @@ def least_averaged_s(
 
 
 def averaging_s(case: Case, stage: int, ring: Sequence[int]) -> float:
-    """Seconds of a ring of what `stage` holds, over nodes in this order.
+    """Compute the seconds of a ring of what `stage` holds, over nodes in this order.
 
     With n nodes an all-reduce takes 2(n-1)/n * stage_bytes / (slowest link in the ring) + 2(n-1) *
     (largest latency), and a ring of a fragment (n-1) * (its bytes / slowest link + largest
@@ -104,12 +104,12 @@ def averaging_s(case: Case, stage: int, ring: Sequence[int]) -> float:
 
 @lru_cache(maxsize=1024)
 def quickest_averaging_s(case: Case, stage: int, nodes: tuple[int, ...]) -> float:
-    """Seconds of the averaging over `best_ring`; kept, as a search asks for the same stages."""
+    """Compute the seconds of the averaging over `best_ring`; kept, as searches ask again."""
     return averaging_s(case, stage, best_ring(case, stage, nodes))
 
 
 def best_ring(case: Case, stage: int, nodes: Sequence[int]) -> tuple[int, ...]:
-    """The order of the replicas of `stage` in which they average soonest.
+    """Find the order of the replicas of `stage` in which they average soonest.
 
     Exact up to `EXHAUSTIVE_REPLICAS` replicas, a local optimum above.
     """
@@ -126,7 +126,7 @@ def ring_s(
     stage_bytes: float,
     ring: Int[np.ndarray, " replicas"],
 ) -> float:
-    """Seconds of the all-reduce over a ring of two replicas or more."""
+    """Compute the seconds of the all-reduce over a ring of two replicas or more."""
     replicas = len(ring)
     largest_latency = 0.0
     least_bandwidth = np.inf
@@ -167,7 +167,7 @@ def settle_ring(
 
 
 def _try_every_ring(latency, bandwidth, stage_bytes, ring):
-    """Heap's algorithm: all orders of the replicas after the first, each one swap from the last."""
+    """Try all orders of the replicas after the first by Heap's algorithm, a swap after each."""
     replicas = len(ring)
     best = ring.copy()
     least_s = ring_s(latency, bandwidth, stage_bytes, ring)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
 from scipy.sparse.csgraph import shortest_path
@@ -23,7 +23,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.fewer_nodes import with_stages_left
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
 from skippipe_sched.timing.averaging import Seconds, least_averaged_s, rings_of_iteration
-from skippipe_sched.timing.groups import Ring, RoundTrips, groups_of, rings_of, round_trips
+from skippipe_sched.timing.groups import Ring, groups_of, rings_of, round_trips
 from skippipe_sched.timing.one_node import NodeWork, busy_apart_s, busy_s
 
 # Of more nodes that differ than this, the weaker bound must do.
@@ -32,7 +32,7 @@ MOST_NODES_INTERLEAVED = 64
 
 @lru_cache(maxsize=16)  # A command asks for it before, within and after a search.
 def lower_bound_s(case: Case, path_length: int) -> float:
-    """A bound [s] below `iteration_s` of every plan whose paths all visit `path_length` stages.
+    """Bound [s] from below `iteration_s` of every plan whose paths all visit `path_length` stages.
 
     It holds for any placement, any paths that keep the rules (CC1, CC3 and TC1; CC2 is not used),
     any order and either contention. The parts, each the least over what is left open:
@@ -61,7 +61,7 @@ def lower_bound_s(case: Case, path_length: int) -> float:
 
 
 def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
-    """`busy_s` of each, or where they are many and differ the weaker `busy_apart_s`."""
+    """Compute `busy_s` of each, or where they are many and differ the weaker `busy_apart_s`."""
     distinct = set(works)
     reckon = busy_s if len(distinct) <= MOST_NODES_INTERLEAVED else busy_apart_s
     seconds = {work: reckon(work) for work in distinct}
@@ -71,7 +71,7 @@ def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
 def _travel_s(
     hop_s: Float[np.ndarray, "groups groups"], stop_s: float
 ) -> Float[np.ndarray, "groups groups"]:
-    """The quickest from a node to another one, straight or with stops of `stop_s` on the way."""
+    """Find the quickest way between nodes, straight or with stops of `stop_s` on it [s]."""
     return (shortest_path(hop_s + stop_s)[:, :, None] + hop_s).min(axis=1)
 
 
@@ -100,7 +100,7 @@ class _Bound:
         )
 
     def seconds(self) -> float:
-        """The least over where the data nodes may be; quick estimates decide what to look at."""
+        """Take the least over where data nodes may be; quick estimates decide what to look at."""
         rings = self.rings_of(self.case.stages[0], self.case.stage_bytes[0])
         prices = self.prices(np.ones(len(self.groups.count), dtype=bool))
         bounds = [
@@ -114,11 +114,11 @@ class _Bound:
         return max(bounds[least], self.busiest_stage_s)
 
     def rings_of(self, replicas: int, stage_bytes: float) -> list[Ring]:
-        """The rings of a stage by where its nodes may be (`groups.rings_of`)."""
+        """List the rings of a stage by where its nodes may be (`groups.rings_of`)."""
         return rings_of(self.groups, replicas, stage_bytes, self.case.averaging)
 
     def averaged_s(self, work_s: Seconds, ring_s: Seconds, least_s: float) -> Seconds:
-        """When a stage has averaged too, if its work takes `work_s` and its ring `ring_s`.
+        """Tell when a stage has averaged, if its work takes `work_s` and its ring `ring_s`.
 
         Where that goes on behind iterations, each node of it is busy for `least_s` in each.
         """
@@ -126,7 +126,7 @@ class _Bound:
         return least_averaged_s(self.rings, work_s, ring_s, own_s)
 
     def with_data_nodes(self, ring: Ring) -> float:
-        """If all data nodes are in `ring`: they average last, or an inner stage does."""
+        """Bound an iteration with all data nodes in `ring`: they or an inner stage average last."""
         inside = ring.inside[self.group]
         ended_s, averaged_s = self.inner_s(ring)
         pipeline_s = max(
@@ -141,13 +141,13 @@ class _Bound:
     def unavoidable(
         self, seconds: Float[np.ndarray, " nodes"], inside: Bool[np.ndarray, " nodes"]
     ) -> float:
-        """The greatest of what inner nodes take if as many of those `inside` are data nodes."""
+        """Take the most that inner nodes need if as many of those `inside` are data nodes."""
         data_nodes = self.case.stages[0]
         spared = np.sort(seconds[inside])[: inside.sum() - data_nodes]
         return float(max(np.append(seconds[~inside], spared), default=0.0))
 
     def data_node_s(self, inside: Bool[np.ndarray, " nodes"]) -> float:
-        """The pipeline on the data nodes by themselves, if the best ones have most to do.
+        """Bound the pipeline by the data nodes alone, if the best ones have most to do.
 
         The k-th largest number of microbatches, or more, are on k nodes, one of which is no better
         than the k-th best.
@@ -198,7 +198,7 @@ class _Bound:
     def inner_s(
         self, ring: Ring
     ) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
-        """For each node as an inner node: the end of the pipeline, and of its stage's averaging.
+        """Bound for each node as an inner node the ends of the pipeline and of its averaging.
 
         Its microbatches come from data nodes in `ring` and go there and come back between forward
         and backward, straight or over other nodes that work on them. Where iterations overlap, that
@@ -268,7 +268,7 @@ class _Bound:
     def held_s(
         self, inside: Bool[np.ndarray, " nodes"], prices: Float[np.ndarray, " groups"]
     ) -> float:
-        """The pipeline that the slots of data nodes `inside` allow, whatever the `prices`.
+        """Bound the pipeline that the slots of data nodes `inside` allow, whatever the `prices`.
 
         With the c microbatches of a data node in the order of their forwards and of their last
         backwards, the i-th backward ends before forward i + m starts. So the time that they are
@@ -308,66 +308,49 @@ class _Bound:
             place, node = linear_sum_assignment(needed_s - slots * pipeline_s)
 
     def prices(self, inside: Bool[np.ndarray, " groups"]) -> Float[np.ndarray, " groups"]:
-        """Prices of visits that make `held_s` large, with data nodes `inside`."""
+        """Find prices of visits [s] that make `held_s` large: dual values of a linear program.
+
+        It seeks the round trips that take least in total and visit every node as they must, data
+        nodes being `inside`, with all nodes of a group alike.
+        """
         size = self.groups.count
         low, high, forward_s = (
             np.bincount(self.group, weights) / size for weights in (*self.shares, self.forward_s)
         )
         visit_s = forward_s * self.visit_cost * (1.0 + self.case.backward_ratio)
-        return _prices(self.case, self.trips, size, (low, high), visit_s, inside)
-
-
-def _prices(
-    case: Case,
-    trips: RoundTrips,
-    size: Int[np.ndarray, " groups"],
-    shares: tuple[Float[np.ndarray, " groups"], Float[np.ndarray, " groups"]],
-    visit_s: Float[np.ndarray, " groups"],
-    inside: Bool[np.ndarray, " groups"],
-) -> Float[np.ndarray, " groups"]:
-    """What a visit to each group is worth [s]: dual values of a linear program.
-
-    It seeks the round trips that take least in total and visit every node as they must, data
-    nodes being `inside`, with all nodes of a group, of `size` nodes, alike. `shares` are the least
-    and most visits of a node, and each takes `visit_s`.
-    """
-    low, high = shares
-    groups = len(size)
-    chosen = inside[trips.start]
-    start, hops_s = trips.start[chosen], trips.hops_s[chosen]
-    visits = csr_array(trips.visits[chosen].T.astype(float))
-    starts = csr_array((np.ones(len(start)), (start, np.arange(len(start)))),
-                       shape=(groups, len(start)))  # fmt: skip
-    each = np.mean(case.microbatches) * eye_array(groups)
-    # Unknown: how often each trip is made, visits to each group, its data nodes.
-    nothing, unit = csr_array((groups, groups)), eye_array(groups)
-    none = csr_array((groups, len(start)))
-    one = csr_array(np.repeat([[0.0, 1.0]], [len(start) + groups, groups], axis=1))
-    solution = linprog(
-        np.concatenate([hops_s, visit_s, 0.0 * size]),
-        A_eq=vstack(
-            [hstack([visits, -unit, nothing]), hstack([starts, nothing, -each]), one], "csr"
-        ),
-        b_eq=np.concatenate([np.zeros(2 * groups), [case.stages[0]]]),
-        A_ub=vstack(
-            [
-                hstack([none, unit, diags_array(high)]),
-                hstack([none, -unit, -diags_array(low)]),
-            ],
-            "csr",
-        ),
-        b_ub=np.concatenate([high * size, -low * size]),
-        bounds=[(0, None)] * (len(start) + groups) + [(0, n) for n in size * inside],
-    )
-    if solution.x is None:  # As an average, groups need not meet shares; any prices will do.
-        return np.zeros(groups)
-    return solution.eqlin.marginals[:groups]
+        groups = len(size)
+        chosen = inside[self.trips.start]
+        start, hops_s = self.trips.start[chosen], self.trips.hops_s[chosen]
+        visits = csr_array(self.trips.visits[chosen].T.astype(float))
+        starts = csr_array((np.ones(len(start)), (start, np.arange(len(start)))),
+                           shape=(groups, len(start)))  # fmt: skip
+        each = np.mean(self.case.microbatches) * eye_array(groups)
+        # Unknown: how often each trip is made, visits to each group, its data nodes.
+        nothing, unit = csr_array((groups, groups)), eye_array(groups)
+        none = csr_array((groups, len(start)))
+        one = csr_array(np.repeat([[0.0, 1.0]], [len(start) + groups, groups], axis=1))
+        solution = linprog(
+            np.concatenate([hops_s, visit_s, 0.0 * size]),
+            A_eq=vstack(
+                [hstack([visits, -unit, nothing]), hstack([starts, nothing, -each]), one], "csr"
+            ),
+            b_eq=np.concatenate([np.zeros(2 * groups), [self.case.stages[0]]]),
+            A_ub=vstack(
+                [hstack([none, unit, diags_array(high)]), hstack([none, -unit, -diags_array(low)])],
+                "csr",
+            ),
+            b_ub=np.concatenate([high * size, -low * size]),
+            bounds=[(0, None)] * (len(start) + groups) + [(0, n) for n in size * inside],
+        )
+        if solution.x is None:  # As an average, groups need not meet shares; any prices will do.
+            return np.zeros(groups)
+        return solution.eqlin.marginals[:groups]
 
 
 def _others(
     speed: Float[np.ndarray, " nodes"], size: int, sign: int
 ) -> Float[np.ndarray, " nodes"]:
-    """Speeds of the `size` - 1 slowest (`sign` 1) or fastest (-1) other nodes, together."""
+    """Sum up the speeds of the `size` - 1 slowest (`sign` 1) or fastest (-1) other nodes."""
     order = np.argsort(sign * speed, kind="stable")
     result = np.full(len(speed), speed[order[: size - 1]].sum())
     near = order[: size - 1]

@@ -20,7 +20,7 @@ _ARRIVAL, _END = 0, 1
 def dispatch(
     case: Case, stages: Sequence[Sequence[int]], paths: Sequence[NodePath]
 ) -> tuple[tuple[Operation, ...], ...]:
-    """What each node runs, in order, in an iteration that begins with all of them free."""
+    """Choose what each node runs, in order, in an iteration that begins with all of them free."""
     return _Dispatch(case, stages, paths).run()
 
 
@@ -96,13 +96,13 @@ class _Dispatch:
         return None
 
     def may_start(self, forward: Operation) -> bool:
-        """Whether a forward keeps the node's memory limit and leaves a way for all to end."""
+        """Tell whether a forward keeps the node's memory limit and leaves a way for all to end."""
         free = self.free_slots[forward.node]
         # Who leaves a slot free takes nothing that another needs, and can itself end last.
         return free > 1 or (free == 1 and (not self.can_lock or self.is_safe(forward)))
 
     def is_safe(self, forward: Operation) -> bool:
-        """The banker's algorithm: can the microbatches in flight end one by one after `forward`?"""
+        """Tell by the banker's algorithm whether all in flight can end in turn after `forward`."""
         free = list(self.free_slots)
         free[forward.node] -= 1
         holds = {m: set(nodes) for m, nodes in enumerate(self.holds) if nodes}

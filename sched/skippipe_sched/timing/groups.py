@@ -35,7 +35,7 @@ class Groups:
 
 
 def groups_of(case: Case, path_length: int) -> Groups:
-    """The groups of a case's nodes, with few enough that their round trips can be listed."""
+    """Group a case's nodes, with few enough groups that their round trips can be listed."""
     names = sorted({node.location for node in case.nodes})
     location = np.array([names.index(node.location) for node in case.nodes])
     latency, bandwidth = case.link_table.matrices(names)
@@ -77,7 +77,7 @@ def groups_of(case: Case, path_length: int) -> Groups:
 
 
 def _most_groups(path_length: int) -> int:
-    """How many groups leave the round trips few: a group for the start, a multiset for the rest."""
+    """Count the groups that leave round trips few: one for the start, a multiset for the rest."""
     inner = path_length - 1
     return max(
         groups
@@ -95,7 +95,7 @@ class RoundTrips:
     hops_s: Float[np.ndarray, " trips"]
 
     def least_s(self, added_s: Float[np.ndarray, " groups"]) -> Float[np.ndarray, " groups"]:
-        """The quickest from each group if a visit to group g takes `added_s[g]` more."""
+        """Find the quickest from each group if a visit to group g takes `added_s[g]` more."""
         least = np.full(len(added_s), np.inf)
         np.minimum.at(least, self.start, self.hops_s + self.visits @ added_s)
         return least
@@ -104,7 +104,7 @@ class RoundTrips:
 def round_trips(
     hop_s: Float[np.ndarray, "groups groups"], count: Int[np.ndarray, " groups"], path_length: int
 ) -> RoundTrips:
-    """Held and Karp's dynamic program, from every group; a group has nodes for `count` visits."""
+    """List round trips by Held and Karp's dynamic program; a group has nodes for `count` visits."""
     groups = np.arange(len(count))
     start = last = groups
     visits = np.zeros((len(groups), len(groups)), dtype=np.int64)
@@ -125,7 +125,7 @@ def round_trips(
 def _cheapest(
     ends: np.ndarray, visits: np.ndarray, cost_s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the rows that agree in `ends` and `visits` the one that costs least."""
+    """Keep of the rows that agree in `ends` and `visits` the one that costs least."""
     order = np.lexsort((cost_s, *visits.T, *ends))
     rows = np.vstack([ends, visits.T])[:, order]
     first = np.append(True, (rows[:, 1:] != rows[:, :-1]).any(axis=0))
@@ -144,7 +144,7 @@ class Ring:
 def rings_of(
     groups: Groups, replicas: int, stage_bytes: float, policy: AveragingPolicy
 ) -> list[Ring]:
-    """For every set of `replicas` nodes one of these holds it and takes no longer than its ring.
+    """List rings: for every set of `replicas` nodes one holds it and takes no longer than its ring.
 
     The nodes of a ring whose slowest link has bandwidth b are all joined by links of at least b
     and have two neighbours each, so they lie in one piece of the graph of such links that is left

@@ -16,7 +16,7 @@ from skippipe_sched.timing.timeline import Stretch
 
 
 def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw: int) -> Stretch:
-    """The luck of one draw: every operation, hop and averaging takes (1 + x) times as long.
+    """Draw the luck of one draw: each operation, hop and averaging takes (1 + x) times as long.
 
     x is exponential with mean `jitter`. The luck belongs to the microbatch and the position in its
     chain, whichever node that is, so that two plans of a case are compared on the same luck; with
@@ -30,7 +30,7 @@ def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw:
 
 
 def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.ndarray, " draws"]:
-    """The iteration_s of `draws` iterations of a plan, each with its own luck (`draw_stretch`).
+    """Simulate `draws` iterations of a plan [s], each with its own luck (`draw_stretch`).
 
     Every node keeps to the plan's order, whatever comes late. Where iterations do not wait for
     averaging, they follow one another in one run, after a cycle that is not counted, and each takes

@@ -28,7 +28,7 @@ class NodeWork(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def busy_s(work: NodeWork) -> float:
-    """The least time [s] from a node's first forward to its last backward, on a node by itself.
+    """Find the least time [s] from first forward to last backward, on a node by itself.
 
     The node runs one operation at a time, and at most `memory` microbatches are between the start
     of their forward and the end of their backward. Microbatches are alike but for when they are
@@ -68,7 +68,7 @@ _Future = tuple[tuple[float], tuple[float, ...], tuple[float, ...]]
 
 
 def _future(free_s: float, to_loss: tuple[float, ...], to_backward: tuple[float, ...]) -> _Future:
-    """What may be before the node is free makes no difference."""
+    """Raise times to when the node is free: what may be before makes no difference."""
     return (
         (free_s,),
         tuple(max(free_s, time_s) for time_s in to_loss),
@@ -88,7 +88,7 @@ def _undominated(futures: set[_Future]) -> list[_Future]:
 
 
 def busy_apart_s(work: NodeWork) -> float:
-    """A bound [s] below `busy_s`: forwards, losses and backwards as if on a node of their own."""
+    """Bound `busy_s` from below [s]: forwards, losses and backwards as if each on a node alone."""
     microbatches, memory, forward_s, away_s, loss_s, away_back_s, backward_s = work
     forward = loss = backward = 0.0
     ends: list[float] = []

@@ -159,7 +159,7 @@ class Replay:
             arrived_s[following], arrived_from[following] = time_s, origin
 
     def runs(self, zero_s: float = 0.0) -> tuple[Run, ...]:
-        """The operations of the last iteration as they started, counted from `zero_s`.
+        """List the operations of the last iteration as they started, counted from `zero_s`.
 
         One that waits for no other is there as soon as its node has ended the iteration before.
         """
@@ -179,7 +179,7 @@ class Replay:
         return tuple(runs)
 
     def transfers(self, zero_s: float = 0.0) -> tuple[Transfer, ...]:
-        """The transfers of the last iteration as they started, counted from `zero_s`."""
+        """List the transfers of the last iteration as they started, counted from `zero_s`."""
         transfers = []
         for place, (source, target) in enumerate(
             zip(self.work.operations, self.work.target, strict=True)

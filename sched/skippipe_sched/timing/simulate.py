@@ -27,7 +27,7 @@ from skippipe_sched.timing.timeline import Averaging, Stretch, Timeline
 
 
 def simulate_plan(plan: Plan, stretch: Stretch | None = None) -> Timeline:
-    """One iteration of a plan in the plan's own order, with `stretch` slower than planned.
+    """Simulate one iteration of a plan in its own order, with `stretch` slower than planned.
 
     Where iterations do not wait for averaging, it is one of many in their steady state.
 
@@ -45,7 +45,7 @@ def forecast(
     order: Sequence[Sequence[Operation]] | None = None,
     stretch: Stretch | None = None,
 ) -> Timeline:
-    """As `simulate`; where iterations do not wait for averaging, one of many in that order.
+    """Simulate as `simulate`; where iterations do not wait for averaging, one of many in a row.
 
     Raises:
         InputError: if nodes given an `order` wait for each other for ever.
@@ -63,7 +63,7 @@ def simulate(
     order: Sequence[Sequence[Operation]] | None = None,
     stretch: Stretch | None = None,
 ) -> Timeline:
-    """One iteration by itself, from the first forward to the last averaging.
+    """Simulate one iteration by itself, from the first forward to the last averaging.
 
     Averaging that goes on behind the iterations that follow takes no time in it: that of a stage
     lies where its last backward ends.

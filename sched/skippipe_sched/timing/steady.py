@@ -37,7 +37,7 @@ TOLERANCE = 1e-9
 
 
 def steady_timeline(work: Work, stretch: Stretch | None = None) -> Timeline:
-    """One iteration of the steady state of a plan.
+    """Simulate one iteration of the steady state of a plan.
 
     It is the one beside which the rings run that were sent at the end of a cycle, and the rings
     are shown with it. With `stretch` everything takes so much longer in every iteration.
@@ -54,7 +54,7 @@ def steady_timeline(work: Work, stretch: Stretch | None = None) -> Timeline:
 
 
 def successive_s(work: Work, stretches: Iterable[Stretch]) -> list[float]:
-    """Seconds from the end of each iteration of a run to that of the next, each with its stretch.
+    """Simulate a run: seconds from each iteration's end to the next one's, each with its stretch.
 
     An iteration has ended when its last node has. The first is reckoned from the start.
     """
@@ -110,7 +110,7 @@ class _Iterations(Replay):
         super().__init__(work, stretch)
 
     def ring_s(self, ring: _Ring) -> float:
-        """What a ring takes now."""
+        """Tell what a ring takes now [s]."""
         return ring.seconds * self.ring_factor.item(ring.stage)
 
     def mark(self) -> None:
@@ -122,12 +122,12 @@ class _Iterations(Replay):
             ring.origin[:] = range(first, first + len(ring.origin))
 
     def state(self) -> Float[np.ndarray, " things"]:
-        """When each node, each link, and each ring's last one of each fragment is through."""
+        """Tell when each node, each link, and each ring's last one of each fragment is through."""
         ends = [end_s for ring in self.rings for end_s in ring.end_s]
         return np.array([*self.free_s, *self.link_free_s, *ends])
 
     def origins(self) -> list[int]:
-        """For each of the `state`, which of the state at the last `mark` it has waited for last."""
+        """Tell for each of the `state` what of it at the last `mark` it has waited for last."""
         return [*self.free_from, *self.link_from, *(o for ring in self.rings for o in ring.origin)]
 
     def iterate(self) -> None:
@@ -146,7 +146,7 @@ class _Iterations(Replay):
             self._apply(due)
 
     def _send(self, fragment: int) -> None:
-        """Rings begin when the last replica is there and the stage's ring before is over."""
+        """Begin rings when the last replica is there and the stage's ring before is over."""
         for ring in self.rings:
             last = max(ring.nodes, key=self.free_s.__getitem__)
             start_s, origin = self.free_s[last], self.free_from[last]
@@ -157,7 +157,7 @@ class _Iterations(Replay):
             ring.end_s[fragment] = start_s + self.ring_s(ring)
 
     def _apply(self, fragment: int) -> None:
-        """Nodes wait for what they apply: a ring is late when it ends after the last of them."""
+        """Let nodes wait for what they apply: a ring is late if it ends after the last of them."""
         for ring in self.rings:
             end_s = ring.end_s[fragment]
             self.late_s = max(self.late_s, end_s - max(self.free_s[node] for node in ring.nodes))
@@ -168,7 +168,7 @@ class _Iterations(Replay):
                     self.free_s[node], self.free_from[node] = end_s, ring.origin[fragment]
 
     def shown(self, steady: SteadyState) -> Timeline:
-        """The last iteration, and the rings of the last fragment of a cycle, from 0 s on."""
+        """Show the last iteration, and the rings of the last fragment of a cycle, from 0 s on."""
         rings = [(ring.stage, ring.start_s[-1], ring.end_s[-1]) for ring in self.rings]
         zero_s = min([*self.start_s, *(start_s for _, start_s, _ in rings)])
         averagings = [Averaging(s, start - zero_s, end - zero_s) for s, start, end in rings]
@@ -183,7 +183,7 @@ class _Iterations(Replay):
 
 
 def _settled(run: _Iterations) -> tuple[float, float]:
-    """Mean seconds of an iteration once a run is steady, and by how much rings are late then."""
+    """Run until steady; return an iteration's mean seconds, and by how much rings are late then."""
     nodes, every = len(run.free_s), run.policy.every
     states, late = [], []
     mean_s = None
@@ -218,13 +218,13 @@ def _most_cycles(run: _Iterations) -> int:
 
 
 def _mean_s(states: Sequence[Float[np.ndarray, " things"]], nodes: int, every: int) -> float:
-    """Mean seconds of an iteration, by when those end that the first and last states are after."""
+    """Compute an iteration's mean seconds from those after which first and last states are."""
     first_s, last_s = (float(state[:nodes].max()) for state in (states[0], states[-1]))
     return (last_s - first_s) / (len(states) - 1) / every
 
 
 def _slowest_circle_s(origins: Sequence[int], longer_s: Float[np.ndarray, " things"]) -> float:
-    """The greatest mean of what things of a circle got later by, each the origin of the next."""
+    """Find the greatest mean delay of things in a circle, each the origin of the next."""
     greatest_s = 0.0
     walked = [-1] * len(origins)
     for start in range(len(origins)):

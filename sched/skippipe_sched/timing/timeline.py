@@ -126,7 +126,7 @@ class Timeline:
         return 1.0 - sum(self.busy_s) / (self.nodes * self.pipeline_s)
 
     def predicted(self, lower_bound_s: float | None) -> Predicted:
-        """The figures that a plan carries."""
+        """Return the figures that a plan carries."""
         return Predicted(
             self.iteration_s, self.pipeline_s, self.averaging_s, lower_bound_s, self.late_s
         )
@@ -146,6 +146,6 @@ class Stretch:
 
 
 def no_stretch(microbatches: int, positions: int, stages: int) -> Stretch:
-    """Everything takes as long as the timing model says."""
+    """Return a stretch by which everything takes as long as the timing model says."""
     ones = np.ones((microbatches, positions))
     return Stretch(ones, ones, np.ones(stages))

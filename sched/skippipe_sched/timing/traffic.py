@@ -33,7 +33,7 @@ class Flow(Generic[Place]):
 
 
 def link_traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
-    """Bytes and busy seconds of every directed pair of nodes, the busiest first.
+    """Sum up bytes and busy seconds of every directed pair of nodes, the busiest first.
 
     The pipeline's are those of the timeline's transfers. In the averaging of a stage with n
     replicas each sends 2(n-1)/n of the stage's bytes to the next in the best ring; its link counts
@@ -47,12 +47,12 @@ def link_traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
 
 
 def location_traffic(plan: Plan, timeline: Timeline) -> list[Flow[str]]:
-    """As `link_traffic`, for directed pairs of locations; within a location, from it to itself."""
+    """Sum up as `link_traffic`, by directed pairs of locations; within one, from it to itself."""
     return _added_up(_sendings(plan, timeline), lambda node: plan.case.nodes[node].location)
 
 
 def wide_area_bytes(case: Case, flows: Iterable[Flow[int]]) -> float:
-    """Bytes that go from one location to another."""
+    """Count the bytes that go from one location to another."""
     return sum(
         flow.bytes
         for flow in flows
@@ -112,7 +112,7 @@ def _covered_s(sendings: Sequence[_Sending]) -> float:
 
 
 def link_name(case: Case, flow: Flow) -> str:
-    """A link in words: node 3 (Iowa) → node 8 (Singapore), or only the locations."""
+    """Name a link in words: node 3 (Iowa) → node 8 (Singapore), or only the locations."""
     places = (flow.source, flow.target)
     return " → ".join(
         f"node {place} ({case.nodes[place].location})" if isinstance(place, int) else place
