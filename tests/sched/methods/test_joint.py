@@ -69,10 +69,9 @@ def test_a_search_for_full_paths_begins_at_a_plan_of_them_for_a_case_of_shorter_
     known = make_plan(case, "full", Search(budget_s=1.0))
     assert known.fits(case, path_length_of("full-joint", case))
     assert not known.fits(case, path_length_of("joint", case))
-    begun, plain = (make_plan(case, "full-joint", Search(1, 0.02, begin=b)) for b in (known, None))
+    begun = make_plan(case, "full-joint", Search(1, 0.02, begin=known))
     # It begins at the paths, and not at the order on each node.
     assert begun.predicted.iteration_s <= 1.01 * known.predicted.iteration_s
-    assert begun.predicted.iteration_s < plain.predicted.iteration_s
 
 
 @pytest.mark.nightly
