@@ -21,12 +21,11 @@ from skippipe_jax.consensus.generations import Generation, Rules
 from tests.thread_cluster import Network, ThreadAttendance
 
 RULES = Rules(
-    (0, 1),
-    lambda *_: True,
-    lambda placement, *_: placement,
-    dict,
-    has_store=True,
+    hosts=(0, 1),
+    stages=1,
     serves=lambda placement, host: frozenset({0}),
+    placed=lambda placement, *_: placement,
+    add_up=dict,
 )
 FIRST = Generation(1, (0, 1), (7, 7), 0, 4, placement=())
 
