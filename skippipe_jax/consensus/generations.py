@@ -331,7 +331,10 @@ class Writes:
     generation: Generation
 
 
-Effect = Send | Apply | Enter | LeftOut | Writes
+Decision = Apply | Enter | LeftOut
+"""What the run has to follow."""
+
+Effect = Send | Writes | Decision
 
 Remakes = Callable[[Mapping[int, Collection[int]], Mapping[int, Copies], int], tuple[Remade, ...]]
 """(the stages whose states hosts hold, the copies that they keep, the step that counts last) ->
