@@ -42,8 +42,8 @@ from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.pulse import BEATS
 from skippipe_jax.connections.reception import Reception
 from skippipe_jax.connections.threads import DaemonThreads
-from skippipe_jax.consensus.control import Control, Listener, Store
-from skippipe_jax.consensus.generations import Generation, State
+from skippipe_jax.consensus.control import Control, Store
+from skippipe_jax.consensus.generations import Decision, Generation, State
 from skippipe_jax.errors import PeerTimeout
 
 T = TypeVar("T")
@@ -112,9 +112,9 @@ class Attendance:
         """Send a message to another host, as `Mesh.send` does."""
         self._loop.call_soon_threadsafe(self._mesh.send, host, *message)
 
-    def begin_control(self, state: State, listener: Listener, store: Store) -> None:
+    def begin_control(self, state: State, follow: Callable[[Decision], None], store: Store) -> None:
         """Start the consensus: from now on the run outlives its hosts."""
-        self._done(self._begin_control(state, listener, store))
+        self._done(self._begin_control(state, follow, store))
 
     def part(self, patience_s: float) -> None:
         """Say farewell, and end the thread when the others have as well, or after some seconds."""
@@ -289,7 +289,9 @@ class Attendance:
         self._mesh.broadcast("verdict", self._index, reason, code)
         await self._mesh.drained(LINGER_S)
 
-    async def _begin_control(self, state: State, listener: Listener, store: Store) -> None:
+    async def _begin_control(
+        self, state: State, follow: Callable[[Decision], None], store: Store
+    ) -> None:
         self._mesh.directory.outlives = True
 
         def stored(generation: Generation) -> Generation:
@@ -302,7 +304,7 @@ class Attendance:
                     )
                     time.sleep(STORES_AGAIN_S)
 
-        self._control = Control(state, self._mesh.send, listener, stored, DaemonThreads())
+        self._control = Control(state, self._mesh.send, follow, stored, DaemonThreads())
         for host in self._mesh.missed:
             self._control.is_missed(host)
 

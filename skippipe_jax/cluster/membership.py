@@ -31,7 +31,7 @@ from skippipe_jax.connections.links import MESSAGE_CHARACTERS
 from skippipe_jax.connections.pulse import BEATS
 from skippipe_jax.consensus.control import Control, Store
 from skippipe_jax.consensus.decisions import first_state
-from skippipe_jax.consensus.generations import Copies, Generation, Rules, State
+from skippipe_jax.consensus.generations import Copies, Enter, Generation, Rules, State
 from skippipe_jax.errors import GenerationEnded
 
 
@@ -144,16 +144,16 @@ class Membership(Group):
         hosts = tuple(range(self.count))
         start = processes[0]
         first = Generation(1, hosts, processes, 0, step, placement=placement, start=start)
-        self.succession.enters(first)
+        self.succession.follow(Enter(first))
         state = first_state(self.index, rules, first, step)
-        self._attendance.begin_control(state, self.succession, store)
+        self._attendance.begin_control(state, self.succession.follow, store)
         return Team(self, first)
 
     def ask_in(self, rules: Rules, store: Store, timeout_s: float) -> Team | None:
         """Be taken in by those that go on with the run; None if that takes too long."""
         self.phase = Phase.TRAINING
         state = State(self.index, self._attendance.process, rules)
-        self._attendance.begin_control(state, self.succession, store)
+        self._attendance.begin_control(state, self.succession.follow, store)
         return self.next_team(NO_GENERATION, timeout_s)
 
     def next_team(self, after: Generation, timeout_s: float) -> Team | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from skippipe_jax.cluster.board import NOBODY, Board
-from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.consensus.generations import Apply, Decision, Enter, Generation, LeftOut
 
 Totals = tuple[float, ...]
 Counted = Callable[[Totals], None]
@@ -59,27 +58,22 @@ class Succession:
         if has_ended:
             then()
 
-    def applies(self, step: int, outcome: Any) -> None:
-        """Apply a step that counts: the one that this host has contributed to."""
-        del step
-        counted = self._counted
-        if counted is not None:
-            counted(outcome)
-
-    def enters(self, generation: Generation) -> None:
-        """Enter a generation of which this host is a member."""
-        with self._lock:
-            self.entered = generation
-            self._following += (generation,)
-        self._end(generation.number)
-
-    def is_left_out(self, generation: Generation) -> None:
-        """Leave the last generation: the others go on, and this host asks to be taken in again."""
-        del generation
-        with self._lock:
-            # It comes back without a state, or goes back with all: what it has entered is over.
-            self._following = ()
-        self._end(NOBODY)
+    def follow(self, decision: Decision) -> None:
+        """Do what was decided: apply the step that this host contributed to, enter, or leave."""
+        match decision:
+            case Apply(_, outcome):
+                if (counted := self._counted) is not None:
+                    counted(outcome)
+            case Enter(generation):
+                with self._lock:
+                    self.entered = generation
+                    self._following += (generation,)
+                self._end(generation.number)
+            case LeftOut():
+                with self._lock:
+                    # It comes back without a state, or goes back with all: all entered is over.
+                    self._following = ()
+                self._end(NOBODY)
 
     def ends(self) -> None:
         """No generation comes any more: whoever waits for something in one is told so."""

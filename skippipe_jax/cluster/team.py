@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from skippipe_jax.cluster.board import named
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.succession import Counted
-from skippipe_jax.consensus.generations import Copies, Generation, Held
+from skippipe_jax.consensus.generations import Copies, Generation, Held, Saved, WentBack
 
 if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
@@ -59,7 +59,7 @@ class Team(Group):
         """Add totals to a step of which this host holds the averaged gradients, and copies."""
         number = self.generation.number
         self._membership.succession.expect(number, counted)
-        self._membership.control.held(Held(number, step, tuple(totals), copies))
+        self._membership.control.tell(Held(number, step, tuple(totals), copies))
 
     def when_ended(self, then: Callable[[], None]) -> None:
         """Call `then` when the team ends, from another thread."""
@@ -67,11 +67,11 @@ class Team(Group):
 
     def saved(self, step: int) -> None:
         """Tell that the checkpoint of a step is whole."""
-        self._membership.control.saved(step)
+        self._membership.control.tell(Saved(step))
 
     def gone_back(self, step: int) -> Team:
         """Return the team after an earlier step than its own, to which all of it goes back."""
-        self._membership.control.went_back(self.generation.number, step)
+        self._membership.control.tell(WentBack(self.generation.number, step))
         return Team(self._membership, replace(self.generation, step=step))
 
     @property

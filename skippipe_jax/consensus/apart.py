@@ -19,11 +19,13 @@ DATA_STAGE = 0
 """Who serves it reads the run's text."""
 
 
-def can_decide(last: Generation, hosts: Iterable[int]) -> bool:
+def can_decide(last: Generation | None, hosts: Iterable[int]) -> bool:
     """Tell whether these members can decide on what follows a generation: a majority of them.
 
     Of two members one of which is apart the other decides alone, since nothing goes on without it.
     """
+    if last is None:
+        return False
     some, reaching = set(hosts) & set(last.members), set(last.members) - set(last.apart)
     if len(last.members) == 2 and len(reaching) == 1:
         return some >= reaching
@@ -33,8 +35,7 @@ def can_decide(last: Generation, hosts: Iterable[int]) -> bool:
 def asks_store(state: State) -> bool:
     """Tell whether storage decides on what follows: between two members that both reach it."""
     last = state.generation
-    is_between_two = last is not None and len(last.members) == 2 and not last.apart
-    return is_between_two and state.rules.has_store
+    return last is not None and len(last.members) == 2 and not last.apart
 
 
 def apart_of(state: State, members: Iterable[int], new: Collection[int]) -> tuple[int, ...]:

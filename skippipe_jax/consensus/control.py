@@ -1,7 +1,7 @@
 """Drives the rules of `generations` over the connections of a host, and tells the run of it.
 
-The rules live on the event loop of the control plane. The run lives in another thread: it is told
-through `Listener`, and tells what it holds and has saved by methods that any thread may call.
+The rules live on the event loop of the control plane. The run lives in another thread, which tells
+what it holds and has saved by methods that any thread may call.
 """
 
 from __future__ import annotations
@@ -9,28 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any
 
 from skippipe_jax.consensus import wire
 from skippipe_jax.consensus.decisions import advance
 from skippipe_jax.consensus.generations import (
-    Apply,
-    Enter,
+    Decision,
     Event,
     Generation,
-    Held,
-    LeftOut,
     Presence,
     Received,
-    Saved,
     Send,
     State,
     Stored,
-    TextMissing,
     Tick,
     Told,
-    WentBack,
-    Wish,
     Writes,
 )
 from skippipe_jax.consensus.leaving import is_the_end
@@ -40,22 +33,6 @@ TICK_S = 0.5
 
 SOON_S = 0.05
 """So long after a host is missed the rest begin to do without it: more may be missed as well."""
-
-
-class Listener(Protocol):
-    """What the run is told, on the event loop's thread."""
-
-    def applies(self, step: int, outcome: Any) -> None:
-        """Apply a step that counts, with these totals of all."""
-        ...
-
-    def enters(self, generation: Generation) -> None:
-        """Enter the next generation; the last one has ended."""
-        ...
-
-    def is_left_out(self, generation: Generation) -> None:
-        """Leave the last generation: the others go on without this host."""
-        ...
 
 
 Store = Callable[[Generation], Generation]
@@ -69,19 +46,17 @@ class Control:
         self,
         state: State,
         send: Callable[..., None],
-        listener: Listener,
+        follow: Callable[[Decision], None],
         store: Store,
         storing: Executor | None = None,
     ):
         """Begin with a state; `send` takes a host and the parts of a message to it.
 
-        `store` is called by `storing`, by default a pool of threads that the process waits for.
+        `follow` is called with what was decided, on the loop's thread, and `store` by `storing`, by
+        default a pool of threads that the process waits for.
         """
         self._storing, self._stores = storing, dict[int, asyncio.Task[None]]()
-        self._state = state
-        self._send = send
-        self._listener = listener
-        self._store = store
+        self._state, self._send, self._follow, self._store = state, send, follow, store
         self._loop = asyncio.get_running_loop()
         self._ticking = self._loop.create_task(self._tick_for_ever())
         self._ticking.add_done_callback(_raise_its_error)
@@ -108,48 +83,23 @@ class Control:
         self._happens(Presence(host, is_there=False))
         self._loop.call_later(SOON_S, self._happens, Tick())
 
-    def held(self, held: Held) -> None:
-        """Note that the run holds the averaged gradients of a step. Any thread may call this."""
-        self._loop.call_soon_threadsafe(self._happens, held)
-
-    def saved(self, step: int) -> None:
-        """Note that the checkpoint of a step is whole. Any thread may call this."""
-        self._loop.call_soon_threadsafe(self._happens, Saved(step))
-
-    def went_back(self, number: int, step: int) -> None:
-        """Note that all members go back to an earlier checkpoint. Any thread may call this."""
-        self._loop.call_soon_threadsafe(self._happens, WentBack(number, step))
+    def tell(self, *events: Event) -> None:
+        """Note what the run has come to, or wishes. Any thread may call this."""
+        for event in events:
+            self._loop.call_soon_threadsafe(self._happens, event)
 
     def told_to_leave(self, grace_s: float, late: Callable[[], None]) -> None:
         """Leave, as this host was told to; call `late` if it has not left after some seconds.
 
         Any thread may call this; `late` is called on the event loop's.
         """
-
-        def leaves() -> None:
-            self._happens(Told())
-            self._happens(Tick())  # So that the others hear of it at once.
-            self._loop.call_later(grace_s, late)
-
-        self._loop.call_soon_threadsafe(leaves)
+        self.tell(Told(), Tick())  # So that the others hear of it at once.
+        self._loop.call_soon_threadsafe(self._loop.call_later, grace_s, late)
 
     @property
     def is_the_end(self) -> bool:
         """Whether so many hosts are told to leave that the run has to end. For any thread."""
         return is_the_end(self._state)
-
-    def lacks_text(self) -> None:
-        """Note that this host lacks the text of the run. Any thread may call this."""
-
-        def tell() -> None:
-            self._happens(TextMissing())
-            self._happens(Tick())  # So that the others hear of it at once.
-
-        self._loop.call_soon_threadsafe(tell)
-
-    def wishes(self, wish: Wish) -> None:
-        """Go on under another placement when the next step counts. Any thread may call this."""
-        self._loop.call_soon_threadsafe(self._happens, wish)
 
     async def _tick_for_ever(self) -> None:
         while True:
@@ -162,18 +112,14 @@ class Control:
             match effect:
                 case Send(target, message):
                     self._send(target, "control", wire.to_json(message))
-                case Apply(step, outcome):
-                    self._listener.applies(step, outcome)
-                case Enter(generation):
-                    self._listener.enters(generation)
-                case LeftOut(generation):
-                    self._listener.is_left_out(generation)
                 case Writes(generation) if generation.number not in self._stores:
                     task = self._loop.create_task(self._write(generation))
                     task.add_done_callback(_raise_its_error)
                     self._stores[generation.number] = task
                 case Writes():
                     pass  # Storage has yet to answer, and may hang.
+                case _:
+                    self._follow(effect)
 
     async def _write(self, generation: Generation) -> None:
         stored = await self._loop.run_in_executor(self._storing, self._store, generation)

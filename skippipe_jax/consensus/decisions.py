@@ -4,7 +4,7 @@ A *generation* is a set of hosts that train together, its members. When one is l
 the others enter the next generation together. Which one that is they decide by single-decree Paxos
 (Lamport, "Paxos Made Simple", 2001) among the members of the last: a majority of them has to live.
 Of two members neither is one: there a file decides that only the first to come can create, in
-storage that both reach, if there is any. What hosts cannot do that do not reach it is in `apart`.
+storage that both reach. What hosts cannot do that do not reach it is in `apart`.
 
 Within a generation a step goes so: a host that holds the averaged gradients of all its stages sends
 its totals to the leader. Who has the totals of all members knows that all of them hold their
@@ -24,7 +24,6 @@ it. Messages may be lost, late or doubled: what is missing is sent again when `T
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -63,9 +62,9 @@ from skippipe_jax.consensus.generations import (
     Wish,
     Writes,
 )
-from skippipe_jax.consensus.holders import entered_with, has_holders_of_all, served
+from skippipe_jax.consensus.holders import entered_with, served
 from skippipe_jax.consensus.leaving import going
-from skippipe_jax.consensus.left_out import is_left_out_rightly
+from skippipe_jax.consensus.lost_stages import is_left_out_rightly
 from skippipe_jax.consensus.next_generation import next_generation
 
 
@@ -154,7 +153,7 @@ def _is_of_run(state: State, message: Message) -> bool:
     has_hosts = set(generation.members) <= set(rules.hosts)
     is_of_number = generation.number == number > 0
     is_ours = is_of_start and is_of_number and has_hosts and rules.fits(generation.placement)
-    is_whole = is_ours and has_holders_of_all(rules, generation)
+    is_whole = is_ours and len(generation.holders) in (0, rules.stages)
     return is_whole and is_left_out_rightly(rules, generation)
 
 
@@ -275,7 +274,9 @@ def _count(state: State, step: int, outcome: Any) -> tuple[State, list[Effect]]:
 def _propose(state: State) -> tuple[State, list[Effect]]:
     """Propose by a greater ballot than any that is known, or go on with such a proposal."""
     # A host that does not hear enough others to decide would only outbid one that does.
-    if not (asks_store(state) or _can_decide(state, filter(state.is_left, state.members))):
+    if not (
+        asks_store(state) or can_decide(state.generation, filter(state.is_left, state.members))
+    ):
         return state, []
     proposal, number = state.proposal, state.number + 1
     is_dated = proposal is not None and (
@@ -341,7 +342,7 @@ def _answered(state: State, source: int, answer: Promise | Accepted) -> tuple[St
         return _promised(replace(state, proposal=replace(proposal, promises=promises)))
     accepted_by = proposal.accepted_by | {source}
     state = replace(state, proposal=replace(proposal, accepted_by=accepted_by))
-    if proposal.generation is None or not _can_decide(state, accepted_by):
+    if proposal.generation is None or not can_decide(state.generation, accepted_by):
         return state, []
     return _tell_decided(state, proposal.generation)
 
@@ -353,7 +354,7 @@ def _promised(state: State) -> tuple[State, list[Effect]]:
     promises = proposal.promises
     awaited = [host for host in state.members if host not in proposal.without]
     everybody = all(host in promises for host in awaited if state.is_left(host))
-    if not everybody or not (asks_store(state) or _can_decide(state, promises)):
+    if not everybody or not (asks_store(state) or can_decide(state.generation, promises)):
         return state, []
     if asks_store(state):
         return state, [Writes(next_generation(state, promises))]
@@ -408,7 +409,3 @@ def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]
         textless=state.textless,
     )
     return entered, effects
-
-
-def _can_decide(state: State, hosts: Iterable[int]) -> bool:
-    return state.generation is not None and can_decide(state.generation, hosts)

@@ -123,11 +123,6 @@ class Standing:
     holds: Numbers = ()
     copies: Copies = field(default=(), kw_only=True)
 
-    @property
-    def lacks_state(self) -> bool:
-        """Whether it has yet to take the state of its stages from others."""
-        return not self.holds
-
 
 # Messages between hosts. `number` is that of the generation which a message is about.
 
@@ -336,48 +331,48 @@ class Writes:
     generation: Generation
 
 
-Effect = Send | Apply | Enter | LeftOut | Writes
+Decision = Apply | Enter | LeftOut
+"""What the run has to follow."""
+
+Effect = Send | Writes | Decision
 
 Remakes = Callable[[Mapping[int, Collection[int]], Mapping[int, Copies], int], tuple[Remade, ...]]
 """(the stages whose states hosts hold, the copies that they keep, the step that counts last) ->
 what stages that nobody holds are made from, unless it raises `RebuildImpossible`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rules:
     """What all hosts know from the start.
 
     Attributes:
         hosts: all that there may be.
-        covers: whether some hosts serve all stages under a placement, and none of them nothing.
-        placed: another one, under which they do, or None; those apart do not newly serve stage 0.
-        safest: one that covers as well, and loses less if another host is lost.
-        placed_without: the same for all stages but some, if the run goes on without lost ones.
-        add_up: the sum of the totals of all members, by host.
-        rewinds: whether a run that has lost a stage goes back to its last checkpoint, or ends.
-        has_store: whether there is storage that decides between two members.
-        fits: whether something is a placement of this run.
+        stages: how many there are.
         serves: the stages that a host serves under a placement.
+        placed: another placement, by which some hosts serve all stages but those left out, or None;
+            those apart do not newly serve stage 0.
+        add_up: the sum of the totals of all members, by host.
+        fits: whether something is a placement of this run.
+        safest: one that covers as well, and loses less if another host is lost.
+        without_text: a placement, in which some hosts serve other stages than the data stage.
+        rewinds: whether a run that has lost a stage goes back to its last checkpoint, or ends.
+        leaves_out: whether it goes on without the stage instead.
         remakes: what stages are made from that nobody holds, if the run does not go back for them.
         is_apart: whether this host alone does not reach the folder of the run.
-        without_text: a placement, in which some hosts serve other stages than the data stage.
     """
 
     hosts: tuple[int, ...]
-    covers: Callable[[Any, frozenset[int]], bool]
-    placed: Callable[[Any, frozenset[int], Collection[int]], Any]
+    stages: int
+    serves: Callable[[Any, int], frozenset[int]]
+    placed: Callable[[Any, frozenset[int], Collection[int], Collection[int]], Any]
     add_up: Callable[[Mapping[int, Any]], Any]
-    rewinds: bool = True
-    has_store: bool = False
     fits: Callable[[Any], bool] = lambda placement: placement is not None
-    serves: Callable[[Any, int], frozenset[int]] = field(kw_only=True)
-    remakes: Remakes | None = field(default=None, kw_only=True)
-    is_apart: bool = field(default=False, kw_only=True)
-    placed_without: Callable[..., Any] | None = field(default=None, kw_only=True)
-    safest: Callable[..., Any] = field(default=lambda placement, *_: placement, kw_only=True)
-    without_text: Callable[[Any, Collection[int]], Any] = field(
-        default=lambda placement, _: placement, kw_only=True
-    )
+    safest: Callable[[Any, frozenset[int], Collection[int]], Any] = lambda placement, *_: placement
+    without_text: Callable[[Any, Collection[int]], Any] = lambda placement, _: placement
+    rewinds: bool = True
+    leaves_out: bool = False
+    remakes: Remakes | None = None
+    is_apart: bool = False
 
 
 @dataclass(frozen=True)

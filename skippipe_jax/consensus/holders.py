@@ -48,7 +48,7 @@ def chosen(
         wish is not None
         and is_same
         and not going
-        and rules.covers(wish.placement, members)
+        and covers(rules, wish.placement, members)
         and is_readable(rules, placement, wish.placement, apart)
     ):
         target, plan, staying = wish.placement, wish.plan, members
@@ -57,10 +57,13 @@ def chosen(
         target, plan = covering(rules, placement, staying, apart, left_out), ""
     if target is None:
         staying, target = members, covering(rules, placement, members, apart, left_out)
-    if target is None or not are_held(rules, target, held, left_out):
+    if target is None or not are_held(rules, held, left_out):
         return None
-    if is_handed_on(rules, target, held, staying, left_out):
-        members = staying
+    serving = serving_under(rules, target, staying)
+    if are_held(
+        rules, {host: own & {*held.get(host, ())} for host, own in serving.items()}, left_out
+    ):
+        members = staying  # All is handed on.
     if members == set(last.members) and target == placement:
         plan = plan or last.plan
     return Choice(target, members, plan)
@@ -77,60 +80,38 @@ def covering(
 
     It may be made safer. Some of the hosts are `apart`. Stages that are `left_out` need none.
     """
-    if _covers(rules, placement, hosts, left_out):
+    if covers(rules, placement, hosts, left_out):
         safer = rules.safest(placement, hosts, apart) if not left_out else placement
-        return safer if _covers(rules, safer, hosts, left_out) else placement
-    if left_out and rules.placed_without is not None:
-        moved = rules.placed_without(placement, hosts, apart, left_out)
-    else:
-        moved = rules.placed(placement, hosts, apart)
-    return moved if moved is not None and _covers(rules, moved, hosts, left_out) else None
+        return safer if covers(rules, safer, hosts, left_out) else placement
+    moved = rules.placed(placement, hosts, apart, left_out)
+    return moved if moved is not None and covers(rules, moved, hosts, left_out) else None
 
 
-def _covers(rules: Rules, placement: Any, hosts: frozenset[int], left_out: Collection[int]) -> bool:
-    if not left_out:
-        return rules.covers(placement, hosts)
-    everything = {host: rules.serves(placement, host) for host in hosts}
-    return all(everything.values()) and are_held(rules, placement, everything, left_out)
+def covers(
+    rules: Rules, placement: Any, hosts: Iterable[int], left_out: Collection[int] = ()
+) -> bool:
+    """Tell whether some hosts serve all stages but those left out, and none of them nothing."""
+    serving = serving_under(rules, placement, hosts)
+    return all(serving.values()) and are_held(rules, serving, left_out)
 
 
-def are_held(rules: Rules, placement: Any, held: Held, left_out: Collection[int] = ()) -> bool:
+def are_held(rules: Rules, held: Held, left_out: Collection[int] = ()) -> bool:
     """Tell whether some host holds each of the stages, but for those that are left out."""
     return all(
-        holding or stage in left_out
-        for stage, holding in enumerate(holders_of(rules, placement, held))
+        holding or stage in left_out for stage, holding in enumerate(holders_of(rules, held))
     )
 
 
-def is_handed_on(
-    rules: Rules,
-    placement: Any,
-    held: Held,
-    hosts: Iterable[int],
-    left_out: Collection[int] = (),
-) -> bool:
-    """Tell whether of each stage one of these hosts that serve it holds the state."""
-    serving = {host: rules.serves(placement, host) & set(held.get(host, ())) for host in hosts}
-    return are_held(rules, placement, serving, left_out)
-
-
-def holders_of(rules: Rules, placement: Any, held: Held) -> tuple[tuple[int, ...], ...]:
+def holders_of(rules: Rules, held: Held) -> tuple[tuple[int, ...], ...]:
     """List the hosts that hold the state of each stage."""
-    stages = frozenset[int]().union(*(rules.serves(placement, host) for host in rules.hosts))
     return tuple(
-        tuple(host for host in sorted(held) if stage in held[host]) for stage in sorted(stages)
+        tuple(host for host in sorted(held) if stage in held[host]) for stage in range(rules.stages)
     )
 
 
-def read_by(rules: Rules, placement: Any, hosts: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """List the hosts that hold the state of each stage once these have read a checkpoint."""
-    return holders_of(rules, placement, {host: rules.serves(placement, host) for host in hosts})
-
-
-def has_holders_of_all(rules: Rules, generation: Generation) -> bool:
-    """Tell whether a generation that names holders names those of all stages."""
-    told = len(generation.holders)
-    return told in (0, len(holders_of(rules, generation.placement, {})))
+def serving_under(rules: Rules, placement: Any, hosts: Iterable[int]) -> dict[int, frozenset[int]]:
+    """Return the stages that each of some hosts serves under a placement."""
+    return {host: rules.serves(placement, host) for host in hosts}
 
 
 def served(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:

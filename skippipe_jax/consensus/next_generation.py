@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from skippipe_jax.consensus import lost_stages
 from skippipe_jax.consensus.apart import apart_of, leader_of, reading_without_text
-from skippipe_jax.consensus.causes import cause
 from skippipe_jax.consensus.generations import Generation, Promise, State
-from skippipe_jax.consensus.holders import chosen, covering, held_after, holders_of, read_by
+from skippipe_jax.consensus.holders import (
+    chosen,
+    covering,
+    held_after,
+    holders_of,
+    serving_under,
+)
 from skippipe_jax.consensus.leaving import going
-from skippipe_jax.consensus.left_out import still_left_out, without_lost
 from skippipe_jax.errors import RebuildImpossible
 
 
@@ -32,7 +36,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     if reading := reading_without_text(state, everybody, last.placement):
         last = replace(last, placement=rules.without_text(last.placement, reading), plan="")
     unreading = {*apart, *without_text}
-    left_out = still_left_out(rules, last, everybody)
+    left_out = lost_stages.still_left_out(rules, last, everybody)
     choice = chosen(rules, last, held, everybody, leaving, unreading, wish, left_out)
     if choice is not None:
         everybody = choice.members
@@ -58,7 +62,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
         saved=saved,
     )
     if choice is not None:
-        holders = holders_of(rules, choice.placement, {host: held[host] for host in holding})
+        holders = holders_of(rules, {host: held[host] for host in holding})
         following = replace(
             following,
             placement=choice.placement,
@@ -66,7 +70,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
             plan=choice.plan,
             left_out=left_out,
         )
-    following = replace(following, cause=cause(last, following, new, without, leaving, reading))
+    following = replace(following, cause=_cause(last, following, new, without, leaving, reading))
     if set(apart) == set(members):
         return replace(following, is_last=True)  # Nobody could write what they would train.
     # Nobody may have read yet what the last one was to go back to, so nobody could hand it on.
@@ -75,10 +79,10 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     if choice is not None and not (is_unread and is_moved):
         return following
     if choice is None:
-        following = replace(following, lost=lost_stages.lost(rules, last, held))
+        following = replace(following, lost=lost_stages.lost(rules, held))
         try:
-            if rules.placed_without is not None:
-                return without_lost(rules, last, following, held)
+            if rules.leaves_out:
+                return lost_stages.without_lost(rules, last, following, held)
             if rules.remakes is not None:
                 return lost_stages.remade(rules, following, held, promises)
         except RebuildImpossible as error:
@@ -86,12 +90,47 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     leader = leader_of(members, going_on, apart)
     following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)
     reaching = frozenset(members).difference(apart)
-    placement = rules.placed(last.placement, reaching, without_text) if rules.rewinds else None
+    placement = rules.placed(last.placement, reaching, without_text, ()) if rules.rewinds else None
     if placement is not None:  # Those that are apart may have to be given a stage besides.
         placement = covering(rules, placement, frozenset(members), unreading)
     if placement is None:
         return replace(following, is_last=True)
-    holders = read_by(rules, placement, reaching) if apart else ()
+    holders = holders_of(rules, serving_under(rules, placement, reaching)) if apart else ()
     if not all(holders):  # Those that reach the folder are too few to serve all stages.
         return replace(following, is_last=True)
     return replace(following, placement=placement, holders=holders, is_rewound=True)
+
+
+def _cause(
+    last: Generation,
+    following: Generation,
+    new: Collection[int],
+    cut_off: Collection[int],
+    going: Collection[int],
+    without_text: Collection[int] = (),
+) -> str:
+    """Describe why the last generation ends: who is lost or leaves, and who comes back.
+
+    `cut_off` are members that do not hear others, `going` those that were told to leave, and those
+    `without_text` would have had to read it.
+    """
+
+    def how(host: int) -> str:
+        if host in going:
+            return "was told to leave"
+        return "was cut off from others" if host in cut_off else "was lost"
+
+    gone = [host for host in last.members if host not in following.members]
+    causes = [f"host {host} {how(host)}" for host in gone]
+    causes += [
+        f"host {host} {'joined' if host in following.apart else 'came back'}"
+        for host in sorted(new)
+    ]
+    causes += [f"host {host} has not the text of the run" for host in sorted(without_text)]
+    if causes:
+        return ", ".join(causes)
+    if going:
+        leaving = ", ".join(f"host {host}" for host in sorted(going))
+        return f"others take over what {leaving} alone holds, as it was told to leave"
+    is_replanned = following.plan != last.plan and following.plan
+    return "a quicker plan was found" if is_replanned else "a host was thought to be lost"

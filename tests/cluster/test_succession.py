@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skippipe_jax.cluster.board import Board
 from skippipe_jax.cluster.succession import Succession
-from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.consensus.generations import Enter, Generation, LeftOut
 
 
 def generation(number: int, *, is_rewound: bool = False) -> Generation:
@@ -19,7 +19,7 @@ def number_after(succession: Succession, after: int) -> int | None:
 def test_no_generation_is_passed_over_though_it_has_ended():
     succession = Succession(Board())
     for number in (1, 2, 3):
-        succession.enters(generation(number, is_rewound=number == 2))
+        succession.follow(Enter(generation(number, is_rewound=number == 2)))
     found = succession.next(1, 0.0)
     assert found == generation(2, is_rewound=True)
     assert [number_after(succession, after) for after in (2, 3)] == [3, None]
@@ -27,9 +27,9 @@ def test_no_generation_is_passed_over_though_it_has_ended():
 
 def test_who_is_left_out_goes_on_with_what_it_enters_next():
     succession = Succession(Board())
-    succession.enters(generation(1))
-    succession.enters(generation(2))
-    succession.is_left_out(generation(3))
+    succession.follow(Enter(generation(1)))
+    succession.follow(Enter(generation(2)))
+    succession.follow(LeftOut(generation(3)))
     assert number_after(succession, 1) is None
-    succession.enters(generation(4))
+    succession.follow(Enter(generation(4)))
     assert number_after(succession, 1) == 4

@@ -31,12 +31,11 @@ CALM_TICKS = 40
 HOSTS = (0, 1, 2)
 FIRST = Generation(1, HOSTS, HOSTS, 0, 0, placement=((0, 1, 2),))
 RULES = Rules(
-    HOSTS,
-    covers=lambda placement, hosts: bool(hosts),
-    placed=lambda placement, hosts, apart: placement,
-    add_up=lambda totals: tuple(map(sum, zip(*totals.values(), strict=True))),
-    has_store=True,
+    hosts=HOSTS,
+    stages=1,
     serves=lambda placement, host: frozenset({0}),
+    placed=lambda placement, *_: placement,
+    add_up=lambda totals: tuple(map(sum, zip(*totals.values(), strict=True))),
 )
 
 

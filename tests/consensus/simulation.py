@@ -48,12 +48,17 @@ def serves(placement: Placement, host: int) -> frozenset[int]:
     return placement[host]
 
 
-def covers(placement: Placement, hosts: frozenset[int], stages: int = STAGES) -> bool:
+def covers(placement: Placement, hosts: frozenset[int]) -> bool:
     served = {stage for host in hosts for stage in placement[host]}
-    return served == set(range(stages)) and all(placement[host] for host in hosts)
+    return served == set(range(STAGES)) and all(placement[host] for host in hosts)
 
 
-def placed(placement: Placement, hosts: frozenset[int], apart: Collection[int] = ()) -> Placement:
+def placed(
+    placement: Placement,
+    hosts: frozenset[int],
+    apart: Collection[int] = (),
+    left_out: Collection[int] = (),
+) -> Placement:
     """The living hosts share the stages, one of them each, so a last one does not serve all.
 
     Those that are apart do not newly get stage 0. Those that serve nothing get a stage.
@@ -129,23 +134,21 @@ class Simulation:
         stages: int = STAGES,
         placed: Callable[..., Placement | None] = placed,
         remakes: Remakes | None = None,
-        placed_without: Callable[..., Placement | None] | None = None,
-        has_store: bool = False,
+        leaves_out: bool = False,
         rewinds: bool = True,
         spare: int = 0,
         moves_to_safety: bool = False,
     ):
         everybody, beginning = tuple(range(hosts + spare)), tuple(range(hosts))
         self.rules = Rules(
-            everybody,
-            partial(covers, stages=stages),
-            placed,
-            add_up,
-            rewinds,
-            has_store,
+            hosts=everybody,
+            stages=stages,
             serves=serves,
+            placed=placed,
+            add_up=add_up,
+            rewinds=rewinds,
+            leaves_out=leaves_out,
             remakes=remakes,
-            placed_without=placed_without,
             safest=partial(safest, stages=stages) if moves_to_safety else unmoved,
         )
         self.stages = stages
@@ -427,7 +430,7 @@ class Simulation:
             if host in self.live and self.live[host].state.process == process
         ]
         entered = any(self.live[host].state.number == last.number for host in known)
-        two = len(last.members) == 2 and self.rules.has_store and not last.apart
+        two = len(last.members) == 2 and not last.apart
         return entered and (can_decide(last, known) or (two and bool(known)))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +20,11 @@ from skippipe_jax.consensus.generations import Generation, Rules
 from tests.thread_cluster import Network, ThreadAttendance
 
 RULES = Rules(
-    (0, 1),
-    lambda *_: True,
-    lambda placement, *_: placement,
-    dict,
-    has_store=True,
+    hosts=(0, 1),
+    stages=1,
     serves=lambda placement, host: frozenset({0}),
+    placed=lambda placement, *_: placement,
+    add_up=dict,
 )
 FIRST = Generation(1, (0, 1), (7, 7), 0, 4, placement=())
 
@@ -43,20 +41,21 @@ def test_a_host_shows_that_it_lives_while_storage_hangs(monkeypatch: pytest.Monk
         return generation
 
     async def live() -> None:
-        beats, entered = asyncio.Queue[Any](), asyncio.Queue[Generation]()
-        listener: Any = SimpleNamespace(enters=entered.put_nowait)
+        beats, entered = asyncio.Queue[Any](), asyncio.Queue[Any]()
 
         def send(host: int, kind: str, message: list[Any]) -> None:
             if message[0] == "Beat" and asks:
                 beats.put_nowait(message)
 
-        own = Control(first_state(0, RULES, FIRST, 0), send, listener, store, DaemonThreads())
+        own = Control(
+            first_state(0, RULES, FIRST, 0), send, entered.put_nowait, store, DaemonThreads()
+        )
         own.is_missed(1)
         for _ in range(5):
             await asyncio.wait_for(beats.get(), 10.0)
         assert (len(asks), entered.empty()) == (1, True), "it is asked once at a time"
         answers.set()
-        assert (await asyncio.wait_for(entered.get(), 10.0)).members == (0,)
+        assert (await asyncio.wait_for(entered.get(), 10.0)).generation.members == (0,)
         own._ticking.cancel()
 
     asyncio.run(live())
@@ -73,12 +72,11 @@ def test_storage_that_fails_is_asked_again(
             raise errors.pop()
         return generation
 
-    network, entered = Network(2), queue.SimpleQueue[Generation]()
-    listener: Any = SimpleNamespace(enters=entered.put)
+    network, entered = Network(2), queue.SimpleQueue[Any]()
     own = ThreadAttendance(ClusterConfig(), 0, Board(), network)
-    own.begin_control(first_state(0, RULES, FIRST, 0), listener, store)
+    own.begin_control(first_state(0, RULES, FIRST, 0), entered.put, store)
     network.lose(1)
-    assert entered.get(timeout=20.0).members == (0,)
+    assert entered.get(timeout=20.0).generation.members == (0,)
     network.close()
     said = "the run's folder does not take generation 2: [Errno 116] Stale file handle"
     assert said in capfd.readouterr().err

@@ -53,12 +53,11 @@ def check(
     hosts: int,
     actions: list[tuple[str, int, int]],
     *,
-    has_store: bool,
     rewinds: bool,
     spare: int = 0,
 ) -> None:
     """Let all of it happen, and then let those go on that can."""
-    given = {"has_store": has_store, "rewinds": rewinds, "spare": spare}
+    given = {"rewinds": rewinds, "spare": spare}
     simulation = Simulation(hosts, **given, moves_to_safety=hosts + spare > 3)
     for action in actions:
         simulation.act(*action)
@@ -70,30 +69,30 @@ def check(
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5])
 @settings(max_examples=50)
-@given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
+@given(actions=ACTIONS, rewinds=st.booleans())
 def test_hosts_agree_whatever_is_lost(
-    hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
+    hosts: int, actions: list[tuple[str, int, int]], rewinds: bool
 ):
-    check(hosts, actions, has_store=has_store, rewinds=rewinds)
+    check(hosts, actions, rewinds=rewinds)
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
 @settings(max_examples=30)
-@given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
+@given(actions=ACTIONS, rewinds=st.booleans())
 def test_hosts_agree_however_many_come(
-    hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
+    hosts: int, actions: list[tuple[str, int, int]], rewinds: bool
 ):
-    check(hosts, actions, has_store=has_store, rewinds=rewinds, spare=2)
+    check(hosts, actions, rewinds=rewinds, spare=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5])
 @settings(max_examples=2500)
-@given(actions=ACTIONS, has_store=st.booleans(), rewinds=st.booleans())
+@given(actions=ACTIONS, rewinds=st.booleans())
 def test_hosts_agree_whatever_is_lost_ten_thousand_times(
-    hosts: int, actions: list[tuple[str, int, int]], has_store: bool, rewinds: bool
+    hosts: int, actions: list[tuple[str, int, int]], rewinds: bool
 ):
-    check(hosts, actions, has_store=has_store, rewinds=rewinds)
+    check(hosts, actions, rewinds=rewinds)
 
 
 HOST = st.integers(0, 4)
@@ -154,7 +153,7 @@ def test_stages_move_whoever_is_lost_meanwhile(
     hosts: int, rounds: list[dict[str, Any]], rewinds: bool
 ):
     """In each round leaders wish for other placements, and some have not taken what they lack."""
-    simulation = Simulation(hosts, has_store=True, rewinds=rewinds, moves_to_safety=True)
+    simulation = Simulation(hosts, rewinds=rewinds, moves_to_safety=True)
     for happens in rounds:
         for host in [*simulation.live]:
             if happens["wish"] is not None:
@@ -293,11 +292,6 @@ def test_a_minority_does_nothing():
 
 def test_of_two_hosts_one_goes_on_by_storage_alone():
     simulation = stepped(2)
-    lose(simulation, 0)
-    simulation.calm(5)
-    assert generations(simulation) == {1}
-    # With one stage on each, what is left has to go back to the checkpoint.
-    simulation = stepped(2, has_store=True)
     for host in (0, 1):
         simulation.tell(host, Presence(1 - host, is_there=False))
     tick(simulation)
@@ -682,7 +676,7 @@ def test_a_wish_counts_in_its_generation_and_from_a_leader_alone():
 @pytest.mark.parametrize(("hosts", "told"), [(4, (0, 1, 2)), (3, (0, 2)), (2, (1,)), (4, range(4))])
 def test_where_too_many_are_told_to_leave_nobody_does(hosts: int, told: Collection[int]):
     """Most of them; or of two hosts one, if the other cannot serve both stages."""
-    simulation = stepped(hosts, has_store=True)
+    simulation = stepped(hosts)
     tell_to_leave(simulation, *told)
     for own in simulation.live.values():
         assert is_the_end(own.state)
@@ -821,22 +815,21 @@ def test_who_is_apart_takes_its_state_from_those_that_read_a_checkpoint():
 
 
 def test_of_two_the_one_that_reaches_the_folder_decides_alone():
-    for has_store in (False, True):
-        simulation = Simulation(2, has_store=has_store)
-        placement = {0: frozenset({0, 1}), 1: frozenset({1})}
-        first = Generation(1, (0, 1), (0, 0), 0, 0, placement=placement, apart=(1,))
-        simulation.decided[1] = first
-        for host, own in simulation.live.items():
-            rules = replace(simulation.rules, is_apart=host == 1)
-            own.state = first_state(host, rules, first, 0)
-            own.stages = {stage: [] for stage in placement[host]}
-            simulation.tell(host, Presence(1 - host, is_there=False))
-        for _ in range(3):
-            tick(simulation)
-            simulation.messages.clear()
-        assert simulation.live[0].state.members == (0,)
-        assert simulation.live[1].state.members == (0, 1), "it waits"
-        assert simulation.store == {}
+    simulation = Simulation(2)
+    placement = {0: frozenset({0, 1}), 1: frozenset({1})}
+    first = Generation(1, (0, 1), (0, 0), 0, 0, placement=placement, apart=(1,))
+    simulation.decided[1] = first
+    for host, own in simulation.live.items():
+        rules = replace(simulation.rules, is_apart=host == 1)
+        own.state = first_state(host, rules, first, 0)
+        own.stages = {stage: [] for stage in placement[host]}
+        simulation.tell(host, Presence(1 - host, is_there=False))
+    for _ in range(3):
+        tick(simulation)
+        simulation.messages.clear()
+    assert simulation.live[0].state.members == (0,)
+    assert simulation.live[1].state.members == (0, 1), "it waits"
+    assert simulation.store == {}
 
 
 def test_who_was_apart_and_is_started_with_the_folder_is_not_any_more():

@@ -35,7 +35,7 @@ def placed(
     placement: Placement,
     hosts: frozenset[int],
     apart: Collection[int],
-    left_out: Collection[int] = (),
+    left_out: Collection[int],
 ) -> Placement | None:
     """Of the stage that most serve the last one goes to a stage that nobody serves."""
     stages = [stage for stage in range(STAGES) if stage not in left_out]
@@ -60,10 +60,8 @@ def config_of(policy: str, *layers: int) -> Config:
 def simulated(hosts: int, policy: str, layers: tuple[int, ...] = (2, 2, 2)) -> Simulation:
     """Hosts of three stages, which make lost ones anew by a policy."""
     remakes = remakes_of(config_of(policy, *layers), STAGES)
-    placed_without = placed if policy == SKIP else None
-    return Simulation(
-        hosts, stages=STAGES, placed=placed, remakes=remakes, placed_without=placed_without
-    )
+    leaves_out = policy == SKIP
+    return Simulation(hosts, stages=STAGES, placed=placed, remakes=remakes, leaves_out=leaves_out)
 
 
 HOSTS = 7

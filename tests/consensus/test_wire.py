@@ -188,11 +188,6 @@ def test_a_message_with_anything_out_of_range_is_none(given: Any):
         wire.parse(given)
 
 
-def covers(placement: Any, hosts: frozenset[int]) -> bool:
-    # As a run has it: what is no placement of this one raises.
-    return all(any((0, 1, 2, 0, 1, 2)[node] in hosts for node in nodes) for nodes in placement)
-
-
 def serves(placement: Any, host: int) -> frozenset[int]:
     own = {host, host + 3}
     return frozenset(stage for stage, nodes in enumerate(placement) if own & set(nodes))
@@ -215,12 +210,12 @@ def remakes(held: Mapping[int, Any], copies: Mapping[int, Any], step: int) -> tu
 
 
 RULES = Rules(
-    (0, 1, 2),
-    covers,
-    lambda placement, hosts, apart: placement,
-    add_up,
-    fits=fits,
+    hosts=(0, 1, 2),
+    stages=STAGES,
     serves=serves,
+    placed=lambda placement, *_: placement,
+    add_up=add_up,
+    fits=fits,
     remakes=remakes,
 )
 PLACEMENT = ((0, 1, 2), (3, 4, 5))

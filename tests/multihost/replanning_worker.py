@@ -40,7 +40,7 @@ class Finds(Callback):
             if run.group.index == 0:
                 name = survival.plans.keep(PLAN)
                 assert name is not None
-                trainer.membership.control.wishes(Wish(1, PLAN.stages, name))
+                trainer.membership.control.tell(Wish(1, PLAN.stages, name))
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import pytest
 from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.join import JoinConfig
 from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.consensus.holders import covers
 from skippipe_jax.training.elastic.places import (
     Placement,
     host_of_places,
@@ -60,17 +61,17 @@ def test_who_comes_is_placed_when_a_generation_is_named_and_known_to_be_before(t
     rules = rules_of(Config(run_dir=str(tmp_path), join=JoinConfig(places=2)), settled)
     assert rules.hosts == (0, 1, 2, 3, 4, 5)
     everybody = frozenset({0, 1, 2, 3})
-    assert rules.covers(PLAN.stages, everybody)
-    assert not rules.covers(PLAN.stages, everybody | {5}), "it serves nothing"
-    placed = rules.placed(PLAN.stages, everybody | {5}, {5})
+    assert covers(rules, PLAN.stages, everybody)
+    assert not covers(rules, PLAN.stages, everybody | {5}), "it serves nothing"
+    placed = rules.placed(PLAN.stages, everybody | {5}, {5}, ())
     assert placed == ((0, 1), (2, 3, 5))
-    assert rules.covers(placed, everybody | {5})
+    assert covers(rules, placed, everybody | {5})
     assert all(map(rules.fits, (PLAN.stages, placed)))
     for unfit in (((0, 1), (2,)), ((0, 1), (2, 3, 6)), ((0, 1, 5), (2, 3, 5)), ((0, 1, 2, 3),)):
         assert not rules.fits(unfit)
     # It stays where it is when it is lost, and may save a stage without being moved there.
-    assert rules.placed(placed, frozenset({0, 1, 4}), {4}) == ((0, 1), (2, 3, 4, 5))
-    assert rules.covers(placed, frozenset({0, 1, 5}))
+    assert rules.placed(placed, frozenset({0, 1, 4}), {4}, ()) == ((0, 1), (2, 3, 4, 5))
+    assert covers(rules, placed, frozenset({0, 1, 5}))
     generation = Generation(1, (0, 1, 2, 3), (0,) * 4, 0, 0, placement=PLAN.stages)
     assert stages_for(rules, generation, 4) == (1,)
     assert stages_for(rules, generation, 0) == (0,)

@@ -17,10 +17,10 @@ def test_who_may_lack_the_text_does_not_move_to_the_data_stage(tmp_path: Path):
     settled: Any = SimpleNamespace(host_of=(0, 1, 2, 3), plan=PLAN)
     rules = rules_of(Config(run_dir=str(tmp_path)), settled)
     left = frozenset({2, 3})
-    assert rules.placed(PLAN.stages, left, ()) == ((0, 1, 2), (3,))
-    assert rules.placed(PLAN.stages, left, (2,)) == ((0, 1, 3), (2,))
-    assert rules.placed(PLAN.stages, left, (2, 3)) is None
+    assert rules.placed(PLAN.stages, left, (), ()) == ((0, 1, 2), (3,))
+    assert rules.placed(PLAN.stages, left, (2,), ()) == ((0, 1, 3), (2,))
+    assert rules.placed(PLAN.stages, left, (2, 3), ()) is None
     # Who has served it has the text.
     moved = ((0, 1, 2), (3,))
-    assert rules.placed(moved, frozenset({0, 1, 2}), (0, 1, 2)) is not None
-    assert rules.placed(moved, left, (2, 3)) == moved
+    assert rules.placed(moved, frozenset({0, 1, 2}), (0, 1, 2), ()) is not None
+    assert rules.placed(moved, left, (2, 3), ()) == moved

@@ -103,7 +103,13 @@ def test_hosts_decide_on_the_next_generation_in_few_messages():
     def serves(placement: Any, host: int) -> frozenset[int]:
         return frozenset(stage for stage, hosts in enumerate(placement) if host in hosts)
 
-    rules = Rules((0, 1, 2), lambda *_: True, lambda placement, *_: placement, dict, serves=serves)
+    rules = Rules(
+        hosts=(0, 1, 2),
+        stages=2,
+        serves=serves,
+        placed=lambda placement, *_: placement,
+        add_up=dict,
+    )
     states = {host: first_state(host, rules, first, 0) for host in (0, 1, 2)}
     for host in (0, 1):
         states[host], _ = advance(states[host], Presence(2, is_there=False))

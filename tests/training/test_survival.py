@@ -89,7 +89,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Checkpoint]:
     monkeypatch.setattr(survival, "parts_to_restore", lambda *_: lambda checkpoint: {"stage_0"})
     monkeypatch.setattr(survival, "load_data_state", lambda saved: {"microbatches": saved.step * 4})
     monkeypatch.setattr(survival, "from_host_0", lambda team, name, make, timeout_s: make())
-    monkeypatch.setattr(Membership, "control", SimpleNamespace(went_back=lambda *told: None))
+    monkeypatch.setattr(Membership, "control", SimpleNamespace(tell=lambda *told: None))
 
     def rewind(*_: Any, parts: Any, **__: Any) -> tuple[int, Checkpoint | None]:
         return saved[-1].step, None if parts is None else saved[-1]

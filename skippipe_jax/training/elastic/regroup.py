@@ -35,15 +35,11 @@ def rules_of(config: Config, setup: HostSetup) -> Rules:
     host_of = host_of_places(config, setup.host_of)
     hosts = tuple(range(max(host_of) + 1))
 
-    def covers(placement: Placement, left: frozenset[int]) -> bool:
-        serving = [{host_of[node] for node in nodes} & left for nodes in placement]
-        return all(serving) and left == frozenset[int]().union(*serving)
-
     def placed(
         placement: Placement,
         left: frozenset[int],
         apart: Collection[int],
-        left_out: Collection[int] = (),
+        left_out: Collection[int],
     ) -> Placement | None:
         kept = {node for node, host in enumerate(host_of) if host in left}
         without_text = kept & lacking_text(placement, apart)
@@ -84,20 +80,18 @@ def rules_of(config: Config, setup: HostSetup) -> Rules:
         return len(placement) == len(setup.plan.stages) and is_once
 
     return Rules(
-        hosts,
-        covers,
-        placed,
-        add_up,
-        rewinds=config.recovery.lost_stage != STOP,
-        # Hosts that begin the run, or come back, find in its folder what host 0 has written.
-        has_store=True,
-        fits=fits,
+        hosts=hosts,
+        stages=len(setup.plan.stages),
         serves=serves,
-        remakes=remakes_of(config, len(setup.plan.stages)),
-        is_apart=is_joined(Path(config.run_dir)),
+        placed=placed,
+        add_up=add_up,
+        fits=fits,
         safest=safest,
         without_text=without_text,
-        placed_without=placed if config.recovery.lost_stage == SKIP else None,
+        rewinds=config.recovery.lost_stage != STOP,
+        leaves_out=config.recovery.lost_stage == SKIP,
+        remakes=remakes_of(config, len(setup.plan.stages)),
+        is_apart=is_joined(Path(config.run_dir)),
     )
 
 

@@ -18,7 +18,7 @@ from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
-from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.consensus.generations import Generation, TextMissing, Tick
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
@@ -301,8 +301,7 @@ class Survival:
             standing, own, host_of = schedule.plans[OWN], self._setup.plan, self._host_of
             session.add_callback(PlannerWarmup(self._planner, standing, group.index))
             if group.index == 0:
-                wish = self._membership.control.wishes
-                given = standing, own, host_of, self._planner, wish
+                given = standing, own, host_of, self._planner, self._membership.control.tell
                 session.add_callback(Replanner(config, group, self.plans, *given))
         return session
 
@@ -327,7 +326,7 @@ class Survival:
                 "stages, like one without text"
             )
             self._setup = replace(self._setup, data=None, held_out=())
-            self._membership.control.lacks_text()
+            self._membership.control.tell(TextMissing(), Tick())  # So the others hear at once.
         self._next(team)  # It is there; `_open_with` goes on with it.
         raise GenerationEnded
 
