@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """How its files begin."""
+        """Return what the names of its files begin with."""
         return f"{self.blocks}x{self.bytes_per_parameter}"
 
     @property

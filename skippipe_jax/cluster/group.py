@@ -38,7 +38,7 @@ class Group(ABC):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it ends when a host is lost, and others go on."""
+        """Tell whether it ends when a host is lost, and others go on."""
         return self.generation.number > 0
 
     @property
@@ -100,7 +100,7 @@ class Group(ABC):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the hosts have gone on as another generation."""
+        """Tell whether the hosts have gone on as another generation."""
         return False
 
     def require_goes_on(self) -> None:

@@ -37,7 +37,7 @@ class Team(Group):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the hosts have gone on as another generation."""
+        """Tell whether the hosts have gone on as another generation."""
         return self._membership.generation_number != self.generation.number
 
     def here(self) -> dict[str, Any]:

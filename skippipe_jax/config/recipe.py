@@ -134,7 +134,7 @@ class RecipeConfig:
 
     @property
     def has_full_iterations(self) -> bool:
-        """Whether all microbatches visit all stages in some iterations."""
+        """Tell whether all microbatches visit all stages in some iterations."""
         return self.full_every is not None or any(phase.skipping < 1 for phase in self.phases or ())
 
     @property

@@ -16,6 +16,17 @@ from skippipe_jax.local import hosts
 from skippipe_jax.storage.checkpoint import step_folder
 from tests.commands.examples import CASE, Command, expect_one_error
 
+# Trains by plan.json instead of the case of the configuration.
+TRAIN_BY_FILE = [
+    "train",
+    "--config",
+    "config.yaml",
+    "--set",
+    "plan.case=null",
+    "--set",
+    "plan.file=plan.json",
+]
+
 
 def case_with(**changes: Any) -> str:
     return f"plan.case={json.dumps(CASE | changes)}"
@@ -310,30 +321,14 @@ def test_plans_that_mean_nothing_are_refused(
     damage: Callable[[Any], Any], words: list[str], folder: Path, command: Command
 ):
     (folder / "plan.json").write_text(damaged_plan(damage))
-    result = command(
-        "train",
-        "--config",
-        "config.yaml",
-        "--set",
-        "plan.case=null",
-        "--set",
-        "plan.file=plan.json",
-    )
+    result = command(*TRAIN_BY_FILE)
     expect_one_error(result, *words)
     assert not (folder / "run").exists()
 
 
 def test_a_plan_file_that_is_no_json_is_refused(folder: Path, command: Command):
     (folder / "plan.json").write_text('{"format": ')
-    result = command(
-        "train",
-        "--config",
-        "config.yaml",
-        "--set",
-        "plan.case=null",
-        "--set",
-        "plan.file=plan.json",
-    )
+    result = command(*TRAIN_BY_FILE)
     expect_one_error(result, "plan = 'plan.json'", "not valid JSON")
 
 

@@ -39,7 +39,7 @@ class Cut:
 
     @property
     def model(self) -> tuple[int, int]:
-        """What paths through the stages depend on: how many are one, and how many a path visits."""
+        """Return what paths depend on: how many stages are merged, and how many a path visits."""
         return self.merged, self.path_length
 
 

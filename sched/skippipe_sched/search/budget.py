@@ -21,7 +21,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 @dataclass
 class End:
-    """How a search and its parts ended: before their steps were done, because a user wished so.
+    """The end of a search and its parts: before their steps were done, because a user wished so.
 
     `interpreted`: the search was not compiled when it ended, and has done little.
     """
