@@ -77,8 +77,8 @@ class GatedTask:
         return self.result() is not None
 
     def environment(self) -> Mapping[str, str]:
-        """Give the process one thread."""
-        return ONE_THREAD
+        """Give the process one thread, and the programs that other runs have compiled."""
+        return ONE_THREAD | {"JAX_COMPILATION_CACHE_DIR": str(self.work_folder / "programs")}
 
     def commands(self) -> list[Callable[[], Sequence[str]]]:
         """Train and write the result."""
