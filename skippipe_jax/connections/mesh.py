@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections.addresses import join_address
+from skippipe_jax.connections.addresses import join_address, require_numeric
 from skippipe_jax.connections.calls import Calls
 from skippipe_jax.connections.channel import Channel, Channels
 from skippipe_jax.connections.directory import HOST_ID, Directory
@@ -300,6 +299,12 @@ class Mesh:
                 case ["beat", int(received)]:
                     channel.acknowledge(received)
                     continue
+                case ["where", int(asked)]:
+                    if asked in self._links and asked != host:
+                        link.send("listens", asked, self.directory.addresses[asked])
+                    continue
+                case ["listens", int(other), str(address)] if self._learns_where(other, address):
+                    continue
                 case [int(number), *said] if 0 < number < MOST_MESSAGES:
                     if not channel.takes(number):
                         continue  # It has come over another connection.
@@ -337,7 +342,20 @@ class Mesh:
                 await self._greet(host, link, address, HELLO_S)
                 return True
             link.writer.close()
+        # It may have been started again at another address while neither reached the other.
+        for link in self._links.values():
+            link.send("where", host)
         return False
+
+    def _learns_where(self, host: int, address: str) -> bool:
+        """Call a lost host by this address from now on; whether both are a host's."""
+        try:
+            require_numeric(address)
+        except ValueError:
+            return False
+        if host in self.directory.others and host not in self._links:
+            self.directory.addresses[host] = address
+        return True
 
     def _miss(self, host: int, how: str) -> None:
         if self._pulse.miss(host):
@@ -360,11 +378,12 @@ async def let_in(ask: Callable[[], Coroutine[Any, Any, bool]], heartbeat_timeout
     Raises:
         InputError: if it refuses this host.
     """
-    until_s = time.monotonic() + 2 * heartbeat_timeout_s
+    clock = asyncio.get_running_loop()
+    until_s = clock.time() + 2 * heartbeat_timeout_s
     while True:
         try:
             return await ask()
         except InputError as error:
-            if error.field != HOST_ID or time.monotonic() > until_s:
+            if error.field != HOST_ID or clock.time() > until_s:
                 raise
         await asyncio.sleep(heartbeat_timeout_s / BEATS)
