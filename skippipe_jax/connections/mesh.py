@@ -21,7 +21,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import join_address, require_numeric
 from skippipe_jax.connections.calls import Calls
-from skippipe_jax.connections.channel import Channel, Channels
+from skippipe_jax.connections.channel import Channel
 from skippipe_jax.connections.directory import HOST_ID, Directory
 from skippipe_jax.connections.door import Door
 from skippipe_jax.connections.hello import MOST_MESSAGES, Hello, admitted, refuse
@@ -75,7 +75,7 @@ class Mesh:
         self._received, self._lost, self._found = received, lost, found
         self._goes_on_without, self._reception, self._keys = goes_on_without, reception, keys
         self._links, self._pulse, self._tasks = dict[int, Link](), Pulse(), Tasks()
-        self._channels, self._calls = Channels(), Calls(self._call, heartbeat_timeout_s)
+        self._channels, self._calls = dict[int, Channel](), Calls(self._call, heartbeat_timeout_s)
         self._door = Door(hello, self._refusal, self._come_in, self._receive, service, keys)
         self._parted, self._is_closed = set[int](), False
         self._everybody_came, self._everybody_parted = asyncio.Event(), asyncio.Event()
@@ -113,7 +113,7 @@ class Mesh:
             raise
         self.directory.begin()
         for host, link in self._links.items():
-            link.send("welcome", self.directory.told(self._channels.to(host).received))
+            link.send("welcome", self.directory.told(self._channel(host).received))
 
     async def join(self, coordinator: tuple[str, int], link: Link) -> None:
         """Say hello to host 0 by a link, and then to all other hosts before this one.
@@ -157,7 +157,7 @@ class Mesh:
         link = self._links.get(host)
         if message[:1] == ("control",) or self._goes_on_without(host):
             return None if link is None else link.send(*message)
-        channel = self._channels.to(host)
+        channel = self._channel(host)
         lines = channel.send(*message)
         if link is not None:
             link.send_lines(lines)
@@ -178,7 +178,7 @@ class Mesh:
 
         A connection over which nothing comes is broken off, and made again.
         """
-        for host, channel in self._channels.of_hosts.items():
+        for host, channel in self._channels.items():
             if self._goes_on_without(host):
                 channel.forget()
             if host in self._links:
@@ -203,6 +203,15 @@ class Mesh:
         await self.drained(1.0)
         self.close()
 
+    def _channel(self, host: int, process: int | None = None) -> Channel:
+        """Return the channel to a host; a new one where this `process` is another than before."""
+        channel = self._channels.setdefault(host, Channel(process))
+        if channel.process is None:
+            channel.process = process
+        elif process not in (None, channel.process):
+            channel = self._channels[host] = Channel(process)
+        return channel
+
     async def _wait_for_all(self) -> None:
         try:
             await asyncio.wait_for(self._everybody_came.wait(), self._connect_timeout_s)
@@ -222,11 +231,11 @@ class Mesh:
             timeout_s = self._connect_timeout_s + 10.0
         hello = self.directory.hello
         if host is not None:
-            known = self._channels.to(host)
+            known = self._channel(host)
             hello = replace(hello, met=known.process, received=known.received)
         told = await admitted(link, hello, host, address, timeout_s)
         self.directory.learn(told)
-        channel = self._channels.to(told.host, told.process)
+        channel = self._channel(told.host, told.process)
         self._tasks.start(self._read(told.host, told.name, link, channel, told.received))
         for other in self.directory.others if self.directory.is_outside else ():
             if other != told.host:  # Each may know of more.
@@ -235,7 +244,7 @@ class Mesh:
     async def _come_in(self, hello: Hello, link: Link) -> None:
         """Attend to a host that has been let in, until it has gone."""
         self.directory.addresses[hello.host] = hello.address
-        channel = self._channels.to(hello.host, hello.process)
+        channel = self._channel(hello.host, hello.process)
         if self.directory.has_begun or self.directory.hello.host != 0:
             link.send("welcome", self.directory.told(channel.received))
         received = hello.received if hello.met == self.directory.hello.process else 0
@@ -247,7 +256,7 @@ class Mesh:
         return await self._reception.attend(self.directory, away, link, said)
 
     def _refusal(self, hello: Hello) -> InputError | None:
-        host, channel = hello.host, self._channels.of_hosts.get(hello.host)
+        host, channel = hello.host, self._channels.get(hello.host)
         is_there = host in self._links and host not in self.missed
         if channel is not None and channel.process == hello.process:
             is_there = False  # Its connection has broken at its end alone.
@@ -263,7 +272,7 @@ class Mesh:
         self, host: int, name: str, link: Link, channel: Channel, received: int
     ) -> None:
         """Take in what comes over a link, until it ends; the other end has `received` so much."""
-        if self._is_closed or self._channels.to(host) is not channel:
+        if self._is_closed or self._channel(host) is not channel:
             return link.writer.close()
         if (before := self._links.get(host)) is not None:
             before.break_off("another has taken its place")
@@ -338,7 +347,7 @@ class Mesh:
             except ConnectionRefusedError:
                 self._miss(host, GONE)
                 raise
-            if is_caller and not self._channels.to(host).is_lost:
+            if is_caller and not self._channel(host).is_lost:
                 await self._greet(host, link, address, HELLO_S)
                 return True
             link.writer.close()
