@@ -76,10 +76,11 @@ class ControlSimulation(Simulation):
 
     live: dict[int, Host]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, hosts: int, seed: int, *, rewinds: bool, keeps_enough: bool):
+    def __init__(self, hosts: int, seed: int, *, rewinds: bool, keeps_enough: bool, spare: int = 0):
         """Start no host yet; with `keeps_enough` so many live on that they can decide."""
-        super().__init__(hosts, rewinds=rewinds, moves_to_safety=hosts > 3)
-        self.keeps_enough = keeps_enough
+        super().__init__(hosts, rewinds=rewinds, spare=spare, moves_to_safety=hosts > 3)
+        self.keeps_enough, self.spare = keeps_enough, spare
+        self.own_hosts = self.rules.hosts[:hosts]
         self.first_stages = {host: own.stages for host, own in self.live.items()}
         self.live.clear()
         self.random = random.Random(seed)
@@ -144,9 +145,9 @@ class ControlSimulation(Simulation):
 
     def begin(self) -> None:
         """Start all hosts, which meet and begin a run."""
-        for host in self.rules.hosts:
+        for host in self.own_hosts:
             self.start(host)
-        self.run(lambda: all(h in self.live for h in self.rules.hosts), 120.0)
+        self.run(lambda: self.live.keys() >= {*self.own_hosts}, 120.0)
 
     def start(self, host: int, *, is_apart: bool = False) -> None:
         """Start a process of a host: the first begins the run, and later ones come back to it."""
@@ -154,14 +155,15 @@ class ControlSimulation(Simulation):
             return
         self.starting.add(host)
         process = Process(self.loop, host)
-        own = Host(Attendance(CLUSTER, host, len(self.rules.hosts), Board()), process, False)
+        own = Host(Attendance(CLUSTER, host, len(self.own_hosts), Board()), process, False)
         own.attended.process = 1000 * (host + 1) + self.processes[host]
-        process.start(self._live(host, own))
+        process.start(self._live(host, own, is_apart))
 
-    async def _live(self, host: int, own: Host) -> None:
-        attended, is_first = own.attended, self.processes[host] == 0
+    async def _live(self, host: int, own: Host, is_apart: bool) -> None:
+        attended = own.attended
+        is_first = host in self.own_hosts and self.processes[host] == 0
         self.processes[host] += 1
-        place = Place(host, len(self.rules.hosts), COORDINATOR)
+        place = Place(host, len(self.own_hosts), COORDINATOR, spare=self.spare)
         known = [] if is_first else [own for at, own in self.addresses.items() if at != host]
         begun: Future[None] = Future()
         own.process.start(attended._attend(place, None, known, begun))
@@ -172,7 +174,7 @@ class ControlSimulation(Simulation):
                 raise
         self.starting.discard(host)
         if not is_first and not attended.is_outside:
-            self.network.at(self.loop.time() + 1.0, lambda: self.start(host))
+            self._start_again(host, 1.0)
             return own.process.end()
         self.addresses[host] = attended.control_address
         succession = Succession(attended._board)
@@ -184,7 +186,8 @@ class ControlSimulation(Simulation):
             succession.follow(Enter(first))
             state = first_state(host, self.told, first, 0)
         else:
-            state = State(host, self.processes[host], self.told)
+            rules = replace(self.told, is_apart=is_apart)
+            state = State(host, self.processes[host], rules)
 
         def follow(decision: Decision) -> None:
             succession.follow(decision)
@@ -225,7 +228,12 @@ class ControlSimulation(Simulation):
         """End the process of a host, which is started again some seconds later."""
         if host in self.live:
             self.live.pop(host).process.end()
-            self.network.at(self.loop.time() + for_s, lambda: self.start(host))
+            self._start_again(host, for_s)
+
+    def _start_again(self, host: int, after_s: float) -> None:
+        # Who has joined may come again, or another in its place; nobody starts it.
+        if host in self.own_hosts:
+            self.network.at(self.loop.time() + after_s, lambda: self.start(host))
 
     def _follow(self, host: int, decision: Decision) -> None:
         match decision:
@@ -255,6 +263,9 @@ class ControlSimulation(Simulation):
                 self.crash(one, for_s=lasts_s)
             case "leave":
                 self.tell(one, Told())
+            case "join" if self.spare:
+                new = random.choice(hosts[len(self.own_hosts) :])
+                self.start(new, is_apart=random.random() < 0.5)
             case "wish" if one in self.live:
                 self.wish(one, random.randrange(100))
             case "pause" if one in self.live:
@@ -316,7 +327,7 @@ class ControlSimulation(Simulation):
         self._mend_storage()
         for own in [*self.live.values()]:
             own.process.go_on()
-        for host in self.rules.hosts:
+        for host in self.own_hosts:
             self.start(host)
 
     def require_goes_on(self) -> None:
@@ -332,7 +343,7 @@ class ControlSimulation(Simulation):
         mended_s = self.loop.time()
 
         def are_together() -> bool:
-            everybody = self.live.keys() == {*self.rules.hosts}
+            everybody = self.live.keys() >= {*self.own_hosts}
             numbers = {own.state.number for own in self.live.values()}
             return everybody and len(numbers) == 1 and numbers != {0}
 
@@ -351,14 +362,14 @@ class ControlSimulation(Simulation):
 
 
 FAULTS = [
-    "die", "die", "die", "leave", "wish", "pause", "pause", "reset", "reset", "one way",
-    "black hole", "black hole", "partition", "slow", "storage hangs", "storage fails",
+    "die", "die", "die", "leave", "join", "join", "wish", "pause", "pause", "reset", "reset",
+    "one way", "black hole", "black hole", "partition", "slow", "storage hangs", "storage fails",
 ]  # fmt: skip
 
 
 @contextmanager
 def simulated(
-    monkeypatch: pytest.MonkeyPatch, hosts: int, seed: int, **options: bool
+    monkeypatch: pytest.MonkeyPatch, hosts: int, seed: int, **options: Any
 ) -> Iterator[ControlSimulation]:
     """Hosts that train together, until the block ends. An error shows the seed and the faults.
 
@@ -402,7 +413,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, seed: int, faults: int) -> Control
     """
     chance = random.Random(f"options of {seed}")
     hosts, rewinds = chance.randint(3, 5), chance.random() < 0.8
-    options = {"rewinds": rewinds, "keeps_enough": chance.random() < 0.7}
+    keeps_enough, spare = chance.random() < 0.7, chance.choice([0, 0, 1, 2])
+    options = {"rewinds": rewinds, "keeps_enough": keeps_enough, "spare": spare}
     with simulated(monkeypatch, hosts, seed, **options) as simulation:
         for _ in range(faults):
             simulation.wait(chance.choice([0.1, 1.0, 4.0, 12.0]))

@@ -461,8 +461,8 @@ class VirtualStorage(Executor):
     """Calls that take a while on a simulated clock, hang or fail as the simulation says.
 
     Attributes:
-        hangs_until_s: no call that begins before has an answer.
-        fails: called with the result of a call; what it raises is its answer instead.
+        hangs_until_s: no call has an answer before.
+        fails: tells whether a call is answered by an error, which may hide that it was done.
     """
 
     def __init__(self, loop: VirtualLoop):
@@ -472,7 +472,7 @@ class VirtualStorage(Executor):
         self.fails: Callable[[], bool] = lambda: False
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Do it, a moment later; an error may hide whether it was done."""
+        """Do it, a moment later."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         random, own = self._loop.network.random, OWN.get()
@@ -480,6 +480,8 @@ class VirtualStorage(Executor):
         def answer() -> None:
             if own.has_ended:
                 return
+            if self._loop.time() < self.hangs_until_s:
+                return self._loop.network.at(self._loop.time() + 0.5, answer)
             was_done = not self.fails()
             found = fn(*args, **kwargs) if was_done or random.random() < 0.5 else None
             if was_done:
@@ -487,6 +489,5 @@ class VirtualStorage(Executor):
             else:
                 future.set_exception(OSError(errno.ESTALE, "stale file handle"))
 
-        begins_s = max(self._loop.time(), self.hangs_until_s)
-        self._loop.network.at(begins_s + random.uniform(0.01, 0.3), answer)
+        self._loop.network.at(self._loop.time() + random.uniform(0.01, 0.3), answer)
         return future
