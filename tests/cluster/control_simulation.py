@@ -24,6 +24,7 @@ from skippipe_jax.cluster.board import Board
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.succession import Succession
 from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config.recovery import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.connections import door, meeting
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
@@ -39,6 +40,7 @@ from skippipe_jax.consensus.generations import (
 from tests.cluster.virtual_network import OWN, Process, VirtualLoop, VirtualStorage
 from tests.consensus import simulation as rules_alone
 from tests.consensus.simulation import Simulation
+from tests.consensus.test_lost_stages import options_of
 
 CLUSTER = ClusterConfig(heartbeat_timeout_s=10.0, connect_timeout_s=60.0)
 COORDINATOR = ("127.0.0.1", 9999)
@@ -76,9 +78,14 @@ class ControlSimulation(Simulation):
 
     live: dict[int, Host]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, hosts: int, seed: int, *, rewinds: bool, keeps_enough: bool, spare: int = 0):
-        """Start no host yet; with `keeps_enough` so many live on that they can decide."""
-        super().__init__(hosts, rewinds=rewinds, spare=spare, moves_to_safety=hosts > 3)
+    def __init__(
+        self, hosts: int, seed: int, *, keeps_enough: bool, spare: int = 0, **options: Any
+    ):
+        """Start no host yet; with `keeps_enough` so many live on that they can decide.
+
+        Other options are those of `Simulation`.
+        """
+        super().__init__(hosts, spare=spare, **options)
         self.keeps_enough, self.spare = keeps_enough, spare
         self.own_hosts = self.rules.hosts[:hosts]
         self.first_stages = {host: own.stages for host, own in self.live.items()}
@@ -92,7 +99,7 @@ class ControlSimulation(Simulation):
         self.told = replace(
             self.rules,
             serves=self._serves,
-            placed=self._told_placement(rules_alone.placed),
+            placed=self._told_placement(self.rules.placed),
             safest=self._told_placement(self.rules.safest),
             add_up=lambda totals: tuple(
                 float(number) for host, own in sorted(totals.items()) for number in (host, *own)
@@ -412,9 +419,15 @@ def simulate(monkeypatch: pytest.MonkeyPatch, seed: int, faults: int) -> Control
         AssertionError: if something happens that must not, or they do not go on.
     """
     chance = random.Random(f"options of {seed}")
-    hosts, rewinds = chance.randint(3, 5), chance.random() < 0.8
-    keeps_enough, spare = chance.random() < 0.7, chance.choice([0, 0, 1, 2])
-    options = {"rewinds": rewinds, "keeps_enough": keeps_enough, "spare": spare}
+    options: dict[str, Any] = {"keeps_enough": chance.random() < 0.7}
+    policy = chance.choice([BUDDY, AVERAGE, SKIP, *[STOP] * 2, *[REWIND] * 5])
+    if policy in (STOP, REWIND):
+        hosts = chance.randint(3, 5)
+        options |= {"rewinds": policy == REWIND, "moves_to_safety": hosts > 3}
+        options["spare"] = chance.choice([0, 0, 1, 2])
+    else:
+        hosts = 7
+        options |= options_of(policy)
     with simulated(monkeypatch, hosts, seed, **options) as simulation:
         for _ in range(faults):
             simulation.wait(chance.choice([0.1, 1.0, 4.0, 12.0]))
