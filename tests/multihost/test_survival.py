@@ -309,6 +309,8 @@ def test_a_lost_stage_takes_all_back_to_the_checkpoint(run: Run, undisturbed: Pa
     assert last["rewound"]
     assert last["step"] % 10 == 0
     run.ends_well(0, 1)
+    assert " had no other replica: back from step " in run.output(0)
+    assert f" to the checkpoint of step {last['step']}, " in run.output(0)
     assert_trained_like(run.run_dir, undisturbed)
 
 

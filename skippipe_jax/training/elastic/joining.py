@@ -118,7 +118,8 @@ def _prepare(seeking: Seeking, place: Place) -> Measured:
     give_collectives_threads(config, nodes, plan.case, is_distributed=False)
     own = spreads_of_host(config, plan.case, host_of, place.host)
     count = compile_ahead(config, place.stages, len(plan.stages), own, plan.case)
-    log.output(f"{count} programs are compiled, in {time.monotonic() - since_s:.1f} s")
+    programs = "1 program is" if count == 1 else f"{count} programs are"
+    log.output(f"{programs} compiled, in {time.monotonic() - since_s:.1f} s")
     if place.host < hosts:
         return Measured()
     return Measured(seeking.ways(), forward_seconds(config, plan, place.stages[0], own[0]))

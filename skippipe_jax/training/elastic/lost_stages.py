@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from skippipe_jax.config import Config
-from skippipe_jax.config.recovery import AVERAGE, BUDDY, SKIP
+from skippipe_jax.config.recovery import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.consensus.generations import Copies, Generation, Remade, Remakes
 from skippipe_jax.consensus.holders import Held
 from skippipe_jax.errors import RebuildImpossible
@@ -28,6 +28,43 @@ def how_remade(generation: Generation) -> str:
         for stage in generation.lost
         if stage in made or stage in generation.left_out
     )
+
+
+def how_rewound(generation: Generation, done: int) -> str:
+    """Describe for a reader how far all go back that had made `done` steps; "" if they do not."""
+    if not generation.is_rewound:
+        return ""
+    to = f"the checkpoint of step {generation.step}" if generation.step else "the start"
+    repeated = done - generation.step
+    way = f"back from step {done} to {to}, {repeated} steps to repeat"
+    if repeated <= 0:
+        way = f"back to {to}"
+    if not generation.lost:
+        return f". All go {way}"
+    return f". {_stages(generation.lost)} had no other replica: {way}"
+
+
+def warning_of_single(stages: Sequence[Collection[int]], host_of: Sequence[int], by: str) -> str:
+    """Warn of stages whose nodes one host serves alone; "" if a loss of any takes nothing back.
+
+    `by` is `recovery.lost_stage`.
+    """
+    hosts = [{host_of[node] for node in nodes} for nodes in stages]
+    single = [stage for stage, own in enumerate(hosts) if len(own) == 1]
+    if not single or by not in (REWIND, STOP):
+        return ""
+    follows = "all go back to the last checkpoint" if by == REWIND else "the run ends"
+    return (
+        f"{_stages(single)} {'has' if len(single) == 1 else 'have'} one host each: if that is "
+        f"lost, {follows} (recovery.lost_stage is {by}). Two replicas of a stage on two hosts "
+        "prevent it"
+    )
+
+
+def _stages(numbers: Collection[int]) -> str:
+    """Name stages at the begin of a sentence."""
+    *most, last = map(str, numbers)
+    return f"Stages {', '.join(most)} and {last}" if most else f"Stage {last}"
 
 
 def _how_made(made: Remade) -> str:

@@ -36,7 +36,7 @@ from skippipe_jax.training.callbacks.metrics_log import MetricsTail
 from skippipe_jax.training.callbacks.recovery_log import RecoveryLog
 from skippipe_jax.training.dropped_stages import read_dropped_stages, steps_saved
 from skippipe_jax.training.elastic.inviting import Inviting
-from skippipe_jax.training.elastic.lost_stages import how_remade
+from skippipe_jax.training.elastic.lost_stages import how_remade, how_rewound, warning_of_single
 from skippipe_jax.training.elastic.measured import Measured, new_nodes
 from skippipe_jax.training.elastic.places import host_of_places, stages_for
 from skippipe_jax.training.elastic.regroup import regrouped, rules_of
@@ -125,6 +125,10 @@ class Survival:
                 self._invite(team, setup.agreed)
                 self._write(team, setup)
                 self._led = 1 if team.index == 0 else 0
+                by = self._config.recovery.lost_stage
+                single = warning_of_single(stages, setup.host_of, by)
+                if team.index == 0 and single:
+                    log.warning(single)
                 return self._replanned(Session(self._run, SessionStart(team, setup, state)))
         except Exception as error:  # As in `_open_with`.
             if not self.outlives(team, error):
@@ -237,7 +241,7 @@ class Survival:
             saved, loss = steps_saved(config, generation), self.metrics_tail.last_loss
             policy = config.recovery.lost_stage
             self.recoveries.begin_recovery(generation, policy, state.step, loss, saved)
-        state = replace(state, step=generation.step)
+        done, state = state.step, replace(state, step=generation.step)
         self.metrics_tail.drop_after(generation.step)
         team.require_goes_on()  # Nothing is opened for one that has ended.
         serves_data = 0 in self._rules.serves(generation.placement, self._membership.index)
@@ -283,7 +287,7 @@ class Survival:
             log.info(
                 f"{generation.cause}{how_remade(generation)}: {team.count} of "
                 f"{of} hosts go on from step {generation.step}, after "
-                f"{time.monotonic() - since_s:.1f} s"
+                f"{time.monotonic() - since_s:.1f} s{how_rewound(generation, done)}"
             )
         return self._replanned(session)
 
