@@ -325,8 +325,10 @@ def test_values_tell_of_themselves_in_short(page: dict[str, Any]):
 def test_the_best_checkpoint_is_read_by_its_name(page: dict[str, Any], tmp_path: Path):
     run, tokens = page["run"], [5, 9, 200]
     best = json.loads((run.folder / "best.json").read_text())["step"]
+    assert run.best == best
     found = sp.load_model(run.folder, "best").logits(tokens)
     np.testing.assert_array_equal(found, run.model(best).logits(tokens))
+    np.testing.assert_array_equal(found, run.model("best").logits(tokens))
     with pytest.raises(sp.InputError, match="step = 'newest'"):
         sp.load_model(run.folder, "newest")
     run_dir = tmp_path / "run"

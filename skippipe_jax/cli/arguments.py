@@ -133,7 +133,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a model folder in the format of Hugging Face; if repeated, the models are mixed",
     )
-    parser.add_argument("--step", type=int, help="checkpoint of --run (default: the latest)")
+    add_step(parser, "checkpoint of --run")
     parser.add_argument(
         "--num-stages",
         type=int,
@@ -197,6 +197,16 @@ def named_path(option: str, given: Path | None, former: Sequence[Path]) -> Path:
     return named[0]
 
 
+def add_step(parser: argparse._ActionsContainer, of: str) -> None:
+    """Add `--step`, which `RunDir.step_named` reads."""
+
+    def step(text: str) -> int | str:
+        return int(text) if text.lstrip("-").isdecimal() else text
+
+    told = f"{of}: its step, or best for the lowest held-out loss (default: the latest)"
+    parser.add_argument("--step", type=step, metavar="N", help=told)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """The models that the arguments of a command name, and how they are used.
@@ -204,7 +214,7 @@ class ModelSpec:
     Attributes:
         runs: folders of runs; or else
         hf: folders from Hugging Face.
-        step: the checkpoint of a run; None is the latest.
+        step: the checkpoint of a run; None is the latest, "best" that of the lowest loss.
         num_stages: into how many stages a model from Hugging Face is cut.
         overrides: of the configuration, as `--set` takes them.
         scale: how residual branches are scaled, as `--scale` takes it.
@@ -217,7 +227,7 @@ class ModelSpec:
 
     runs: tuple[Path, ...] = ()
     hf: tuple[Path, ...] = ()
-    step: int | None = None
+    step: int | str | None = None
     num_stages: int | None = None
     overrides: tuple[str, ...] = ()
     scale: str | None = None

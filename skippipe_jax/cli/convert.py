@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skippipe_sched.errors import loading
 
-from skippipe_jax.cli.arguments import accept_former, add_path, add_scale, named_path
+from skippipe_jax.cli.arguments import accept_former, add_path, add_scale, add_step, named_path
 from skippipe_jax.config.choices import DTYPES
 from skippipe_jax.config.model import LAYERS_OF_STAGE
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     writing.add_argument(
         "-o", "--output", type=Path, required=True, metavar="DIR", help="a new folder for the model"
     )
-    writing.add_argument("--step", type=int, help="checkpoint (default: the latest)")
+    add_step(writing, "checkpoint")
     writing.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -83,11 +83,12 @@ def _to_huggingface(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.inference.scaling import FIT, scales_of_run
         from skippipe_jax.interop.conversion import to_huggingface
+        from skippipe_jax.storage.run_dir import RunDir
 
     if arguments.scale != FIT:
         _compute_on_cpu()
     run = named_path("--run", arguments.run, arguments.former)
-    step, scales = arguments.step, None
+    step, scales = RunDir(run).step_named(arguments.step), None
     if arguments.scale is not None:
         scales, cut, step = scales_of_run(arguments.scale, run, step)
         print(f"scales {scales.told(cut)}")

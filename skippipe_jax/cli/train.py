@@ -148,6 +148,12 @@ def _say_how_it_ended(config: Config, result: RunResult) -> None:
         name = result.stopped_by.name
         log.output(f"stopped by {name} after step {result.step}. {where_to_resume(config)}")
     else:
+        from skippipe_jax.storage.run_dir import RunDir
+
+        best = RunDir(Path(config.run_dir)).best()
+        if best is not None:
+            told = f"step {best['step']}, held-out loss {best['validation_loss']:.4f}"
+            log.output(f"best checkpoint (--step best): {told}")
         log.output(
             f"trained to step {result.step}; the run is in {config.run_dir}. Its held-out loss: "
             f"skippipe evaluate --run {config.run_dir}"

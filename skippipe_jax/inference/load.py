@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.inference.staged_model import StagedModel, read_model
-from skippipe_jax.storage.run_dir import BEST, RunDir
-
-BEST_STEP = "best"
+from skippipe_jax.storage.run_dir import RunDir
 
 
 def load_model(
@@ -37,21 +34,4 @@ def load_model(
         if step is not None:
             raise InputError("step", step, "only a run has steps", "Leave it out")
         return read_model(None, folder, cut=stages)[0]
-    if isinstance(step, str):
-        step = best_step(folder, step)
     return read_model(folder, None, step, stages)[0]
-
-
-def best_step(folder: Path, name: str = BEST_STEP) -> int:
-    """Find the step of the checkpoint with the lowest held-out loss.
-
-    Raises:
-        InputError: if the run has none, or `name` is another word.
-    """
-    path = folder / BEST
-    if name != BEST_STEP:
-        raise InputError("step", name, "is no step", f'Write a number, or "{BEST_STEP}"')
-    if not path.exists():
-        problem = f"{folder} has no best checkpoint: its held-out loss was never computed"
-        raise InputError("step", name, problem, "Name a step, or train with validation.every")
-    return fields.integer(fields.load_json(path, str(path))["step"], f"{path}: step", 0)

@@ -75,10 +75,18 @@ class Run:
         """The steps whose checkpoints are there, in order."""
         return committed_steps(self.folder)
 
+    @property
+    def best(self) -> int | None:
+        """The step of the checkpoint with the lowest held-out loss; None if there is none."""
+        best = RunDir(self.folder).best()
+        return None if best is None else best["step"]
+
     def model(
-        self, step: int | None = None, *, scale: Scale | None = None, kept: int | None = None
+        self, step: int | str | None = None, *, scale: Scale | None = None, kept: int | None = None
     ) -> StagedModel:
         """Return the model in a checkpoint, by default the latest, scaled as `scaling` says.
+
+        Its step may be "best": that of the lowest held-out loss.
 
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
@@ -87,7 +95,7 @@ class Run:
             return read_run(self.folder, step)[0]
         return self.scaling(scale, step).scaled(kept)
 
-    def scaling(self, scale: Scale, step: int | None = None) -> Scaling:
+    def scaling(self, scale: Scale, step: int | str | None = None) -> Scaling:
         """Return how the model in a checkpoint is scaled, for every number of stages that may run.
 
         What residual branches of inner stages add is multiplied by a number, by the "share" of the
@@ -96,8 +104,8 @@ class Run:
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
-        model, config, step = read_run(self.folder, step)
-        return scaling_of(scale, model, config.data, self.folder, step)
+        model, config, found = read_run(self.folder, step)
+        return scaling_of(scale, model, config.data, self.folder, found)
 
     def held_out_batches(self, sequences: int) -> Iterator[Batch]:
         """Read at most so many sequences of the held-out text, in batches of the run."""

@@ -305,7 +305,7 @@ def _logits(structure: Any, parameters: Any, x: Array) -> Array:
 def read_model(
     run: Path | None,
     hf: Path | None,
-    step: int | None = None,
+    step: int | str | None = None,
     cut: int | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[StagedModel, Config, int | None]:
@@ -349,9 +349,11 @@ def _read_huggingface(
 
 
 def read_run(
-    folder: Path, step: int | None = None, overrides: Sequence[str] = ()
+    folder: Path, step: int | str | None = None, overrides: Sequence[str] = ()
 ) -> tuple[StagedModel, Config, int]:
     """Return the model in a checkpoint of a run, by default the newest whole one.
+
+    `step` may be "best", for that of the lowest held-out loss.
 
     Returns it with its configuration and the step.
 
@@ -361,7 +363,7 @@ def read_run(
     """
     config = RunDir(folder).config("--run", overrides)
     require_same_held_out(config.data, RunDir(folder).config("--run").data)
-    checkpoint = latest_intact(folder, step)
+    checkpoint = latest_intact(folder, RunDir(folder).step_named(step))
     # The run may have cut its model otherwise since.
     cut = checkpoint.record.stage_layers
     config = replace(

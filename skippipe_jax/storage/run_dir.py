@@ -57,6 +57,8 @@ PLANS = "plans"
 CASE = "case.yaml"
 """Where a run that measured its cluster keeps the case."""
 BEST = "best.json"
+BEST_STEP = "best"
+"""What the checkpoint of lowest held-out loss is named by, in place of its step."""
 """Which checkpoint has the lowest validation loss, in a run that computes it."""
 PARENT = "parent.json"
 """The checkpoint of another run whose weights a run began with, if it began so."""
@@ -305,6 +307,31 @@ class RunDir:
             (self.path / BEST).unlink(missing_ok=True)
         else:
             atomic_write(self.path / BEST, json.dumps(best) + "\n")
+
+    def best(self) -> Mapping[str, Any] | None:
+        """Read what `write_best` has recorded."""
+        path = self.path / BEST
+        if not path.exists():
+            return None
+        best = fields.load_json(path, str(path))
+        fields.integer(best["step"], f"{path}: step", 0)
+        return best
+
+    def step_named(self, step: int | str | None) -> int | None:
+        """Return a step, where `BEST_STEP` may name it.
+
+        Raises:
+            InputError: if the run has no best checkpoint, or it is another word.
+        """
+        if not isinstance(step, str):
+            return step
+        if step != BEST_STEP:
+            raise InputError("--step", step, "is no step", f'Write a number, or "{BEST_STEP}"')
+        best = self.best()
+        if best is None:
+            problem = f"{self.path} has no best checkpoint: its held-out loss was never computed"
+            raise InputError("--step", step, problem, "Name a step, or train with validation.every")
+        return best["step"]
 
     def keep_tokenizer(self, config: DataConfig) -> None:
         """Copy the tokenizer into the folder, unless it is that of bytes or there already."""

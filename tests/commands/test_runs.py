@@ -287,6 +287,8 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
         (["--run", "a" * 300], ["--run = 'aaa", "holds no run"]),
         (["--run", "run", "--step", "1"], ["checkpoints = 1", "one of the steps [2, 3]"]),
         (["--run", "run", "--step", "-1"], ["checkpoints = -1"]),
+        (["--run", "run", "--step", "last"], ["--step = 'last'", 'Write a number, or "best"']),
+        (["--run", "run", "--step", "best"], ["--step = 'best'", "never computed"]),
         (["--run", "run", "--sequences", "0"], ["--sequences = 0", "at least 1"]),
         (
             ["--run", "run", "--keep-fraction", "1", "--plot", "folder.svg"],
@@ -308,3 +310,15 @@ def test_what_cannot_be_evaluated_is_refused(
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(run: Path, command: Command):
     shutil.rmtree(run / "checkpoints")
     expect_one_error(command("evaluate", "--run", "run"), "no such checkpoint", "has saved one")
+
+
+def test_the_best_checkpoint_is_told_of_and_evaluated_by_its_name(run: Path, command: Command):
+    changed = ("--set", "train.steps=5", "--set", "validation.every=1")
+    result = command("train", *RESUMED, *changed)
+    best = json.loads((run / "best.json").read_text())
+    told = f"step {best['step']}, held-out loss {best['validation_loss']:.4f}"
+    assert f"best checkpoint (--step best): {told}\n" in result.out
+    evaluated = command("evaluate", "--run", "run", "--step", "best")
+    assert evaluated.out.startswith(f"step {best['step']}: "), evaluated.out
+    written = command("convert", "to-hf", "--run", "run", "-o", "model", "--step", "best")
+    assert f"step {best['step']} of run is in model" in written.out
