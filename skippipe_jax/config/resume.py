@@ -18,6 +18,8 @@ from skippipe_jax.config.run import Config
 FREE_TO_CHANGE = ("model.stage_layers", "model.recompute", "model.attention", "data.prefetch")
 OF_THE_RUN = ("seed", "init_from", "model", "data")
 """The sections that make a run this one, but for what is free to change in them."""
+LONGEST_TEXT = 200
+"""Of a value that is longer hosts tell each other a digest."""
 DIFFERS_BY_HOST = (
     "compilation_cache",
     "data.path",
@@ -89,17 +91,29 @@ def _without_own(config: Config) -> dict[str, Any]:
 
 
 def identity(config: Config) -> Mapping[str, str]:
-    """Return what makes a run this one and not another: its folder, and digests of sections."""
+    """Return what makes a run this one and not another, by key."""
     tree = to_tree(config)
     for name in FREE_TO_CHANGE:
         section, key = name.split(".")
         del tree[section][key]
-    return {"run_dir": config.run_dir} | {name: digest(tree[name]) for name in OF_THE_RUN}
+    return _as_texts({name: tree[name] for name in ("run_dir", *OF_THE_RUN)})
 
 
 def settings(config: Config) -> Mapping[str, str]:
-    """Digests of all that a run is told, by section."""
-    return {section: digest(value) for section, value in to_tree(config).items()}
+    """Return all that a run is told, by key."""
+    return _as_texts(to_tree(config))
+
+
+def _as_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Write the values of keys as short texts, which hosts compare and tell readers of."""
+    found = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= _as_texts(value, f"{prefix}{key}.")
+            continue
+        text = value if isinstance(value, str) else json.dumps(value)
+        found[prefix + key] = text if len(text) <= LONGEST_TEXT else digest(value)
+    return found
 
 
 def digest(value: Any) -> str:

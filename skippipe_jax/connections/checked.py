@@ -11,7 +11,7 @@ from msgspec import Meta
 MOST_CHARACTERS = 4096
 """The longest text, such as a path."""
 
-MOST_PARTS = 64
+MOST_PARTS = 1024
 """So many texts there may be by name."""
 
 MOST_HOSTS = 1 << 17

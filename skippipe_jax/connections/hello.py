@@ -62,8 +62,8 @@ class Run:
 
     Attributes:
         identity: what makes it this run, and not another one, by what it is about.
-        settings: digests of all that the run was told, by section. Hosts that gather compare that
-            later, so that all of them end when one was told something else.
+        settings: all that the run was told, by key. Hosts that gather compare that later, so that
+            all of them end when one was told something else.
         versions: of the packages that matter.
     """
 

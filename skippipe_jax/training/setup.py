@@ -27,7 +27,6 @@ from skippipe_jax.config import (
     DataConfig,
     StageCut,
     require_same_run,
-    to_tree,
 )
 from skippipe_jax.config.attention import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
@@ -489,15 +488,11 @@ def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]
     if config.checkpoint.copy_to is not None:  # It may fetch the run.
         patience_s += COPYING_S
     theirs = hear(host, "run", [0], patience_s)[0]
-    tree = to_tree(config)
-    for section, own in settings(config).items():
-        if own != theirs["config"].get(section):
-            raise InputError(
-                section,
-                tree[section],
-                f"host {host.index} has this, and host 0 has something else",
-                "Start all hosts with the same configuration",
-            )
+    for key, own in settings(config).items():
+        there = theirs["config"].get(key)
+        if own != there:
+            problem = f"host {host.index} has this, and host 0 has {there!r}"
+            raise InputError(key, own, problem, "Start all hosts with the same configuration")
     folder = Path(config.run_dir)
     shared = (folder / PLAN).exists()
     schedule = RunDir(folder).schedule() if shared else None

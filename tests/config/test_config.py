@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from skippipe_jax.config import (
     load_config,
     parse_config,
     require_same_run,
+    resume,
     to_yaml,
 )
 
@@ -371,3 +373,16 @@ def test_every_key_is_read_somewhere():
     assert {"model.rope_scaling.factor", "cluster.host_of_node", "seed"} <= keys.keys()
     unread = {key for key, name in keys.items() if name not in reads.names}
     assert not unread
+
+
+def test_hosts_compare_a_run_key_by_key_and_long_values_by_a_digest():
+    own = Config(model=ModelConfig(width=64))
+    other = replace(own, model=replace(own.model, context=512, recompute="block"))
+    before, after = resume.identity(own), resume.identity(other)
+    assert {name: after[name] for name in before if before[name] != after[name]} == {
+        "model.context": "512"  # What is recomputed may change.
+    }
+    assert resume.settings(other)["model.recompute"] == "block"
+    longer = resume.settings(replace(own, init_from="hf:" + "a" * 300))
+    assert len(longer["init_from"]) == 16
+    assert longer.keys() == resume.settings(own).keys()

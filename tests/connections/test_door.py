@@ -59,7 +59,7 @@ NO_HELLOS = [
     changed(run=[]),
     changed(run={"identity": 3, "settings": {}, "versions": {}}),
     changed(run={"identity": {"run_dir": 3}, "settings": {}, "versions": {}}),
-    changed(run={"identity": {str(n): "" for n in range(65)}, "settings": {}, "versions": {}}),
+    changed(run={"identity": {str(n): "" for n in range(1025)}, "settings": {}, "versions": {}}),
     changed(start=-1),
     changed(comes_back="yes"),
     {"protocol": PROTOCOL},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import load_config
 from skippipe_jax.inference.run import Run
@@ -49,6 +51,16 @@ def test_hosts_tell_each_other_three_times_before_the_first_step(count: int, tmp
             over = ["train.steps=2", "checkpoint.every=1"]
             train([Host(config, n, network, over, resume=True) for n in range(count)], PATIENCE_S)
             network.close()
+
+
+def test_a_host_with_another_configuration_names_the_key_and_both_values(tmp_path: Path):
+    config, network = configured(tmp_path), Network(2)
+    changes = ["optimizer.learning_rate=0.25"], ["optimizer.learning_rate=0.125"]
+    hosts = [Host(config, index, network, own) for index, own in enumerate(changes)]
+    expected = "optimizer.learning_rate = '0.125': host 1 has this, and host 0 has '0.25'. Start"
+    with pytest.raises(InputError, match=re.escape(expected)):
+        train(hosts, PATIENCE_S)
+    network.close()
 
 
 @pytest.mark.parametrize("is_copied", [True, False])
