@@ -43,16 +43,13 @@ from skippipe_jax.connections.pulse import BEATS
 from skippipe_jax.connections.reception import Reception
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.control import Control, Store
-from skippipe_jax.consensus.generations import Decision, Generation, State
+from skippipe_jax.consensus.generations import Decision, State
 from skippipe_jax.errors import PeerTimeout
 
 T = TypeVar("T")
 
 ANSWERS_S = 10.0
 """How long the event loop may take to do what another thread asks for, beside what that takes."""
-
-STORES_AGAIN_S = 1.0
-"""So long after storage has failed it is asked again to decide on a generation."""
 
 
 class Attendance:
@@ -274,7 +271,7 @@ class Attendance:
         """Show the others that this host lives, and judge those that were silent for too long."""
         timeout_s = self._config.heartbeat_timeout_s
         while True:
-            self._last_beat_s = time.monotonic()
+            self._last_beat_s = self._loop.time()
             await asyncio.sleep(timeout_s / BEATS)
             self._was_stopped |= self._has_overslept()
             if self._board.generation > 0:
@@ -282,7 +279,7 @@ class Attendance:
             self._mesh.beat()
 
     def _has_overslept(self) -> bool:
-        return time.monotonic() - self._last_beat_s > self._config.heartbeat_timeout_s
+        return self._loop.time() - self._last_beat_s > self._config.heartbeat_timeout_s
 
     async def _tell_failure(self, reason: str, code: int) -> None:
         self._is_failing = True
@@ -293,18 +290,7 @@ class Attendance:
         self, state: State, follow: Callable[[Decision], None], store: Store
     ) -> None:
         self._mesh.directory.outlives = True
-
-        def stored(generation: Generation) -> Generation:
-            while True:
-                try:
-                    return store(generation)
-                except OSError as error:
-                    log.warning(
-                        f"the run's folder does not take generation {generation.number}: {error}"
-                    )
-                    time.sleep(STORES_AGAIN_S)
-
-        self._control = Control(state, self._mesh.send, follow, stored, DaemonThreads())
+        self._control = Control(state, self._mesh.send, follow, store, DaemonThreads())
         for host in self._mesh.missed:
             self._control.is_missed(host)
 

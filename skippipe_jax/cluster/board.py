@@ -7,8 +7,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from skippipe_jax.connections.told import Told
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
+
+MOST_VALUES = 10_000
+MOST_CHARACTERS = 1 << 23
+"""So many values of one host, and so long all together, may wait to be asked for. The oldest of
+that host go for those that are more, since nobody has wanted them for long."""
 
 _LONGEST_NUMBER = 18
 """No generation's number has so many digits."""
@@ -27,7 +31,7 @@ class Board:
     def __init__(self):
         """Begin with nothing."""
         self.generation = 0
-        self._told: defaultdict[int, Told] = defaultdict(Told)
+        self._told: defaultdict[int, _Told] = defaultdict(_Told)
         self._news = threading.Condition()
 
     def post(self, source: int, key: str, value: str) -> None:
@@ -45,7 +49,7 @@ class Board:
         """
         since = time.strftime("%H:%M:%S")
 
-        def told() -> Told | None:
+        def told() -> _Told | None:
             sources = [*self._told] if source is None else [source]
             return next((own for host in sources if key in (own := self._told[host]).values), None)
 
@@ -77,6 +81,26 @@ class Board:
         """Wait until something is the case that a generation brings; whether it is in time."""
         with self._news:
             return self._news.wait_for(is_there, timeout_s)
+
+
+class _Told:
+    """Values of one host by their keys, the oldest first."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+        self._characters = 0
+
+    def put(self, key: str, value: str) -> None:
+        self.drop(key)
+        self.values[key] = value
+        self._characters += len(key) + len(value)
+        while self._characters > MOST_CHARACTERS or len(self.values) > MOST_VALUES:
+            self.drop(next(iter(self.values)))
+
+    def drop(self, key: str) -> None:
+        value = self.values.pop(key, None)
+        if value is not None:
+            self._characters -= len(key) + len(value)
 
 
 def named(generation: int, key: str) -> str:

@@ -79,24 +79,3 @@ class Channel:
         """Keep nothing of what was sent: the other end has no use for it."""
         self._kept.clear()
         self._bytes, self.is_lost = 0, False
-
-
-class Channels:
-    """Those of one host to others.
-
-    Attributes:
-        of_hosts: by their numbers.
-    """
-
-    def __init__(self):
-        """Begin with none."""
-        self.of_hosts: dict[int, Channel] = {}
-
-    def to(self, host: int, process: int | None = None) -> Channel:
-        """Return the channel to a host; a new one where this `process` is another than before."""
-        channel = self.of_hosts.setdefault(host, Channel(process))
-        if channel.process is None:
-            channel.process = process
-        elif process not in (None, channel.process):
-            channel = self.of_hosts[host] = Channel(process)
-        return channel

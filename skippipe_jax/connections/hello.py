@@ -27,7 +27,7 @@ from skippipe_jax.connections.checked import (
 from skippipe_jax.connections.keys import LOOPBACK_ONLY
 from skippipe_jax.connections.links import WANTS_SECRET, Link
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Hosts of another number do not understand each other. Those of the first say no number."""
 
 NUMBER_BITS = 48

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import ssl
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -271,9 +270,10 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
         InputError: see `open_link`.
         TemporaryError: if it does not answer.
     """
-    deadline = time.monotonic() + timeout_s
+    clock = asyncio.get_running_loop()
+    deadline = clock.time() + timeout_s
     while True:
-        remaining = deadline - time.monotonic()
+        remaining = deadline - clock.time()
         try:
             return await open_link(address, min(HELLO_S, max(remaining, 0.1)), keys)
         except (OSError, TimeoutError) as error:

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections.addresses import join_address
+from skippipe_jax.connections.addresses import join_address, require_numeric
 from skippipe_jax.connections.calls import Calls
-from skippipe_jax.connections.channel import Channel, Channels
+from skippipe_jax.connections.channel import Channel
 from skippipe_jax.connections.directory import HOST_ID, Directory
 from skippipe_jax.connections.door import Door
 from skippipe_jax.connections.hello import MOST_MESSAGES, Hello, admitted, refuse
@@ -76,7 +75,7 @@ class Mesh:
         self._received, self._lost, self._found = received, lost, found
         self._goes_on_without, self._reception, self._keys = goes_on_without, reception, keys
         self._links, self._pulse, self._tasks = dict[int, Link](), Pulse(), Tasks()
-        self._channels, self._calls = Channels(), Calls(self._call, heartbeat_timeout_s)
+        self._channels, self._calls = dict[int, Channel](), Calls(self._call, heartbeat_timeout_s)
         self._door = Door(hello, self._refusal, self._come_in, self._receive, service, keys)
         self._parted, self._is_closed = set[int](), False
         self._everybody_came, self._everybody_parted = asyncio.Event(), asyncio.Event()
@@ -114,7 +113,7 @@ class Mesh:
             raise
         self.directory.begin()
         for host, link in self._links.items():
-            link.send("welcome", self.directory.told(self._channels.to(host).received))
+            link.send("welcome", self.directory.told(self._channel(host).received))
 
     async def join(self, coordinator: tuple[str, int], link: Link) -> None:
         """Say hello to host 0 by a link, and then to all other hosts before this one.
@@ -158,7 +157,7 @@ class Mesh:
         link = self._links.get(host)
         if message[:1] == ("control",) or self._goes_on_without(host):
             return None if link is None else link.send(*message)
-        channel = self._channels.to(host)
+        channel = self._channel(host)
         lines = channel.send(*message)
         if link is not None:
             link.send_lines(lines)
@@ -179,7 +178,7 @@ class Mesh:
 
         A connection over which nothing comes is broken off, and made again.
         """
-        for host, channel in self._channels.of_hosts.items():
+        for host, channel in self._channels.items():
             if self._goes_on_without(host):
                 channel.forget()
             if host in self._links:
@@ -204,6 +203,15 @@ class Mesh:
         await self.drained(1.0)
         self.close()
 
+    def _channel(self, host: int, process: int | None = None) -> Channel:
+        """Return the channel to a host; a new one where this `process` is another than before."""
+        channel = self._channels.setdefault(host, Channel(process))
+        if channel.process is None:
+            channel.process = process
+        elif process not in (None, channel.process):
+            channel = self._channels[host] = Channel(process)
+        return channel
+
     async def _wait_for_all(self) -> None:
         try:
             await asyncio.wait_for(self._everybody_came.wait(), self._connect_timeout_s)
@@ -223,11 +231,11 @@ class Mesh:
             timeout_s = self._connect_timeout_s + 10.0
         hello = self.directory.hello
         if host is not None:
-            known = self._channels.to(host)
+            known = self._channel(host)
             hello = replace(hello, met=known.process, received=known.received)
         told = await admitted(link, hello, host, address, timeout_s)
         self.directory.learn(told)
-        channel = self._channels.to(told.host, told.process)
+        channel = self._channel(told.host, told.process)
         self._tasks.start(self._read(told.host, told.name, link, channel, told.received))
         for other in self.directory.others if self.directory.is_outside else ():
             if other != told.host:  # Each may know of more.
@@ -236,7 +244,7 @@ class Mesh:
     async def _come_in(self, hello: Hello, link: Link) -> None:
         """Attend to a host that has been let in, until it has gone."""
         self.directory.addresses[hello.host] = hello.address
-        channel = self._channels.to(hello.host, hello.process)
+        channel = self._channel(hello.host, hello.process)
         if self.directory.has_begun or self.directory.hello.host != 0:
             link.send("welcome", self.directory.told(channel.received))
         received = hello.received if hello.met == self.directory.hello.process else 0
@@ -248,7 +256,7 @@ class Mesh:
         return await self._reception.attend(self.directory, away, link, said)
 
     def _refusal(self, hello: Hello) -> InputError | None:
-        host, channel = hello.host, self._channels.of_hosts.get(hello.host)
+        host, channel = hello.host, self._channels.get(hello.host)
         is_there = host in self._links and host not in self.missed
         if channel is not None and channel.process == hello.process:
             is_there = False  # Its connection has broken at its end alone.
@@ -264,7 +272,7 @@ class Mesh:
         self, host: int, name: str, link: Link, channel: Channel, received: int
     ) -> None:
         """Take in what comes over a link, until it ends; the other end has `received` so much."""
-        if self._is_closed or self._channels.to(host) is not channel:
+        if self._is_closed or self._channel(host) is not channel:
             return link.writer.close()
         if (before := self._links.get(host)) is not None:
             before.break_off("another has taken its place")
@@ -300,6 +308,12 @@ class Mesh:
                 case ["beat", int(received)]:
                     channel.acknowledge(received)
                     continue
+                case ["where", int(asked)]:
+                    if asked in self._links and asked != host:
+                        link.send("listens", asked, self.directory.addresses[asked])
+                    continue
+                case ["listens", int(other), str(address)] if self._learns_where(other, address):
+                    continue
                 case [int(number), *said] if 0 < number < MOST_MESSAGES:
                     if not channel.takes(number):
                         continue  # It has come over another connection.
@@ -333,11 +347,24 @@ class Mesh:
             except ConnectionRefusedError:
                 self._miss(host, GONE)
                 raise
-            if is_caller and not self._channels.to(host).is_lost:
+            if is_caller and not self._channel(host).is_lost:
                 await self._greet(host, link, address, HELLO_S)
                 return True
             link.writer.close()
+        # It may have been started again at another address while neither reached the other.
+        for link in self._links.values():
+            link.send("where", host)
         return False
+
+    def _learns_where(self, host: int, address: str) -> bool:
+        """Call a lost host by this address from now on; whether both are a host's."""
+        try:
+            require_numeric(address)
+        except ValueError:
+            return False
+        if host in self.directory.others and host not in self._links:
+            self.directory.addresses[host] = address
+        return True
 
     def _miss(self, host: int, how: str) -> None:
         if self._pulse.miss(host):
@@ -360,11 +387,12 @@ async def let_in(ask: Callable[[], Coroutine[Any, Any, bool]], heartbeat_timeout
     Raises:
         InputError: if it refuses this host.
     """
-    until_s = time.monotonic() + 2 * heartbeat_timeout_s
+    clock = asyncio.get_running_loop()
+    until_s = clock.time() + 2 * heartbeat_timeout_s
     while True:
         try:
             return await ask()
         except InputError as error:
-            if error.field != HOST_ID or time.monotonic() > until_s:
+            if error.field != HOST_ID or clock.time() > until_s:
                 raise
         await asyncio.sleep(heartbeat_timeout_s / BEATS)

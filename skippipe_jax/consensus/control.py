@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
+from skippipe_jax import log
 from skippipe_jax.consensus import wire
 from skippipe_jax.consensus.decisions import advance
 from skippipe_jax.consensus.generations import (
@@ -33,6 +34,9 @@ TICK_S = 0.5
 
 SOON_S = 0.05
 """So long after a host is missed the rest begin to do without it: more may be missed as well."""
+
+STORES_AGAIN_S = 1.0
+"""So long after storage has failed it is asked again to decide on a generation."""
 
 
 Store = Callable[[Generation], Generation]
@@ -122,7 +126,14 @@ class Control:
                     self._follow(effect)
 
     async def _write(self, generation: Generation) -> None:
-        stored = await self._loop.run_in_executor(self._storing, self._store, generation)
+        while True:
+            try:
+                stored = await self._loop.run_in_executor(self._storing, self._store, generation)
+                break
+            except OSError as error:
+                problem = f"the run's folder does not take generation {generation.number}"
+                log.warning(f"{problem}: {error}")
+            await asyncio.sleep(STORES_AGAIN_S)
         del self._stores[generation.number]
         self._happens(Stored(stored))
 

@@ -133,13 +133,13 @@ def test_who_takes_in_too_little_is_lost_until_the_others_go_on_without_it(
             for _ in range(30):
                 first.mesh.send(2, "put", "key", "x" * (1 << 16))
             assert first.lost == [(2, TAKES_NOTHING)]
-            assert sum(len(own[1]) for own in first.mesh._channels.to(2)._kept) == 0
+            assert sum(len(own[1]) for own in first.mesh._channels[2]._kept) == 0
             refusal = first.mesh._refusal(third.mesh.directory.hello)
             assert isinstance(refusal, TemporaryError)
             first.mesh._goes_on_without = {2}.__contains__
             first.mesh.beat()
             assert first.mesh._refusal(third.mesh.directory.hello) is None
-            assert first.mesh._channels.to(2).process == known
+            assert first.mesh._channels[2].process == known
             await second.says(third, "there")
 
     asyncio.run(meet())

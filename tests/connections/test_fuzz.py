@@ -50,6 +50,8 @@ MESSAGES = st.sampled_from(
         ["put", "key", "value"],
         ["beat"],
         ["farewell"],
+        ["where", 1],
+        ["listens", 1, "127.0.0.1:9"],
         ["verdict", 0, "is lost", 2],
         ["control", ["Beat", 1, 5, [0, -1]]],
         ["clock", 1.0],

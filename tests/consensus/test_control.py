@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.cluster import attendance
 from skippipe_jax.cluster.board import Board
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.threads import DaemonThreads
@@ -64,7 +63,7 @@ def test_a_host_shows_that_it_lives_while_storage_hangs(monkeypatch: pytest.Monk
 def test_storage_that_fails_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(attendance, "STORES_AGAIN_S", 0.0)
+    monkeypatch.setattr(control, "STORES_AGAIN_S", 0.0)
     errors = [OSError(116, "Stale file handle")]
 
     def store(generation: Generation) -> Generation:

@@ -57,11 +57,20 @@ def config_of(policy: str, *layers: int) -> Config:
     return Config(model=model, recovery=RecoveryConfig(lost_stage=policy))
 
 
+def options_of(policy: str, layers: tuple[int, ...] = (2, 2, 2)) -> dict[str, Any]:
+    """Those of hosts of three stages, which make lost ones anew by a policy."""
+    remakes = remakes_of(config_of(policy, *layers), STAGES)
+    return {
+        "stages": STAGES,
+        "placed": placed,
+        "remakes": remakes,
+        "leaves_out": policy == SKIP,
+    }
+
+
 def simulated(hosts: int, policy: str, layers: tuple[int, ...] = (2, 2, 2)) -> Simulation:
     """Hosts of three stages, which make lost ones anew by a policy."""
-    remakes = remakes_of(config_of(policy, *layers), STAGES)
-    leaves_out = policy == SKIP
-    return Simulation(hosts, stages=STAGES, placed=placed, remakes=remakes, leaves_out=leaves_out)
+    return Simulation(hosts, **options_of(policy, layers))
 
 
 HOSTS = 7

@@ -1,0 +1,438 @@
+"""Hosts that agree by the production code of the control plane, under faults that a seed draws.
+
+Each host is what it is in a run, from its listening port to the rules of `consensus`, but for the
+training itself: that computes steps, takes stages from other hosts and saves checkpoints as in
+`tests.consensus.simulation`, whose assertions hold here as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from skippipe_sched.errors import TemporaryError
+
+from skippipe_jax.cluster import attendance
+from skippipe_jax.cluster.attendance import Attendance
+from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster.place import Place
+from skippipe_jax.cluster.succession import Succession
+from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config.recovery import AVERAGE, BUDDY, REWIND, SKIP, STOP
+from skippipe_jax.connections import door, meeting
+from skippipe_jax.consensus.decisions import first_state
+from skippipe_jax.consensus.generations import (
+    Apply,
+    Decision,
+    Enter,
+    Event,
+    Generation,
+    State,
+    Told,
+    Wish,
+)
+from tests.cluster.virtual_network import OWN, Process, VirtualLoop, VirtualStorage
+from tests.consensus import simulation as rules_alone
+from tests.consensus.simulation import Simulation
+from tests.consensus.test_lost_stages import options_of
+
+CLUSTER = ClusterConfig(heartbeat_timeout_s=10.0, connect_timeout_s=60.0)
+COORDINATOR = ("127.0.0.1", 9999)
+STEP_S = 0.4
+SETTLES_S = 4 * CLUSTER.heartbeat_timeout_s
+"""Within so long after the last fault the hosts go on, if they can."""
+
+
+def by_stage(placement: Mapping[int, Collection[int]], stages: int) -> tuple[tuple[int, ...], ...]:
+    """The hosts of each stage, as hosts tell each other a placement."""
+    hosts = sorted(placement)
+    return tuple(
+        tuple(host for host in hosts if stage in placement[host]) for stage in range(stages)
+    )
+
+
+class Host(rules_alone.Process):
+    """A process of a host, whose state is that of its part in the consensus."""
+
+    def __init__(self, attended: Attendance, process: Process, is_ready: bool):
+        """Be in no generation."""
+        self.attended, self.process = attended, process
+        self.applied, self.is_ready, self.entered, self.stages = [], is_ready, None, {}
+
+    @property
+    def state(self) -> State:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What its part in the consensus knows."""
+        control = self.attended.control
+        assert control is not None
+        return control._state
+
+
+class ControlSimulation(Simulation):
+    """Hosts of a run on a simulated clock and network."""
+
+    live: dict[int, Host]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self, hosts: int, seed: int, *, keeps_enough: bool, spare: int = 0, **options: Any
+    ):
+        """Start no host yet; with `keeps_enough` so many live on that they can decide.
+
+        Other options are those of `Simulation`.
+        """
+        super().__init__(hosts, spare=spare, **options)
+        self.keeps_enough, self.spare = keeps_enough, spare
+        self.own_hosts = self.rules.hosts[:hosts]
+        self.first_stages = {host: own.stages for host, own in self.live.items()}
+        self.live.clear()
+        self.random = random.Random(seed)
+        self.loop = VirtualLoop(seed)
+        self.network, self.storage = self.loop.network, VirtualStorage(self.loop)
+        self.addresses: dict[int, str] = {}
+        self.starting: set[int] = set()
+        self.settled_s, self.log = 0.0, list[tuple[float, int, str]]()
+        self.told = replace(
+            self.rules,
+            serves=self._serves,
+            placed=self._told_placement(self.rules.placed),
+            safest=self._told_placement(self.rules.safest),
+            add_up=lambda totals: tuple(
+                float(number) for host, own in sorted(totals.items()) for number in (host, *own)
+            ),
+        )
+
+    def _serves(self, placement: Any, host: int) -> frozenset[int]:
+        return frozenset(stage for stage, own in enumerate(placement) if host in own)
+
+    def _read(self, placement: Any) -> dict[int, frozenset[int]]:
+        return {host: self._serves(placement, host) for host in self.rules.hosts}
+
+    def _told_placement(self, choose: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(placement: Any, *others: Any) -> Any:
+            found = choose(self._read(placement), *others)
+            return found and by_stage(found, self.stages)
+
+        return chosen
+
+    # The life of a host.
+
+    def run(self, until: Callable[[], bool], within_s: float) -> None:
+        """Let time go on until something is so.
+
+        Raises:
+            AssertionError: if it does not become so.
+        """
+        end_s = self.loop.time() + within_s
+
+        async def wait() -> None:
+            while not until() and self.loop.time() < end_s:
+                await asyncio.sleep(0.1)
+                self.raise_errors()
+
+        self.loop.run_until_complete(wait())
+        self.raise_errors()
+
+    def wait(self, seconds: float) -> None:
+        """Let time go on."""
+        until_s = self.loop.time() + seconds
+        self.run(lambda: self.loop.time() >= until_s, seconds + 1.0)
+
+    def raise_errors(self) -> None:
+        """Raise the first error of a process."""
+        for part in [part for part in self.loop.parts if part.done()]:
+            self.loop.parts.remove(part)
+            part.result()
+        if self.loop.errors:
+            raise self.loop.errors[0]
+
+    def begin(self) -> None:
+        """Start all hosts, which meet and begin a run."""
+        for host in self.own_hosts:
+            self.start(host)
+        self.run(lambda: self.live.keys() >= {*self.own_hosts}, 120.0)
+
+    def start(self, host: int, *, is_apart: bool = False) -> None:
+        """Start a process of a host: the first begins the run, and later ones come back to it."""
+        if host in self.live or host in self.starting:
+            return
+        self.starting.add(host)
+        process = Process(self.loop, host)
+        own = Host(Attendance(CLUSTER, host, len(self.own_hosts), Board()), process, False)
+        own.attended.process = 1000 * (host + 1) + self.processes[host]
+        process.start(self._live(host, own, is_apart))
+
+    async def _live(self, host: int, own: Host, is_apart: bool) -> None:
+        attended = own.attended
+        is_first = host in self.own_hosts and self.processes[host] == 0
+        self.processes[host] += 1
+        place = Place(host, len(self.own_hosts), COORDINATOR, spare=self.spare)
+        known = [] if is_first else [own for at, own in self.addresses.items() if at != host]
+        begun: Future[None] = Future()
+        own.process.start(attended._attend(place, None, known, begun))
+        try:
+            await asyncio.wrap_future(begun)
+        except TemporaryError:
+            if is_first:
+                raise
+        self.starting.discard(host)
+        if not is_first and not attended.is_outside:
+            self._start_again(host, 1.0)
+            return own.process.end()
+        self.addresses[host] = attended.control_address
+        succession = Succession(attended._board)
+        if is_first:
+            own.is_ready, own.stages = True, self.first_stages[host]
+            own.entered = self.decided[1]
+            told = by_stage(own.entered.placement, self.stages)
+            first = replace(own.entered, placement=told)
+            succession.follow(Enter(first))
+            state = first_state(host, self.told, first, 0)
+        else:
+            rules = replace(self.told, is_apart=is_apart)
+            state = State(host, self.processes[host], rules)
+
+        def follow(decision: Decision) -> None:
+            succession.follow(decision)
+            if self.live.get(host) is own:
+                self._follow(host, decision)
+
+        self.live[host] = own
+        self.copies[host].clear()
+        await attended._begin_control(state, follow, self._store)
+        await self._train(host, own)
+
+    def _store(self, generation: Generation) -> Generation:
+        return self.store.setdefault(generation.number, generation)
+
+    async def _train(self, host: int, own: Host) -> None:
+        while True:
+            await asyncio.sleep(self.random.uniform(0.2 * STEP_S, STEP_S))
+            if self.has_ended or self.live.get(host) is not own:
+                return
+            self.compute(host)
+            await asyncio.sleep(self.random.uniform(0.0, 0.2 * STEP_S))
+            while self.computed:
+                _, where, event = self.computed.pop(0)
+                if where == host and self.live.get(host) is own:
+                    self.tell(host, event)
+            if own.state.number and len(own.applied) % 7 == 6:
+                self.save(host)
+
+    def tell(self, host: int, event: Event) -> None:
+        """Tell the control plane of a host, as its training does."""
+        if isinstance(event, Wish):
+            event = replace(event, placement=by_stage(event.placement, self.stages))
+        own = self.live.get(host)
+        if own is not None and own.attended.control is not None:
+            own.process.context.copy().run(own.attended.control.tell, event)
+
+    def crash(self, host: int, *, for_s: float = 5.0) -> None:
+        """End the process of a host, which is started again some seconds later."""
+        if host in self.live:
+            self.live.pop(host).process.end()
+            self._start_again(host, for_s)
+
+    def _start_again(self, host: int, after_s: float) -> None:
+        # Who has joined may come again, or another in its place; nobody starts it.
+        if host in self.own_hosts:
+            self.network.at(self.loop.time() + after_s, lambda: self.start(host))
+
+    def _follow(self, host: int, decision: Decision) -> None:
+        match decision:
+            case Apply(step, outcome):
+                parts = [tuple(map(int, outcome[at : at + 3])) for at in range(0, len(outcome), 3)]
+                decision = Apply(step, tuple((who, (number, of)) for who, number, of in parts))
+            case Enter(generation):
+                decision = Enter(replace(generation, placement=self._read(generation.placement)))
+                self.log.append((self.loop.time(), host, f"enters {generation.number}"))
+            case _:
+                pass
+        self.do(host, decision)
+
+    # Faults.
+
+    def fault(self) -> str:
+        """Let something go wrong, which may mend itself; returns what."""
+        random, hosts = self.random, self.rules.hosts
+        one, other = random.sample(hosts, 2)
+        kind = random.choice(FAULTS)
+        lasts_s = random.choice([1.0, 5.0, 15.0, 40.0])
+        now_s = self.loop.time()
+        match kind:
+            case "die" | "leave" if self.keeps_enough and not self._can_spare(one):
+                pass
+            case "die":
+                self.crash(one, for_s=lasts_s)
+            case "leave":
+                self.tell(one, Told())
+            case "join" if self.spare:
+                new = random.choice(hosts[len(self.own_hosts) :])
+                self.start(new, is_apart=random.random() < 0.5)
+            case "wish" if one in self.live:
+                self.wish(one, random.randrange(100))
+            case "pause" if one in self.live:
+                process = self.live[one].process
+                process.stop()
+                self.network.at(now_s + lasts_s, process.go_on)
+            case "reset":
+                self.network.break_all(one, other)
+            case "one way":
+                self._cut_for(lasts_s, {(one, other)})
+            case "black hole":
+                self._cut_for(lasts_s, {(one, other), (other, one)})
+            case "partition":
+                side = {*random.sample(hosts, random.randint(1, len(hosts) // 2))}
+                between = {(a, b) for a in side for b in hosts if b not in side}
+                self._cut_for(lasts_s, between | {(b, a) for a, b in between})
+            case "slow":
+                self.network.slow[one, other] = random.uniform(0.5, 3.0)
+                self.network.at(now_s + lasts_s, lambda: self.network.slow.pop((one, other), None))
+            case "storage hangs":
+                self.storage.hangs_until_s = now_s + lasts_s
+            case "storage fails":
+                self.storage.fails = lambda: random.random() < 0.5
+                self.network.at(now_s + lasts_s, self._mend_storage)
+            case _:
+                pass
+        self.log.append((now_s, one, f"{kind}, {other}, {lasts_s:g} s"))
+        return kind
+
+    def _can_spare(self, host: int) -> bool:
+        """Tell whether the others could go on if this host ended now."""
+        there = self.live.pop(host, None)
+        try:
+            return self.can_go_on()
+        finally:
+            if there is not None:
+                self.live[host] = there
+
+    def _cut_for(self, lasts_s: float, ways: set[tuple[int, int]]) -> None:
+        self.network.cut |= ways
+
+        def heal() -> None:
+            self.network.cut -= ways
+            self.network.heal_some()
+
+        self.network.at(self.loop.time() + lasts_s, heal)
+
+    def _mend_storage(self) -> None:
+        self.storage.fails = lambda: False
+
+    def cut(self, one: int, other: int) -> None:
+        """Let nothing pass between two hosts, until `mend`."""
+        self.network.cut |= {(one, other), (other, one)}
+
+    def mend(self) -> None:
+        """Mend everything, and start all hosts again that do not live."""
+        self.network.heal()
+        self.storage.hangs_until_s = 0.0
+        self._mend_storage()
+        for own in [*self.live.values()]:
+            own.process.go_on()
+        for host in self.own_hosts:
+            self.start(host)
+
+    def require_goes_on(self) -> None:
+        """Mend all. If those that live can go on, all do so together, within `SETTLES_S`.
+
+        Raises:
+            AssertionError: if they do not.
+        """
+        could = self.can_go_on()
+        self.mend()
+        if not could or self.has_ended:
+            return
+        mended_s = self.loop.time()
+
+        def are_together() -> bool:
+            everybody = self.live.keys() >= {*self.own_hosts}
+            numbers = {own.state.number for own in self.live.values()}
+            return everybody and len(numbers) == 1 and numbers != {0}
+
+        self.run(lambda: are_together() or self.has_ended, SETTLES_S)
+        if not self.has_ended:
+            assert are_together(), {host: own.state.number for host, own in self.live.items()}
+        before = self.steps
+        self.run(lambda: self.steps > before + 2 or self.has_ended, SETTLES_S)
+        assert self.steps > before + 2 or self.has_ended, "they count steps"
+        self.settled_s = self.loop.time() - mended_s
+
+    @property
+    def steps(self) -> int:
+        """The steps that count so far, by who has applied most."""
+        return max((len(own.applied) for own in self.live.values()), default=0)
+
+
+FAULTS = [
+    "die", "die", "die", "leave", "join", "join", "wish", "pause", "pause", "reset", "reset",
+    "one way", "black hole", "black hole", "partition", "slow", "storage hangs", "storage fails",
+]  # fmt: skip
+
+
+@contextmanager
+def simulated(
+    monkeypatch: pytest.MonkeyPatch, hosts: int, seed: int, **options: Any
+) -> Iterator[ControlSimulation]:
+    """Hosts that train together, until the block ends. An error shows the seed and the faults.
+
+    Raises:
+        AssertionError: if a host has ended by itself.
+    """
+    simulation = ControlSimulation(hosts, seed, **options)
+    errors = simulation.loop.errors
+
+    def listening_socket(address: str, port: int) -> Any:
+        own = simulation.network.free_address(OWN.get().host)
+        own.address = (address, port or own.address[1])
+        return own
+
+    async def say_and_exit(verdict: Any, *_: Any) -> None:
+        errors.append(AssertionError(f"host {OWN.get().host} ends: {verdict.reason}"))
+
+    monkeypatch.setattr(door, "listening_socket", listening_socket)
+    monkeypatch.setattr(meeting, "require_free", lambda *_: None)
+    monkeypatch.setattr(attendance, "DaemonThreads", lambda: simulation.storage)
+    monkeypatch.setattr(attendance, "say_and_exit", say_and_exit)
+    monkeypatch.setattr(attendance, "exit_by_fault", lambda error, *_: errors.append(error))
+    try:
+        simulation.begin()
+        yield simulation
+    except BaseException as error:
+        happened = "\n".join(
+            f"{at:8.2f} s, host {host}: {what}" for at, host, what in simulation.log
+        )
+        error.add_note(f"seed {seed}, {hosts} hosts\n{happened}")
+        raise
+    finally:
+        simulation.loop.finish()
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, seed: int, faults: int) -> ControlSimulation:
+    """Let hosts train under so many faults, all drawn from a seed, and then in calm.
+
+    Raises:
+        AssertionError: if something happens that must not, or they do not go on.
+    """
+    chance = random.Random(f"options of {seed}")
+    options: dict[str, Any] = {"keeps_enough": chance.random() < 0.7}
+    policy = chance.choice([BUDDY, AVERAGE, SKIP, *[STOP] * 2, *[REWIND] * 5])
+    if policy in (STOP, REWIND):
+        hosts = chance.randint(3, 5)
+        options |= {"rewinds": policy == REWIND, "moves_to_safety": hosts > 3}
+        options["spare"] = chance.choice([0, 0, 1, 2])
+    else:
+        hosts = 7
+        options |= options_of(policy)
+    with simulated(monkeypatch, hosts, seed, **options) as simulation:
+        for _ in range(faults):
+            simulation.wait(chance.choice([0.1, 1.0, 4.0, 12.0]))
+            simulation.fault()
+            if simulation.has_ended:
+                break
+        simulation.require_goes_on()
+    return simulation

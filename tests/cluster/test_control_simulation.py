@@ -1,0 +1,51 @@
+"""The control plane under faults, on a simulated clock, network and storage.
+
+A seed that fails is shown with all that happened, and the same seed fails again.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.control_simulation import simulate, simulated
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_hosts_go_on_together_whatever_happened(seed: int, monkeypatch: pytest.MonkeyPatch):
+    simulate(monkeypatch, seed, faults=15)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_hosts_go_on_together_two_hundred_times(first: int, monkeypatch: pytest.MonkeyPatch):
+    for seed in range(first, first + 50):
+        simulate(monkeypatch, seed, faults=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 3000, 250))
+def test_hosts_go_on_together_two_thousand_times(first: int, monkeypatch: pytest.MonkeyPatch):
+    for seed in range(first, first + 250):
+        simulate(monkeypatch, seed, faults=80)
+
+
+def test_a_seed_gives_one_course_of_events(monkeypatch: pytest.MonkeyPatch):
+    once, again = (simulate(monkeypatch, 5, faults=15) for _ in range(2))
+    assert len(once.log) > 15
+    assert once.log == again.log
+    assert once.steps == again.steps > 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_hosts_find_each_other_whose_addresses_changed_while_they_were_cut_off(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Two start again at other addresses, and reach neither each other nor all of the rest."""
+    with simulated(monkeypatch, 5, seed, rewinds=True, keeps_enough=True) as simulation:
+        simulation.wait(2.0)
+        for one, other in ((0, 4), (0, 1), (4, 2)):
+            simulation.cut(one, other)
+        for host in (0, 4):
+            simulation.crash(host)
+        simulation.wait(15.0)
+        simulation.require_goes_on()
