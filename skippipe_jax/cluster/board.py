@@ -11,8 +11,8 @@ from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
 MOST_VALUES = 10_000
 MOST_CHARACTERS = 1 << 23
-"""So many values of one host, and so long all together, may wait to be asked for. The oldest of
-that host go for those that are more, since nobody has wanted them for long."""
+"""Limits of what waits to be asked for: values of one host, and characters of them all together.
+The oldest of that host go for those that are more, since nobody has wanted them for long."""
 
 _LONGEST_NUMBER = 18
 """No generation's number has so many digits."""

@@ -19,7 +19,7 @@ FREE_TO_CHANGE = ("model.stage_layers", "model.recompute", "model.attention", "d
 OF_THE_RUN = ("seed", "init_from", "model", "data")
 """The sections that make a run this one, but for what is free to change in them."""
 LONGEST_TEXT = 200
-"""Of a value that is longer hosts tell each other a digest."""
+"""Characters of the longest value that hosts tell each other whole; else they tell a digest."""
 DIFFERS_BY_HOST = (
     "compilation_cache",
     "data.path",

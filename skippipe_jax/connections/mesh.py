@@ -309,8 +309,9 @@ class Mesh:
                     channel.acknowledge(received)
                     continue
                 case ["where", int(asked)]:
-                    if asked in self._links and asked != host:
-                        link.send("listens", asked, self.directory.addresses[asked])
+                    address = self.directory.addresses.get(asked)
+                    if asked in self._links and address is not None:
+                        link.send("listens", asked, address)
                     continue
                 case ["listens", int(other), str(address)] if self._learns_where(other, address):
                     continue

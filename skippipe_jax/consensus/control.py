@@ -36,7 +36,7 @@ SOON_S = 0.05
 """So long after a host is missed the rest begin to do without it: more may be missed as well."""
 
 STORES_AGAIN_S = 1.0
-"""So long after storage has failed it is asked again to decide on a generation."""
+"""Seconds after which storage that has failed is asked again to decide on a generation."""
 
 
 Store = Callable[[Generation], Generation]

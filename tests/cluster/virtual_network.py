@@ -23,7 +23,7 @@ OWN: contextvars.ContextVar[Process] = contextvars.ContextVar("own")
 
 SLOWEST_S, TYPICAL_S = 0.5, 0.05
 BUFFER_BYTES = 1 << 18
-"""So much the kernels of both ends hold of what a process has written."""
+"""Bytes that the kernels of both ends hold of what a process has written."""
 
 
 class Process:
@@ -197,12 +197,8 @@ class Listening:
 
     def __init__(self, network: Network, process: Process, factory: Any, address: tuple[str, int]):
         """Listen."""
-        self.process, self.factory, self._network, self._address = (
-            process,
-            factory,
-            network,
-            address,
-        )
+        self.process, self.factory = process, factory
+        self._network, self._address = network, address
 
     def close(self) -> None:
         """Listen no more."""

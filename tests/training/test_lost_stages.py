@@ -16,6 +16,8 @@ from skippipe_jax.training.elastic.lost_stages import how_rewound, warning_of_si
          "of step 100, 48 steps to repeat"),
         (7, 0, (1, 3), ". Stages 1 and 3 had no other replica: back from step 7 to the start, "
          "7 steps to repeat"),
+        (101, 100, (0,), ". Stage 0 had no other replica: back from step 101 to the checkpoint "
+         "of step 100, 1 step to repeat"),
         (0, 100, (2,), ". Stage 2 had no other replica: back to the checkpoint of step 100"),
         (148, 100, (), ". All go back from step 148 to the checkpoint of step 100, 48 steps to "
          "repeat"),

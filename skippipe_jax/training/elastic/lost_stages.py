@@ -36,7 +36,8 @@ def how_rewound(generation: Generation, done: int) -> str:
         return ""
     to = f"the checkpoint of step {generation.step}" if generation.step else "the start"
     repeated = done - generation.step
-    way = f"back from step {done} to {to}, {repeated} steps to repeat"
+    steps = "1 step" if repeated == 1 else f"{repeated} steps"
+    way = f"back from step {done} to {to}, {steps} to repeat"
     if repeated <= 0:
         way = f"back to {to}"
     if not generation.lost:
@@ -62,7 +63,7 @@ def warning_of_single(stages: Sequence[Collection[int]], host_of: Sequence[int],
 
 
 def _stages(numbers: Collection[int]) -> str:
-    """Name stages at the begin of a sentence."""
+    """Name stages at the beginning of a sentence."""
     *most, last = map(str, numbers)
     return f"Stages {', '.join(most)} and {last}" if most else f"Stage {last}"
 
