@@ -21,7 +21,6 @@ from skippipe_jax.cluster.board import Board
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig, load_config
-from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.trainer import Trainer
@@ -123,7 +122,7 @@ class ThreadMembership(Membership):
         self.reception = self._attendance.reception
         self.depth, self.puts = 0, list[str]()
 
-    def next_team(self, after: Generation, timeout_s: float) -> Team | None:
+    def next_team(self, after: int, timeout_s: float) -> Team | None:
         team = super().next_team(after, timeout_s)
         self.depth, self.puts = 0, []
         return team

@@ -51,7 +51,7 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.training.elastic.newcomer import Seeking
-from skippipe_jax.training.elastic.survival import Survival
+from skippipe_jax.training.elastic.runner import ElasticRunner
 from skippipe_jax.training.session import Session
 
 CUT_S = 10.0
@@ -283,7 +283,7 @@ def wrap_package(witness: Witness) -> None:
     witness.watch(Behind, "_end_part", "prepared")
     witness.watch(OuterIteration, "_apply", "committed")
     witness.watch(Session, "_save", "save")
-    witness.watch(Survival, "_open", REGROUP)
+    witness.watch(ElasticRunner, "_open", REGROUP)
     witness.watch(Seeking, "fetch", FETCH)
     witness.watch(Membership, "ask_in", ASK)
     wrap(Control, "is_missed", missed)

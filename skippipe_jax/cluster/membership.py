@@ -19,7 +19,7 @@ from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.attendance import Attendance
 from skippipe_jax.cluster.board import NOBODY, Board
 from skippipe_jax.cluster.ending import LINGER_S, LOST_HOST_EXIT_CODE, REASON_CHARACTERS, Phase
-from skippipe_jax.cluster.group import NO_GENERATION, Group
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.succession import Counted, Succession
@@ -149,19 +149,18 @@ class Membership(Group):
         self._attendance.begin_control(state, self.succession.follow, store)
         return Team(self, first)
 
-    def ask_in(self, rules: Rules, store: Store, timeout_s: float) -> Team | None:
-        """Be taken in by those that go on with the run; None if that takes too long."""
+    def ask_in(self, rules: Rules, store: Store) -> None:
+        """Ask those that go on with the run to take this host in: `next_team` waits for that."""
         self.phase = Phase.TRAINING
         state = State(self.index, self._attendance.process, rules)
         self._attendance.begin_control(state, self.succession.follow, store)
-        return self.next_team(NO_GENERATION, timeout_s)
 
-    def next_team(self, after: Generation, timeout_s: float) -> Team | None:
-        """Wait for the team that follows a generation, once this host is in it.
+    def next_team(self, after: int, timeout_s: float) -> Team | None:
+        """Wait for the team that follows the generation of a number, once this host is in it.
 
-        None if there is none within `timeout_s`.
+        None if there is none within `timeout_s`; `after` 0 means the first that it is in.
         """
-        generation = self.succession.next(after.number, timeout_s)
+        generation = self.succession.next(after, timeout_s)
         return None if generation is None else Team(self, generation)
 
     def misses(self, hosts: Collection[int]) -> bool:
@@ -262,7 +261,7 @@ class Membership(Group):
             except GenerationEnded:
                 if self.generation_number == NOBODY:
                     return  # The others have come to the end without this host.
-                self.next_team(team.generation, self._config.connect_timeout_s)
+                self.next_team(team.generation.number, self._config.connect_timeout_s)
 
     def fail(self, reason: str, code: int = LOST_HOST_EXIT_CODE) -> None:
         """Tell the others that this host ends by its own fault; they name it and end by `code`.

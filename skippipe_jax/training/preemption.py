@@ -19,7 +19,6 @@ from skippipe_jax import log
 from skippipe_jax.cluster.board import NOBODY
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, exit_at_once, told_in_time
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.errors import HostLeft
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -80,11 +79,11 @@ class Preemption:
         is_asked = self.received not in (None, signal.SIGTERM)
         return is_asked or self._membership.control.is_the_end
 
-    def require_stays(self) -> None:
-        """Raise `HostLeft` if the others do without this host, as it was told to leave."""
-        if self._is_told and self._membership.generation_number == NOBODY:
-            self.must_stay = True
-            raise HostLeft("the others go on without this host")
+    def has_left(self) -> bool:
+        """Tell whether the others do without this host, as it was told; then no grace ends it."""
+        left = self._is_told and self._membership.generation_number == NOBODY
+        self.must_stay = self.must_stay or left
+        return left
 
     def _exit(self) -> None:
         """Exit although the others have not gone on: whoever preempts this host will not wait."""

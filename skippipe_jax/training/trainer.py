@@ -26,7 +26,7 @@ from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.compilations import CompilationCounter
-from skippipe_jax.training.elastic.survival import Survival
+from skippipe_jax.training.elastic.runner import ElasticRunner
 from skippipe_jax.training.preemption import STOPPING, Preemption
 from skippipe_jax.training.session import RunContext, Session, SessionStart, first_state
 from skippipe_jax.training.setup import HostSetup, setup_rejoining_host, setup_run
@@ -89,7 +89,7 @@ class Trainer:
         self._keeps_programs = host is None
         self._resume, self._config_folder = resume, config_folder
         # Opens other sessions where hosts are lost, or come back; None where they are fixed.
-        self._survival: Survival | None = None
+        self._elastic: ElasticRunner | None = None
         self._session: Session | None = None
         # What outlives sessions: the lock on the folder, and what counts compilations.
         self._resources = ExitStack()
@@ -194,7 +194,7 @@ class Trainer:
             TemporaryError: if the folder of the run cannot be used.
         """
         while not is_reached(self.session):
-            session, survival = self.session, self._survival
+            session, elastic = self.session, self._elastic
             with temporary_failures(self.run_dir):
                 try:
                     if session.step < self._end_of(session) and not session.unfinished:
@@ -205,11 +205,11 @@ class Trainer:
                         session.save_final()
                     continue
                 except Exception as error:
-                    if survival is None or not survival.outlives(session.group, error):
+                    if elastic is None or not elastic.outlives(error):
                         raise
                 # Once the error is let go of, which holds what an iteration used. Maybe at an
                 # earlier step.
-                self._adopt(survival.next_session(session))
+                self._adopt(elastic.next_session(session))
 
     def _end_of(self, session: Session) -> int:
         """Return the step after which the run ends, as a session knows it."""
@@ -238,15 +238,15 @@ class Trainer:
         counter = CompilationCounter(partial(log.on_leader, host.index))
         run = RunContext(config, self.run_dir, host, self.callbacks, counter, self.preemption)
 
-        def survival(setup: HostSetup) -> Survival:
-            self._survival = resources.enter_context(closing(Survival(run, setup)))
-            return self._survival
+        def elastic(setup: HostSetup) -> ElasticRunner:
+            self._elastic = resources.enter_context(closing(ElasticRunner(run, setup)))
+            return self._elastic
 
         if host.is_outside:
             setup = setup_rejoining_host(config, host)
             resources.enter_context(counter)
             with temporary_failures(self.run_dir):
-                session = survival(setup).rejoin()
+                session = elastic(setup).rejoin()
         else:
             lock = resources.enter_context(RunLock(self.run_dir))
             given = {"resume": self._resume, "config_folder": self._config_folder}
@@ -255,7 +255,7 @@ class Trainer:
             if host.count == 1 or host.is_distributed:
                 session = Session(run, SessionStart(host, setup, first_state(setup)))
             else:
-                session = survival(setup).open(setup)
+                session = elastic(setup).open(setup)
         self._adopt(session)
         host.phase = Phase.TRAINING
 

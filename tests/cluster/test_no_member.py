@@ -106,7 +106,7 @@ def test_whoever_is_no_member_ends_nobody(
             third.mesh.broadcast(*message)
             await asyncio.sleep(0)
         third.end()
-        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation, 60.0))
+        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation.number, 60.0))
         assert [team.hosts for team in teams] == [(0, 1), (0, 1)]
         # It comes back, and finds that its input was wrong.
         again, links = Host(2, 3), list[Link]()
@@ -167,14 +167,15 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
     async def live() -> None:
         hosts, teams, third = await meet()
         third.end()
-        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation, 60.0))
+        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation.number, 60.0))
 
         def join() -> None:
             address = hosts[1].control_address
             given = CONFIG, address, 3, 2, False, [address], RUN
             with joined(*given, is_newcomer=is_newcomer) as host:
                 newcomers.append(host)
-                assert host.ask_in(RULES, store, 60.0) is not None
+                host.ask_in(RULES, store)
+                assert host.next_team(0, 60.0) is not None
                 raise InputError("data.path", "text", "is another here", "Mend that")
 
         joining = asyncio.create_task(asyncio.to_thread(join))
@@ -230,7 +231,7 @@ def test_a_host_comes_back_once_the_connections_of_its_last_process_count_no_mor
         third.end()
         await entering
         assert again.is_outside
-        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation, 60.0))
+        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation.number, 60.0))
         assert [team.hosts for team in teams] == [(0, 1), (0, 1)]
         await on_all([*hosts, again], lambda host: host._attendance.part(10.0))
 

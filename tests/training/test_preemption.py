@@ -13,7 +13,6 @@ from skippipe_sched.errors import Terminated
 
 from skippipe_jax.cluster.board import NOBODY
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from skippipe_jax.errors import HostLeft
 from skippipe_jax.training import preemption
 from skippipe_jax.training.preemption import Preemption
 
@@ -50,7 +49,7 @@ def test_where_no_host_can_go_alone_any_signal_ends_the_run(hosts: Hosts):
     here.receive(SIGTERM)
     assert hosts.told == []
     assert here.ends_the_run()
-    here.require_stays()
+    assert not here.has_left()
 
 
 def test_a_host_among_others_leaves_unless_too_many_do():
@@ -63,7 +62,7 @@ def test_a_host_among_others_leaves_unless_too_many_do():
     [(grace_s, _)] = hosts.told
     assert grace_s == GRACE_S
     assert not here.ends_the_run()
-    here.require_stays()
+    assert not here.has_left()
     hosts.is_the_end = True
     assert here.ends_the_run()
     assert preemption_of(hosts).ends_the_run(), "whoever was told"
@@ -72,11 +71,10 @@ def test_a_host_among_others_leaves_unless_too_many_do():
 def test_a_host_has_left_once_others_go_on_without_it():
     here = preemption_of(hosts := Hosts())
     hosts.generation_number = NOBODY
-    here.require_stays()  # It was left out, and comes back.
+    assert not here.has_left()  # It was left out, and comes back.
     here.receive(SIGTERM)
-    with pytest.raises(HostLeft):
-        here.require_stays()
-    assert here.must_stay
+    assert here.has_left()
+    assert here.must_stay, "no grace ends it now"
 
 
 def test_a_host_goes_when_its_time_is_over_unless_the_run_ends(

@@ -1,4 +1,8 @@
-"""A run goes on with the hosts that are left of it, and with those that come back."""
+"""Carries out what `coordinator` decides: opens and closes sessions as hosts are lost and join.
+
+All of it runs in the thread that trains. What hosts decide together comes from the event loop,
+through `Membership`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,10 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0
-from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
-from skippipe_jax.consensus.generations import Generation, TextMissing, Tick
+from skippipe_jax.consensus.generations import TextMissing, Tick
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
@@ -35,6 +38,33 @@ from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
 from skippipe_jax.training.callbacks.recovery_log import RecoveryLog
 from skippipe_jax.training.dropped_stages import read_dropped_stages, steps_saved
+from skippipe_jax.training.elastic.coordinator import (
+    Action,
+    AwaitGeneration,
+    Closed,
+    CloseSession,
+    Ended,
+    Entered,
+    Event,
+    Failed,
+    HostPolicy,
+    Left,
+    Missed,
+    Opened,
+    Opening,
+    OpenSession,
+    Origin,
+    Raise,
+    State,
+    StateSource,
+    Stop,
+    Stopped,
+    TimeOver,
+    WatchMembers,
+    WentBack,
+    advance,
+    await_first,
+)
 from skippipe_jax.training.elastic.inviting import Inviting
 from skippipe_jax.training.elastic.lost_stages import how_remade, how_rewound, warning_of_single
 from skippipe_jax.training.elastic.measured import Measured, new_nodes
@@ -64,7 +94,7 @@ from skippipe_jax.training.setup import (
 POLL_S = 0.1
 
 
-class Survival:
+class ElasticRunner:
     """Opens a session of a run after another, each with the hosts that are left then.
 
     Attributes:
@@ -89,6 +119,16 @@ class Survival:
         self._lock = RunLock(run.run_dir)
         # The last generation in which this host has led, and so written the metrics.
         self._led = 0
+        self._policy = HostPolicy(
+            self._membership.index,
+            run.config.cluster.rejoin_s,
+            run.config.recovery.lost_stage,
+            replicas_diverge=run.config.averaging.is_outer,
+        )
+        self._state: State = Stopped()
+        self._action: Action | None = None
+        # What this host held when its last session was closed.
+        self._held = HeldState(0, 0)
 
     def close(self) -> None:
         """Search no more, and let the folder go."""
@@ -101,25 +141,19 @@ class Survival:
         Raises:
             PeerTimeout: if the others do not take this host in, which was lost.
         """
-        config, membership = self._config, self._membership
-        _get_ready(config, self._setup, membership.index)
-        patience_s, since_s = config.cluster.rejoin_s, time.monotonic()
-        team = membership.ask_in(self._rules, self._store, patience_s)
-        if team is None:
-            raise PeerTimeout(
-                "this host has waited to be taken in by those that go on with the run, in vain; "
-                f"cluster.rejoin_s is {patience_s:g}"
-            )
-        is_in = "is in" if membership.index in team.generation.apart else "is back in"
-        log.output(f"host {membership.index} {is_in} the run, at step {team.generation.step}")
-        return self._open_with(team, empty_state(team.generation.step), since_s)
+        _get_ready(self._config, self._setup, self._membership.index)
+        self._membership.ask_in(self._rules, self._store)
+        self._state, self._action = await_first(self._policy)
+        return self._until_open(time.monotonic())
 
     def open(self, setup: RunSetup) -> Session:
         """Open the first session, with all hosts of the run."""
-        state = first_state(setup)
+        state = self._held = first_state(setup)
         stages, step = setup.plan.stages, state.step
         processes = [own.process for own in setup.agreed.reports]
         team = self._membership.outlive(self._rules, self._store, stages, step, processes)
+        origin = Origin.OWN if state.checkpoint is None else Origin.CHECKPOINT
+        self._team, self._state = team, Opening(team.generation, StateSource(step, origin))
         try:
             with closed_by_an_error(setup.transfers):
                 self._invite(team, setup.agreed)
@@ -129,31 +163,20 @@ class Survival:
                 single = warning_of_single(stages, setup.host_of, by)
                 if team.index == 0 and single:
                     log.warning(single)
-                return self._replanned(Session(self._run, SessionStart(team, setup, state)))
-        except Exception as error:  # As in `_open_with`.
-            if not self.outlives(team, error):
+                session = self._replanned(Session(self._run, SessionStart(team, setup, state)))
+        except Exception as error:
+            if not self.outlives(error):
                 raise
-        if state.checkpoint is not None:
-            state = state_from_checkpoint(step)
-        return self._open_with(self._next(team), state, time.monotonic())
+            return self._until_open(time.monotonic())
+        self._tell(Opened())
+        return session
 
-    def outlives(self, group: Group, error: Exception) -> bool:
-        """Tell whether the loss of a host of the group caused an error, once that is certain."""
-        if isinstance(error, GenerationEnded):
-            return True
-        patience_s = 0.0
-        if not isinstance(error, PeerTimeout):
-            # Those who went on may have removed a checkpoint that was being written without them.
-            if not (isinstance(error, CheckpointFailed) or may_stem_from_a_peer(error)):
-                return False
-            # A death shows at once; only a host that hangs takes the whole timeout.
-            patience_s = 2 * self._config.cluster.heartbeat_timeout_s
-        until_s = time.monotonic() + patience_s
-        while not (group.has_ended or self._membership.misses(group.hosts)):
-            if time.monotonic() > until_s:
-                return False
-            time.sleep(POLL_S)
-        return True
+    def outlives(self, error: Exception) -> bool:
+        """Tell whether the loss of a host caused an error, once that is certain."""
+        self._tell(_event_of(error, self._config.cluster.heartbeat_timeout_s))
+        if isinstance(self._action, WatchMembers):
+            self._tell(self._watch(self._action.seconds))
+        return not isinstance(self._action, Raise)
 
     def next_session(self, session: Session) -> Session:
         """Close a session whose hosts are no longer the same, and open the next.
@@ -162,77 +185,90 @@ class Survival:
             HostLeft: if this host was told to leave, and the others do without it.
             PeerTimeout: if too few hosts are left, for longer than ``cluster.rejoin_s``.
         """
-        since_s = time.monotonic()
         try:
-            following = self._next(session.group)
+            return self._until_open(time.monotonic(), session)
         except HostLeft:
             session.abandon()
             raise
-        # What a host knows that was left out does not count, and may be told by others otherwise.
-        if following.index not in following.fresh:
-            session.runtime.close()
-            with suppress(GenerationEnded):  # Of steps that never counted there is nothing to tell.
-                session.emit_metrics()
-        state = session.export()
-        session.abandon()
-        return self._open_with(following, state, since_s)
 
-    def _open_with(self, team: Team, state: HeldState, since_s: float) -> Session:
+    def _tell(self, event: Event) -> None:
+        self._state, self._action = advance(self._state, event, self._policy)
+
+    def _until_open(self, since_s: float, session: Session | None = None) -> Session:
+        """Do what is to be done until a session is open; one may have to be closed first."""
         while True:
-            # A team may end before all is open; what it had to go on with the next one has, too.
-            state = self._held(team, state)
-            try:
-                return self._open(team, state, since_s)
-            except Exception as error:  # What is fetched from a host that dies raises at once.
-                if not self.outlives(team, error):
-                    raise
-            team = self._next(team)
+            match self._action:
+                case AwaitGeneration(after, seconds):
+                    self._tell(self._await(after, seconds))
+                case CloseSession(steps_count):
+                    assert session is not None, "is open"
+                    self._tell(self._close_session(session, steps_count))
+                case OpenSession(_, source):
+                    try:
+                        opened = self._open(self._team, self._held_of(source), since_s)
+                    # What is fetched from a host that dies raises at once.
+                    except Exception as error:
+                        if not self.outlives(error):
+                            raise
+                    else:
+                        self._tell(Opened())
+                        return opened
+                case Stop(error):
+                    raise error
+                case _:
+                    raise AssertionError(f"{self._action} in {self._state}")
 
-    def _next(self, group: Group) -> Team:
-        self._run.preemption.require_stays()
-        patience_s = self._config.cluster.rejoin_s
-        following = self._membership.next_team(group.generation, patience_s)
+    def _await(self, after: int, seconds: float) -> Entered | TimeOver | Left:
+        if self._run.preemption.has_left():
+            return Left()
+        following = self._membership.next_team(after, seconds)
         if following is None:
             # A checkpoint that the others would have to take part in is waited for no longer.
             self._membership.give_up()
-            raise PeerTimeout(
-                "this host has waited for as many others as it takes to go on, in vain; "
-                f"cluster.rejoin_s is {patience_s:g}"
-            )
-        return following
+            return TimeOver()
+        self._team = following
+        if after == 0:
+            here, step = self._membership.index, following.generation.step
+            is_in = "is in" if here in following.generation.apart else "is back in"
+            log.output(f"host {here} {is_in} the run, at step {step}")
+        return Entered(following.generation)
 
-    def _held(self, team: Team, state: HeldState) -> HeldState:
-        """Return what this host has to go on with in a team, with what it held before.
+    def _watch(self, seconds: float) -> Ended | Missed | TimeOver:
+        until_s = time.monotonic() + seconds
+        while True:
+            if self._team.has_ended:
+                return Ended()
+            if self._membership.misses(self._team.hosts):
+                return Missed()
+            if time.monotonic() > until_s:
+                return TimeOver()
+            time.sleep(POLL_S)
 
-        Raises:
-            PeerTimeout: if the run ends with this team, or goes on from another step than this host
-                has come to.
-        """
-        config, folder, generation = self._config, self._run.run_dir, team.generation
-        if generation.is_last:
-            raise PeerTimeout(why_last(generation, config.recovery.lost_stage))
-        if team.index in team.fresh:
-            return empty_state(state.step)
-        if generation.is_rewound:
-            first = step_folder(folder, 0)
-            if generation.step == 0 and not retry(folder, lambda: is_committed(first)):
-                return HeldState(state.step, 0)  # Nothing has been saved yet.
-            return state_from_checkpoint(state.step)
-        done, step = state.step, generation.step
-        # A host whose replicas are apart may have made more steps of its own, and keeps them.
-        is_other = done < step if config.averaging.is_outer else done != step
-        if is_other and not state.restores_checkpoint:
-            raise PeerTimeout(
-                f"this host has the state after step {done}, and the others go on from step "
-                f"{step}: it has to take theirs"
-            )
-        return state
+    def _close_session(self, session: Session, steps_count: bool) -> Closed:
+        if steps_count:
+            session.runtime.close()
+            with suppress(GenerationEnded):  # Of steps that never counted there is nothing to tell.
+                session.emit_metrics()
+        self._held = session.export()
+        session.abandon()
+        return Closed(self._held.step)
+
+    def _held_of(self, source: StateSource) -> HeldState:
+        """Return what this host holds, and drop what it does not go on with."""
+        if source.origin == Origin.PEERS:
+            self._held = HeldState(source.step, 0, {})
+        elif source.origin == Origin.CHECKPOINT:
+            self._held = HeldState(source.step, 0, {}, restores_checkpoint=True)
+            first, is_first = step_folder(self._run.run_dir, 0), self._team.generation.step == 0
+            if is_first and not retry(self._run.run_dir, lambda: is_committed(first)):
+                self._held = HeldState(source.step, 0)  # Nothing has been saved yet.
+        return self._held
 
     def _open(self, team: Team, state: HeldState, since_s: float) -> Session:
         """Open the session of a team, after the step that it begins with.
 
-        `state` is from `_held`; its step becomes that of the generation, or an earlier one where
-        the checkpoint of that is damaged.
+        The step of `state` becomes that of the generation, or an earlier one where the
+        checkpoint of that is damaged.
         """
         config, folder, generation = self._config, self._run.run_dir, team.generation
         if team.index in team.fresh:
@@ -313,9 +349,8 @@ class Survival:
         """Return if all hosts that serve a data node have the text that the run reads.
 
         Raises:
-            GenerationEnded: once the hosts go on with others that read it.
+            GenerationEnded: where the hosts are to go on with others that read it.
             InputError: if this host has not the text, and there is no other stage.
-            PeerTimeout: if the hosts go on with nobody for ``cluster.rejoin_s``.
         """
         if not agreed.without_text:
             return
@@ -331,7 +366,6 @@ class Survival:
             )
             self._setup = replace(self._setup, data=None, held_out=())
             self._membership.control.tell(TextMissing(), Tick())  # So the others hear at once.
-        self._next(team)  # It is there; `_open_with` goes on with it.
         raise GenerationEnded
 
     def _agreed(
@@ -387,6 +421,7 @@ class Survival:
         is_older = step < team.generation.step
         if is_older:
             team = team.gone_back(step)
+            self._tell(WentBack())
             state = replace(state, step=step)
             self.metrics_tail.drop_after(step)
             self.recoveries.went_back(step)
@@ -409,27 +444,16 @@ class Survival:
             retry(folder, lambda: RunDir(folder).append_generation(*given))
 
 
-def empty_state(step: int) -> HeldState:
-    """Return the state of a host that takes everything from others."""
-    return HeldState(step, 0, {})
-
-
-def state_from_checkpoint(step: int) -> HeldState:
-    """Return the state of a host that is to load the newest intact checkpoint."""
-    return HeldState(step, 0, {}, restores_checkpoint=True)
-
-
-def why_last(generation: Generation, lost_stage: str) -> str:
-    """Explain why the run ends with a generation, by what `recovery.lost_stage` asks for."""
-    if set(generation.apart) == set(generation.members):
-        return (
-            f"{generation.cause}, and all hosts that are left have joined the run without its "
-            "folder: what they would train nobody could save"
-        )
-    return (
-        f"{generation.cause}, and no replica of a stage is left that could be moved or "
-        f"rewound; recovery.lost_stage is {lost_stage}"
-    )
+def _event_of(error: Exception, heartbeat_timeout_s: float) -> Ended | Failed:
+    if isinstance(error, GenerationEnded):
+        return Ended()
+    if isinstance(error, PeerTimeout):
+        return Failed(0.0)
+    # Those who went on may have removed a checkpoint that was being written without them.
+    if isinstance(error, CheckpointFailed) or may_stem_from_a_peer(error):
+        # A death shows at once; only a host that hangs takes the whole timeout.
+        return Failed(2 * heartbeat_timeout_s)
+    return Failed(None)
 
 
 def _get_ready(config: Config, setup: HostSetup, here: int) -> None:

@@ -1,0 +1,325 @@
+"""What one host does as hosts are lost or join: a state machine, which `runner` carries out.
+
+| state | event | next state | action |
+| --- | --- | --- | --- |
+| `Suspended` | `Entered`, a session is open | `Closing` | `CloseSession` |
+| | `Entered`, none is open | `Opening` | `OpenSession` |
+| | `TimeOver` | `Stopped` | `Stop` with `PeerTimeout` |
+| | `Left` | `Stopped` | `Stop` with `HostLeft` |
+| `Closing` | `Closed` | `Opening` | `OpenSession` |
+| `Opening` | `Opened` | `Training` | none |
+| | `WentBack` | `Opening`, from a checkpoint | none |
+| `Opening`, `Training` | `Ended` | `Suspended` | `AwaitGeneration` |
+| | `Failed`, a lost host may be the cause | `Confirming` | `WatchMembers` |
+| | `Failed`, none can be | the same | `Raise` |
+| `Confirming` | `Ended`, `Missed` | `Suspended` | `AwaitGeneration` |
+| | `TimeOver` | what it was before | `Raise` |
+
+A generation that is the last, or that goes on from another step than this host holds, leads to
+`Stopped` instead of `Opening`. A host that asks to be taken in begins as `Suspended`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.errors import HostLeft, PeerTimeout
+
+
+class Origin(Enum):
+    """Where the states of a host's stages come from as it enters a generation."""
+
+    OWN = "own"
+    CHECKPOINT = "checkpoint"
+    PEERS = "peers"
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """With what a host enters a generation.
+
+    Attributes:
+        step: the iterations that it has done.
+        origin: where its states come from.
+    """
+
+    step: int
+    origin: Origin
+
+
+NOTHING = StateSource(0, Origin.PEERS)
+
+
+@dataclass(frozen=True)
+class HostPolicy:
+    """What the decisions of a host depend on for as long as it runs.
+
+    Attributes:
+        host: its number in the run.
+        rejoin_s: the seconds for which it waits to go on with others.
+        lost_stage: what becomes of a stage that no host holds: `recovery.lost_stage`.
+        replicas_diverge: whether hosts make steps of their own between two averages.
+    """
+
+    host: int
+    rejoin_s: float
+    lost_stage: str
+    replicas_diverge: bool
+
+
+# States.
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """Waits for the generation after that of a number, which is 0 for a host that comes.
+
+    `source` is None as long as a session is open: its steps may still count.
+    """
+
+    after: int
+    source: StateSource | None
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Closes its session, to enter a generation."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Opens the session of a generation, together with its other hosts."""
+
+    generation: Generation
+    source: StateSource
+
+
+@dataclass(frozen=True)
+class Training:
+    """Makes steps."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Confirming:
+    """Finds out whether a lost host has caused an error that came in a state."""
+
+    interrupted: Opening | Training
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Takes no further part."""
+
+
+State = Suspended | Closing | Opening | Training | Confirming | Stopped
+
+
+# Events.
+
+
+@dataclass(frozen=True)
+class Entered:
+    """This host is in the next generation."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The session is closed, after so many iterations."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Opened:
+    """All hosts of the generation have opened its session."""
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """The newest checkpoint is damaged for a host: all go back to an earlier one."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The generation has ended."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An error has come.
+
+    `shows_within_s` is how long the loss of a host that caused it may take to show; None where no
+    other host can have caused it.
+    """
+
+    shows_within_s: float | None
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A member of the generation is gone or silent."""
+
+
+@dataclass(frozen=True)
+class TimeOver:
+    """What was waited for has not come in time."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """The others go on without this host, as it was told to leave."""
+
+
+Event = Entered | Closed | Opened | WentBack | Ended | Failed | Missed | TimeOver | Left
+
+
+# Actions.
+
+
+@dataclass(frozen=True)
+class AwaitGeneration:
+    """Wait for the generation after that of a number: `Entered`, `TimeOver` or `Left` follows."""
+
+    after: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WatchMembers:
+    """Watch the members of the generation: `Ended`, `Missed` or `TimeOver` follows."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CloseSession:
+    """Close the session; tell of its last steps if they count for this host: `Closed` follows."""
+
+    steps_count: bool
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """Open a session: `Opened`, `WentBack`, `Ended` or `Failed` follows."""
+
+    generation: Generation
+    source: StateSource
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Take no further part, with an error."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Raise:
+    """Raise the error that `Failed` told of: it is this host's own."""
+
+
+Action = AwaitGeneration | WatchMembers | CloseSession | OpenSession | Stop | Raise
+
+
+def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Action | None]:
+    """Apply an event; return the new state, and what is to be done in it.
+
+    Raises:
+        ValueError: if such an event cannot come in that state.
+    """
+    match state, event:
+        case Suspended(_, None), Entered(generation):
+            steps_count = policy.host not in generation.fresh
+            return Closing(generation), CloseSession(steps_count)
+        case Suspended(_, StateSource() as source), Entered(generation):
+            return _open(generation, source, policy)
+        case Suspended(after), TimeOver():
+            return Stopped(), Stop(PeerTimeout(_waited_in_vain(after, policy.rejoin_s)))
+        case Suspended(), Left():
+            return Stopped(), Stop(HostLeft("the others go on without this host"))
+        case Closing(generation), Closed(step):
+            return _open(generation, StateSource(step, Origin.OWN), policy)
+        case Opening(generation), Opened():
+            return Training(generation), None
+        case Opening(_, source), WentBack():
+            origin = source.origin if source.origin == Origin.PEERS else Origin.CHECKPOINT
+            return replace(state, source=replace(source, origin=origin)), None
+        case Opening() | Training(), Ended():
+            return _suspend(state, policy)
+        case Opening() | Training(), Failed(None):
+            return state, Raise()
+        case Opening() | Training(), Failed(float(shows_within_s)):
+            return Confirming(state), WatchMembers(shows_within_s)
+        case Confirming(interrupted), Ended() | Missed():
+            return _suspend(interrupted, policy)
+        case Confirming(interrupted), TimeOver():
+            return interrupted, Raise()
+        case _:
+            raise ValueError(f"{event} cannot come to a host that is {state}")
+
+
+def await_first(policy: HostPolicy) -> tuple[Suspended, AwaitGeneration]:
+    """Return the first state and action of a host that asks to be taken in."""
+    return Suspended(0, NOTHING), AwaitGeneration(0, policy.rejoin_s)
+
+
+def _suspend(state: Opening | Training, policy: HostPolicy) -> tuple[State, Action]:
+    after = state.generation.number
+    source = state.source if isinstance(state, Opening) else None
+    return Suspended(after, source), AwaitGeneration(after, policy.rejoin_s)
+
+
+def _open(generation: Generation, source: StateSource, policy: HostPolicy) -> tuple[State, Action]:
+    chosen = choose_source(generation, source, policy)
+    if isinstance(chosen, Stop):
+        return Stopped(), chosen
+    return Opening(generation, chosen), OpenSession(generation, chosen)
+
+
+def choose_source(
+    generation: Generation, held: StateSource, policy: HostPolicy
+) -> StateSource | Stop:
+    """Choose where a host's states come from, which has held these; or stop if it cannot go on."""
+    if generation.is_last:
+        return Stop(PeerTimeout(_why_last(generation, policy.lost_stage)))
+    if policy.host in generation.fresh:
+        return replace(held, origin=Origin.PEERS)
+    if generation.is_rewound or held.origin == Origin.CHECKPOINT:
+        return replace(held, origin=Origin.CHECKPOINT)
+    # A host whose replicas diverge may have made more steps of its own, and keeps them.
+    is_behind = held.step < generation.step
+    is_other = is_behind if policy.replicas_diverge else held.step != generation.step
+    if held.origin == Origin.PEERS or is_other:
+        problem = (
+            f"this host has the state after step {held.step}, and the others go on from step "
+            f"{generation.step}: it has to take theirs"
+        )
+        return Stop(PeerTimeout(problem))
+    return held
+
+
+def _waited_in_vain(after: int, rejoin_s: float) -> str:
+    what = "to be taken in by those that go on with the run"
+    if after:
+        what = "for as many others as it takes to go on"
+    return f"this host has waited {what}, in vain; cluster.rejoin_s is {rejoin_s:g}"
+
+
+def _why_last(generation: Generation, lost_stage: str) -> str:
+    if set(generation.apart) == set(generation.members):
+        return (
+            f"{generation.cause}, and all hosts that are left have joined the run without its "
+            "folder: what they would train nobody could save"
+        )
+    return (
+        f"{generation.cause}, and no replica of a stage is left that could be moved or "
+        f"rewound; recovery.lost_stage is {lost_stage}"
+    )

@@ -1,0 +1,177 @@
+"""The state machine of a host among others that are lost or join: a test for each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.errors import HostLeft, PeerTimeout
+from skippipe_jax.training.elastic.coordinator import (
+    Action,
+    AwaitGeneration,
+    Closed,
+    CloseSession,
+    Closing,
+    Confirming,
+    Ended,
+    Entered,
+    Event,
+    Failed,
+    HostPolicy,
+    Left,
+    Missed,
+    Opened,
+    Opening,
+    OpenSession,
+    Origin,
+    Raise,
+    State,
+    StateSource,
+    Stop,
+    Stopped,
+    Suspended,
+    TimeOver,
+    Training,
+    WatchMembers,
+    WentBack,
+    advance,
+    await_first,
+)
+
+OWN, STEP = 1, 20
+POLICY = HostPolicy(OWN, 60.0, "rewind", replicas_diverge=False)
+
+
+def generation(number: int, **fields: Any) -> Generation:
+    return Generation(number, (0, OWN, 2), (0, 0, 0), leader=0, step=STEP, **fields)
+
+
+def source(origin: Origin, step: int = STEP) -> StateSource:
+    return StateSource(step, origin)
+
+
+SECOND = generation(2)
+HELD, SAVED, THEIRS = map(source, Origin)
+OPENING, TRAINING = Opening(SECOND, HELD), Training(SECOND)
+AWAITS, WATCHES = AwaitGeneration(2, 60.0), WatchMembers(20.0)
+FRESH = generation(3, fresh=(OWN,))
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "following", "action"),
+    [
+        (Suspended(1, None), Entered(SECOND), Closing(SECOND), CloseSession(steps_count=True)),
+        (Suspended(2, None), Entered(FRESH), Closing(FRESH), CloseSession(steps_count=False)),
+        (Suspended(1, HELD), Entered(SECOND), OPENING, OpenSession(SECOND, HELD)),
+        (Closing(SECOND), Closed(STEP), OPENING, OpenSession(SECOND, HELD)),
+        (OPENING, Opened(), TRAINING, None),
+        (OPENING, WentBack(), Opening(SECOND, SAVED), None),
+        (Opening(FRESH, THEIRS), WentBack(), Opening(FRESH, THEIRS), None),
+        (OPENING, Ended(), Suspended(2, HELD), AWAITS),
+        (TRAINING, Ended(), Suspended(2, None), AWAITS),
+        (OPENING, Failed(20.0), Confirming(OPENING), WATCHES),
+        (TRAINING, Failed(20.0), Confirming(TRAINING), WATCHES),
+        (OPENING, Failed(None), OPENING, Raise()),
+        (TRAINING, Failed(None), TRAINING, Raise()),
+        (Confirming(OPENING), Ended(), Suspended(2, HELD), AWAITS),
+        (Confirming(TRAINING), Ended(), Suspended(2, None), AWAITS),
+        (Confirming(OPENING), Missed(), Suspended(2, HELD), AWAITS),
+        (Confirming(TRAINING), Missed(), Suspended(2, None), AWAITS),
+        (Confirming(TRAINING), TimeOver(), TRAINING, Raise()),
+    ],
+)
+def test_states_follow_each_other(
+    state: State, event: Event, following: State, action: Action | None
+):
+    assert advance(state, event, POLICY) == (following, action)
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "error", "text"),
+    [
+        (Suspended(0, THEIRS), TimeOver(), PeerTimeout, "to be taken in by those that go on"),
+        (Suspended(2, None), TimeOver(), PeerTimeout, "for as many others as it takes to go on"),
+        (Suspended(2, None), Left(), HostLeft, "go on without this host"),
+        (Suspended(2, HELD), Left(), HostLeft, "go on without this host"),
+    ],
+)
+def test_a_host_stops(state: State, event: Event, error: type[Exception], text: str):
+    following, action = advance(state, event, POLICY)
+    assert following == Stopped()
+    assert isinstance(action, Stop)
+    assert isinstance(action.error, error)
+    assert text in str(action.error)
+
+
+def test_what_cannot_come_is_an_error():
+    for state, event in [(Stopped(), Ended()), (TRAINING, Opened()), (TRAINING, Entered(SECOND))]:
+        with pytest.raises(ValueError, match="cannot come to a host that is"):
+            advance(state, event, POLICY)
+
+
+def test_who_comes_waits_with_nothing():
+    state, action = await_first(POLICY)
+    assert action == AwaitGeneration(0, 60.0)
+    _, action = advance(state, Entered(FRESH), POLICY)
+    assert action == OpenSession(FRESH, source(Origin.PEERS, 0))
+
+
+REWOUND = generation(3, is_rewound=True)
+APART = generation(3, is_rewound=True, fresh=(OWN,), apart=(OWN,))
+
+
+@pytest.mark.parametrize(
+    ("entered", "held", "chosen"),
+    [
+        (generation(3), HELD, HELD),
+        (generation(3, fresh=(OWN,)), source(Origin.OWN, 24), source(Origin.PEERS, 24)),
+        (generation(3, fresh=(OWN,)), SAVED, THEIRS),
+        (REWOUND, source(Origin.OWN, 24), source(Origin.CHECKPOINT, 24)),
+        (REWOUND, THEIRS, SAVED),
+        # It was to read a checkpoint, and that generation ended before it had: so it still is.
+        (generation(3), source(Origin.CHECKPOINT, 24), source(Origin.CHECKPOINT, 24)),
+        # Who reaches no folder reads no checkpoint.
+        (APART, HELD, THEIRS),
+    ],
+)
+def test_a_host_goes_on_with_what_its_generation_has_for_it(
+    entered: Generation, held: StateSource, chosen: StateSource
+):
+    _, action = advance(Suspended(2, held), Entered(entered), POLICY)
+    assert action == OpenSession(entered, chosen)
+
+
+@pytest.mark.parametrize("diverge", [False, True])
+@pytest.mark.parametrize("step", [STEP - 1, STEP + 2])
+def test_only_hosts_whose_replicas_diverge_may_be_ahead(step: int, diverge: bool):
+    policy = HostPolicy(OWN, 60.0, "rewind", replicas_diverge=diverge)
+    _, action = advance(Suspended(2, source(Origin.OWN, step)), Entered(generation(3)), policy)
+    if diverge and step > STEP:
+        assert action == OpenSession(generation(3), source(Origin.OWN, step))
+    else:
+        assert isinstance(action, Stop)
+        assert f"has the state after step {step}, and the others go on from step 20" in str(
+            action.error
+        )
+
+
+def test_nobody_goes_on_with_nothing():
+    _, action = advance(Suspended(2, THEIRS), Entered(generation(3)), POLICY)
+    assert isinstance(action, Stop)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"apart": (0, OWN, 2)}, "host 3 was lost, and all hosts that are left have joined"),
+        ({}, "no replica of a stage is left .* recovery.lost_stage is rewind"),
+    ],
+)
+def test_the_last_generation_says_why_the_run_ends(fields: dict[str, Any], text: str):
+    last = generation(3, is_last=True, cause="host 3 was lost", **fields)
+    _, action = advance(Suspended(2, HELD), Entered(last), POLICY)
+    assert isinstance(action, Stop)
+    with pytest.raises(PeerTimeout, match=text):
+        raise action.error
