@@ -18,7 +18,7 @@ from skippipe_jax.config import load_config
 from skippipe_jax.consensus.generations import Wish
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
-from skippipe_jax.training.elastic.survival import Survival
+from skippipe_jax.training.elastic.runner import ElasticRunner
 from skippipe_jax.training.trainer import Trainer
 from tests.sched.examples import plan_of
 
@@ -35,10 +35,10 @@ class Finds(Callback):
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
         if metrics.step == FOUND_AFTER and metrics.generation == 1:
-            trainer, survival = self.trainer, self.trainer._survival
-            assert isinstance(survival, Survival)
+            trainer, elastic = self.trainer, self.trainer._elastic
+            assert isinstance(elastic, ElasticRunner)
             if run.group.index == 0:
-                name = survival.plans.keep(PLAN)
+                name = elastic.plans.keep(PLAN)
                 assert name is not None
                 trainer.membership.control.tell(Wish(1, PLAN.stages, name))
 

@@ -15,27 +15,22 @@ from skippipe_jax.training.elastic.coordinator import (
     CloseSession,
     Closing,
     Confirming,
-    Ended,
     Entered,
     Event,
     Failed,
     HostPolicy,
-    Left,
-    Missed,
-    Opened,
     Opening,
     OpenSession,
     Origin,
     Raise,
+    Signal,
     State,
     StateSource,
     Stop,
     Stopped,
     Suspended,
-    TimeOver,
     Training,
     WatchMembers,
-    WentBack,
     advance,
     await_first,
 )
@@ -66,20 +61,20 @@ FRESH = generation(3, fresh=(OWN,))
         (Suspended(2, None), Entered(FRESH), Closing(FRESH), CloseSession(steps_count=False)),
         (Suspended(1, HELD), Entered(SECOND), OPENING, OpenSession(SECOND, HELD)),
         (Closing(SECOND), Closed(STEP), OPENING, OpenSession(SECOND, HELD)),
-        (OPENING, Opened(), TRAINING, None),
-        (OPENING, WentBack(), Opening(SECOND, SAVED), None),
-        (Opening(FRESH, THEIRS), WentBack(), Opening(FRESH, THEIRS), None),
-        (OPENING, Ended(), Suspended(2, HELD), AWAITS),
-        (TRAINING, Ended(), Suspended(2, None), AWAITS),
+        (OPENING, Signal.OPENED, TRAINING, None),
+        (OPENING, Signal.WENT_BACK, Opening(SECOND, SAVED), None),
+        (Opening(FRESH, THEIRS), Signal.WENT_BACK, Opening(FRESH, THEIRS), None),
+        (OPENING, Signal.ENDED, Suspended(2, HELD), AWAITS),
+        (TRAINING, Signal.ENDED, Suspended(2, None), AWAITS),
         (OPENING, Failed(20.0), Confirming(OPENING), WATCHES),
         (TRAINING, Failed(20.0), Confirming(TRAINING), WATCHES),
         (OPENING, Failed(None), OPENING, Raise()),
         (TRAINING, Failed(None), TRAINING, Raise()),
-        (Confirming(OPENING), Ended(), Suspended(2, HELD), AWAITS),
-        (Confirming(TRAINING), Ended(), Suspended(2, None), AWAITS),
-        (Confirming(OPENING), Missed(), Suspended(2, HELD), AWAITS),
-        (Confirming(TRAINING), Missed(), Suspended(2, None), AWAITS),
-        (Confirming(TRAINING), TimeOver(), TRAINING, Raise()),
+        (Confirming(OPENING), Signal.ENDED, Suspended(2, HELD), AWAITS),
+        (Confirming(TRAINING), Signal.ENDED, Suspended(2, None), AWAITS),
+        (Confirming(OPENING), Signal.MISSED, Suspended(2, HELD), AWAITS),
+        (Confirming(TRAINING), Signal.MISSED, Suspended(2, None), AWAITS),
+        (Confirming(TRAINING), Signal.TIME_OVER, TRAINING, Raise()),
     ],
 )
 def test_states_follow_each_other(
@@ -91,10 +86,15 @@ def test_states_follow_each_other(
 @pytest.mark.parametrize(
     ("state", "event", "error", "text"),
     [
-        (Suspended(0, THEIRS), TimeOver(), PeerTimeout, "to be taken in by those that go on"),
-        (Suspended(2, None), TimeOver(), PeerTimeout, "for as many others as it takes to go on"),
-        (Suspended(2, None), Left(), HostLeft, "go on without this host"),
-        (Suspended(2, HELD), Left(), HostLeft, "go on without this host"),
+        (Suspended(0, THEIRS), Signal.TIME_OVER, PeerTimeout, "to be taken in by those"),
+        (
+            Suspended(2, None),
+            Signal.TIME_OVER,
+            PeerTimeout,
+            "for as many others as it",
+        ),
+        (Suspended(2, None), Signal.LEFT, HostLeft, "go on without this host"),
+        (Suspended(2, HELD), Signal.LEFT, HostLeft, "go on without this host"),
     ],
 )
 def test_a_host_stops(state: State, event: Event, error: type[Exception], text: str):
@@ -106,7 +106,11 @@ def test_a_host_stops(state: State, event: Event, error: type[Exception], text: 
 
 
 def test_what_cannot_come_is_an_error():
-    for state, event in [(Stopped(), Ended()), (TRAINING, Opened()), (TRAINING, Entered(SECOND))]:
+    for state, event in [
+        (Stopped(), Signal.ENDED),
+        (TRAINING, Signal.OPENED),
+        (TRAINING, Entered(SECOND)),
+    ]:
         with pytest.raises(ValueError, match="cannot come to a host that is"):
             advance(state, event, POLICY)
 

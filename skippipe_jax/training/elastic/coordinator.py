@@ -4,16 +4,16 @@
 | --- | --- | --- | --- |
 | `Suspended` | `Entered`, a session is open | `Closing` | `CloseSession` |
 | | `Entered`, none is open | `Opening` | `OpenSession` |
-| | `TimeOver` | `Stopped` | `Stop` with `PeerTimeout` |
-| | `Left` | `Stopped` | `Stop` with `HostLeft` |
+| | `TIME_OVER` | `Stopped` | `Stop` with `PeerTimeout` |
+| | `LEFT` | `Stopped` | `Stop` with `HostLeft` |
 | `Closing` | `Closed` | `Opening` | `OpenSession` |
-| `Opening` | `Opened` | `Training` | none |
-| | `WentBack` | `Opening`, from a checkpoint | none |
-| `Opening`, `Training` | `Ended` | `Suspended` | `AwaitGeneration` |
+| `Opening` | `OPENED` | `Training` | none |
+| | `WENT_BACK` | `Opening`, from a checkpoint | none |
+| `Opening`, `Training` | `ENDED` | `Suspended` | `AwaitGeneration` |
 | | `Failed`, a lost host may be the cause | `Confirming` | `WatchMembers` |
 | | `Failed`, none can be | the same | `Raise` |
-| `Confirming` | `Ended`, `Missed` | `Suspended` | `AwaitGeneration` |
-| | `TimeOver` | what it was before | `Raise` |
+| `Confirming` | `ENDED`, `MISSED` | `Suspended` | `AwaitGeneration` |
+| | `TIME_OVER` | what it was before | `Raise` |
 
 A generation that is the last, or that goes on from another step than this host holds, leads to
 `Stopped` instead of `Opening`. A host that asks to be taken in begins as `Suspended`.
@@ -138,21 +138,6 @@ class Closed:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """All hosts of the generation have opened its session."""
-
-
-@dataclass(frozen=True)
-class WentBack:
-    """The newest checkpoint is damaged for a host: all go back to an earlier one."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The generation has ended."""
-
-
-@dataclass(frozen=True)
 class Failed:
     """An error has come.
 
@@ -163,22 +148,18 @@ class Failed:
     shows_within_s: float | None
 
 
-@dataclass(frozen=True)
-class Missed:
-    """A member of the generation is gone or silent."""
+class Signal(Enum):
+    """Events without values."""
+
+    OPENED = "all hosts of the generation have opened its session"
+    WENT_BACK = "the newest checkpoint is damaged for a host: all go back to an earlier one"
+    ENDED = "the generation has ended"
+    MISSED = "a member of the generation is gone or silent"
+    TIME_OVER = "what was waited for has not come in time"
+    LEFT = "the others go on without this host, as it was told to leave"
 
 
-@dataclass(frozen=True)
-class TimeOver:
-    """What was waited for has not come in time."""
-
-
-@dataclass(frozen=True)
-class Left:
-    """The others go on without this host, as it was told to leave."""
-
-
-Event = Entered | Closed | Opened | WentBack | Ended | Failed | Missed | TimeOver | Left
+Event = Entered | Closed | Failed | Signal
 
 
 # Actions.
@@ -186,7 +167,7 @@ Event = Entered | Closed | Opened | WentBack | Ended | Failed | Missed | TimeOve
 
 @dataclass(frozen=True)
 class AwaitGeneration:
-    """Wait for the generation after that of a number: `Entered`, `TimeOver` or `Left` follows."""
+    """Wait for the generation after that of a number: `Entered`, `TIME_OVER` or `LEFT` follows."""
 
     after: int
     seconds: float
@@ -194,7 +175,7 @@ class AwaitGeneration:
 
 @dataclass(frozen=True)
 class WatchMembers:
-    """Watch the members of the generation: `Ended`, `Missed` or `TimeOver` follows."""
+    """Watch the members of the generation: `ENDED`, `MISSED` or `TIME_OVER` follows."""
 
     seconds: float
 
@@ -208,7 +189,7 @@ class CloseSession:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Open a session: `Opened`, `WentBack`, `Ended` or `Failed` follows."""
+    """Open a session: `OPENED`, `WENT_BACK`, `ENDED` or `Failed` follows."""
 
     generation: Generation
     source: StateSource
@@ -241,26 +222,26 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
             return Closing(generation), CloseSession(steps_count)
         case Suspended(_, StateSource() as source), Entered(generation):
             return _open(generation, source, policy)
-        case Suspended(after), TimeOver():
+        case Suspended(after), Signal.TIME_OVER:
             return Stopped(), Stop(PeerTimeout(_waited_in_vain(after, policy.rejoin_s)))
-        case Suspended(), Left():
+        case Suspended(), Signal.LEFT:
             return Stopped(), Stop(HostLeft("the others go on without this host"))
         case Closing(generation), Closed(step):
             return _open(generation, StateSource(step, Origin.OWN), policy)
-        case Opening(generation), Opened():
+        case Opening(generation), Signal.OPENED:
             return Training(generation), None
-        case Opening(_, source), WentBack():
+        case Opening(_, source), Signal.WENT_BACK:
             origin = source.origin if source.origin == Origin.PEERS else Origin.CHECKPOINT
             return replace(state, source=replace(source, origin=origin)), None
-        case Opening() | Training(), Ended():
+        case Opening() | Training(), Signal.ENDED:
             return _suspend(state, policy)
         case Opening() | Training(), Failed(None):
             return state, Raise()
         case Opening() | Training(), Failed(float(shows_within_s)):
             return Confirming(state), WatchMembers(shows_within_s)
-        case Confirming(interrupted), Ended() | Missed():
+        case Confirming(interrupted), Signal.ENDED | Signal.MISSED:
             return _suspend(interrupted, policy)
-        case Confirming(interrupted), TimeOver():
+        case Confirming(interrupted), Signal.TIME_OVER:
             return interrupted, Raise()
         case _:
             raise ValueError(f"{event} cannot come to a host that is {state}")

@@ -43,25 +43,20 @@ from skippipe_jax.training.elastic.coordinator import (
     AwaitGeneration,
     Closed,
     CloseSession,
-    Ended,
     Entered,
     Event,
     Failed,
     HostPolicy,
-    Left,
-    Missed,
-    Opened,
     Opening,
     OpenSession,
     Origin,
     Raise,
+    Signal,
     State,
     StateSource,
     Stop,
     Stopped,
-    TimeOver,
     WatchMembers,
-    WentBack,
     advance,
     await_first,
 )
@@ -168,7 +163,7 @@ class ElasticRunner:
             if not self.outlives(error):
                 raise
             return self._until_open(time.monotonic())
-        self._tell(Opened())
+        self._tell(Signal.OPENED)
         return session
 
     def outlives(self, error: Exception) -> bool:
@@ -211,21 +206,21 @@ class ElasticRunner:
                         if not self.outlives(error):
                             raise
                     else:
-                        self._tell(Opened())
+                        self._tell(Signal.OPENED)
                         return opened
                 case Stop(error):
                     raise error
                 case _:
                     raise AssertionError(f"{self._action} in {self._state}")
 
-    def _await(self, after: int, seconds: float) -> Entered | TimeOver | Left:
+    def _await(self, after: int, seconds: float) -> Entered | Signal:
         if self._run.preemption.has_left():
-            return Left()
+            return Signal.LEFT
         following = self._membership.next_team(after, seconds)
         if following is None:
             # A checkpoint that the others would have to take part in is waited for no longer.
             self._membership.give_up()
-            return TimeOver()
+            return Signal.TIME_OVER
         self._team = following
         if after == 0:
             here, step = self._membership.index, following.generation.step
@@ -233,15 +228,15 @@ class ElasticRunner:
             log.output(f"host {here} {is_in} the run, at step {step}")
         return Entered(following.generation)
 
-    def _watch(self, seconds: float) -> Ended | Missed | TimeOver:
+    def _watch(self, seconds: float) -> Signal:
         until_s = time.monotonic() + seconds
         while True:
             if self._team.has_ended:
-                return Ended()
+                return Signal.ENDED
             if self._membership.misses(self._team.hosts):
-                return Missed()
+                return Signal.MISSED
             if time.monotonic() > until_s:
-                return TimeOver()
+                return Signal.TIME_OVER
             time.sleep(POLL_S)
 
     def _close_session(self, session: Session, steps_count: bool) -> Closed:
@@ -421,7 +416,7 @@ class ElasticRunner:
         is_older = step < team.generation.step
         if is_older:
             team = team.gone_back(step)
-            self._tell(WentBack())
+            self._tell(Signal.WENT_BACK)
             state = replace(state, step=step)
             self.metrics_tail.drop_after(step)
             self.recoveries.went_back(step)
@@ -444,9 +439,9 @@ class ElasticRunner:
             retry(folder, lambda: RunDir(folder).append_generation(*given))
 
 
-def _event_of(error: Exception, heartbeat_timeout_s: float) -> Ended | Failed:
+def _event_of(error: Exception, heartbeat_timeout_s: float) -> Failed | Signal:
     if isinstance(error, GenerationEnded):
-        return Ended()
+        return Signal.ENDED
     if isinstance(error, PeerTimeout):
         return Failed(0.0)
     # Those who went on may have removed a checkpoint that was being written without them.
