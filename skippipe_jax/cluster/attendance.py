@@ -98,8 +98,9 @@ class Attendance:
 
     @property
     def missed(self) -> frozenset[int]:
-        """The hosts that are gone or silent."""
-        return self._mesh.missed
+        """The hosts that are gone or silent, or whose processes ask to be taken in."""
+        waiting = () if self._control is None else self._control.waiting
+        return self._mesh.missed.union(waiting)
 
     def broadcast(self, *message: Any) -> None:
         """Send a message to all other hosts."""

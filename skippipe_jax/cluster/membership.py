@@ -164,7 +164,7 @@ class Membership(Group):
         return None if generation is None else Team(self, generation)
 
     def misses(self, hosts: Collection[int]) -> bool:
-        """Tell whether one of these hosts is gone or silent."""
+        """Tell whether one of these hosts, of a generation, is gone, silent, or another process."""
         return not self._attendance.missed.isdisjoint(hosts)
 
     def give_up(self) -> None:

@@ -105,6 +105,11 @@ class Control:
         """Whether so many hosts are told to leave that the run has to end. For any thread."""
         return is_the_end(self._state)
 
+    @property
+    def waiting(self) -> frozenset[int]:
+        """The hosts that are in no generation, and ask to be taken in. For any thread."""
+        return frozenset(self._state.waiting)
+
     async def _tick_for_ever(self) -> None:
         while True:
             self._happens(Tick())

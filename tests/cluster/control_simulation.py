@@ -2,7 +2,8 @@
 
 Each host is what it is in a run, from its listening port to the rules of `consensus`, but for the
 training itself: that computes steps, takes stages from other hosts and saves checkpoints as in
-`tests.consensus.simulation`, whose assertions hold here as well.
+`tests.consensus.simulation`, whose assertions hold here as well. What a host does when a generation
+ends, an error comes or another begins, the state machine of `elastic.coordinator` decides.
 """
 
 from __future__ import annotations
@@ -33,9 +34,28 @@ from skippipe_jax.consensus.generations import (
     Enter,
     Event,
     Generation,
+    LeftOut,
     State,
     Told,
     Wish,
+)
+from skippipe_jax.training.elastic import coordinator
+from skippipe_jax.training.elastic.coordinator import (
+    Closed,
+    CloseSession,
+    Confirming,
+    Entered,
+    Failed,
+    HostPolicy,
+    Opening,
+    OpenSession,
+    Origin,
+    Signal,
+    StateSource,
+    Suspended,
+    Training,
+    WatchMembers,
+    await_first,
 )
 from tests.cluster.virtual_network import OWN, Process, VirtualLoop, VirtualStorage
 from tests.consensus import simulation as rules_alone
@@ -45,6 +65,7 @@ from tests.consensus.test_lost_stages import options_of
 CLUSTER = ClusterConfig(heartbeat_timeout_s=10.0, connect_timeout_s=60.0)
 COORDINATOR = ("127.0.0.1", 9999)
 STEP_S = 0.4
+POLL_S = 0.1
 SETTLES_S = 4 * CLUSTER.heartbeat_timeout_s
 """Within so long after the last fault the hosts go on, if they can."""
 
@@ -60,10 +81,17 @@ def by_stage(placement: Mapping[int, Collection[int]], stages: int) -> tuple[tup
 class Host(rules_alone.Process):
     """A process of a host, whose state is that of its part in the consensus."""
 
-    def __init__(self, attended: Attendance, process: Process, is_ready: bool):
+    def __init__(self, host: int, attended: Attendance, process: Process, is_ready: bool):
         """Be in no generation."""
         self.attended, self.process = attended, process
+        self.policy = HostPolicy(host, 1e9, "as the rules have it", replicas_diverge=False)
+        self.at, self.action = await_first(self.policy)
         self.applied, self.is_ready, self.entered, self.stages = [], is_ready, None, {}
+
+    def advance(self, event: coordinator.Event) -> coordinator.Action | None:
+        """Let an event come to what decides what this host does."""
+        self.at, self.action = coordinator.advance(self.at, event, self.policy)
+        return self.action
 
     @property
     def state(self) -> State:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -95,6 +123,7 @@ class ControlSimulation(Simulation):
         self.network, self.storage = self.loop.network, VirtualStorage(self.loop)
         self.addresses: dict[int, str] = {}
         self.starting: set[int] = set()
+        self.has_begun = False
         self.settled_s, self.log = 0.0, list[tuple[float, int, str]]()
         self.told = replace(
             self.rules,
@@ -151,6 +180,7 @@ class ControlSimulation(Simulation):
         for host in self.own_hosts:
             self.start(host)
         self.run(lambda: self.live.keys() >= {*self.own_hosts}, 120.0)
+        self.has_begun = True
 
     def start(self, host: int, *, is_apart: bool = False) -> None:
         """Start a process of a host: the first begins the run, and later ones come back to it."""
@@ -158,7 +188,7 @@ class ControlSimulation(Simulation):
             return
         self.starting.add(host)
         process = Process(self.loop, host)
-        own = Host(Attendance(CLUSTER, host, len(self.own_hosts), Board()), process, False)
+        own = Host(host, Attendance(CLUSTER, host, len(self.own_hosts), Board()), process, False)
         own.attended.process = 1000 * (host + 1) + self.processes[host]
         process.start(self._live(host, own, is_apart))
 
@@ -186,6 +216,7 @@ class ControlSimulation(Simulation):
             own.entered = self.decided[1]
             told = by_stage(own.entered.placement, self.stages)
             first = replace(own.entered, placement=told)
+            own.at = Opening(first, StateSource(0, Origin.OWN))
             succession.follow(Enter(first))
             state = first_state(host, self.told, first, 0)
         else:
@@ -210,7 +241,16 @@ class ControlSimulation(Simulation):
             await asyncio.sleep(self.random.uniform(0.2 * STEP_S, STEP_S))
             if self.has_ended or self.live.get(host) is not own:
                 return
-            self.compute(host)
+            depends = self.has_begun and isinstance(own.at, Opening | Training)
+            if depends and self._has_lost_peers(own) and self.random.random() < 0.3:
+                await self._confirm(host, own)
+                continue
+            if isinstance(own.at, Opening):
+                self.fetch(host)
+                if own.has_all:
+                    own.advance(Signal.OPENED)
+            if isinstance(own.at, Training):
+                self.compute(host)
             await asyncio.sleep(self.random.uniform(0.0, 0.2 * STEP_S))
             while self.computed:
                 _, where, event = self.computed.pop(0)
@@ -218,6 +258,53 @@ class ControlSimulation(Simulation):
                     self.tell(host, event)
             if own.state.number and len(own.applied) % 7 == 6:
                 self.save(host)
+
+    def _has_lost_peers(self, own: Host) -> bool:
+        """Tell whether a transfer with another member would fail: it is gone, or has gone on."""
+        assert own.entered is not None
+        number = own.entered.number
+
+        def is_lost(member: int, process: int) -> bool:
+            peer = self.live.get(member)
+            if peer is None or peer.state.process != process:
+                return True
+            last = 0 if peer.entered is None else peer.entered.number
+            return last > number or (last == number and peer.state.number == 0)
+
+        return any(map(is_lost, own.entered.members, own.entered.processes))
+
+    async def _confirm(self, host: int, own: Host) -> None:
+        """Find out whether a lost host has caused an error; it has."""
+        assert own.entered is not None
+        members = own.entered.members
+        own.advance(Failed(2 * CLUSTER.heartbeat_timeout_s))
+        assert isinstance(own.action, WatchMembers)
+        for _ in range(int(own.action.seconds / POLL_S)):
+            await asyncio.sleep(POLL_S)
+            if self.live.get(host) is not own or not isinstance(own.at, Confirming):
+                return
+            if not own.attended.missed.isdisjoint(members):
+                own.advance(Signal.MISSED)
+                return
+        there = {at: (one.state.number, type(one.at).__name__) for at, one in self.live.items()}
+        raise AssertionError(f"host {host} takes the loss of another for its own error: {there}")
+
+    def take_state(self, host: int, generation: Generation) -> None:
+        """A member goes on with what its state machine chooses."""
+        own = self.live[host]
+        if not isinstance(own.at, Suspended):
+            own.advance(Signal.ENDED)
+        action = own.advance(Entered(generation))
+        if isinstance(action, CloseSession):
+            action = own.advance(Closed(len(own.applied)))
+        assert isinstance(action, OpenSession), action
+        match action.source.origin:
+            case Origin.PEERS:
+                self.begin_empty(host)
+            case Origin.CHECKPOINT:
+                self.restore(host, generation)
+            case Origin.OWN:
+                pass
 
     def tell(self, host: int, event: Event) -> None:
         """Tell the control plane of a host, as its training does."""
@@ -246,6 +333,8 @@ class ControlSimulation(Simulation):
             case Enter(generation):
                 decision = Enter(replace(generation, placement=self._read(generation.placement)))
                 self.log.append((self.loop.time(), host, f"enters {generation.number}"))
+            case LeftOut() if not isinstance(self.live[host].at, Suspended):
+                self.live[host].advance(Signal.ENDED)
             case _:
                 pass
         self.do(host, decision)

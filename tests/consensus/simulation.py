@@ -228,12 +228,7 @@ class Simulation:
         members, fresh = frozenset(generation.members), frozenset(generation.fresh)
         assert generation.leader not in generation.apart, "who leads writes"
         assert generation.leader not in fresh or members - fresh <= {*generation.apart}
-        if host in fresh:
-            own.is_ready, own.stages = False, {}
-        elif generation.is_rewound:
-            assert host not in generation.apart, "it cannot read a checkpoint"
-            own.applied, own.is_ready = list(self.checkpoints[generation.step]), True
-            own.stages = dict.fromkeys(own.served, own.applied)
+        self.take_state(host, generation)
         served = {stage for member in members for stage in generation.placement[member]}
         assert served.isdisjoint(generation.left_out)
         is_covered = {*served, *generation.left_out} == {*range(self.stages)}
@@ -248,6 +243,25 @@ class Simulation:
             begun = self.begun_with.setdefault(generation.number, own.applied)
             assert begun == own.applied, "replicas go on with the same steps"
         self.require_remade(host, generation)
+
+    def take_state(self, host: int, generation: Generation) -> None:
+        """A member goes on with what it holds, from a checkpoint, or with nothing."""
+        if host in generation.fresh:
+            self.begin_empty(host)
+        elif generation.is_rewound:
+            self.restore(host, generation)
+
+    def begin_empty(self, host: int) -> None:
+        """A member holds nothing, and takes all it needs from others."""
+        own = self.live[host]
+        own.is_ready, own.stages = False, {}
+
+    def restore(self, host: int, generation: Generation) -> None:
+        """A member reads the checkpoint of the step that its generation begins with."""
+        assert host not in generation.apart, "it cannot read a checkpoint"
+        own = self.live[host]
+        own.applied, own.is_ready = list(self.checkpoints[generation.step]), True
+        own.stages = dict.fromkeys(own.served, own.applied)
 
     def require_remade(self, host: int, generation: Generation) -> None:
         """Stages are made anew that nobody holds, from what those have who are to give it."""
