@@ -31,6 +31,7 @@ from skippipe_jax.consensus.apart import asks_store, can_decide, reading_without
 from skippipe_jax.consensus.complaints import after_beat
 from skippipe_jax.consensus.generations import (
     NO_BALLOT,
+    Abandoned,
     Accepted,
     Apply,
     Ask,
@@ -104,6 +105,12 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
             generation = replace(state.generation, step=step)
             standing = replace(state.standing, applied=step, saved=step)
             return replace(state, generation=generation, standing=standing), []
+        case Abandoned(number):
+            if number != state.number or not state.takes_part:
+                return state, []
+            # Its beats tell of this ballot, which whoever is to propose outbids.
+            ballot = state.highest[0] + 1, state.host
+            return replace(state, promised=ballot, highest=ballot), []
         case Stored(generation):
             return _tell_decided(state, generation)
         case Tick():

@@ -255,6 +255,13 @@ class WentBack:
 
 
 @dataclass(frozen=True)
+class Abandoned:
+    """This host takes no further part in the generation of that `number`: transfers have failed."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """What the storage holds as the next generation, after this host has tried to write there."""
 
@@ -288,7 +295,19 @@ class Wish:
     plan: str
 
 
-Event = Received | Presence | Held | Saved | Stored | Tick | Told | TextMissing | WentBack | Wish
+Event = (
+    Received
+    | Presence
+    | Held
+    | Saved
+    | Stored
+    | Tick
+    | Told
+    | TextMissing
+    | WentBack
+    | Abandoned
+    | Wish
+)
 
 
 # Effects.

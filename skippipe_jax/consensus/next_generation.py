@@ -132,5 +132,6 @@ def _cause(
     if going:
         leaving = ", ".join(f"host {host}" for host in sorted(going))
         return f"others take over what {leaving} alone holds, as it was told to leave"
-    is_replanned = following.plan != last.plan and following.plan
-    return "a quicker plan was found" if is_replanned else "a host was thought to be lost"
+    if following.plan != last.plan and following.plan:
+        return "a quicker plan was found"
+    return "transfers failed, or a host was thought to be lost"

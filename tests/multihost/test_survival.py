@@ -647,3 +647,15 @@ def test_too_few_hosts_wait_for_the_others_and_then_end(config: Path, tmp_path: 
         assert processes.exit_code(run.process_of[0], PATIENCE_S) == LOST_HOST_EXIT_CODE
         assert "it takes to go on, in vain; cluster.rejoin_s is 3" in run.output(0)
         assert "Traceback" not in run.output(0)
+
+
+@pytest.mark.nightly
+def test_transfers_that_are_cut_while_all_hosts_live_are_made_again(
+    config: Path, tmp_path: Path, undisturbed: Path
+):
+    with started_processes(tmp_path / "outputs") as processes:
+        worker = str(Path(__file__).with_name("severing_worker.py"))
+        run = Run(processes, config, tmp_path / "run", (worker,))
+        run.ends_well(*range(HOSTS))
+    assert run.members() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert_trained_like(run.run_dir, undisturbed)

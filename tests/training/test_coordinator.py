@@ -9,8 +9,10 @@ import pytest
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.errors import HostLeft, PeerTimeout
 from skippipe_jax.training.elastic.coordinator import (
+    RECONNECTS_AFTER_S,
     Action,
     AwaitGeneration,
+    Cause,
     Closed,
     CloseSession,
     Closing,
@@ -36,7 +38,7 @@ from skippipe_jax.training.elastic.coordinator import (
 )
 
 OWN, STEP = 1, 20
-POLICY = HostPolicy(OWN, 60.0, "rewind", replicas_diverge=False)
+POLICY = HostPolicy(OWN, 60.0, 20.0, "rewind", replicas_diverge=False)
 
 
 def generation(number: int, **fields: Any) -> Generation:
@@ -50,7 +52,9 @@ def source(origin: Origin, step: int = STEP) -> StateSource:
 SECOND = generation(2)
 HELD, SAVED, THEIRS = map(source, Origin)
 OPENING, TRAINING = Opening(SECOND, HELD), Training(SECOND)
-AWAITS, WATCHES = AwaitGeneration(2, 60.0), WatchMembers(20.0)
+AWAITS, ABANDONS = AwaitGeneration(2, 60.0), AwaitGeneration(2, 60.0, abandons=True)
+LOOKS, RETRIES = (Confirming(TRAINING, reconnects=again) for again in (False, True))
+OPEN_RETRIES = Confirming(OPENING, reconnects=True)
 FRESH = generation(3, fresh=(OWN,))
 
 
@@ -66,15 +70,19 @@ FRESH = generation(3, fresh=(OWN,))
         (Opening(FRESH, THEIRS), Signal.WENT_BACK, Opening(FRESH, THEIRS), None),
         (OPENING, Signal.ENDED, Suspended(2, HELD), AWAITS),
         (TRAINING, Signal.ENDED, Suspended(2, None), AWAITS),
-        (OPENING, Failed(20.0), Confirming(OPENING), WATCHES),
-        (TRAINING, Failed(20.0), Confirming(TRAINING), WATCHES),
-        (OPENING, Failed(None), OPENING, Raise()),
-        (TRAINING, Failed(None), TRAINING, Raise()),
-        (Confirming(OPENING), Signal.ENDED, Suspended(2, HELD), AWAITS),
-        (Confirming(TRAINING), Signal.ENDED, Suspended(2, None), AWAITS),
-        (Confirming(OPENING), Signal.MISSED, Suspended(2, HELD), AWAITS),
-        (Confirming(TRAINING), Signal.MISSED, Suspended(2, None), AWAITS),
-        (Confirming(TRAINING), Signal.TIME_OVER, TRAINING, Raise()),
+        (OPENING, Failed(Cause.OWN), OPENING, Raise()),
+        (TRAINING, Failed(Cause.OWN), TRAINING, Raise()),
+        (TRAINING, Failed(Cause.SILENCE), LOOKS, WatchMembers(0.0)),
+        (TRAINING, Failed(Cause.CHECKPOINT), LOOKS, WatchMembers(20.0)),
+        (TRAINING, Failed(Cause.TRANSFER), RETRIES, WatchMembers(RECONNECTS_AFTER_S)),
+        (OPENING, Failed(Cause.TRANSFER), OPEN_RETRIES, WatchMembers(RECONNECTS_AFTER_S)),
+        (LOOKS, Signal.ENDED, Suspended(2, None), AWAITS),
+        (LOOKS, Signal.MISSED, Suspended(2, None), AWAITS),
+        (LOOKS, Signal.TIME_OVER, TRAINING, Raise()),
+        (RETRIES, Signal.ENDED, Suspended(2, None), AWAITS),
+        (RETRIES, Signal.MISSED, Suspended(2, None), AWAITS),
+        (RETRIES, Signal.TIME_OVER, Suspended(2, None, abandoned=True), ABANDONS),
+        (OPEN_RETRIES, Signal.TIME_OVER, Suspended(2, HELD, abandoned=True), ABANDONS),
     ],
 )
 def test_states_follow_each_other(
@@ -103,6 +111,25 @@ def test_a_host_stops(state: State, event: Event, error: type[Exception], text: 
     assert isinstance(action, Stop)
     assert isinstance(action.error, error)
     assert text in str(action.error)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_transfers_that_fail_again_before_a_step_has_been_made_are_this_hosts_own_error(
+    is_open: bool, has_stepped: bool
+):
+    state, _ = advance(RETRIES if is_open else OPEN_RETRIES, Signal.TIME_OVER, POLICY)
+    state, _ = advance(state, Entered(generation(3)), POLICY)
+    if is_open:
+        state, _ = advance(state, Closed(STEP), POLICY)
+    opened, _ = advance(state, Signal.OPENED, POLICY)
+    state, action = advance(opened, Failed(Cause.TRANSFER, has_stepped), POLICY)
+    assert action == WatchMembers(RECONNECTS_AFTER_S if has_stepped else 20.0)
+    state, action = advance(state, Signal.TIME_OVER, POLICY)
+    if has_stepped:
+        assert state == Suspended(3, None, abandoned=True)
+    else:
+        assert (state, action) == (opened, Raise())
 
 
 def test_what_cannot_come_is_an_error():
@@ -150,7 +177,7 @@ def test_a_host_goes_on_with_what_its_generation_has_for_it(
 @pytest.mark.parametrize("diverge", [False, True])
 @pytest.mark.parametrize("step", [STEP - 1, STEP + 2])
 def test_only_hosts_whose_replicas_diverge_may_be_ahead(step: int, diverge: bool):
-    policy = HostPolicy(OWN, 60.0, "rewind", replicas_diverge=diverge)
+    policy = HostPolicy(OWN, 60.0, 20.0, "rewind", replicas_diverge=diverge)
     _, action = advance(Suspended(2, source(Origin.OWN, step)), Entered(generation(3)), policy)
     if diverge and step > STEP:
         assert action == OpenSession(generation(3), source(Origin.OWN, step))

@@ -17,12 +17,12 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.recovery import RecoveryConfig
 from skippipe_jax.config.replan import ReplanConfig
-from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.consensus.generations import Abandoned, Generation, Tick
 from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.storage.checkpoint import Checkpoint, CommitRecord
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
-from skippipe_jax.training.elastic import runner
+from skippipe_jax.training.elastic import coordinator, runner
 from skippipe_jax.training.elastic.coordinator import (
     Entered,
     Opening,
@@ -290,9 +290,23 @@ def test_what_fails_because_a_host_dies_is_done_again_with_those_that_are_left(
     openings.error = ValueError("is no fault of another host")
     with pytest.raises(ValueError, match="no fault"):
         openings.after(before)
+
+
+def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(Team, "has_ended", False)
     monkeypatch.setattr(Membership, "misses", lambda *given: False)
+    monkeypatch.setattr(coordinator, "RECONNECTS_AFTER_S", 0.0)
+    told: list[Any] = []
+    control = SimpleNamespace(tell=lambda *events: told.extend(events))
+    monkeypatch.setattr(Membership, "control", control)
+    before = HeldState(STEP, 88, KEPT)
     openings = Openings(tmp_path, generation(2), generation(3))
+    openings.error = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
+    assert openings.after(before) == [before, before]
+    assert told == [Abandoned(2), Tick()]
+    openings = Openings(tmp_path, generation(2), generation(3), generation(4))
     openings.error = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
     with pytest.raises(jax.errors.JaxRuntimeError):
         openings.after(before)

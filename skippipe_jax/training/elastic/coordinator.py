@@ -10,10 +10,14 @@
 | `Opening` | `OPENED` | `Training` | none |
 | | `WENT_BACK` | `Opening`, from a checkpoint | none |
 | `Opening`, `Training` | `ENDED` | `Suspended` | `AwaitGeneration` |
-| | `Failed`, a lost host may be the cause | `Confirming` | `WatchMembers` |
+| | `Failed`, another host may be the cause | `Confirming` | `WatchMembers` |
 | | `Failed`, none can be | the same | `Raise` |
 | `Confirming` | `ENDED`, `MISSED` | `Suspended` | `AwaitGeneration` |
-| | `TIME_OVER` | what it was before | `Raise` |
+| | `TIME_OVER`, a transfer failed | `Suspended` | `AwaitGeneration` that abandons the last |
+| | `TIME_OVER`, else | what it was before | `Raise` |
+
+Where transfers fail although all hosts are there, a connection broke: in the next generation all
+are made again. If that fails as well, before a step has been made, the error is raised.
 
 A generation that is the last, or that goes on from another step than this host holds, leads to
 `Stopped` instead of `Opening`. A host that asks to be taken in begins as `Suspended`.
@@ -51,6 +55,18 @@ class StateSource:
 
 NOTHING = StateSource(0, Origin.PEERS)
 
+RECONNECTS_AFTER_S = 2.0
+"""Seconds in which the death of a host shows that has broken a transfer."""
+
+
+class Cause(Enum):
+    """What may have caused an error."""
+
+    OWN = "this host alone"
+    SILENCE = "a host that did not answer in time"
+    CHECKPOINT = "a host without which a checkpoint was not written"
+    TRANSFER = "a host, or a connection to it"
+
 
 @dataclass(frozen=True)
 class HostPolicy:
@@ -59,12 +75,14 @@ class HostPolicy:
     Attributes:
         host: its number in the run.
         rejoin_s: the seconds for which it waits to go on with others.
+        detection_s: the seconds after which the loss of any host has shown.
         lost_stage: what becomes of a stage that no host holds: `recovery.lost_stage`.
         replicas_diverge: whether hosts make steps of their own between two averages.
     """
 
     host: int
     rejoin_s: float
+    detection_s: float
     lost_stage: str
     replicas_diverge: bool
 
@@ -76,11 +94,13 @@ class HostPolicy:
 class Suspended:
     """Waits for the generation after that of a number, which is 0 for a host that comes.
 
-    `source` is None as long as a session is open: its steps may still count.
+    `source` is None as long as a session is open: its steps may still count. `abandoned`, here and
+    below: this host has left the generation before since transfers failed.
     """
 
     after: int
     source: StateSource | None
+    abandoned: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,7 @@ class Closing:
     """Closes its session, to enter a generation."""
 
     generation: Generation
+    abandoned: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +117,7 @@ class Opening:
 
     generation: Generation
     source: StateSource
+    abandoned: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,13 +125,18 @@ class Training:
     """Makes steps."""
 
     generation: Generation
+    abandoned: bool = False
 
 
 @dataclass(frozen=True)
 class Confirming:
-    """Finds out whether a lost host has caused an error that came in a state."""
+    """Finds out whether a lost host has caused an error that came in a state.
+
+    If not, it `reconnects`, or raises the error.
+    """
 
     interrupted: Opening | Training
+    reconnects: bool
 
 
 @dataclass(frozen=True)
@@ -139,13 +166,10 @@ class Closed:
 
 @dataclass(frozen=True)
 class Failed:
-    """An error has come.
+    """An error has come; in its generation this host may have made a step before."""
 
-    `shows_within_s` is how long the loss of a host that caused it may take to show; None where no
-    other host can have caused it.
-    """
-
-    shows_within_s: float | None
+    cause: Cause
+    has_stepped: bool = False
 
 
 class Signal(Enum):
@@ -167,10 +191,14 @@ Event = Entered | Closed | Failed | Signal
 
 @dataclass(frozen=True)
 class AwaitGeneration:
-    """Wait for the generation after that of a number: `Entered`, `TIME_OVER` or `LEFT` follows."""
+    """Wait for the generation after that of a number: `Entered`, `TIME_OVER` or `LEFT` follows.
+
+    If it `abandons` that one, the others are to be told first.
+    """
 
     after: int
     seconds: float
+    abandons: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,30 +245,35 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
         ValueError: if such an event cannot come in that state.
     """
     match state, event:
-        case Suspended(_, None), Entered(generation):
+        case Suspended(_, None, abandoned), Entered(generation):
             steps_count = policy.host not in generation.fresh
-            return Closing(generation), CloseSession(steps_count)
-        case Suspended(_, StateSource() as source), Entered(generation):
-            return _open(generation, source, policy)
+            return Closing(generation, abandoned), CloseSession(steps_count)
+        case Suspended(_, StateSource() as source, abandoned), Entered(generation):
+            return _open(generation, source, abandoned, policy)
         case Suspended(after), Signal.TIME_OVER:
             return Stopped(), Stop(PeerTimeout(_waited_in_vain(after, policy.rejoin_s)))
         case Suspended(), Signal.LEFT:
             return Stopped(), Stop(HostLeft("the others go on without this host"))
-        case Closing(generation), Closed(step):
-            return _open(generation, StateSource(step, Origin.OWN), policy)
-        case Opening(generation), Signal.OPENED:
-            return Training(generation), None
+        case Closing(generation, abandoned), Closed(step):
+            return _open(generation, StateSource(step, Origin.OWN), abandoned, policy)
+        case Opening(generation, _, abandoned), Signal.OPENED:
+            return Training(generation, abandoned), None
         case Opening(_, source), Signal.WENT_BACK:
             origin = source.origin if source.origin == Origin.PEERS else Origin.CHECKPOINT
             return replace(state, source=replace(source, origin=origin)), None
         case Opening() | Training(), Signal.ENDED:
             return _suspend(state, policy)
-        case Opening() | Training(), Failed(None):
+        case Opening() | Training(), Failed(Cause.OWN):
             return state, Raise()
-        case Opening() | Training(), Failed(float(shows_within_s)):
-            return Confirming(state), WatchMembers(shows_within_s)
+        case Opening() | Training(), Failed(cause, has_stepped):
+            reconnects = cause == Cause.TRANSFER and (has_stepped or not state.abandoned)
+            seconds = RECONNECTS_AFTER_S if reconnects else policy.detection_s
+            seconds = 0.0 if cause == Cause.SILENCE else seconds
+            return Confirming(state, reconnects), WatchMembers(seconds)
         case Confirming(interrupted), Signal.ENDED | Signal.MISSED:
             return _suspend(interrupted, policy)
+        case Confirming(interrupted, reconnects=True), Signal.TIME_OVER:
+            return _suspend(interrupted, policy, abandons=True)
         case Confirming(interrupted), Signal.TIME_OVER:
             return interrupted, Raise()
         case _:
@@ -252,17 +285,21 @@ def await_first(policy: HostPolicy) -> tuple[Suspended, AwaitGeneration]:
     return Suspended(0, NOTHING), AwaitGeneration(0, policy.rejoin_s)
 
 
-def _suspend(state: Opening | Training, policy: HostPolicy) -> tuple[State, Action]:
+def _suspend(
+    state: Opening | Training, policy: HostPolicy, *, abandons: bool = False
+) -> tuple[State, Action]:
     after = state.generation.number
     source = state.source if isinstance(state, Opening) else None
-    return Suspended(after, source), AwaitGeneration(after, policy.rejoin_s)
+    return Suspended(after, source, abandons), AwaitGeneration(after, policy.rejoin_s, abandons)
 
 
-def _open(generation: Generation, source: StateSource, policy: HostPolicy) -> tuple[State, Action]:
+def _open(
+    generation: Generation, source: StateSource, abandoned: bool, policy: HostPolicy
+) -> tuple[State, Action]:
     chosen = choose_source(generation, source, policy)
     if isinstance(chosen, Stop):
         return Stopped(), chosen
-    return Opening(generation, chosen), OpenSession(generation, chosen)
+    return Opening(generation, chosen, abandoned), OpenSession(generation, chosen)
 
 
 def choose_source(

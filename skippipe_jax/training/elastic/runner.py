@@ -21,7 +21,7 @@ from skippipe_jax.cluster.agreement import from_host_0
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
-from skippipe_jax.consensus.generations import TextMissing, Tick
+from skippipe_jax.consensus.generations import Abandoned, TextMissing, Tick
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
@@ -41,6 +41,7 @@ from skippipe_jax.training.dropped_stages import read_dropped_stages, steps_save
 from skippipe_jax.training.elastic.coordinator import (
     Action,
     AwaitGeneration,
+    Cause,
     Closed,
     CloseSession,
     Entered,
@@ -117,11 +118,13 @@ class ElasticRunner:
         self._policy = HostPolicy(
             self._membership.index,
             run.config.cluster.rejoin_s,
+            2 * run.config.cluster.heartbeat_timeout_s,
             run.config.recovery.lost_stage,
             replicas_diverge=run.config.averaging.is_outer,
         )
         self._state: State = Stopped()
         self._action: Action | None = None
+        self._session: Session | None = None
         # What this host held when its last session was closed.
         self._held = HeldState(0, 0)
 
@@ -164,11 +167,16 @@ class ElasticRunner:
                 raise
             return self._until_open(time.monotonic())
         self._tell(Signal.OPENED)
+        self._session = session
         return session
 
     def outlives(self, error: Exception) -> bool:
         """Tell whether the loss of a host caused an error, once that is certain."""
-        self._tell(_event_of(error, self._config.cluster.heartbeat_timeout_s))
+        if isinstance(error, GenerationEnded):
+            self._tell(Signal.ENDED)
+        else:
+            session, first = self._session, self._team.generation.step
+            self._tell(Failed(_cause_of(error), session is not None and session.step > first))
         if isinstance(self._action, WatchMembers):
             self._tell(self._watch(self._action.seconds))
         return not isinstance(self._action, Raise)
@@ -193,11 +201,18 @@ class ElasticRunner:
         """Do what is to be done until a session is open; one may have to be closed first."""
         while True:
             match self._action:
-                case AwaitGeneration(after, seconds):
+                case AwaitGeneration(after, seconds, abandons):
+                    if abandons:
+                        log.warning(
+                            "transfers have failed although all hosts are there: connections are "
+                            "made again"
+                        )
+                        self._membership.control.tell(Abandoned(after), Tick())
                     self._tell(self._await(after, seconds))
                 case CloseSession(steps_count):
                     assert session is not None, "is open"
                     self._tell(self._close_session(session, steps_count))
+                    self._session = None
                 case OpenSession(_, source):
                     try:
                         opened = self._open(self._team, self._held_of(source), since_s)
@@ -207,6 +222,7 @@ class ElasticRunner:
                             raise
                     else:
                         self._tell(Signal.OPENED)
+                        self._session = opened
                         return opened
                 case Stop(error):
                     raise error
@@ -439,16 +455,13 @@ class ElasticRunner:
             retry(folder, lambda: RunDir(folder).append_generation(*given))
 
 
-def _event_of(error: Exception, heartbeat_timeout_s: float) -> Failed | Signal:
-    if isinstance(error, GenerationEnded):
-        return Signal.ENDED
+def _cause_of(error: Exception) -> Cause:
     if isinstance(error, PeerTimeout):
-        return Failed(0.0)
+        return Cause.SILENCE
     # Those who went on may have removed a checkpoint that was being written without them.
-    if isinstance(error, CheckpointFailed) or may_stem_from_a_peer(error):
-        # A death shows at once; only a host that hangs takes the whole timeout.
-        return Failed(2 * heartbeat_timeout_s)
-    return Failed(None)
+    if isinstance(error, CheckpointFailed):
+        return Cause.CHECKPOINT
+    return Cause.TRANSFER if may_stem_from_a_peer(error) else Cause.OWN
 
 
 def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
