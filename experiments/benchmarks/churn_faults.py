@@ -24,6 +24,7 @@ KINDS = {
     "newcomer": "SIGKILL, and once more for who comes in its place, while it joins",
     "giver": "SIGKILL, and for one from which another takes its state in its place, or who leads",
     "reset": "all connections of a host for messages are reset",
+    "sever": "all connections of a host for transfers are cut",
     "silent": "the connection of two hosts for messages loses all, while new ones work",
     "storage": "what a host does in the run's folder fails for 3 s",
 }
@@ -35,7 +36,7 @@ SIGNALS = {
     "newcomer": "SIGKILL",
     "giver": "SIGKILL",
 }
-RESET, STORAGE = "reset", "storage"
+RESET, SEVER, STORAGE = "reset", "sever", "storage"
 """Faults that a host has happen to itself, without a signal."""
 STORAGE_S = 3.0
 """Seconds for which the folder of the run fails."""

@@ -39,7 +39,9 @@ from experiments.benchmarks import churn_faults
 from experiments.benchmarks.churn_faults import AFTER, ASK, BEFORE, FETCH, REGROUP, aim_of
 from skippipe_jax.cli import join, train
 from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.mesh import Mesh
+from skippipe_jax.connections.severing import sever
 from skippipe_jax.consensus.control import Control
 from skippipe_jax.runtime.averaging import LiveAveraging
 from skippipe_jax.runtime.behind import Behind
@@ -50,9 +52,10 @@ from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
+from skippipe_jax.runtime.transport import Transfers
 from skippipe_jax.training.elastic.newcomer import Seeking
 from skippipe_jax.training.elastic.runner import ElasticRunner
-from skippipe_jax.training.session import Session
+from skippipe_jax.training.session import RunContext, Session, SessionStart
 
 CUT_S = 10.0
 """So long a host waits at most for its links to be cut, or another host to be killed."""
@@ -99,6 +102,7 @@ class Witness:
         self._notes = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.step = 0
         self.mesh: tuple[Mesh, asyncio.AbstractEventLoop] | None = None
+        self.transfers: Transfers | None = None
         self.failing = FailingFolder(folder)
 
     def connections(self) -> list[tuple[int, asyncio.StreamWriter]]:
@@ -127,6 +131,11 @@ class Witness:
         for _, writer in self.connections():
             self.mesh[1].call_soon_threadsafe(abort, writer)
 
+    def sever(self) -> None:
+        """Cut all connections for transfers: what is under way fails at both ends."""
+        servers = {} if self.transfers is None else self.transfers.servers
+        sever([parse_address("", server.address()) for server in servers.values()])
+
     def note(self, what: str, **more: Any) -> None:
         """Write a line, which outlives the process."""
         line = {"what": what, "at": time.time(), **more}
@@ -151,6 +160,8 @@ class Witness:
                 pass
             case churn_faults.RESET:
                 return self.reset()
+            case churn_faults.SEVER:
+                return self.sever()
             case churn_faults.STORAGE:
                 return self.failing.begin()
             case name:
@@ -252,6 +263,10 @@ def wrap_package(witness: Witness) -> None:
         digests = {str(stage_of[node]): digest_of(state) for node, state in own.states.items()}
         witness.note("begun", generation=number, step=step, digests=digests)
 
+    def opened(inner: Callable[..., None], own: Session, run: RunContext, start: SessionStart):
+        witness.transfers = start.setup.transfers
+        inner(own, run, start)
+
     def missed(inner: Callable[..., None], control: Control, host: int) -> None:
         witness.note("missed", host=host)
         inner(control, host)
@@ -267,6 +282,7 @@ def wrap_package(witness: Witness) -> None:
             case ["control", ["Counts", *_]]:
                 witness.reach("committed", BEFORE)
 
+    wrap(Session, "__init__", opened)
     wrap(Session, "_batches", read)
     witness.watch(Session, "_batches", "start")
     wrap(TrainingOperations, "_dispatch", dispatched)

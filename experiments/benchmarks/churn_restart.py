@@ -16,6 +16,7 @@ from experiments.benchmarks.churn_config import PER_STEP
 from experiments.benchmarks.churn_faults import (
     OF_THE_NETWORK,
     RESET,
+    SEVER,
     SIGNALS,
     STORAGE,
     Fault,
@@ -151,7 +152,7 @@ class Restarted:
             self._start()
 
     def _strike(self, fault: Fault) -> None:
-        if fault.kind in (RESET, STORAGE, "silent"):
+        if fault.kind in (RESET, SEVER, STORAGE, "silent"):
             return  # What happens inside a host, or to a connection, is no loss here.
         struck = fault.struck(0, range(self._count))
         first = self._processes[struck[0]]

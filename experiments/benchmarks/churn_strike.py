@@ -14,6 +14,7 @@ from experiments.benchmarks.churn_faults import (
     BEFORE,
     FETCH,
     RESET,
+    SEVER,
     SIGNALS,
     STORAGE,
     STORAGE_S,
@@ -51,7 +52,7 @@ class Strike:
     def happen(self) -> dict[str, Any]:
         """Strike, and wait until all are back; how it went."""
         hosts, fault, first = self._hosts, self._fault, self.struck[0]
-        act = fault.kind if fault.kind in (RESET, STORAGE) else SIGNALS.get(fault.kind)
+        act = fault.kind if fault.kind in (RESET, SEVER, STORAGE) else SIGNALS.get(fault.kind)
         self._aim(first, fault.phase, fault.edge, act)
         lost = [first] if fault.kind in ("kill", "leave", "newcomer", "giver") else []
         killed_before = self.second
@@ -118,7 +119,7 @@ class Strike:
             case "stop":
                 hosts.rest(at_s + STOP_S)
                 hosts.signal(first, signal.SIGCONT)
-            case "reset":
+            case "reset" | "sever":
                 pass
             case "storage":
                 hosts.rest(at_s + STORAGE_S)

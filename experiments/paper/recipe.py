@@ -162,6 +162,13 @@ def options(setting: Setting) -> dict[str, dict[str, GatedRun]]:
             "every fourth iteration": robust,
             "a quarter of the microbatches": replace(full, phases=(PARTIAL, Phase(0.4, 4, 0.25))),
         },
+        "partial iterations in the last 60%": {
+            f"{visited} of 6 stages, every {number} iteration": replace(
+                full, phases=(PARTIAL, Phase(0.4, visited, 1.0, every))
+            )
+            for visited in (4, 3)
+            for number, every in (("fourth", 4), ("second", 2))
+        },
         "full microbatches among others": {
             "none until 40%": quality,
             "30%, then all for the last 30%": replace(

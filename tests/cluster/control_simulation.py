@@ -29,6 +29,7 @@ from skippipe_jax.config.recovery import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.connections import door, meeting
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
+    Abandoned,
     Apply,
     Decision,
     Enter,
@@ -41,6 +42,8 @@ from skippipe_jax.consensus.generations import (
 )
 from skippipe_jax.training.elastic import coordinator
 from skippipe_jax.training.elastic.coordinator import (
+    AwaitGeneration,
+    Cause,
     Closed,
     CloseSession,
     Confirming,
@@ -50,6 +53,7 @@ from skippipe_jax.training.elastic.coordinator import (
     Opening,
     OpenSession,
     Origin,
+    Raise,
     Signal,
     StateSource,
     Suspended,
@@ -84,7 +88,10 @@ class Host(rules_alone.Process):
     def __init__(self, host: int, attended: Attendance, process: Process, is_ready: bool):
         """Be in no generation."""
         self.attended, self.process = attended, process
-        self.policy = HostPolicy(host, 1e9, "as the rules have it", replicas_diverge=False)
+        self.policy = HostPolicy(
+            host, 1e9, 2 * CLUSTER.heartbeat_timeout_s, "any", replicas_diverge=False
+        )
+        self.has_cut_transfers = False
         self.at, self.action = await_first(self.policy)
         self.applied, self.is_ready, self.entered, self.stages = [], is_ready, None, {}
 
@@ -241,8 +248,7 @@ class ControlSimulation(Simulation):
             await asyncio.sleep(self.random.uniform(0.2 * STEP_S, STEP_S))
             if self.has_ended or self.live.get(host) is not own:
                 return
-            depends = self.has_begun and isinstance(own.at, Opening | Training)
-            if depends and self._has_lost_peers(own) and self.random.random() < 0.3:
+            if self._fails(own) and self.random.random() < 0.3:
                 await self._confirm(host, own)
                 continue
             if isinstance(own.at, Opening):
@@ -259,8 +265,13 @@ class ControlSimulation(Simulation):
             if own.state.number and len(own.applied) % 7 == 6:
                 self.save(host)
 
+    def _fails(self, own: Host) -> bool:
+        """Tell whether a transfer with another member would fail."""
+        uses_transfers = self.has_begun and isinstance(own.at, Opening | Training)
+        return uses_transfers and (own.has_cut_transfers or self._has_lost_peers(own))
+
     def _has_lost_peers(self, own: Host) -> bool:
-        """Tell whether a transfer with another member would fail: it is gone, or has gone on."""
+        """Tell whether a member is gone, or has gone on to another generation."""
         assert own.entered is not None
         number = own.entered.number
 
@@ -274,24 +285,36 @@ class ControlSimulation(Simulation):
         return any(map(is_lost, own.entered.members, own.entered.processes))
 
     async def _confirm(self, host: int, own: Host) -> None:
-        """Find out whether a lost host has caused an error; it has."""
+        """Find out what has caused an error, and make transfers again where no host has."""
         assert own.entered is not None
-        members = own.entered.members
-        own.advance(Failed(2 * CLUSTER.heartbeat_timeout_s))
-        assert isinstance(own.action, WatchMembers)
-        for _ in range(int(own.action.seconds / POLL_S)):
+        members, number = own.entered.members, own.entered.number
+        has_lost = self._has_lost_peers(own)
+        has_stepped = len(own.applied) > own.entered.step
+        action = own.advance(Failed(Cause.TRANSFER, has_stepped))
+        assert isinstance(action, WatchMembers)
+        for _ in range(int(action.seconds / POLL_S)):
             await asyncio.sleep(POLL_S)
             if self.live.get(host) is not own or not isinstance(own.at, Confirming):
                 return
             if not own.attended.missed.isdisjoint(members):
                 own.advance(Signal.MISSED)
                 return
-        there = {at: (one.state.number, type(one.at).__name__) for at, one in self.live.items()}
-        raise AssertionError(f"host {host} takes the loss of another for its own error: {there}")
+        action = own.advance(Signal.TIME_OVER)
+        if isinstance(action, AwaitGeneration):
+            assert action.abandons
+            self.tell(host, Abandoned(number))
+        else:
+            assert isinstance(action, Raise)
+            there = {at: (one.state.number, type(one.at).__name__) for at, one in self.live.items()}
+            assert not has_lost, f"host {host} takes a loss for its own error: {there}"
+            own.has_cut_transfers = False
+            if not self.keeps_enough or self._can_spare(host):
+                self.crash(host)
 
     def take_state(self, host: int, generation: Generation) -> None:
-        """A member goes on with what its state machine chooses."""
+        """A member goes on with what its state machine chooses, over new transfers."""
         own = self.live[host]
+        own.has_cut_transfers = False
         if not isinstance(own.at, Suspended):
             own.advance(Signal.ENDED)
         action = own.advance(Entered(generation))
@@ -368,6 +391,8 @@ class ControlSimulation(Simulation):
                 self.network.at(now_s + lasts_s, process.go_on)
             case "reset":
                 self.network.break_all(one, other)
+                for host in {one, other} & self.live.keys():
+                    self.live[host].has_cut_transfers = True
             case "one way":
                 self._cut_for(lasts_s, {(one, other)})
             case "black hole":

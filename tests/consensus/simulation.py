@@ -17,6 +17,7 @@ from skippipe_jax.config.recovery import BUDDY, SKIP
 from skippipe_jax.consensus.apart import can_decide, is_readable
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
+    Abandoned,
     Apply,
     Effect,
     Enter,
@@ -402,6 +403,8 @@ class Simulation:
                 self.tell(one, Told())
             case "wish" if one in self.live:
                 self.wish(one, a)
+            case "abandon" if one in self.live:
+                self.tell(one, Abandoned(self.live[one].state.number))
             case "join":
                 self.start(one, is_apart=True)
 
@@ -451,7 +454,7 @@ class Simulation:
 KINDS = [
     *["deliver"] * 50, *["tick"] * 12, *["hold"] * 14, *["compute"] * 8, *["computed"] * 3,
     "double", "double", "lose", "lose", "suspect", "suspect", "hear", "hear", "save", "save",
-    "crash", "start", "start", "join", "leave", "wish", "wish",
+    "crash", "start", "start", "join", "leave", "wish", "wish", "abandon",
 ]  # fmt: skip
 
 
