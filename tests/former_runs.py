@@ -94,7 +94,6 @@ RUNS = {
                 "redraws": 2,
                 "redraw_every": 3,
                 "longest_redraw": None,
-                "skip_scaling": "inverse",
             },
         }
     ),

@@ -69,13 +69,9 @@ def train_by(
     seed: int,
     steps: int,
     *,
-    scaled: bool = False,
     hop: Hop | None = None,
 ) -> tuple[list[Any], list[float]]:
-    """The same over several phases, with the stages of the last one.
-
-    If `scaled`, what a stage adds is divided by the share of the microbatches that visit it.
-    """
+    """The same over several phases, with the stages of the last one."""
 
     def modules(layers: Sequence[int]) -> list[Any]:
         key = jax.random.key(seed)
@@ -90,7 +86,7 @@ def train_by(
         layers = tuple(phase.layers)
         if layers not in step_of_cut:
             structures = [nnx.graphdef(module) for module in modules(layers)]
-            loss = _loss(structures, range(len(layers)), optimizer, scaled, hop)
+            loss = _loss(structures, range(len(layers)), optimizer, hop)
             step_of_cut[layers] = _step(loss, transformation, optimizer)
         parameters, state = cut((parameters, state), layers)
         for batches in phase.iterations:
@@ -122,7 +118,7 @@ def train_apart(
     stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
     nodes = range(len(stage_of))
     structures = [nnx.graphdef(module) for module in modules]
-    gradient = jax.grad(_loss(structures, stage_of, optimizer, scaled=False), has_aux=True)
+    gradient = jax.grad(_loss(structures, stage_of, optimizer), has_aux=True)
     parameters: list[Any] = [nnx.to_pure_dict(nnx.state(modules[stage_of[n]])) for n in nodes]
     transformation = adamw(optimizer, steps)
     update = jax.jit(transformation.update)
@@ -183,7 +179,6 @@ def _loss(
     structures: Sequence[Any],
     stage_of: Mapping[int, int] | Sequence[int],
     optimizer: OptimizerConfig,
-    scaled: bool,
     hop: Hop | None = None,
 ):
     """Parameters, batches and paths of an iteration -> what is minimised, and what is reported.
@@ -215,10 +210,7 @@ def _loss(
             x = batch["tokens"]
             for position, place in enumerate(path):
                 stage = stage_of[place]
-                before, x = x, apply(structures[stage], parameters[place], x)
-                if scaled and stage > 0:
-                    visits = sum(stage_of[other] == stage for path in paths for other in path)
-                    x = before + (x - before) / (visits / len(paths))
+                x = apply(structures[stage], parameters[place], x)
                 if hop is not None:
                     x = hop(iteration, microbatch, position, x)
             first = parameters[path[0]]

@@ -53,19 +53,18 @@ def train(
     seed: int,
     steps: int,
     *,
-    scaled: bool = False,
     hop: oracle.Hop | None = None,
     recorded: Recorded | None = None,
 ) -> Trained:
     """Train with `stages[s]` as the nodes of stage s, and `microbatches[m]` as a path over nodes.
 
-    `scaled` and `hop` are as in `tests.oracle`.
+    `hop` is as in `tests.oracle`.
     """
     layers, key = model.layers_of_stages(len(stages)), jax.random.key(seed)
     modules = [create_stage(model, stage, layers, key) for stage in range(len(stages))]
     stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
     structures = [nnx.graphdef(module) for module in modules]
-    gradient = jax.grad(oracle._loss(structures, stage_of, optimizer, scaled, hop), has_aux=True)
+    gradient = jax.grad(oracle._loss(structures, stage_of, optimizer, hop), has_aux=True)
     parameters: list[Any] = [
         nnx.to_pure_dict(nnx.state(modules[stage_of[node]])) for node in range(len(stage_of))
     ]

@@ -48,8 +48,6 @@ ABOUT = {
     "skip33_swaps": PATHS,
     "skip33_full_every_10": PATHS | {"recipe.full_every"},
     "skip33_ends_full": PATHS | {"recipe.phases"},
-    "skip33_inverse": PATHS | {"recipe.skip_scaling"},
-    "skip33_inverse_ends_full": PATHS | {"recipe.skip_scaling", "recipe.phases"},
     "skip33_ends_full_equal_time": PATHS | {"recipe.phases", "train.steps"},
     "skip33_higher_rate": PATHS | {"optimizer.learning_rate"},
     "skip50": PATHS,
@@ -125,12 +123,12 @@ def test_recipes_that_end_full_do_so_for_a_fifth():
 
 
 def test_first_seeds_are_trained_first():
-    runs = runs_of(["skip33_inverse", "full"], quick=False)
+    runs = runs_of(["skip25", "full"], quick=False)
     names = [run.name for run in runs]
     assert names == [
-        "full-0", "skip33_inverse-0", "full-1", "skip33_inverse-1", "full-2", "full-3", "full-4",
+        "full-0", "skip25-0", "full-1", "skip25-1", "full-2", "full-3", "full-4",
     ]  # fmt: skip
-    assert runs_of(["skip33_inverse", "full"], quick=True) == runs[:2]
+    assert runs_of(["skip25", "full"], quick=True) == runs[:2]
 
 
 def test_a_quick_run_keeps_its_recipe():

@@ -111,7 +111,7 @@ def of_dispatch(workload: Workload, turns: int) -> dict[str, Any]:
             timed.seconds.clear()
             of_all.clear()
         batches = dict(enumerate(workload.random_batches(random)))
-        runtime.operations.begin(iteration, runtime.shares[OWN])
+        runtime.operations.begin(iteration)
         _wait_for(runtime)
         start = time.perf_counter()
         # Where stages have one replica each, the sums that are asked for on the way are there.

@@ -59,9 +59,7 @@ RECIPES = {
     "full_higher_rate": "full, twice the learning rate",
     "skip33_higher_rate": "twice the learning rate",
     "skip33_full_every_10": "every 10th iteration full",
-    "skip33_inverse": "scaled by 1/p in training",
     "skip33_ends_full": "last fifth full",
-    "skip33_inverse_ends_full": "scaled by 1/p, last fifth full",
 }
 # And at equal time, against the full pipeline and against a smaller model.
 LONGER = {

@@ -77,7 +77,8 @@ class GatedRun:
         scaled_start: the output matrices of residual branches begin at 1 / sqrt(2 blocks) of the
             usual deviation.
         optimizer: `adamw`, or `muon` for the matrices of blocks.
-        skip_scaling: as `recipe.skip_scaling`.
+        skip_scaling: `inverse` divides what a stage adds, in training, by the share of
+            microbatches that visit it.
         depth: which stages are skipped more often: `even`, the `late` or the `early` ones.
         distillation: weight of the divergence of skipping microbatches from what the full model
             says of the same text. The full model is run for that and learns nothing by it.

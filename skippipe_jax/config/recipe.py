@@ -51,7 +51,7 @@ PRESETS: dict[str, tuple[Phase, ...]] = {
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """How paths change while a run trains, and how stages make up for it.
+    """How paths change while a run trains.
 
     Attributes:
         preset: phases that were measured. With `quality`, all microbatches visit all stages in the
@@ -64,9 +64,6 @@ class RecipeConfig:
         redraws: so many plans are sought for each phase, with different seeds.
         longest_redraw: redrawn plans that take more than so many times as long as the best of them
             are left out. null: none is.
-        skip_scaling: with `inverse`, what a stage adds to its input is divided, in training, by the
-            share of the iteration's microbatches that visit it (stochastic depth). With `none` it
-            is not. Evaluation always uses stages as they are.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None
@@ -75,7 +72,6 @@ class RecipeConfig:
     redraw_every: int | None = None
     redraws: int = 1
     longest_redraw: float | None = 1.03
-    skip_scaling: Annotated[str, Choice(("none", "inverse"))] = "none"
 
     def __post_init__(self):
         """Refuse phases that are out of order, and what has no effect."""

@@ -100,12 +100,10 @@ def _run_once(
     if is_data_stage:
         marked = (*tokens.shape, 2) if config.data.packing == "documents" else tokens.shape
         inputs = zeros(jax.ShapeDtypeStruct(marked, jnp.int32))
-    scales = config.recipe.skip_scaling == "inverse" and not is_data_stage
-    share = np.float32(1.0) if scales else None
     in_use = parameters
     if gathers:
         in_use = {**parameters, "blocks": functions.gather(parameters["blocks"])}
-    _, saved, gauge = functions.forward(in_use, gauge, inputs, share, leaves=True)
+    _, saved, gauge = functions.forward(in_use, gauge, inputs, leaves=True)
     if is_data_stage:
         outputs = come(wire.activations.travelling)
         given = gradients, totals, gauge, outputs, tokens, draw

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -88,12 +87,10 @@ class TrainingOperations(Operations):
         self.iteration = 0
         self.nodes = make_nodes(replicas.topology)
         self.totals: dict[Spread, Totals] = {}
-        self.shares: Sequence[np.float32 | None] = ()
 
-    def begin(self, iteration: int, shares: Sequence[np.float32 | None]) -> None:
-        """Begin an iteration, in which what a stage adds is divided by its share, if it has one."""
+    def begin(self, iteration: int) -> None:
+        """Begin an iteration."""
         self.iteration = iteration
-        self.shares = shares
         topology = self.replicas.topology
         if self.tells_targets:
             self.targets = {
@@ -137,7 +134,6 @@ class TrainingOperations(Operations):
                 state.in_use,
                 own.gauge,
                 value,
-                self.shares[topology.stage_of[node]],
                 leaves=leaves,
             )
             if targets is not None:

@@ -14,9 +14,6 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import numpy as np
-from skippipe_sched.problem.plan import Plan
-
 from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
@@ -26,7 +23,7 @@ from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.hops import HopNumbers
-from skippipe_jax.program.schedule import OWN, Schedule, stage_shares, with_exact_averaging
+from skippipe_jax.program.schedule import OWN, Schedule, with_exact_averaging
 from skippipe_jax.runtime.behind import Behind
 from skippipe_jax.runtime.buddies import Buddies, ways_of
 from skippipe_jax.runtime.copied import Copy
@@ -122,8 +119,6 @@ class Runtime:
             config.seed,
             tells_targets=config.averaging.is_outer,
         )
-        scales = config.recipe.skip_scaling == "inverse"
-        self.shares = {name: _shares(plan, scales=scales) for name, plan in schedule.plans.items()}
         # By the names of plans, and whether replicas average gradients.
         self.emulations = {
             (name, is_exact): Emulation(of_kind, config.network, config.seed)
@@ -243,7 +238,7 @@ class Runtime:
             PeerTimeout: if nothing came from other hosts for `network.deadline_s`.
         """
         name = self.schedule.name(iteration)
-        self.operations.begin(iteration, self.shares[name])
+        self.operations.begin(iteration)
         if not (self.waits or record):
             return self._dispatch(self.programs[name], batches, stop)
         plan = self.schedule.plans[name]
@@ -389,11 +384,3 @@ def _clock_offset(group: Group) -> Future[float]:
 
 def _raise_ended(_: float) -> NoReturn:
     raise GenerationEnded
-
-
-def _shares(plan: Plan, *, scales: bool) -> list[np.float32 | None]:
-    """Return by what each stage divides what it adds; None for one that leaves it as it is."""
-    shares: list[np.float32 | None] = [s if scales else None for s in stage_shares(plan)]
-    # The outputs of a data stage are no sum of its inputs, which are tokens, and anything.
-    shares[0] = None
-    return shares

@@ -40,7 +40,6 @@ Parameters = dict[str, Any]
 Gradients = dict[str, Any]
 Gauge = Int[Array, "2"]
 Activations = Float[Array, "batch time width"]
-Share = Float[Array, ""]
 
 HOST_MEMORY = "pinned_host"
 """What JAX calls memory of the host that devices reach."""
@@ -103,8 +102,7 @@ class StageFunctions:
     no_gradients: Callable[[Parameters], Gradients]
     """parameters -> zero gradients"""
     forward: Callable[..., tuple[Array, PyTree, Gauge]]
-    """(parameters, gauge, inputs, share or None, leaves=) -> outputs, saved, gauge; with a share,
-    what the stage adds is divided by it (see `scaled`)"""
+    """(parameters, gauge, inputs, leaves=) -> outputs, saved, gauge"""
     loss: Callable[..., tuple[Array, Gradients, Totals, Gauge]]
     """(parameters, gradients, totals, gauge, activations, targets, draw, leaves=) -> gradient of
     the activations, gradients, totals, gauge"""
@@ -156,18 +154,13 @@ def stage_functions(
     transformation = adamw(optimizer, steps)
     structure = nnx.graphdef(nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0))))
 
-    def apply(parameters: Parameters, inputs: Array, share: Share | None) -> Array:
-        outputs = nnx.merge(structure, parameters)(inputs)
-        return outputs if share is None else scaled(inputs, outputs, share)
+    def apply(parameters: Parameters, inputs: Array) -> Array:
+        return nnx.merge(structure, parameters)(inputs)
 
-    def linearized(
-        parameters: Parameters, inputs: Array, share: Share | None
-    ) -> tuple[Array, Callable]:
+    def linearized(parameters: Parameters, inputs: Array) -> tuple[Array, Callable]:
         if is_data_stage:
-            return jax.vjp(lambda parameters: apply(parameters, inputs, share), parameters)
-        return jax.vjp(
-            functools.partial(apply, share=share), parameters, _arrived(inputs, activation_format)
-        )
+            return jax.vjp(lambda parameters: apply(parameters, inputs), parameters)
+        return jax.vjp(apply, parameters, _arrived(inputs, activation_format))
 
     def create(key: PRNGKeyArray, first_layer: int):
         parameters = nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
@@ -182,22 +175,15 @@ def stage_functions(
             return optimizer_state
         return jax.device_put(optimizer_state, jax.memory.Space.Host)
 
-    def forward(
-        parameters: Parameters,
-        gauge: Gauge,
-        inputs: Array,
-        share: Share | None = None,
-        *,
-        leaves: bool = False,
-    ):
+    def forward(parameters: Parameters, gauge: Gauge, inputs: Array, *, leaves: bool = False):
         in_flight = gauge[0] + 1
         gauge = jnp.stack([in_flight, jnp.maximum(gauge[1], in_flight)])
         if model.recompute == "stage":
             computed = inputs if is_data_stage else _arrived(inputs, activation_format)
             # Kept as they have come, in as many bytes.
-            outputs, saved = apply(parameters, computed, share), (inputs, share)
+            outputs, saved = apply(parameters, computed), inputs
         else:
-            outputs, vjp = linearized(parameters, inputs, share)
+            outputs, vjp = linearized(parameters, inputs)
             saved = Saved.of(vjp, parameters)
         return _leaving(outputs, activation_format if leaves else None), saved, gauge
 
@@ -212,7 +198,7 @@ def stage_functions(
         leaves: bool = False,
     ):
         if model.recompute == "stage":
-            _, vjp = linearized(parameters, *saved)
+            _, vjp = linearized(parameters, saved)
         else:
             vjp = saved.vjp(parameters)
         of_parameters, *of_inputs = vjp(_arrived(cotangent, gradient_format))
@@ -331,7 +317,7 @@ def stage_functions(
             lies.state and (*lies.state, lies.gradients),
             donate_argnums=(0, 1, 2),
         ),
-        predict=jitted(precise(functools.partial(apply, share=None)), lies.activations),
+        predict=jitted(precise(apply), lies.activations),
         held_out=jitted(precise(held_out), lies.whole),
         gather=jitted(precise(gather), lies.gathered),
         on=functools.partial(
@@ -348,16 +334,6 @@ def _arrived(array: Array, wire_format: WireFormat | None) -> Array:
 def _leaving(array: Array, wire_format: WireFormat | None, draw: Draw | None = None) -> Array:
     """Convert what leaves the node, if a format says how."""
     return array if wire_format is None else wire_format.pack(array, draw)
-
-
-def scaled(inputs: Activations, outputs: Activations, share: Share) -> Activations:
-    """Scale outputs of a stage that only this share of microbatches visits (stochastic depth).
-
-    What the stage adds is divided by the share, so that over all microbatches it adds as much as if
-    each had visited it.
-    """
-    before = inputs.astype(jnp.float32)
-    return (before + (outputs - before) / share).astype(outputs.dtype)
 
 
 def skips_update(

@@ -30,7 +30,7 @@ def forward_and_backward(model: ModelConfig) -> tuple[Any, list[jax.Array]]:
         for _ in range(2)
     )
     gauge = jnp.zeros(2, jnp.int32)
-    _, saved, gauge = functions.forward(parameters, gauge, inputs, None)
+    _, saved, gauge = functions.forward(parameters, gauge, inputs)
     of_inputs, gradients, _ = functions.backward(parameters, gradients, gauge, saved, cotangent)
     assert of_inputs is not None
     return saved, [of_inputs, *jax.tree.leaves(gradients)]

@@ -70,7 +70,6 @@ RECIPE = {
     ],
     "redraw_every": 1,
     "redraws": 2,
-    "skip_scaling": "inverse",
 }
 PLANS_TAKEN = [
     "plan_draw_000",
@@ -147,7 +146,7 @@ def expected_run(run_dir: Path) -> tuple[list[Any], list[float]]:
         )
         for step, plan in enumerate(plans)
     ]
-    return oracle.train_by(config.model, config.optimizer, phases, config.seed, STEPS, scaled=True)
+    return oracle.train_by(config.model, config.optimizer, phases, config.seed, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +272,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("recipe", "field"),
     [
-        ({"skip_scaling": "sqrt"}, "recipe.skip_scaling"),
+        ({"skip_scaling": "inverse"}, "recipe.skip_scaling"),
         ({"full_every": 0}, "recipe.full_every"),
         ({"redraws": 0}, "recipe.redraws"),
         ({"redraws": 3}, "recipe.redraws"),

@@ -17,7 +17,6 @@ from skippipe_jax.config import (
     DataConfig,
     ModelConfig,
     NetworkConfig,
-    RecipeConfig,
 )
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
@@ -33,7 +32,6 @@ CONFIG = Config(
     model=ModelConfig(width=12, layers=2, heads=2, kv_heads=1, ffn_width=20, context=TIME),
     data=DataConfig(sequence_length=TIME, microbatch_size=BATCH, packing="documents"),
     network=NetworkConfig(activation_dtype="int8", gradient_rounding="stochastic"),
-    recipe=RecipeConfig(skip_scaling="inverse"),
 )
 FUNCTIONS = ("forward", "backward", "loss", "zero_gradients", "squared_norm", "update")
 

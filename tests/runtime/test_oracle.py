@@ -330,7 +330,7 @@ def test_a_token_that_comes_often_has_its_whole_gradient_though_parameters_are_i
 
     [first, second] = (create_stage(own, 0, [1], jax.random.key(0)) for own in (held, exact))
     parameters = rounding.widened(nnx.to_pure_dict(nnx.state(first)))
-    loss = oracle._loss([nnx.graphdef(second)], [0], OPTIMIZER, scaled=False)
+    loss = oracle._loss([nnx.graphdef(second)], [0], OPTIMIZER)
     [gradient], _ = jax.grad(loss, has_aux=True)([parameters], [batch], [[0]])
     moments = optax.tree.get(runtime.states[0].optimizer_state, "mu")
     expected = jax.tree.map(lambda leaf: (1 - OPTIMIZER.beta1) * leaf, gradient)
