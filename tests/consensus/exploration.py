@@ -1,8 +1,9 @@
 """Every state that three hosts can come to by the rules of `decisions`, within bounds.
 
-One link is cut, and one host may die at any point. Messages are delivered in any order, and each
-host ticks whenever it likes, as long as its own ballots stay within a number of rounds. Only the
-beats of a tick are left out: what they bring comes in the calm that is tried from each state.
+One link is cut, one host may die at any point, and one may abandon its generation. Messages are
+delivered in any order, and each host ticks whenever it likes, as long as its own ballots stay
+within a number of rounds. Only the beats of a tick are left out: what they bring comes in the calm
+that is tried from each state.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
+    Abandoned,
     Beat,
     Event,
     Generation,
@@ -54,8 +56,9 @@ class Node(NamedTuple):
 class Exploration:
     """The nodes that are reached from hosts that have each computed the first step."""
 
-    def __init__(self, cut: tuple[int, int], dies: int, rounds: int):
+    def __init__(self, cut: tuple[int, int], dies: int, rounds: int, abandons: int | None = None):
         self.cut, self.dies, self.rounds = frozenset(cut), dies, rounds
+        self.abandons = abandons
         self._numbers: dict[Any, int] = {}
         self._values: list[Any] = []
         self._after: dict[Any, tuple[int, Sends, Sends]] = {}
@@ -120,6 +123,8 @@ class Exploration:
             ticked = self.told(node, host, Tick(), beats=False)
             if state.number == 1 and self.state(ticked, host).highest[0] <= self.rounds:
                 yield ticked
+            if host == self.abandons and state.number == 1 and state.takes_part:
+                yield self.told(node, host, Abandoned(1))
             if node.dead is not None and node.dead not in state.suspected:
                 yield self.told(node, host, Presence(node.dead, is_there=False))
         if node.dead is None:
@@ -196,9 +201,16 @@ class Exploration:
         return f"dead {node.dead}\n{states}\n{[self._values[sent[2]] for sent in node.messages]}"
 
 
-def explore(cut: tuple[int, int], dies: int, rounds: int, most: int = 1 << 60) -> int:
+def explore(
+    cut: tuple[int, int],
+    dies: int,
+    rounds: int,
+    most: int = 1 << 60,
+    *,
+    abandons: int | None = None,
+) -> int:
     """Visit all nodes, or so many, and require what has to hold in each; how many they were."""
-    exploration = Exploration(cut, dies, rounds)
+    exploration = Exploration(cut, dies, rounds, abandons)
     first = exploration.first()
     seen, waiting = {first}, [first]
     for node in waiting:
