@@ -51,7 +51,9 @@ SEEDS = 5
 WIDTH = 16
 PARTIAL = Phase(0.0, 4)
 QUALITY = (PARTIAL, Phase(0.4, 6, 0.0))
-ROBUST = (PARTIAL, Phase(0.4, 4, 1.0, 4))
+ROBUST = (PARTIAL, Phase(0.4, 3, 1.0, 2))
+QUARTER = (PARTIAL, Phase(0.4, 4, 1.0, 4))
+"""What options of `ROBUST` were first compared with."""
 FULL, SKIPPED, SMALLER = "full", "skip33", "small67"
 # By how the replicas average: the kinds of plans whose seconds count.
 CLOCKS = {"exact": "", "outer": "_outer"}
@@ -140,7 +142,7 @@ def arms(setting: Setting) -> dict[str, GatedRun]:
 def options(setting: Setting) -> dict[str, dict[str, GatedRun]]:
     """By option: the runs that differ in it, `without` first."""
     full = GatedRun(blocks=setting.blocks, width=WIDTH, steps=setting.steps)
-    quality, robust = replace(full, phases=QUALITY), replace(full, phases=ROBUST)
+    quality, quarter = replace(full, phases=QUALITY), replace(full, phases=QUARTER)
     always = replace(full, phases=(PARTIAL,))
     return {
         "schedule": {
@@ -159,8 +161,15 @@ def options(setting: Setting) -> dict[str, dict[str, GatedRun]]:
             "quality, scaled": quality,
         },
         "where a quarter goes on skipping": {
-            "every fourth iteration": robust,
+            "every fourth iteration": quarter,
             "a quarter of the microbatches": replace(full, phases=(PARTIAL, Phase(0.4, 4, 0.25))),
+        },
+        "partial iterations in the last 60%": {
+            f"{visited} of 6 stages, every {number} iteration": replace(
+                full, phases=(PARTIAL, Phase(0.4, visited, 1.0, every))
+            )
+            for visited in (4, 3)
+            for number, every in (("fourth", 4), ("second", 2))
         },
         "full microbatches among others": {
             "none until 40%": quality,
@@ -178,8 +187,8 @@ def options(setting: Setting) -> dict[str, dict[str, GatedRun]]:
             "inverse": replace(quality, skip_scaling="inverse"),
         },
         "distillation": {
-            "none": robust,
-            "half of the loss": replace(robust, distillation=0.5),
+            "none": quarter,
+            "half of the loss": replace(quarter, distillation=0.5),
         },
         "optimizer": {
             "full, adamw": full,
