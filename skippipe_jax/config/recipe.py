@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated
@@ -19,6 +20,8 @@ class Phase:
     Attributes:
         from_step: it begins after so many iterations.
         path_length: stages that its paths visit. null: as the plan's case says.
+        path_share: instead of `path_length`, the share of all stages that its paths visit, rounded
+            up.
         max_swaps: swaps that its paths have at most. null: as the plan's case says.
         from_share: instead of `from_step`, the share of the learning rate's schedule after which it
             begins: of `optimizer.decay_steps`, or else of `train.steps`.
@@ -31,6 +34,11 @@ class Phase:
     max_swaps: int | None = None
     from_share: float | None = None
     skipping: float = 1.0
+    path_share: float | None = None
+
+    def stages_visited(self, stages: int) -> int | None:
+        """Count the stages, of so many, that its paths visit; None if as the plan's case says."""
+        return self.path_length if self.path_share is None else math.ceil(self.path_share * stages)
 
     @property
     def name(self) -> str:
@@ -44,7 +52,7 @@ class Phase:
 
 PRESETS: dict[str, tuple[Phase, ...]] = {
     "quality": (Phase(from_share=0.4, skipping=0.0),),
-    "robust": (Phase(from_share=0.4, skipping=0.25),),
+    "robust": (Phase(from_share=0.4, path_share=0.5, skipping=0.5),),
 }
 """The phases that follow the run's own plan, by the names of presets."""
 
@@ -55,8 +63,8 @@ class RecipeConfig:
 
     Attributes:
         preset: phases that were measured. With `quality`, all microbatches visit all stages in the
-            last 60% of training: for the full model. With `robust`, every fourth iteration of that
-            part takes the partial paths still: for inference with stages missing.
+            last 60% of training: for the full model. With `robust`, every second iteration of that
+            part takes paths that visit half of the stages: for inference with stages missing.
         full_every: every so many iterations, all microbatches visit all stages in order.
         phases: parts of training with paths of their own. Before the first, or with null, the
             plan's.
@@ -155,9 +163,18 @@ def _require_phase(phase: Phase, field: str) -> None:
         if phase.from_step:
             problem = "says when the phase begins, and so does from_share"
             raise InputError(f"{field}.from_step", phase.from_step, problem, "Remove one of them")
-    for name, least in (("from_step", 0), ("path_length", 1), ("max_swaps", 0)):
+    if phase.path_share is not None:
+        fields.number(phase.path_share, f"{field}.path_share", 0.0, above=True)
+        if phase.path_share > 1:
+            problem = "is more than all stages"
+            raise InputError(f"{field}.path_share", phase.path_share, problem, "Write 1 at most")
+        if phase.path_length is not None:
+            problem = "says how many stages are visited, and so does path_share"
+            remedy = "Remove one of them"
+            raise InputError(f"{field}.path_length", phase.path_length, problem, remedy)
+    for name, least in (("from_step", 0), ("path_length", 1), ("path_share", 0), ("max_swaps", 0)):
         value = getattr(phase, name)
-        if value is not None:
+        if value is not None and name != "path_share":
             fields.integer(value, f"{field}.{name}", least)
         if value is not None and name != "from_step" and phase.skipping == 0:
             problem = "has no effect where no iteration of the phase skips"

@@ -164,7 +164,8 @@ def _parts(recipe: RecipeConfig, case: Case) -> Iterator[_Part]:
     for number, phase in enumerate(recipe.phases or ()):
         if phase.skipping == 0:
             continue
-        asked = {"path_length": phase.path_length, "max_swaps": phase.max_swaps}
+        length = phase.stages_visited(len(case.stages))
+        asked = {"path_length": length, "max_swaps": phase.max_swaps}
         now = {"path_length": case.path_length, "max_swaps": case.rules.max_swaps}
         changes = {key: n for key, n in asked.items() if n is not None and n != now[key]}
         yield _Part(phase.name, f"recipe.phases[{number}]", asdict(phase), recipe.redraws, changes)

@@ -284,6 +284,10 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_written(
         ({"phases": [{"from_step": 2}, {"from_step": 2}]}, "recipe.phases[1].from_step"),
         ({"phases": [{"length": 2}]}, "recipe.phases[0].length"),
         ({"phases": [{"skipping": 1.5}]}, "recipe.phases[0].skipping"),
+        ({"phases": [{"path_share": 1.5}]}, "recipe.phases[0].path_share"),
+        ({"phases": [{"path_share": 0}]}, "recipe.phases[0].path_share"),
+        ({"phases": [{"path_share": 0.5, "path_length": 2}]}, "recipe.phases[0].path_length"),
+        ({"phases": [{"path_share": 0.5, "skipping": 0}]}, "recipe.phases[0].path_share"),
         ({"phases": [{"skipping": 0, "path_length": 2}]}, "recipe.phases[0].path_length"),
         ({"phases": [{"from_share": 1.0}]}, "recipe.phases[0].from_share"),
         ({"phases": [{"from_share": 0.5, "from_step": 2}]}, "recipe.phases[0].from_step"),
@@ -331,7 +335,7 @@ def test_presets_count_their_phases_by_the_schedule_of_the_learning_rate():
     quality, robust = (RecipeConfig(preset=name) for name in ("quality", "robust"))
     assert names(quality.in_steps(5), ["full"], 5) == ["plan", "plan", "full", "full", "full"]
     taken = names(robust.in_steps(10), ["full", "from_4"], 9)
-    assert taken == ["plan"] * 4 + ["full", "full", "full", "from_4", "full"]
+    assert taken == ["plan"] * 4 + ["full", "from_4", "full", "from_4", "full"]
     config = parse_config({"recipe": {"preset": "quality"}, "train": {"steps": 50}})
     assert config.recipe_in_steps.phases == (Phase(20, skipping=0.0),)
     config = parse_config({}, ["recipe.preset=quality", "optimizer.decay_steps=80"])
@@ -342,11 +346,18 @@ def test_the_whole_run_takes_as_long_as_its_iterations_together():
     [own] = drawn(1)
     schedule = schedule_of(RecipeConfig(preset="robust").in_steps(20), own)
     assert schedule.plans.keys() == {"plan", "full", "from_8"}
-    assert schedule.plans["from_8"] is own
-    partial_s, full_s = (schedule.plans[name].predicted.iteration_s for name in ("plan", "full"))
-    assert full_s > partial_s
+    assert {len(path) for path in schedule.plans["from_8"].microbatches} == {2}, "half of four"
+    each_s = {name: plan.predicted.iteration_s for name, plan in schedule.plans.items()}
+    assert each_s["full"] > each_s["plan"] > each_s["from_8"]
     total_s = schedule.total_s(16, AveragingConfig())
-    assert total_s == pytest.approx(10 * partial_s + 6 * full_s)
+    assert total_s == pytest.approx(8 * each_s["plan"] + 4 * each_s["full"] + 4 * each_s["from_8"])
+
+
+def test_a_share_of_the_stages_is_rounded_up_and_changes_nothing_where_it_is_what_the_case_has():
+    assert [Phase(path_share=0.5).stages_visited(stages) for stages in (4, 5, 6)] == [2, 3, 3]
+    [own] = drawn(1)
+    recipe = RecipeConfig(phases=(Phase(8, path_share=0.75),))
+    assert schedule_of(recipe, own).plans["from_8"] is own
 
 
 @pytest.mark.parametrize(
