@@ -21,7 +21,7 @@ from flax import nnx
 from skippipe_jax.config import ModelConfig, OptimizerConfig
 from skippipe_jax.data.batches import NOT_COUNTED, Batch
 from skippipe_jax.models.llama import create_stage
-from skippipe_jax.optim.adamw import adamw
+from skippipe_jax.optim.update_rule import update_rule
 
 Hop = Callable[[int, int, int, jax.Array], jax.Array]
 """(iteration, microbatch, position, what the stage there hands on) -> what arrives of it
@@ -78,7 +78,7 @@ def train_by(
         return [create_stage(model, stage, layers, key) for stage in range(len(layers))]
 
     parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules(phases[0].layers)]
-    transformation = clipped_adamw(optimizer, steps)
+    transformation = clipped_rule(optimizer, steps)
     state = transformation.init(parameters)
     losses = []
     step_of_cut: dict[tuple[int, ...], Any] = {}
@@ -120,7 +120,7 @@ def train_apart(
     structures = [nnx.graphdef(module) for module in modules]
     gradient = jax.grad(_loss(structures, stage_of, optimizer), has_aux=True)
     parameters: list[Any] = [nnx.to_pure_dict(nnx.state(modules[stage_of[n]])) for n in nodes]
-    transformation = adamw(optimizer, steps)
+    transformation = update_rule(optimizer, steps)
     update = jax.jit(transformation.update)
     states = [transformation.init(own) for own in parameters]
     losses = []
@@ -249,12 +249,12 @@ def _step(loss: Callable[..., Any], transformation: Any, optimizer: OptimizerCon
     return step
 
 
-def clipped_adamw(optimizer: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def clipped_rule(optimizer: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The update of a whole model, clipped by Optax if it is clipped."""
-    update = adamw(optimizer, steps)
+    rule = update_rule(optimizer, steps)
     if optimizer.clip_norm is None:
-        return update
-    return optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), update)
+        return rule
+    return optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), rule)
 
 
 def one_by_one(batch: Batch) -> Batch:

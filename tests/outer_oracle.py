@@ -21,7 +21,7 @@ from flax import nnx
 from skippipe_jax.config import AveragingConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import create_stage
-from skippipe_jax.optim.adamw import adamw
+from skippipe_jax.optim.update_rule import update_rule
 from tests import oracle
 
 Recorded = Callable[[int, int, int], np.ndarray]
@@ -121,7 +121,7 @@ class Inner:
     ):
         self.optimizer = optimizer
         self.stages = stages
-        transformation = adamw(optimizer, steps)
+        transformation = update_rule(optimizer, steps)
         self.update = jax.jit(transformation.update)
         self.states = [transformation.init(own) for own in parameters]
         sizes = [sum(leaf.size for leaf in jax.tree.leaves(own)) for own in parameters]

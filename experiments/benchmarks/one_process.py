@@ -26,7 +26,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import Stage, create_stage
-from skippipe_jax.optim.adamw import adamw
+from skippipe_jax.optim.update_rule import update_rule
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule
@@ -174,7 +174,9 @@ def plain_step(
 
     What `loss_and_gradients` gives besides these two is computed, and dropped.
     """
-    transformation = optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw(OPTIMIZER, STEPS))
+    transformation = optax.chain(
+        optax.clip_by_global_norm(CLIP_NORM), update_rule(OPTIMIZER, STEPS)
+    )
     state = transformation.init(parameters)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

@@ -34,7 +34,7 @@ from experiments.paper import provenance, study_text
 from skippipe_jax.config import ModelConfig, OptimizerConfig
 from skippipe_jax.config.attention import BLOCKWISE
 from skippipe_jax.models.llama import DataStage, parameter_count
-from skippipe_jax.optim.adamw import adamw, learning_rate_schedule
+from skippipe_jax.optim.update_rule import learning_rate_schedule, update_rule
 from skippipe_jax.storage.files import PARTIAL, atomic_write
 
 MICROBATCHES, SEQUENCES, LENGTH = 8, 4, 64
@@ -355,7 +355,7 @@ def optimizer_of(run: GatedRun) -> optax.GradientTransformation:
     config = optimizer_config(run)
     clipped = optax.clip_by_global_norm(1.0)
     if run.optimizer == "adamw":
-        return optax.chain(clipped, adamw(config, run.steps))
+        return optax.chain(clipped, update_rule(config, run.steps))
 
     def dimensions(parameters: Any) -> Any:
         # Matrices of blocks are stacked by depth; all else is left to Adam.

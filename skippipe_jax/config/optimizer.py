@@ -13,13 +13,18 @@ from skippipe_jax.config.choices import DTYPES, Choice, require_choices
 SCHEDULES = Choice(("cosine", "warmup-stable-decay"))
 MEMORIES = Choice(("device", "host"))
 DECAY_SHAPES = Choice(("linear", "1-sqrt"))
+ADAMW, MUON = "adamw", "muon"
+NAMES = Choice((ADAMW, MUON))
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its schedule, and what it takes for a good gradient.
+    """The rule of updates, its schedule, and what it takes for a good gradient.
 
     Attributes:
+        name: `adamw`, or `muon`: matrices of blocks are updated by their orthogonalized momentum,
+            and all else by AdamW. Where devices of different kinds serve one stage, its replicas
+            drift apart by what they round differently in that.
         learning_rate: the highest.
         schedule: `cosine` falls from the end of the warmup on. `warmup-stable-decay` stays at the
             highest rate, and falls over the last part only.
@@ -29,6 +34,7 @@ class OptimizerConfig:
         decay_shape: how it falls there: `linear`, or `1-sqrt` (one minus the root of the share gone
             by).
         final_ratio: the lowest rate, as a share of the highest.
+        muon_momentum: decay of the mean of gradients of matrices that `muon` updates.
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of squared gradients.
         epsilon: added to the root of that.
@@ -48,6 +54,7 @@ class OptimizerConfig:
             is added to what is minimised, and reported apart from the loss. It keeps logits small.
     """
 
+    name: Annotated[str, NAMES] = ADAMW
     learning_rate: float = 3e-4
     schedule: Annotated[str, SCHEDULES] = "cosine"
     warmup_steps: int = 10
@@ -55,6 +62,7 @@ class OptimizerConfig:
     decay_fraction: float = 0.2
     decay_shape: Annotated[str, DECAY_SHAPES] = "linear"
     final_ratio: float = 0.1
+    muon_momentum: float = 0.95
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
@@ -73,7 +81,15 @@ class OptimizerConfig:
         if self.decay_steps is not None:
             fields.integer(self.decay_steps, "optimizer.decay_steps", 1)
         require_choices(self, "optimizer")
-        for name in ("learning_rate", "final_ratio", "beta1", "beta2", "weight_decay", "z_loss"):
+        for name in (
+            "learning_rate",
+            "final_ratio",
+            "muon_momentum",
+            "beta1",
+            "beta2",
+            "weight_decay",
+            "z_loss",
+        ):
             fields.number(getattr(self, name), f"optimizer.{name}", 0.0)
         # At 0 a clip norm stops all learning.
         for name in ("clip_norm", "skip_above_norm"):
@@ -83,6 +99,7 @@ class OptimizerConfig:
         for name in ("epsilon", "decay_fraction"):
             fields.number(getattr(self, name), f"optimizer.{name}", 0.0, above=True)
         for name, in_range, bound in (
+            ("muon_momentum", self.muon_momentum < 1.0, "less than 1"),
             ("beta1", self.beta1 < 1.0, "less than 1"),
             ("beta2", self.beta2 < 1.0, "less than 1"),
             ("final_ratio", self.final_ratio <= 1.0, "at most 1"),
@@ -104,6 +121,13 @@ class OptimizerConfig:
                     "is of the schedule warmup-stable-decay, and this one is cosine",
                     "Remove it, or write schedule: warmup-stable-decay",
                 )
+        if self.name == ADAMW and self.muon_momentum != OptimizerConfig.muon_momentum:
+            raise InputError(
+                "optimizer.muon_momentum",
+                self.muon_momentum,
+                "is of the optimizer muon, and this one is adamw",
+                "Remove it, or write name: muon",
+            )
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise InputError(
                 "optimizer.decay_steps",

@@ -24,13 +24,14 @@ from skippipe_jax.models.block_footprint import (
     tokens_of,
 )
 from skippipe_jax.models.footprint import (
-    COUNTER_BYTES,
     GRADIENT_BYTES,
     OFFLOADS,
     NodeMemory,
+    block_matrices,
     bytes_of_loss,
     hop_bytes,
     kept_bytes,
+    optimizer_bytes,
     stage_parameters,
     unpacked_bytes,
 )
@@ -148,7 +149,8 @@ def of_each_device(
     count = numbers_of_each(model, layers, mesh, is_data_stage=is_data_stage)
     cuts, hop = Cuts.of(model, data, mesh), hop_bytes(config)
     parameters = count * DTYPE_BYTES[model.parameter_dtype]
-    optimizer = 2 * DTYPE_BYTES[config.optimizer.moment_dtype] * count + COUNTER_BYTES
+    matrices = block_matrices(model, layers) // mesh.devices
+    optimizer = optimizer_bytes(config, count, matrices)
     state_waits = config.optimizer.state_memory == "host"
     targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
     offloaded = layers * offloadable_bytes(model, data) if model.recompute == OFFLOADS else 0

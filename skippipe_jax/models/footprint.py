@@ -18,6 +18,7 @@ from skippipe_sched.problem.plan import Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
 
 from skippipe_jax.config import AveragingConfig, Config, DataConfig, ModelConfig
+from skippipe_jax.config.optimizer import MUON
 from skippipe_jax.models.block_footprint import (
     DTYPE_BYTES,
     TOKEN_BYTES,
@@ -35,8 +36,8 @@ from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 
 GRADIENT_BYTES = 4
 """Of each number in gradients: float32."""
-COUNTER_BYTES = 8
-"""Of the two counters in the state of AdamW and its schedule."""
+COUNTER_BYTES = 4
+"""Of each counter in the state of an optimizer: AdamW's, its schedule's, and Muon's."""
 OUTER_ARRAYS = 3
 """Of as many numbers as there are parameters each, in float32: anchor, momentum and residual; when
 a fragment is applied, its parameters, anchor and momentum."""
@@ -170,10 +171,20 @@ def averaged_bytes(config: Config, stages: int) -> list[int]:
     ]
 
 
-def state_bytes(config: Config) -> int:
-    """Of each number of a stage: its parameter and both moments."""
-    moment = DTYPE_BYTES[config.optimizer.moment_dtype]
-    return DTYPE_BYTES[config.model.parameter_dtype] + 2 * moment
+def optimizer_bytes(config: Config, numbers: int, matrices: int) -> int:
+    """Of what the optimizer keeps: two moments of each number, or one of `matrices` by Muon.
+
+    `matrices` are those numbers of a stage that are in matrices of blocks.
+    """
+    is_muon = config.optimizer.name == MUON
+    moments = 2 * numbers - is_muon * matrices
+    counters = (2 + is_muon) * COUNTER_BYTES
+    return DTYPE_BYTES[config.optimizer.moment_dtype] * moments + counters
+
+
+def block_matrices(model: ModelConfig, layers: int) -> int:
+    """Count the numbers in matrices of so many blocks."""
+    return layers * (block_parameters(model) - 2 * model.width)
 
 
 def copied_bytes(config: Config, stages: int) -> list[int]:
@@ -182,11 +193,13 @@ def copied_bytes(config: Config, stages: int) -> list[int]:
     Raises:
         InputError: if the layers do not spread over the stages.
     """
-    return [
-        state_bytes(config) * stage_parameters(config.model, count, is_data_stage=stage == 0)
-        + COUNTER_BYTES
-        for stage, count in enumerate(config.model.layers_of_stages(stages))
+    model = config.model
+    width = DTYPE_BYTES[model.parameter_dtype]
+    numbers = [
+        (stage_parameters(model, layers, is_data_stage=stage == 0), block_matrices(model, layers))
+        for stage, layers in enumerate(model.layers_of_stages(stages))
     ]
+    return [width * count + optimizer_bytes(config, count, own) for count, own in numbers]
 
 
 def memory_of_node(
@@ -219,7 +232,7 @@ def memory_of_node(
     averages = replicas > 1
     is_outer = config.averaging.is_outer and averages
     hop = hop_bytes(config)
-    optimizer = 2 * DTYPE_BYTES[config.optimizer.moment_dtype] * count + COUNTER_BYTES
+    optimizer = optimizer_bytes(config, count, block_matrices(model, layers))
     state_waits = config.optimizer.state_memory == "host"
     offloaded = layers * offloadable_bytes(model, data) if model.recompute == OFFLOADS else 0
     return NodeMemory(

@@ -30,8 +30,8 @@ from skippipe_jax.models.footprint import travelling_dtypes
 from skippipe_jax.models.llama import DataStage, Stage
 from skippipe_jax.models.sharding import in_use
 from skippipe_jax.optim import rounding
-from skippipe_jax.optim.adamw import adamw, update_count
 from skippipe_jax.optim.rounding import Draw as RoundingDraw
+from skippipe_jax.optim.update_rule import update_count, update_rule
 from skippipe_jax.runtime.on_mesh import Results, jitted, within
 from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.wire_format import Draw, Wire, WireFormat
@@ -151,7 +151,7 @@ def stage_functions(
     kind = DataStage if is_data_stage else Stage
     activation_format = wire.activations if wire else None
     gradient_format = wire.gradients if wire else None
-    transformation = adamw(optimizer, steps)
+    transformation = update_rule(optimizer, steps)
     structure = nnx.graphdef(nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0))))
 
     def apply(parameters: Parameters, inputs: Array) -> Array:

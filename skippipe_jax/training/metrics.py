@@ -16,7 +16,7 @@ from skippipe_jax.cluster.ending import RunFailed
 from skippipe_jax.config import Config
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.models.footprint import bytes_per_link
-from skippipe_jax.optim.adamw import learning_rate_schedule, updates_made
+from skippipe_jax.optim.update_rule import learning_rate_schedule, updates_made
 from skippipe_jax.profiling.devices import (
     peak_flops_per_second,
     peak_memory_bytes,

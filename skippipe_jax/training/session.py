@@ -23,7 +23,7 @@ from skippipe_jax.config.recovery import AVERAGE, BUDDY, SKIP
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded
-from skippipe_jax.optim.adamw import updates_made
+from skippipe_jax.optim.update_rule import updates_made
 from skippipe_jax.runtime.outer_steps import from_own_states
 from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.runtime import Runtime, open_runtime

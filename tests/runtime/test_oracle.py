@@ -278,10 +278,22 @@ def test_an_iteration_without_a_target_changes_nothing(skip_above_norm: float | 
     assert skipped == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    "way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.nightly) for way in WAYS[1:])]
+)
+def test_matrices_that_muon_updates(way: Way):
+    optimizer = dataclasses.replace(
+        OPTIMIZER, name="muon", clip_norm=CLIPPING, skip_above_norm=100.0
+    )
+    batches = random_batches(REPLICATED, seed=8)
+    assert_training_equals_the_oracle(REPLICATED, SMALL, optimizer, batches, 3, way)
+
+
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("way", WAYS)
-def test_moments_that_wait_in_the_memory_of_the_host(way: Way):
-    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING, state_memory="host")
+def test_moments_that_wait_in_the_memory_of_the_host(way: Way, name: str):
+    optimizer = dataclasses.replace(OPTIMIZER, name=name, clip_norm=CLIPPING, state_memory="host")
     batches = random_batches(REPLICATED, seed=4)
 
     def see(runtime: Runtime) -> None:
@@ -295,9 +307,12 @@ def test_moments_that_wait_in_the_memory_of_the_host(way: Way):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("way", WAYS[1:3])
-def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way):
-    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING, moment_dtype="bfloat16")
+def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way, name: str):
+    optimizer = dataclasses.replace(
+        OPTIMIZER, name=name, clip_norm=CLIPPING, moment_dtype="bfloat16"
+    )
     model = dataclasses.replace(SMALL, parameter_dtype="bfloat16")
     batches = random_batches(REPLICATED, seed=5)
     runtime, outcomes = run(REPLICATED, model, optimizer, batches, 3, way)

@@ -10,7 +10,7 @@ import pytest
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.models.footprint import copied_bytes
-from skippipe_jax.optim.adamw import updates_made
+from skippipe_jax.optim.update_rule import updates_made
 from skippipe_jax.runtime.copied import packed, pieces, unpacked
 from skippipe_jax.runtime.remaking import averaged, with_count
 from skippipe_jax.runtime.replicas import Replicas

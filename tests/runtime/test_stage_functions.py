@@ -29,7 +29,7 @@ from skippipe_jax.runtime.stage_functions import (
     stage_functions,
 )
 from skippipe_jax.runtime.wire_format import Wire, WireFormat
-from tests.oracle import clipped_adamw, relative_error
+from tests.oracle import clipped_rule, relative_error
 
 BATCH, TIME, LAYERS = 2, 4, 2
 MODEL = ModelConfig(
@@ -178,7 +178,7 @@ def test_update_is_that_of_the_mean_over_all_targets(recompute: str, clip_norm: 
         nats, tokens = jnp.sum(jnp.asarray(sums), axis=0)
         return nats / tokens
 
-    transformation = clipped_adamw(optimizer, STEPS)
+    transformation = clipped_rule(optimizer, STEPS)
     parameters = jax.tree.map(np.asarray, node.parameters)
     state = transformation.init(parameters)
     for _ in range(2):

@@ -15,7 +15,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import ModelConfig, OptimizerConfig
 from skippipe_jax.models.llama import stage_shapes
-from skippipe_jax.optim.adamw import adamw, decays, learning_rate_schedule, updates_made
+from skippipe_jax.optim.update_rule import decays, learning_rate_schedule, update_rule, updates_made
 
 CONFIG = OptimizerConfig(
     learning_rate=0.1,
@@ -95,7 +95,7 @@ def test_update_equals_adamw_by_hand():
     kernel, scale = random.normal(size=(4, 3)), random.normal(size=3)
     gradients = random.normal(size=(6, 4, 3)), random.normal(size=(6, 3))
     parameters = {"kernel": jnp.asarray(kernel, jnp.float32), "scale": jnp.asarray(scale)}
-    transformation = adamw(CONFIG, steps=10)
+    transformation = update_rule(CONFIG, steps=10)
     state = transformation.init(parameters)
 
     @jax.jit
@@ -126,7 +126,7 @@ def test_update_equals_adamw_by_hand():
 
 def test_updates_are_those_of_optax_and_one_that_is_skipped_leaves_the_state_as_it_was():
     own, theirs = (
-        adamw(CONFIG, steps=10),
+        update_rule(CONFIG, steps=10),
         optax.adamw(
             learning_rate_schedule(CONFIG, 10),
             b1=CONFIG.beta1,
@@ -150,7 +150,7 @@ def test_updates_are_those_of_optax_and_one_that_is_skipped_leaves_the_state_as_
 def test_parameters_in_bfloat16_would_hardly_move():
     """Why training refuses them: most updates are rounded away."""
     config = OptimizerConfig(learning_rate=1e-5, warmup_steps=0, final_ratio=1.0)
-    transformation = adamw(config, steps=50)
+    transformation = update_rule(config, steps=50)
     drawn = 0.02 * jax.random.normal(jax.random.key(0), (64, 64))
 
     @jax.jit
@@ -195,7 +195,7 @@ def test_all_but_the_scales_of_norms_decay(
 def test_what_does_not_decay_only_learns():
     parameters: Any = {name: {"kernel": jnp.ones(2)} for name in ("down", "head")}
     parameters["embedding"] = jnp.ones(2)
-    transformation = adamw(dataclasses.replace(CONFIG, decay_embeddings=False), steps=10)
+    transformation = update_rule(dataclasses.replace(CONFIG, decay_embeddings=False), steps=10)
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     updates: Any
     updates, _ = transformation.update(zeros, transformation.init(parameters), parameters)

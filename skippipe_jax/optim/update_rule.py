@@ -1,4 +1,4 @@
-"""How parameters are updated: AdamW and its schedule, what decays, clipping by the global norm."""
+"""How parameters are updated: by AdamW or Muon, at which rate, and what decays."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import optax
 from jaxtyping import Array, ScalarLike
 
 from skippipe_jax.config import OptimizerConfig
+from skippipe_jax.config.optimizer import ADAMW, MUON
+from skippipe_jax.optim.muon import labels, scale_by_muon
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -47,16 +49,20 @@ def _decay(config: OptimizerConfig, start: int, end: int) -> optax.Schedule:
     return rate
 
 
-def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
+def update_rule(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
     """Make the update of one stage, without clipping: that needs the norm over all stages.
 
-    It is Optax's, which gives the same bits. Its moments are in `moment_dtype`, whatever the
+    AdamW's is Optax's, which gives the same bits. Moments are in `moment_dtype`, whatever the
     parameters are. Where an update `is_skipped`, the state stays as it was, and what is to be added
     to the parameters means nothing.
     """
     decayed = functools.partial(decays, embeddings=config.decay_embeddings, head=config.decay_head)
+    scaling = _scale_by_adam(config)
+    if config.name == MUON:
+        muon = scale_by_muon(config.muon_momentum)
+        scaling = optax.partition({MUON: muon, ADAMW: scaling}, labels)
     transformation = optax.chain(
-        _scale_by_adam(config),
+        scaling,
         optax.add_decayed_weights(config.weight_decay, decayed),
         optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
     )
