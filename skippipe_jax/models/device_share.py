@@ -29,6 +29,7 @@ from skippipe_jax.models.footprint import (
     NodeMemory,
     block_matrices,
     bytes_of_loss,
+    bytes_of_update,
     hop_bytes,
     kept_bytes,
     optimizer_bytes,
@@ -167,7 +168,7 @@ def of_each_device(
             _of_backward(config, layers, mesh, is_data_stage=is_data_stage, gathers=gathers),
             _of_loss(model, data, mesh) if is_data_stage else 0,
             averages * GRADIENT_BYTES * count,
-            state_waits * optimizer,
+            state_waits * optimizer + bytes_of_update(config, matrices),
         ),
         host=state_waits * optimizer + whole.in_flight * offloaded,
     )

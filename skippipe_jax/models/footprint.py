@@ -38,6 +38,8 @@ GRADIENT_BYTES = 4
 """Of each number in gradients: float32."""
 COUNTER_BYTES = 4
 """Of each counter in the state of an optimizer: AdamW's, its schedule's, and Muon's."""
+UPDATE_ARRAYS = 3.5
+"""Of as many numbers, in float32, while Muon updates them; XLA made 3.3 of them on a processor."""
 OUTER_ARRAYS = 3
 """Of as many numbers as there are parameters each, in float32: anchor, momentum and residual; when
 a fragment is applied, its parameters, anchor and momentum."""
@@ -182,6 +184,14 @@ def optimizer_bytes(config: Config, numbers: int, matrices: int) -> int:
     return DTYPE_BYTES[config.optimizer.moment_dtype] * moments + counters
 
 
+def bytes_of_update(config: Config, matrices: int) -> int:
+    """Of what an update by Muon makes of so many numbers; what AdamW makes is less than a backward.
+
+    That is the scaled gradient, the momentum looked ahead, what is orthogonal, and products.
+    """
+    return int(UPDATE_ARRAYS * GRADIENT_BYTES * matrices) if config.optimizer.name == MUON else 0
+
+
 def block_matrices(model: ModelConfig, layers: int) -> int:
     """Count the numbers in matrices of so many blocks."""
     return layers * (block_parameters(model) - 2 * model.width)
@@ -249,7 +259,7 @@ def memory_of_node(
         working=max(
             parameters + operation,
             averages * GRADIENT_BYTES * count,
-            state_waits * optimizer,
+            state_waits * optimizer + bytes_of_update(config, block_matrices(model, layers)),
             bytes_of_application(config, layers, is_data_stage=is_data_stage) if is_outer else 0,
         ),
         host=state_waits * optimizer + in_flight * offloaded,

@@ -1,5 +1,5 @@
 """How parameters are updated.
 
-Others use `adamw`, the update and its schedule, and `outer`, which averages what replicas have
-changed behind the iterations.
+Others use `update_rule`, which is AdamW or Muon with their schedule, and `outer`, which averages
+what replicas have changed behind the iterations.
 """
