@@ -297,9 +297,10 @@ class ControlSimulation(Simulation):
             if self.live.get(host) is not own or not isinstance(own.at, Confirming):
                 return
             if not own.attended.missed.isdisjoint(members):
-                own.advance(Signal.MISSED)
-                return
-        action = own.advance(Signal.TIME_OVER)
+                action = own.advance(Signal.MISSED)
+                break
+        else:
+            action = own.advance(Signal.TIME_OVER)
         if isinstance(action, AwaitGeneration):
             assert action.abandons
             self.tell(host, Abandoned(number))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from skippipe_jax.training.elastic.coordinator import Suspended
+from skippipe_jax.training.elastic.coordinator import Confirming, Suspended
 from tests.cluster.control_simulation import CLUSTER, simulate, simulated
 
 
@@ -68,3 +68,18 @@ def test_a_host_that_was_stopped_learns_that_others_are_new_processes(
         stopped.process.go_on()
         simulation.wait(4 * CLUSTER.heartbeat_timeout_s)
         assert isinstance(stopped.at, Suspended), "no error of its own ends it"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_transfers_that_fail_while_a_host_is_missed_for_a_moment_end_their_generation(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The others may never miss it, and would wait for the host whose session is broken."""
+    with simulated(monkeypatch, 4, seed, rewinds=True, keeps_enough=True) as simulation:
+        simulation.wait(2.0)
+        simulation.cut(2, 3)
+        one = simulation.live[2]
+        simulation.run(lambda: 3 in one.attended.missed, 2 * CLUSTER.heartbeat_timeout_s)
+        one.has_cut_transfers = True
+        simulation.run(lambda: isinstance(one.at, Confirming | Suspended), 3.0)
+        simulation.require_goes_on()

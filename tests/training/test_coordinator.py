@@ -77,12 +77,12 @@ FRESH = generation(3, fresh=(OWN,))
         (TRAINING, Failed(Cause.TRANSFER), RETRIES, WatchMembers(RECONNECTS_AFTER_S)),
         (OPENING, Failed(Cause.TRANSFER), OPEN_RETRIES, WatchMembers(RECONNECTS_AFTER_S)),
         (LOOKS, Signal.ENDED, Suspended(2, None), AWAITS),
-        (LOOKS, Signal.MISSED, Suspended(2, None), AWAITS),
+        (LOOKS, Signal.MISSED, Suspended(2, None), ABANDONS),
         (LOOKS, Signal.TIME_OVER, TRAINING, Raise()),
         (RETRIES, Signal.ENDED, Suspended(2, None), AWAITS),
-        (RETRIES, Signal.MISSED, Suspended(2, None), AWAITS),
-        (RETRIES, Signal.TIME_OVER, Suspended(2, None, abandoned=True), ABANDONS),
-        (OPEN_RETRIES, Signal.TIME_OVER, Suspended(2, HELD, abandoned=True), ABANDONS),
+        (RETRIES, Signal.MISSED, Suspended(2, None), ABANDONS),
+        (RETRIES, Signal.TIME_OVER, Suspended(2, None, has_reconnected=True), ABANDONS),
+        (OPEN_RETRIES, Signal.TIME_OVER, Suspended(2, HELD, has_reconnected=True), ABANDONS),
     ],
 )
 def test_states_follow_each_other(
@@ -127,7 +127,7 @@ def test_transfers_that_fail_again_before_a_step_has_been_made_are_this_hosts_ow
     assert action == WatchMembers(RECONNECTS_AFTER_S if has_stepped else 20.0)
     state, action = advance(state, Signal.TIME_OVER, POLICY)
     if has_stepped:
-        assert state == Suspended(3, None, abandoned=True)
+        assert state == Suspended(3, None, has_reconnected=True)
     else:
         assert (state, action) == (opened, Raise())
 

@@ -12,12 +12,15 @@
 | `Opening`, `Training` | `ENDED` | `Suspended` | `AwaitGeneration` |
 | | `Failed`, another host may be the cause | `Confirming` | `WatchMembers` |
 | | `Failed`, none can be | the same | `Raise` |
-| `Confirming` | `ENDED`, `MISSED` | `Suspended` | `AwaitGeneration` |
+| `Confirming` | `ENDED` | `Suspended` | `AwaitGeneration` |
+| | `MISSED` | `Suspended` | `AwaitGeneration` that abandons the last |
 | | `TIME_OVER`, a transfer failed | `Suspended` | `AwaitGeneration` that abandons the last |
 | | `TIME_OVER`, else | what it was before | `Raise` |
 
-Where transfers fail although all hosts are there, a connection broke: in the next generation all
-are made again. If that fails as well, before a step has been made, the error is raised.
+A host abandons a generation in which it cannot make another step, as others may not know why: they
+may never miss a host that it missed for a moment. Where transfers fail although all hosts are
+there, a connection broke: in the next generation all are made again. If that fails as well, before
+a step has been made, the error is raised.
 
 A generation that is the last, or that goes on from another step than this host holds, leads to
 `Stopped` instead of `Opening`. A host that asks to be taken in begins as `Suspended`.
@@ -94,13 +97,13 @@ class HostPolicy:
 class Suspended:
     """Waits for the generation after that of a number, which is 0 for a host that comes.
 
-    `source` is None as long as a session is open: its steps may still count. `abandoned`, here and
-    below: this host has left the generation before since transfers failed.
+    `source` is None as long as a session is open: its steps may still count. `has_reconnected`,
+    here and below: transfers had failed although all hosts were there.
     """
 
     after: int
     source: StateSource | None
-    abandoned: bool = False
+    has_reconnected: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Closing:
     """Closes its session, to enter a generation."""
 
     generation: Generation
-    abandoned: bool = False
+    has_reconnected: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Opening:
 
     generation: Generation
     source: StateSource
-    abandoned: bool = False
+    has_reconnected: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Training:
     """Makes steps."""
 
     generation: Generation
-    abandoned: bool = False
+    has_reconnected: bool = False
 
 
 @dataclass(frozen=True)
@@ -245,19 +248,19 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
         ValueError: if such an event cannot come in that state.
     """
     match state, event:
-        case Suspended(_, None, abandoned), Entered(generation):
+        case Suspended(_, None, has_reconnected), Entered(generation):
             steps_count = policy.host not in generation.fresh
-            return Closing(generation, abandoned), CloseSession(steps_count)
-        case Suspended(_, StateSource() as source, abandoned), Entered(generation):
-            return _open(generation, source, abandoned, policy)
+            return Closing(generation, has_reconnected), CloseSession(steps_count)
+        case Suspended(_, StateSource() as source, has_reconnected), Entered(generation):
+            return _open(generation, source, has_reconnected, policy)
         case Suspended(after), Signal.TIME_OVER:
             return Stopped(), Stop(PeerTimeout(_waited_in_vain(after, policy.rejoin_s)))
         case Suspended(), Signal.LEFT:
             return Stopped(), Stop(HostLeft("the others go on without this host"))
-        case Closing(generation, abandoned), Closed(step):
-            return _open(generation, StateSource(step, Origin.OWN), abandoned, policy)
-        case Opening(generation, _, abandoned), Signal.OPENED:
-            return Training(generation, abandoned), None
+        case Closing(generation, has_reconnected), Closed(step):
+            return _open(generation, StateSource(step, Origin.OWN), has_reconnected, policy)
+        case Opening(generation, _, has_reconnected), Signal.OPENED:
+            return Training(generation, has_reconnected), None
         case Opening(_, source), Signal.WENT_BACK:
             origin = source.origin if source.origin == Origin.PEERS else Origin.CHECKPOINT
             return replace(state, source=replace(source, origin=origin)), None
@@ -266,14 +269,16 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
         case Opening() | Training(), Failed(Cause.OWN):
             return state, Raise()
         case Opening() | Training(), Failed(cause, has_stepped):
-            reconnects = cause == Cause.TRANSFER and (has_stepped or not state.abandoned)
+            reconnects = cause == Cause.TRANSFER and (has_stepped or not state.has_reconnected)
             seconds = RECONNECTS_AFTER_S if reconnects else policy.detection_s
             seconds = 0.0 if cause == Cause.SILENCE else seconds
             return Confirming(state, reconnects), WatchMembers(seconds)
-        case Confirming(interrupted), Signal.ENDED | Signal.MISSED:
+        case Confirming(interrupted), Signal.ENDED:
             return _suspend(interrupted, policy)
-        case Confirming(interrupted, reconnects=True), Signal.TIME_OVER:
+        case Confirming(interrupted), Signal.MISSED:
             return _suspend(interrupted, policy, abandons=True)
+        case Confirming(interrupted, reconnects=True), Signal.TIME_OVER:
+            return _suspend(interrupted, policy, abandons=True, reconnects=True)
         case Confirming(interrupted), Signal.TIME_OVER:
             return interrupted, Raise()
         case _:
@@ -286,20 +291,24 @@ def await_first(policy: HostPolicy) -> tuple[Suspended, AwaitGeneration]:
 
 
 def _suspend(
-    state: Opening | Training, policy: HostPolicy, *, abandons: bool = False
+    state: Opening | Training,
+    policy: HostPolicy,
+    *,
+    abandons: bool = False,
+    reconnects: bool = False,
 ) -> tuple[State, Action]:
     after = state.generation.number
     source = state.source if isinstance(state, Opening) else None
-    return Suspended(after, source, abandons), AwaitGeneration(after, policy.rejoin_s, abandons)
+    return Suspended(after, source, reconnects), AwaitGeneration(after, policy.rejoin_s, abandons)
 
 
 def _open(
-    generation: Generation, source: StateSource, abandoned: bool, policy: HostPolicy
+    generation: Generation, source: StateSource, has_reconnected: bool, policy: HostPolicy
 ) -> tuple[State, Action]:
     chosen = choose_source(generation, source, policy)
     if isinstance(chosen, Stop):
         return Stopped(), chosen
-    return Opening(generation, chosen, abandoned), OpenSession(generation, chosen)
+    return Opening(generation, chosen, has_reconnected), OpenSession(generation, chosen)
 
 
 def choose_source(

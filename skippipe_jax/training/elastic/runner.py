@@ -57,6 +57,7 @@ from skippipe_jax.training.elastic.coordinator import (
     StateSource,
     Stop,
     Stopped,
+    Suspended,
     WatchMembers,
     advance,
     await_first,
@@ -203,11 +204,7 @@ class ElasticRunner:
             match self._action:
                 case AwaitGeneration(after, seconds, abandons):
                     if abandons:
-                        log.warning(
-                            "transfers have failed although all hosts are there: connections are "
-                            "made again"
-                        )
-                        self._membership.control.tell(Abandoned(after), Tick())
+                        self._abandon(after)
                     self._tell(self._await(after, seconds))
                 case CloseSession(steps_count):
                     assert session is not None, "is open"
@@ -228,6 +225,12 @@ class ElasticRunner:
                     raise error
                 case _:
                     raise AssertionError(f"{self._action} in {self._state}")
+
+    def _abandon(self, generation: int) -> None:
+        if isinstance(self._state, Suspended) and self._state.has_reconnected:
+            problem = "transfers have failed although all hosts are there"
+            log.warning(f"{problem}: connections are made again")
+        self._membership.control.tell(Abandoned(generation), Tick())
 
     def _await(self, after: int, seconds: float) -> Entered | Signal:
         if self._run.preemption.has_left():
