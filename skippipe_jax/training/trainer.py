@@ -209,7 +209,7 @@ class Trainer:
                         raise
                 # Once the error is let go of, which holds what an iteration used. Maybe at an
                 # earlier step.
-                self._adopt(elastic.next_session(session))
+                self._adopt(elastic.next_session())
 
     def _end_of(self, session: Session) -> int:
         """Return the step after which the run ends, as a session knows it."""

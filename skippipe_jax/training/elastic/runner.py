@@ -6,6 +6,7 @@ through `Membership`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -172,7 +173,10 @@ class ElasticRunner:
         return session
 
     def outlives(self, error: Exception) -> bool:
-        """Tell whether the loss of a host caused an error, once that is certain."""
+        """Tell whether the run goes on after an error, once that is certain.
+
+        It does where the loss of a host has caused it, or a connection that broke.
+        """
         if isinstance(error, GenerationEnded):
             self._tell(Signal.ENDED)
         else:
@@ -182,24 +186,25 @@ class ElasticRunner:
             self._tell(self._watch(self._action.seconds))
         return not isinstance(self._action, Raise)
 
-    def next_session(self, session: Session) -> Session:
-        """Close a session whose hosts are no longer the same, and open the next.
+    def next_session(self) -> Session:
+        """Close the session, whose hosts are no longer the same, and open the next.
 
         Raises:
             HostLeft: if this host was told to leave, and the others do without it.
             PeerTimeout: if too few hosts are left, for longer than ``cluster.rejoin_s``.
         """
         try:
-            return self._until_open(time.monotonic(), session)
+            return self._until_open(time.monotonic())
         except HostLeft:
-            session.abandon()
+            if self._session is not None:
+                self._session.abandon()
             raise
 
     def _tell(self, event: Event) -> None:
         self._state, self._action = advance(self._state, event, self._policy)
 
-    def _until_open(self, since_s: float, session: Session | None = None) -> Session:
-        """Do what is to be done until a session is open; one may have to be closed first."""
+    def _until_open(self, since_s: float) -> Session:
+        """Do what is to be done until a session is open."""
         while True:
             match self._action:
                 case AwaitGeneration(after, seconds, abandons):
@@ -207,9 +212,7 @@ class ElasticRunner:
                         self._abandon(after)
                     self._tell(self._await(after, seconds))
                 case CloseSession(steps_count):
-                    assert session is not None, "is open"
-                    self._tell(self._close_session(session, steps_count))
-                    self._session = None
+                    self._tell(self._close_session(steps_count))
                 case OpenSession(_, source):
                     try:
                         opened = self._open(self._team, self._held_of(source), since_s)
@@ -248,17 +251,18 @@ class ElasticRunner:
         return Entered(following.generation)
 
     def _watch(self, seconds: float) -> Signal:
-        until_s = time.monotonic() + seconds
-        while True:
+        # Counted in polls, so that for a process that was suspended no time is over.
+        for poll in range(1 + math.ceil(seconds / POLL_S)):
+            time.sleep(POLL_S if poll else 0.0)
             if self._team.has_ended:
                 return Signal.ENDED
             if self._membership.misses(self._team.hosts):
                 return Signal.MISSED
-            if time.monotonic() > until_s:
-                return Signal.TIME_OVER
-            time.sleep(POLL_S)
+        return Signal.TIME_OVER
 
-    def _close_session(self, session: Session, steps_count: bool) -> Closed:
+    def _close_session(self, steps_count: bool) -> Closed:
+        session, self._session = self._session, None
+        assert session is not None, "is open"
         if steps_count:
             session.runtime.close()
             with suppress(GenerationEnded):  # Of steps that never counted there is nothing to tell.
