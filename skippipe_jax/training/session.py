@@ -35,7 +35,7 @@ from skippipe_jax.storage.recording import keep_plan
 from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.callbacks.metrics_log import MetricsLog, TimelinePlotter
 from skippipe_jax.training.callbacks.profiler import profile_step
-from skippipe_jax.training.callbacks.progress import ProgressBar
+from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
 from skippipe_jax.training.callbacks.trackers import trackers_of_leader
 from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.dropped_stages import kept_stages
@@ -362,12 +362,12 @@ def default_callbacks(
     step: int,
     skipped_updates: int,
 ) -> list[Callback]:
-    """Open what every run has, and what its configuration asks for, on the first host alone.
+    """Open what every run has, and what its configuration asks for; most of it on host 0 alone.
 
     The session begins after `step`, before which so many updates have been skipped.
     """
     if group.index != 0:
-        return []
+        return [HostStatus(run.config.train.steps)]
     config, folder, hosts = run.config, run.run_dir, run.membership.count
     is_new = group.generation.number > 1
     return [

@@ -211,6 +211,7 @@ def loses_a_host_and_then_its_leader(run: Run) -> None:
     steps = [line["step"] for line in run.generations()]
     assert all(a < b for a, b in itertools.pairwise(steps))
     assert "host 0 was lost: 2 of 4 hosts go on from step" in run.output(1)
+    assert "host 2 serves stage 1; 4 hosts train, host 0 leads" in run.output(2)
 
 
 @pytest.mark.nightly

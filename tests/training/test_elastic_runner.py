@@ -27,6 +27,7 @@ from skippipe_jax.training.elastic.coordinator import (
     Entered,
     Opening,
     Origin,
+    Signal,
     StateSource,
     Suspended,
 )
@@ -310,3 +311,19 @@ def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(
     openings.error = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
     with pytest.raises(jax.errors.JaxRuntimeError):
         openings.after(before)
+
+
+def test_a_host_that_waits_for_long_says_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    monkeypatch.setattr(Membership, "misses", lambda self, hosts: 2 in hosts)
+    monkeypatch.setattr(Membership, "next_team", lambda *_: None)
+    openings: Any = Openings(tmp_path)
+    openings._run.preemption = SimpleNamespace(has_left=lambda: False)
+    openings._team = Team(openings._membership, generation(2))
+    assert ElasticRunner._await(openings, 2, 1.0) == Signal.TIME_OVER
+    assert ElasticRunner._await(openings, 0, 1.0) == Signal.TIME_OVER
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "host 1 waits for enough others to go on with; it does not hear host 2"
+    assert second == "host 1 waits to be taken in; it does not hear host 2"

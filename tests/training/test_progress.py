@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from skippipe_jax.config import Config
+from skippipe_jax.training.callbacks import progress
 from skippipe_jax.training.callbacks.base import RunView
-from skippipe_jax.training.callbacks.progress import ProgressBar
+from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
 from tests.step_metrics import metrics_of
 
 
@@ -26,3 +28,20 @@ def test_hosts_that_are_left_are_told_once_some_were_lost(
     shown = capsys.readouterr().err
     assert f"100 tokens/s{told}  " in shown
     assert "held-out" not in shown
+
+
+def test_a_host_that_does_not_lead_says_what_it_serves_and_how_far_the_run_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    topology = SimpleNamespace(stage_of={0: 0, 1: 1, 2: 3, 3: 2}, nodes=(1, 2))
+    view: Any = SimpleNamespace(
+        group=SimpleNamespace(hosts=(2, 5, 7), index=1, count=3),
+        runtime=SimpleNamespace(topology=topology),
+    )
+    status = HostStatus(100)
+    status.on_train_begin(view)
+    status.on_step_end(view, metrics_of(5))
+    assert capsys.readouterr().err == "host 5 serves stages 1, 3; 3 hosts train, host 2 leads\n"
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_STATUS", 0.0)
+    status.on_step_end(view, metrics_of(6, 2.5))
+    assert capsys.readouterr().err.startswith("host 5: step 6/100  loss 2.500  ")

@@ -14,6 +14,8 @@ from skippipe_jax.training.callbacks.base import Callback, RunView
 
 # Where there is no terminal to draw a bar on, a line is written this often.
 SECONDS_BETWEEN_LINES = 10.0
+# And this often by hosts that do not lead.
+SECONDS_BETWEEN_STATUS = 60.0
 
 
 class ProgressBar(Callback):
@@ -80,3 +82,30 @@ class ProgressBar(Callback):
             # How long the others take is not known while programs are compiled.
             left = "programs compiled" if metrics.compilations else f"{left_s:.0f} s left"
             log.info(f"step {metrics.step}/{self.config.train.steps}  loss {loss}  {speed}  {left}")
+
+
+class HostStatus(Callback):
+    """Says on a host that does not lead what it serves, and now and then how far the run is."""
+
+    def __init__(self, steps: int):
+        """Begin a session of a run of so many steps."""
+        self._steps, self._last_line_s = steps, time.perf_counter()
+
+    def on_train_begin(self, run: RunView) -> None:
+        """Say who this host is."""
+        group, topology = run.group, run.runtime.topology
+        own, leader = group.hosts[group.index], group.hosts[0]
+        stages = sorted({topology.stage_of[node] for node in topology.nodes})
+        served = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        log.info(f"host {own} serves {served}; {group.count} hosts train, host {leader} leads")
+
+    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
+        """Say how far the run is, once a minute."""
+        now_s = time.perf_counter()
+        if now_s - self._last_line_s < SECONDS_BETWEEN_STATUS:
+            return
+        self._last_line_s = now_s
+        own, seconds = run.group.hosts[run.group.index], metrics.seconds_per_iteration
+        loss = "not finite" if metrics.loss is None else f"{metrics.loss:.3f}"
+        progress = f"step {metrics.step}/{self._steps}  loss {loss}  {seconds:.3g} s an iteration"
+        log.info(f"host {own}: {progress}")

@@ -90,6 +90,8 @@ from skippipe_jax.training.setup import (
 
 # How often a host checks whether another is lost.
 POLL_S = 0.1
+# After so long a host says that it waits for others.
+QUIET_S = 10.0
 
 
 class ElasticRunner:
@@ -238,7 +240,10 @@ class ElasticRunner:
     def _await(self, after: int, seconds: float) -> Entered | Signal:
         if self._run.preemption.has_left():
             return Signal.LEFT
-        following = self._membership.next_team(after, seconds)
+        following = self._membership.next_team(after, min(seconds, QUIET_S))
+        if following is None and seconds > QUIET_S:
+            log.info(self._what_is_waited_for(after))
+            following = self._membership.next_team(after, seconds - QUIET_S)
         if following is None:
             # A checkpoint that the others would have to take part in is waited for no longer.
             self._membership.give_up()
@@ -249,6 +254,14 @@ class ElasticRunner:
             is_in = "is in" if here in following.generation.apart else "is back in"
             log.output(f"host {here} {is_in} the run, at step {step}")
         return Entered(following.generation)
+
+    def _what_is_waited_for(self, after: int) -> str:
+        own = self._membership.index
+        others = self._team.hosts if after else range(self._membership.count)
+        missed = [host for host in others if host != own and self._membership.misses([host])]
+        unheard = f"it does not hear {', '.join(f'host {host}' for host in missed)}"
+        what = "for enough others to go on with" if after else "to be taken in"
+        return f"host {own} waits {what}; {unheard if missed else 'it hears all others'}"
 
     def _watch(self, seconds: float) -> Signal:
         # Counted in polls, so that for a process that was suspended no time is over.
