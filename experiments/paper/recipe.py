@@ -308,7 +308,7 @@ def draw(figures: Mapping[str, Any]) -> Figure:
     by_setting = figures["settings"]
     figure, rows = drawing.panels(3, *[3.6] * -(-len(by_setting) // 3))
     panels = itertools.chain(*rows)
-    for axes, (setting, own) in zip(panels, by_setting.items(), strict=False):
+    for (setting, own), axes in zip(by_setting.items(), panels, strict=False):
         arms = [arm for arm in own["arms"] if arm not in (FULL, "skipped")]
         minus = own["minus"].get(FULL, {})
         for row, arm in enumerate(arms):
@@ -320,6 +320,8 @@ def draw(figures: Mapping[str, Any]) -> Figure:
         blocks, amount = setting.split("x")
         axes.set_title(f"{blocks} blocks, {amount} bytes a parameter")
         axes.set_xlabel("held-out loss minus full, nats per byte")
+    for axes in panels:
+        axes.set_axis_off()
     return figure
 
 
