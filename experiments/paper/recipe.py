@@ -362,7 +362,7 @@ def write_figures(study: Study) -> None:
         for arm, seed, task in study.arms(setting):
             by_arm.setdefault(arm, {})[seed] = task
         found = figures_of(by_arm, setting.steps * setting.blocks, CONTROLS, TEST)
-        if found["arms"]:
+        if found["arms"].keys() == by_arm.keys():  # None says little without its controls.
             by_setting[setting.name] = found
             print(f"\n{setting.name}", table(found, FULL), sep="\n")
     by_option: dict[str, dict[str, dict[int, GatedTask]]] = {}
