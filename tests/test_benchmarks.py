@@ -309,11 +309,11 @@ def test_data(processes: Processes):
 
 
 def test_churn_draws_faults_of_all_kinds_at_all_phases_a_third_of_them_on_the_leader():
-    faults = draw(5, 6, 66, list(KINDS))
-    assert faults == draw(5, 6, 66, list(KINDS)) != draw(6, 6, 66, list(KINDS))
-    assert set(Counter(fault.kind for fault in faults).values()) == {66 // len(KINDS)}
-    assert set(Counter(fault.phase for fault in faults).values()) == {66 // len(PHASES)}
-    assert sum(fault.hits_leader for fault in faults) == 22
+    faults = draw(5, 6, 72, list(KINDS))
+    assert faults == draw(5, 6, 72, list(KINDS)) != draw(6, 6, 72, list(KINDS))
+    assert set(Counter(fault.kind for fault in faults).values()) == {72 // len(KINDS)}
+    assert set(Counter(fault.phase for fault in faults).values()) == {72 // len(PHASES)}
+    assert sum(fault.hits_leader for fault in faults) == 24
     for fault in faults:
         struck = fault.struck(4, range(6))
         assert (struck[0] == 4) == fault.hits_leader

@@ -100,7 +100,7 @@ def measure_stage(config: Config, shape: Shape, here: Spread, budget_s: float) -
         end = time.perf_counter() + budget_s
         while len(seconds[UPDATE]) < LEAST_REPETITIONS or time.perf_counter() < end:
             outputs, saved, gauge = timed(
-                FORWARD, functions.forward, parameters, gauge, inputs, None, leaves=True
+                FORWARD, functions.forward, parameters, gauge, inputs, leaves=True
             )
             if targets is not None:
                 given = parameters, gradients, totals, gauge, outputs, targets, draw

@@ -74,7 +74,7 @@ def sizes(
         x = jax.ShapeDtypeStruct((BATCH, time), jnp.int32, sharding=here.whole)
     gauge = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=here.whole)
     run = functools.partial(functions.forward, leaves=True)
-    forward = functions.forward.lower(parameters, gauge, x, None, leaves=True).compile()
+    forward = functions.forward.lower(parameters, gauge, x, leaves=True).compile()
     _, kept, _ = jax.eval_shape(run, parameters, gauge, x, None)
     kept = lying(kept, forward.output_shardings[1])
     arguments = parameters, gradients, gauge, kept, cotangent, None
