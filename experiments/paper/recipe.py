@@ -53,7 +53,7 @@ PARTIAL = Phase(0.0, 4)
 QUALITY = (PARTIAL, Phase(0.4, 6, 0.0))
 ROBUST = (PARTIAL, Phase(0.4, 3, 1.0, 2))
 QUARTER = (PARTIAL, Phase(0.4, 4, 1.0, 4))
-"""What options of `ROBUST` were first compared with."""
+"""Phases of the runs that options of `ROBUST` were first compared with."""
 FULL, SKIPPED, SMALLER = "full", "skip33", "small67"
 # By how the replicas average: the kinds of plans whose seconds count.
 CLOCKS = {"exact": "", "outer": "_outer"}

@@ -39,7 +39,7 @@ FORMER_KEYS: Mapping[str, FormerKey] = {
 
 
 def without_former_keys(given: Any, section: str, *, whatever: bool = False) -> Any:
-    """What is given for a section, without its former keys, which saved runs have.
+    """Return what is given for a section, without its former keys, which saved runs have.
 
     Raises:
         InputError: for a former key that says something, unless it may say `whatever` it does.

@@ -59,7 +59,7 @@ PRESETS: dict[str, tuple[Phase, ...]] = {
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """How paths change while a run trains.
+    """Changes of paths while a run trains.
 
     Attributes:
         preset: phases that were measured. With `quality`, all microbatches visit all stages in the

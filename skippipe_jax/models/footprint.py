@@ -37,9 +37,9 @@ from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 GRADIENT_BYTES = 4
 """Of each number in gradients: float32."""
 COUNTER_BYTES = 4
-"""Of each counter in the state of an optimizer: AdamW's, its schedule's, and Muon's."""
+"""Bytes of each counter in the state of an optimizer: AdamW's, its schedule's, and Muon's."""
 UPDATE_ARRAYS = 3.5
-"""Of as many numbers, in float32, while Muon updates them; XLA made 3.3 of them on a processor."""
+"""Arrays in float32 that Muon makes of the numbers that it updates; XLA made 3.3 on a processor."""
 OUTER_ARRAYS = 3
 """Of as many numbers as there are parameters each, in float32: anchor, momentum and residual; when
 a fragment is applied, its parameters, anchor and momentum."""
@@ -174,7 +174,7 @@ def averaged_bytes(config: Config, stages: int) -> list[int]:
 
 
 def optimizer_bytes(config: Config, numbers: int, matrices: int) -> int:
-    """Of what the optimizer keeps: two moments of each number, or one of `matrices` by Muon.
+    """Count bytes that the optimizer keeps: two moments a number, or one of `matrices` by Muon.
 
     `matrices` are those numbers of a stage that are in matrices of blocks.
     """
@@ -185,7 +185,7 @@ def optimizer_bytes(config: Config, numbers: int, matrices: int) -> int:
 
 
 def bytes_of_update(config: Config, matrices: int) -> int:
-    """Of what an update by Muon makes of so many numbers; what AdamW makes is less than a backward.
+    """Count bytes that an update by Muon makes; those of AdamW are less than those of a backward.
 
     That is the scaled gradient, the momentum looked ahead, what is orthogonal, and products.
     """

@@ -5,6 +5,7 @@ By it hosts 1 and 3 serve each other's stages.
 
 import argparse
 import sys
+from typing import Any
 
 from skippipe_sched.errors import run_command
 
@@ -43,22 +44,22 @@ class Finds(Callback):
                 trainer.membership.control.tell(Wish(1, PLAN.stages, name))
 
 
-def main() -> int:
+def main(callback: Any) -> int:
+    """Train as the command line says; the callback sees the trainer."""
     parser = argparse.ArgumentParser()
     add_config_arguments(parser)
     add_cluster_arguments(parser)
     arguments = parser.parse_args()
-    return run_command(lambda: train(arguments))
+    return run_command(lambda: train(arguments, callback))
 
 
-def train(arguments: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace, callback: Any) -> int:
     config = load_config(arguments.config, arguments.set)
     with connect_from_args(arguments, config) as host:
-        finds = Finds()
-        finds.trainer = Trainer(config, [finds], host=host, resume=arguments.resume)
-        finds.trainer.run()
+        callback.trainer = Trainer(config, [callback], host=host, resume=arguments.resume)
+        callback.trainer.run()
     exit_at_once(0)  # As the command does where hosts are lost.
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Finds()))
