@@ -41,11 +41,14 @@ class Example:
     gather: str = "auto"
     heads: int = 2
     microbatch_size: int = 2
+    optimizer: str = "adamw"
 
 
+# Replicas of the data stage have equal meshes, and those of the last stage unequal ones.
+COLLECTIVES = Example(((2, 1), (2, 1), (2, 2), (1, 2), (1, 1)), tied_head=True)
 EXAMPLES = {
-    # Replicas of the data stage have equal meshes, and those of the last stage unequal ones.
-    "collectives": Example(((2, 1), (2, 1), (2, 2), (1, 2), (1, 1)), tied_head=True),
+    "collectives": COLLECTIVES,
+    "matrices that Muon updates": dataclasses.replace(COLLECTIVES, optimizer="muon"),
     "rings, and tokens over both axes": Example(
         ((2, 2), (2, 2), (1, 1), (2, 1), (1, 2)),
         ring=True,
@@ -92,7 +95,7 @@ def check(example: Example) -> None:
     if example.microbatch_size == 1:
         # Rows one after the other: a sequence that both axes divide.
         batches = [[in_one_row(batch) for batch in own] for own in batches]
-    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=0.05)
+    optimizer = dataclasses.replace(OPTIMIZER, name=example.optimizer, clip_norm=0.05)
     config = Config(
         model=model,
         optimizer=optimizer,

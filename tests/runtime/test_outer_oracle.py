@@ -189,13 +189,20 @@ def test_replicas_that_go_apart_equal_the_oracle(data: st.DataObject):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.nightly)])
-def test_fragments_that_overlap_equal_the_oracle(dtype: str):
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("float32", "adamw"),
+        pytest.param("int8", "adamw", marks=pytest.mark.nightly),
+        pytest.param("float32", "muon", marks=pytest.mark.nightly),
+    ],
+)
+def test_fragments_that_overlap_equal_the_oracle(dtype: str, name: str):
     """Two are under way at once, one of three replicas is visited by nothing."""
     plan = plan_of([[0, 1], [2, 3, 4]], [[0, 2], [1, 3], [0, 3], [1, 2]])
     averaging = AveragingConfig(
         mode="outer", every=4, fragments=2, delay=3, dtype=dtype, exact_steps=1
     )
     batches = random_batches(plan, averaging.least_steps + 5, seed=5)
-    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=0.05)
+    optimizer = dataclasses.replace(OPTIMIZER, name=name, clip_norm=0.05)
     assert_equals_the_oracle(plan, model_of((2, 3)), optimizer, averaging, batches, 2)
