@@ -19,7 +19,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,16 @@ QUARTER = (PARTIAL, Phase(0.4, 4, 1.0, 4))
 FULL, SKIPPED, SMALLER = "full", "skip33", "small67"
 # By how the replicas average: the kinds of plans whose seconds count.
 CLOCKS = {"exact": "", "outer": "_outer"}
-CONTROLS = ("full", "smaller, equal compute", "grown, equal compute")
+# The controls of `quality`, and which of its runs is compared with each.
+CONTROLS = {
+    FULL: "quality",
+    **{f"{name}, equal compute": "quality" for name in (FULL, "smaller", "grown")},
+    **{
+        f"{name}, equal time, {clock}": f"quality, equal time, {clock}"
+        for clock in CLOCKS
+        for name in ("smaller", "grown")
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -84,10 +93,8 @@ class Setting:
         return round(self.bytes_per_parameter * self.parameters / TOKENS)
 
 
-SETTINGS = tuple(Setting(blocks, amount) for amount in (50, 20) for blocks in (12, 6, 24))
-
-
-OF_OPTIONS = SETTINGS[0]
+SETTINGS = tuple(Setting(blocks, amount) for amount in (50, 20) for blocks in (6, 12, 24))
+OF_OPTIONS = Setting(12, 50)
 """The setting in which options are compared."""
 
 
@@ -297,31 +304,78 @@ def table(figures: Mapping[str, Any], control: str) -> str:
     return "\n".join(lines)
 
 
-def _with_half_width(found: Mapping[str, Any]) -> str:
+def _with_half_width(found: Mapping[str, Any], digits: int = 4) -> str:
+    mean = f"{found['mean']:+.{digits}f}"
     if found["low"] is None:
-        return f"{found['mean']:+.4f}"
-    return f"{found['mean']:+.4f} ± {(found['high'] - found['low']) / 2:.4f}"
+        return mean
+    return f"{mean} ± {(found['high'] - found['low']) / 2:.{digits}f}"
+
+
+def quality_minus(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather by how much `quality` is worse than each of its controls, paired by seed."""
+    losses = {arm: own["loss"] for arm, own in figures["arms"].items()}
+    return intervals.figures(
+        {
+            control: intervals.paired(losses[quality], losses[control])
+            for control, quality in CONTROLS.items()
+        }
+    )
+
+
+def tables_of_settings(by_setting: Mapping[str, Any]) -> str:
+    """Write three tables in Markdown, with a column for each setting.
+
+    How arms differ from full training, how `quality` differs from its controls, and by how much
+    perplexity is more with half of the stages.
+    """
+    first = next(iter(by_setting.values()))
+
+    def row(label: str, cells: Sequence[str]) -> str:
+        return f"| {label} | {' | '.join(cells)} |"
+
+    def rows(title: str, labels: Mapping[str, Any], cell: Callable[[Any, str], str]) -> list[str]:
+        head = [row(title, list(by_setting)), row("---", ["---"] * len(by_setting))]
+        body = [row(name, [cell(own, name) for own in by_setting.values()]) for name in labels]
+        return [*head, *body, ""]
+
+    def minus_full(own: Mapping[str, Any], arm: str) -> str:
+        if arm != FULL:
+            return _with_half_width(own["minus"][FULL][arm], 3)
+        losses = own["arms"][arm]["loss"]
+        return f"{sum(losses) / len(losses):.3f} ({len(losses)})"
+
+    def of_half(own: Mapping[str, Any], arm: str) -> str:
+        return f"{own['arms'][arm]['perplexity_of_half']['mean'] - 1:+.0%}"
+
+    minus = "quality_minus"
+    tables = (
+        rows("minus full; full: loss (seeds)", first["arms"], minus_full),
+        rows("quality minus", first[minus], lambda own, arm: _with_half_width(own[minus][arm], 3)),
+        rows("half of the stages", first["arms"], of_half),
+    )
+    return "\n".join(line for own in tables for line in own)
 
 
 def draw(figures: Mapping[str, Any]) -> Figure:
     """Draw how arms differ from full training, a panel for each setting."""
     by_setting = figures["settings"]
-    figure, rows = drawing.panels(3, *[3.6] * -(-len(by_setting) // 3))
-    panels = itertools.chain(*rows)
-    for (setting, own), axes in zip(by_setting.items(), panels, strict=False):
-        arms = [arm for arm in own["arms"] if arm not in (FULL, "skipped")]
-        minus = own["minus"].get(FULL, {})
-        for row, arm in enumerate(arms):
+    amounts = dict.fromkeys(setting.bytes_per_parameter for setting in SETTINGS)
+    figure, rows = drawing.panels(len(SETTINGS) // len(amounts), *[3.6] * len(amounts))
+    for setting, axes in zip(SETTINGS, itertools.chain(*rows), strict=True):
+        if setting.name not in by_setting:
+            axes.set_axis_off()
+            continue
+        minus = by_setting[setting.name]["minus"][FULL]
+        shown = [arm for arm in minus if arm not in (FULL, "skipped")]
+        for row, arm in enumerate(shown):
             color = BLUE if arm.startswith(("quality", "robust")) else BLACK
             drawing.interval(axes, row, minus[arm], color)
         axes.axvline(0.0, color=BLACK, linewidth=0.8, linestyle=":")
-        axes.set_yticks(range(len(arms)), arms)
-        axes.set_ylim(len(arms) - 0.5, -0.5)
-        blocks, amount = setting.split("x")
-        axes.set_title(f"{blocks} blocks, {amount} bytes a parameter")
-        axes.set_xlabel("held-out loss minus full, nats per byte")
-    for axes in panels:
-        axes.set_axis_off()
+        is_first = axes is axes.figure.axes[0]
+        axes.set_yticks(range(len(shown)), shown if is_first else [""] * len(shown))
+        axes.set_ylim(len(shown) - 0.5, -0.5)
+        axes.set_title(f"{setting.blocks} blocks, {setting.bytes_per_parameter} bytes a parameter")
+        axes.set_xlabel("loss minus full, nats per byte")
     return figure
 
 
@@ -361,10 +415,11 @@ def write_figures(study: Study) -> None:
         by_arm: dict[str, dict[int, GatedTask]] = {}
         for arm, seed, task in study.arms(setting):
             by_arm.setdefault(arm, {})[seed] = task
-        found = figures_of(by_arm, setting.steps * setting.blocks, CONTROLS, TEST)
+        found = figures_of(by_arm, setting.steps * setting.blocks, [FULL], TEST)
         if found["arms"].keys() == by_arm.keys():  # None says little without its controls.
-            by_setting[setting.name] = found
-            print(f"\n{setting.name}", table(found, FULL), sep="\n")
+            by_setting[setting.name] = found | {"quality_minus": quality_minus(found)}
+    if by_setting:
+        print(tables_of_settings(by_setting))
     by_option: dict[str, dict[str, dict[int, GatedTask]]] = {}
     for option, value, seed, task in study.options():
         by_option.setdefault(option, {}).setdefault(value, {})[seed] = task
