@@ -22,7 +22,7 @@ PLACES = {
 
 
 def test_a_session_tells_who_serves_what_the_slowest_links_and_how_far_it_is():
-    plan = make_plan("balanced", parse_case(CASE | PLACES))
+    plan = make_plan(parse_case(CASE | PLACES), "balanced")
     view: Any = SimpleNamespace(
         config=parse_config({"train": {"steps": 20}}, []),
         step=4,
