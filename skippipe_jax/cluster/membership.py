@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -121,6 +122,10 @@ class Membership(Group):
 
     def show(self, training: TrainingStatus) -> None:
         """Tell those who observe the run how far training is, from now on."""
+        before = self._attendance.training
+        if before is not None:  # Lost hosts are where they were.
+            known = {**before.locations, **training.locations}
+            training = replace(training, locations=known)
         self._attendance.training = training
 
     def when_ended(self, then: Callable[[], None]) -> None:

@@ -269,6 +269,7 @@ def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
     run.ends_well(0, 1, 3)
     assert with_one_lost["stages"] == [[0, 1], [2]]
     assert [host["state"] for host in with_one_lost["hosts"]] == [*["present"] * 3, "lost"]
+    assert [host["location"] for host in with_one_lost["hosts"]] == ["here"] * 4
     assert with_one_joined["stages"] == [[0, 1], [2, 3]]
     assert {host["state"] for host in with_one_joined["hosts"]} == {"present"}
     before, after = with_one_lost["progress"], with_one_joined["progress"]
