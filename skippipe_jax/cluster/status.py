@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.status import (
-    HostStatus,
+    HostPresence,
+    HostState,
     Phase,
-    Presence,
     RunStatus,
     TrainingStatus,
 )
@@ -31,7 +31,8 @@ def status_of(
     what it knows of generations, where the run has them, and `training` how far it has trained.
     """
     own, generation = directory.hello, None if state is None else state.generation
-    hosts = sorted({own.host, *directory.others})
+    members = () if generation is None else generation.members
+    hosts = sorted({own.host, *directory.others, *members})
     states = _presences(hosts, directory, connected, left, state)
     serving = _serving(hosts, state, training)
     addresses = directory.addresses | {own.host: own.address}
@@ -43,7 +44,7 @@ def status_of(
         leader=_leader(directory, generation),
         progress=None if training is None else training.progress,
         hosts=tuple(
-            HostStatus(
+            HostPresence(
                 host,
                 states[host],
                 tuple(stage for stage, serve in enumerate(serving) if host in serve),
@@ -67,13 +68,17 @@ def _presences(
     connected: Collection[int],
     left: Collection[int],
     state: State | None,
-) -> dict[int, Presence]:
-    own, generation = directory.hello.host, None if state is None else state.generation
-    members = {*hosts} if generation is None else {*generation.members}
-    training = members - ({*state.waiting} if state is not None else set())
-    if directory.is_outside if state is None or generation is None else not state.is_member:
+) -> dict[int, HostState]:
+    own, members, training = directory.hello.host, {*hosts}, {*hosts}
+    if state is not None and state.generation is not None:
+        members = {*state.members}
+        training = members - state.waiting.keys()
+        is_outside = not state.is_member
+    else:
+        is_outside = directory.is_outside
+    if is_outside:
         training.discard(own)
-    found: dict[int, Presence] = {}
+    found: dict[int, HostState] = {}
     for host in hosts:
         if host == own or host in connected:
             found[host] = "present" if host in training else "joining"
@@ -105,7 +110,7 @@ def _leader(directory: Directory, generation: Generation | None) -> int | None:
 
 def _phase(
     directory: Directory,
-    states: Mapping[int, Presence],
+    states: Mapping[int, HostState],
     generation: Generation | None,
     training: TrainingStatus | None,
 ) -> Phase:

@@ -23,7 +23,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Hosts = Annotated[tuple[HostNumber, ...], Meta(max_length=MOST_HOSTS)]
 
-Presence = Literal["present", "joining", "waited for", "lost", "left"]
+HostState = Literal["present", "joining", "waited for", "lost", "left"]
 Phase = Literal["gathering", "preparing", "training", "waiting", "regrouping", "joining"]
 
 
@@ -86,7 +86,7 @@ class TrainingStatus:
     links_are_measured: bool
 
 
-class HostStatus(msgspec.Struct, frozen=True):
+class HostPresence(msgspec.Struct, frozen=True):
     """A host of the run.
 
     Attributes:
@@ -99,7 +99,7 @@ class HostStatus(msgspec.Struct, frozen=True):
     """
 
     host: HostNumber
-    state: Presence
+    state: HostState
     stages: Stages
     location: ShortText | None
     address: ShortText | None
@@ -127,7 +127,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     generation: Count | None
     leader: HostNumber | None
     progress: Progress | None
-    hosts: Annotated[tuple[HostStatus, ...], Meta(max_length=MOST_HOSTS)]
+    hosts: Annotated[tuple[HostPresence, ...], Meta(max_length=MOST_HOSTS)]
     stages: Annotated[tuple[Hosts, ...], Meta(max_length=MOST_STAGES)]
     links: Links
     links_are_measured: bool

@@ -7,7 +7,7 @@ from dataclasses import replace
 from skippipe_jax.cluster.status import status_of
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import Hello, Run
-from skippipe_jax.connections.status import HostStatus, Progress, TrainingStatus
+from skippipe_jax.connections.status import HostPresence, Progress, TrainingStatus
 from skippipe_jax.consensus.generations import Generation, Rules, State
 
 # Hosts 0 and 1 serve stage 0, host 2 stage 1, and host 3, which may come, none yet.
@@ -38,7 +38,7 @@ def state(generation: Generation | None, host: int = 0, **more: object) -> State
     return replace(given, **more)  # pyright: ignore[reportArgumentType]
 
 
-def states(hosts: tuple[HostStatus, ...]) -> list[str]:
+def states(hosts: tuple[HostPresence, ...]) -> list[str]:
     return [own.state for own in hosts]
 
 
@@ -55,8 +55,8 @@ def test_while_all_are_there_each_host_tells_who_serves_what():
     assert (told.host, told.phase, told.generation, told.leader) == (1, "training", 1, 0)
     assert told.stages == ((0, 1), (2,))
     assert told.progress == TRAINING.progress
-    assert told.hosts[0] == HostStatus(0, "present", (0,), "Iowa", "10.0.0.1:0", None)
-    assert told.hosts[1] == HostStatus(1, "present", (0,), None, "10.0.0.1:1", "host 1")
+    assert told.hosts[0] == HostPresence(0, "present", (0,), "Iowa", "10.0.0.1:0", None)
+    assert told.hosts[1] == HostPresence(1, "present", (0,), None, "10.0.0.1:1", "host 1")
 
 
 def test_a_member_that_is_missed_is_waited_for_and_lost_once_others_go_on_without_it():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from skippipe_jax.connections.status import HostStatus, LinkStatus
+from skippipe_jax.connections.status import HostPresence, LinkStatus
 from skippipe_jax.reporting.status import MOST_SHOWN, status_text
 from tests.connections.meshes import STATUS
 
@@ -34,8 +34,8 @@ def test_a_run_is_shown_on_one_screen_with_what_is_lost():
 
 
 def test_what_is_not_known_yet_is_left_out():
-    hosts = (HostStatus(0, "present", (), None, None, None),)
-    hosts += (HostStatus(1, "waited for", (), None, None, None),)
+    hosts = (HostPresence(0, "present", (), None, None, None),)
+    hosts += (HostPresence(1, "waited for", (), None, None, None),)
     given = {"generation": None, "progress": None, "links": (), "stages": (), "hosts": hosts}
     early = msgspec.structs.replace(STATUS, phase="gathering", leader=0, **given)
     assert status_text(early) == (
