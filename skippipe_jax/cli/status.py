@@ -73,11 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
             log.warning(str(error))
         else:
             known = [asked, *(host.address for host in status.hosts if host.address)]
-            if arguments.json:
-                log.output(json.dumps(status.to_json()))
-            else:
-                clear = CLEAR if watch_s and sys.stdout.isatty() else ""
-                log.output(clear + status_text(status) + "\n" * bool(watch_s))
+            shown = json.dumps(status.to_json()) if arguments.json else status_text(status)
+            if watch_s and not arguments.json:
+                shown = f"{CLEAR if sys.stdout.isatty() else ''}{shown}\n"
+            print(shown, flush=True)
         if not watch_s:
             return 0
         time.sleep(watch_s)

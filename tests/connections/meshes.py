@@ -37,7 +37,7 @@ STATUS = RunStatus(
     links=(LinkStatus(0, 1, 0.0655, 2.5e6), LinkStatus(1, 0, 0.0655, 4e7)),
     links_are_measured=True,
 )
-"""What all hosts of these tests tell observers."""
+"""What hosts of these tests tell observers."""
 
 PATIENCE_S = 30.0
 
@@ -60,11 +60,12 @@ class Host:
         run: Run = RUN,
         connect_timeout_s: float = 10.0,
         keys: Keys = LOOPBACK_ONLY,
+        status: Callable[[], RunStatus] = lambda: STATUS,
     ):
         self.keys = keys
         self.received: list[tuple[int, list[Any]]] = []
         self.lost: list[tuple[int, str]] = []
-        self.reception = Reception(lambda: STATUS)
+        self.reception = Reception(status)
         self.mesh = Mesh(
             Hello(host, hosts, 1000 + host, f"host {host}", "", run),
             heartbeat_timeout_s=10.0,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,9 +132,11 @@ def test_a_status_with_anything_out_of_range_is_none(change: dict[str, Any]):
 
 
 @contextmanager
-def listening(keys: Keys) -> Iterator[str]:
+def listening(
+    keys: Keys = LOOPBACK_ONLY, status: Callable[[], RunStatus] = lambda: STATUS
+) -> Iterator[str]:
     """The address of a host in a thread of its own."""
-    loop, host = asyncio.new_event_loop(), Host(0, 2, keys=keys)
+    loop, host = asyncio.new_event_loop(), Host(0, 2, keys=keys, status=status)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     asyncio.run_coroutine_threadsafe(host.listen(), loop).result()
@@ -164,3 +168,20 @@ def test_the_command_shows_the_status_to_those_alone_that_have_the_secret(
         assert "error: --watch = 'soon': must be a time" in capfd.readouterr().err
     assert main(own) == 75
     assert "nobody listens there" in capfd.readouterr().err
+
+
+def test_a_run_is_watched_until_ctrl_c(capfd: pytest.CaptureFixture[str]):
+    asked: list[int] = []
+
+    def status() -> RunStatus:
+        asked.append(len(asked))
+        if len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return STATUS
+
+    with listening(status=status) as address:
+        assert main(["status", address, "--json", "--watch", "0.05"]) == 130
+    told = capfd.readouterr()
+    first = [msgspec.json.decode(line, type=RunStatus) for line in told.out.splitlines()[:2]]
+    assert first == [STATUS, STATUS]
+    assert told.err == "interrupted; the run goes on\n"
