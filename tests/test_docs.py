@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGINT, SIGTERM
+from typing import get_args
 from urllib.parse import urlsplit
 
 import pytest
@@ -39,6 +40,14 @@ from skippipe_jax import Run
 from skippipe_jax.cli.main import parser, parsers
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, keys, load_config, parse_config
+from skippipe_jax.connections.status import (
+    HostPresence,
+    HostState,
+    LinkStatus,
+    Phase,
+    Progress,
+    RunStatus,
+)
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.storage.checkpoint import latest_step
 from skippipe_jax.storage.run_dir import MEMBERSHIP
@@ -299,6 +308,13 @@ def test_every_field_of_cases_and_plans_is_told_of(followed: Callable[[str], Fol
     told = {name for row in rows for name in re.findall(r"`(\w+)", " ".join(row))}
     plan = json.loads((followed("formats.md").folder / "plan.json").read_text())
     assert told >= CASE_KEYS | plan.keys() | plan["predicted"].keys()
+
+
+def test_every_key_and_word_of_a_status_is_told_of():
+    told = set(re.findall(r"`([\w ]+)`", read("watch.md")))
+    keys = RunStatus.__struct_fields__ + HostPresence.__struct_fields__
+    keys += Progress.__struct_fields__ + LinkStatus.__struct_fields__
+    assert told >= {*keys, *get_args(Phase), *get_args(HostState)}
 
 
 def test_every_exit_code_is_told_of():

@@ -53,6 +53,17 @@ def add_overrides(parser: argparse.ArgumentParser, told: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY.SUB=VALUE", help=told)
 
 
+def add_addresses(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that says where hosts of a run listen."""
+    parser.add_argument(
+        "address",
+        metavar="ADDRESS",
+        nargs="+",
+        help="HOST:PORT of a host of the run, such as its --coordinator; of several addresses, the "
+        "first that answers is used",
+    )
+
+
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """Add the argument that says which lines are printed, which `main` reads."""
     parser.add_argument(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from skippipe_sched.errors import loading
 
 from skippipe_jax import log
-from skippipe_jax.cli.arguments import add_log_level, add_overrides
+from skippipe_jax.cli.arguments import add_addresses, add_log_level, add_overrides
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import RunResult
@@ -32,13 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "needs neither the configuration nor the folder of the run."
     )
     parser.epilog = EPILOG
-    parser.add_argument(
-        "address",
-        metavar="ADDRESS",
-        nargs="+",
-        help="HOST:PORT of a host of the run, such as its --coordinator; of several addresses, the "
-        "first that answers is used",
-    )
+    add_addresses(parser)
     parser.add_argument(
         "--run-dir",
         type=Path,

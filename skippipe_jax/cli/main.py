@@ -20,6 +20,7 @@ from skippipe_jax import log
 COMMANDS = {
     "train": "train a model, as one host or as one of several",
     "join": "join a run that trains, by the address of one of its hosts",
+    "status": "show the status of a run, by the address of one of its hosts",
     "launch": "start all hosts of a run on this machine",
     **planner.COMMANDS,
     "keygen": "generate the secret with which the hosts of a run authenticate each other",

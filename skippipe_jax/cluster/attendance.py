@@ -33,6 +33,7 @@ from skippipe_jax.cluster.ending import (
     say_and_exit,
 )
 from skippipe_jax.cluster.place import Place
+from skippipe_jax.cluster.status import status_of
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
@@ -41,6 +42,7 @@ from skippipe_jax.connections.meeting import Meeting
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.pulse import BEATS
 from skippipe_jax.connections.reception import Reception
+from skippipe_jax.connections.status import RunStatus, TrainingStatus
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.control import Control, Store
 from skippipe_jax.consensus.generations import Decision, State
@@ -59,6 +61,7 @@ class Attendance:
         name: of this host, for readers.
         process: a number that no other process has.
         is_outside: whether the others go on with a run of which this host was lost.
+        training: what this host tells observers of its training; None before it trains.
         last_words, reception: see `Membership`.
     """
 
@@ -68,7 +71,8 @@ class Attendance:
         self.process = secrets.randbits(NUMBER_BITS)
         self.is_outside = False
         self.last_words: Callable[[], str] = str
-        self.reception = Reception()
+        self.training: TrainingStatus | None = None
+        self.reception = Reception(self._status)
         self._config, self._index, self._count, self._board = config, index, count, board
         # What follows exists only among several hosts, and belongs to the event loop's thread.
         self._loop: asyncio.AbstractEventLoop
@@ -217,6 +221,11 @@ class Attendance:
             service=f"{sockets}/service" if sockets and place.index == 0 else None,
             keys=place.keys,
         )
+
+    def _status(self) -> RunStatus:
+        mesh, control = self._mesh, self._control
+        state = None if control is None else control.state
+        return status_of(mesh.directory, mesh.connected, mesh.left, state, self.training)
 
     def _received(self, source: int, message: list[Any]) -> bool:
         """Take in what another host has sent; whether it is what a host sends."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from skippipe_jax.connections import clock, jax_runtime
 from skippipe_jax.connections.addresses import join_address, require_free
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
 from skippipe_jax.connections.pulse import BEATS
+from skippipe_jax.connections.status import TrainingStatus
 from skippipe_jax.consensus.control import Control, Store
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import Copies, Enter, Generation, Rules, State
@@ -45,7 +47,7 @@ class Membership(Group):
         count: the number of hosts that the run begins with.
         last_words: called when another host is lost, for a sentence that the final message ends
             with, such as the checkpoint to resume from. Set it to your own; it has two seconds.
-        reception: tells newcomers of the run, once it is told what.
+        reception: tells newcomers and observers of the run.
         succession: the generations of the run, once it outlives its hosts.
     """
 
@@ -117,6 +119,14 @@ class Membership(Group):
             GenerationEnded: if the generation is another before it is there.
         """
         return self._board.take(key, timeout_s, source, generation)
+
+    def show(self, training: TrainingStatus) -> None:
+        """Tell those who observe the run how far training is, from now on."""
+        before = self._attendance.training
+        if before is not None:  # Lost hosts are where they were.
+            known = {**before.locations, **training.locations}
+            training = replace(training, locations=known)
+        self._attendance.training = training
 
     def when_ended(self, then: Callable[[], None]) -> None:
         """Never call `then`: these hosts end together."""

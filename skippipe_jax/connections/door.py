@@ -21,6 +21,7 @@ from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, refu
 from skippipe_jax.connections.jax_relay import serve_jax
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import LINE_BYTES, Link, each_in_a_task
+from skippipe_jax.connections.reception import GUESTS
 from skippipe_jax.connections.seal import ALERT, IN_CLEAR
 from skippipe_jax.errors import TlsMismatch
 
@@ -42,7 +43,7 @@ class Door:
         own: Hello,
         refusal: Callable[[Hello], InputError | None],
         come_in: Callable[[Hello, Link], Coroutine[None, None, None]],
-        receive: Callable[[Link, Sequence[Any]], Coroutine[None, None, InputError | None]],
+        receive: Callable[[str, Link, Sequence[Any]], Coroutine[None, None, InputError | None]],
         service: str | None,
         keys: Keys,
     ):
@@ -50,8 +51,8 @@ class Door:
 
         `refusal` says why a host cannot come in that has said hello; by `come_in` one is attended
         to that can, as long as that takes, and by `receive` a newcomer that would like to be one,
-        unless it says why not. JAX's connections come to its service, the unix socket `service`, if
-        there is one in this process. All of them have the `keys`.
+        or an observer, unless it says why not. JAX's connections come to its service, the unix
+        socket `service`, if there is one in this process. All of them have the `keys`.
         """
         self._host, self._most_relayed = own.host, RELAYED_PER_HOST * own.hosts
         self._refusal, self._come_in, self._service = refusal, come_in, service
@@ -98,9 +99,9 @@ class Door:
         match first:
             case [{"protocol": protocol} as given]:
                 await self._meet(link, protocol, given)
-            case ["newcomer", *said]:
-                if (refusal := await self._receive(link, said)) is not None:
-                    self._refuse(link, "a newcomer", refusal)
+            case [str(who), *said] if who in GUESTS:
+                if (refusal := await self._receive(who, link, said)) is not None:
+                    self._refuse(link, GUESTS[who], refusal)
             case ["join", *_]:  # So hosts of the first protocol began.
                 self._refuse(link, "a host", other_protocol(1, self._host))
             case ["jax"] if self._service is not None and self._relayed < self._most_relayed:

@@ -36,7 +36,7 @@ from skippipe_jax.connections.links import (
     reach,
 )
 from skippipe_jax.connections.pulse import BEATS, Pulse
-from skippipe_jax.connections.reception import Reception
+from skippipe_jax.connections.reception import OBSERVER, Reception
 
 GONE = "its process is gone"
 
@@ -66,9 +66,9 @@ class Mesh:
 
         `received` is called with each message and its source, and says whether a host sends that;
         `lost` with a host that is gone or silent, and how, `found` with one that is heard of again.
-        `goes_on_without` says whether a host is no member: nothing is kept for it. Newcomers come
-        to the `reception`. JAX's coordination service listens on the unix socket `service`, if this
-        process has it. All have the `keys`.
+        `goes_on_without` says whether a host is no member: nothing is kept for it. Newcomers and
+        observers come to the `reception`. JAX's coordination service listens on the unix socket
+        `service`, if this process has it. All have the `keys`.
         """
         self.directory = Directory(hello)
         self._heartbeat_timeout_s, self._connect_timeout_s = heartbeat_timeout_s, connect_timeout_s
@@ -84,6 +84,16 @@ class Mesh:
     def missed(self) -> frozenset[int]:
         """Those that are gone or silent."""
         return frozenset(self._pulse.missed)
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """Those that this host hears."""
+        return frozenset(self._links) - self.missed
+
+    @property
+    def left(self) -> frozenset[int]:
+        """Those that have said farewell and gone."""
+        return frozenset(self._parted - self._links.keys())
 
     async def listen(self, addresses: Sequence[str], port: int) -> None:
         """Listen on some addresses of this host."""
@@ -250,9 +260,11 @@ class Mesh:
         received = hello.received if hello.met == self.directory.hello.process else 0
         await self._read(hello.host, hello.name, link, channel, received)
 
-    async def _receive(self, link: Link, said: Sequence[Any]) -> InputError | None:
-        """Attend to a newcomer; who has left is away, though nobody misses it."""
-        away = self.missed | (self._parted - self._links.keys())
+    async def _receive(self, who: str, link: Link, said: Sequence[Any]) -> InputError | None:
+        """Attend to a newcomer or observer; who has left is away, though nobody misses it."""
+        if who == OBSERVER:
+            return self._reception.show(self.directory.hello, link, said)
+        away = self.missed | self.left
         return await self._reception.attend(self.directory, away, link, said)
 
     def _refusal(self, hello: Hello) -> InputError | None:

@@ -6,26 +6,18 @@ off goes on where it was, and one that waits for a place asks for nothing but th
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 
-from skippipe_sched.errors import InputError, TemporaryError
+from skippipe_sched.errors import TemporaryError
 
-from skippipe_jax.connections.addresses import parse_address
-from skippipe_jax.connections.hello import PROTOCOL, refusal_in, versions
+from skippipe_jax.connections.asking import asking, first_answer, heard
+from skippipe_jax.connections.hello import versions
 from skippipe_jax.connections.invitation import File, Invitation, piece_told
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.links import SENT_NONSENSE, WANTS_SECRET, Link, open_link
-from skippipe_jax.connections.reception import ASKS_S, JOINING
+from skippipe_jax.connections.links import Link
+from skippipe_jax.connections.reception import ASKS_S, JOINING, NEWCOMER
 from skippipe_jax.connections.ways import Way, measured
-
-GIVE_ANOTHER = "Give an address at which a host of the run listens: its membership.jsonl has them"
-
-
-class NobodyListens(TemporaryError):
-    """At none of the addresses anything listens, as the machines there say themselves."""
 
 
 class Newcomer:
@@ -54,13 +46,13 @@ class Newcomer:
             NobodyListens: if the machines at all of these addresses refuse a connection.
             TemporaryError: if none answers, or what comes is not what was told.
         """
-        errors: list[TemporaryError] = []
-        for address in dict.fromkeys(addresses):
-            try:
-                return address, await self._ask(address, wanted)
-            except TemporaryError as error:
-                errors.append(error)
-        raise next((error for error in errors if not isinstance(error, NobodyListens)), errors[0])
+
+        async def ask(address: str) -> Invitation:
+            async with self._invited(address) as (link, invitation):
+                await self._fetch(link, invitation.files, wanted)
+            return invitation
+
+        return await first_answer(addresses, ask)
 
     async def ways(self, addresses: Mapping[int, str], most_s: float) -> dict[int, Way]:
         """Measure the ways to hosts that answer there, for so many seconds together."""
@@ -71,40 +63,9 @@ class Newcomer:
                     ways[host] = await measured(link, most_s / len(addresses))
         return ways
 
-    async def _ask(self, address: str, wanted: Collection[str] | None) -> Invitation:
-        async with self._invited(address) as (link, invitation):
-            await self._fetch(link, invitation.files, wanted)
-        return invitation
-
-    @asynccontextmanager
-    async def _invited(self, address: str) -> AsyncIterator[tuple[Link, Invitation]]:
-        try:
-            link = await open_link(parse_address("ADDRESS", address), keys=self._keys)
-        except ConnectionRefusedError as error:
-            problem = "nobody listens there: the connection was refused"
-            raise NobodyListens(JOINING, address, problem, GIVE_ANOTHER) from error
-        except (OSError, TimeoutError) as error:
-            raise _unanswered(address, str(error) or "no answer") from error
-        try:
-            link.send("newcomer", PROTOCOL, dict(versions()))
-            yield link, await self._invitation(link, address)
-        except InputError:
-            raise
-        except (ValueError, OSError) as error:
-            raise _unanswered(address, str(error)) from error
-        finally:
-            link.writer.close()
-
-    async def _invitation(self, link: Link, address: str) -> Invitation:
-        answer = await _heard(link)
-        if (refusal := refusal_in(answer)) is not None:
-            raise refusal
-        match answer:
-            case ["invitation", told]:
-                return Invitation.parse(told)
-            case None if link.ending == WANTS_SECRET:
-                raise self._keys.is_one_sided(parse_address("ADDRESS", address))
-        raise ValueError(link.ending if answer is None else SENT_NONSENSE)
+    def _invited(self, address: str) -> AbstractAsyncContextManager[tuple[Link, Invitation]]:
+        question, answer = (NEWCOMER, versions()), ("invitation", Invitation.parse)
+        return asking(JOINING, address, self._keys, question, answer, ASKS_S)
 
     async def _fetch(
         self, link: Link, files: Sequence[File], wanted: Collection[str] | None
@@ -123,7 +84,7 @@ class Newcomer:
         content = bytearray()
         for number in range(file.pieces):
             link.send("piece", place, number)
-            match await _heard(link):
+            match await heard(link, ASKS_S):
                 case ["piece", of_file, of_number, piece] if (of_file, of_number) == (
                     place,
                     number,
@@ -135,20 +96,3 @@ class Newcomer:
         if not file.is_of(bytes(content)):
             raise ValueError(f"{file.name} came otherwise than it was told")
         return bytes(content)
-
-
-async def _heard(link: Link) -> Any:
-    try:
-        return await asyncio.wait_for(link.receive(), ASKS_S)
-    except TimeoutError:
-        link.ending = f"nothing came for {ASKS_S:g} s"
-        return None
-
-
-def _unanswered(address: str, why: str) -> TemporaryError:
-    return TemporaryError(
-        JOINING,
-        address,
-        f"no host of a run answers there as newcomers are answered ({why})",
-        GIVE_ANOTHER,
-    )

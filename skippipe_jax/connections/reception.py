@@ -1,14 +1,15 @@
-"""Attends to newcomers: those who ask which place there is for them in the run.
+"""Attends to newcomers, which ask for a place in the run, and observers, which ask for its status.
 
 They come by the port on which this host listens for the others, as any host of the run does. A few
-are attended to at a time, each for as long as it goes on asking: who comes as one too many takes
-the place of the one that has been there for longest, which asks again.
+newcomers are attended to at a time, each for as long as it goes on asking: who comes as one too
+many takes the place of the one that has been there for longest, which asks again. Observers are
+answered at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from skippipe_sched.errors import InputError, TemporaryError
@@ -17,7 +18,8 @@ from skippipe_jax.connections import checked
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol
 from skippipe_jax.connections.invitation import Files, Invitation, Place
-from skippipe_jax.connections.links import Link
+from skippipe_jax.connections.links import HELLO_S, Link
+from skippipe_jax.connections.status import RunStatus
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.connections.ways import MOST_BYTES, MOST_QUESTIONS, answer
 
@@ -29,6 +31,13 @@ ASKS_S = 60.0
 
 JOINING = "join"
 """The field by which newcomers are refused."""
+
+NEWCOMER, OBSERVER = "newcomer", "observer"
+GUESTS = {NEWCOMER: "a newcomer", OBSERVER: "an observer"}
+"""How each of them begins what it says, and what it is called in a line that a host prints."""
+
+OBSERVED = ("skippipe-jax",)
+"""The packages of which an observer needs the version of the run: it computes nothing."""
 
 
 class Inviting(Protocol):
@@ -54,15 +63,16 @@ class Inviting(Protocol):
 
 
 class Reception:
-    """Tells newcomers of a run, once it goes on without lost hosts.
+    """Tells newcomers of a run, once it goes on without lost hosts, and observers at any time.
 
     Attributes:
-        inviting: what the run has for them; None before that.
+        inviting: what the run has for newcomers; None before that.
     """
 
-    def __init__(self):
-        """Invite nobody yet."""
+    def __init__(self, status: Callable[[], RunStatus]):
+        """Invite nobody yet; `status` makes what observers are told."""
         self.inviting: Inviting | None = None
+        self._status = status
         self._there: dict[Link, None] = {}
 
     async def attend(
@@ -73,7 +83,7 @@ class Reception:
         It has `said` which protocol it speaks, and its versions. `directory` says who this host is
         and where all listen, and `away` who is gone, silent or has left.
         """
-        inviting, refusal = self.inviting, _unlike(said, directory.hello)
+        inviting, refusal = self.inviting, _unlike(NEWCOMER, said, directory.hello)
         if refusal is None and inviting is None:
             problem = "no run has begun here that goes on without lost hosts"
             refusal = TemporaryError(JOINING, directory.hello.name, problem, "Ask again later")
@@ -88,6 +98,17 @@ class Reception:
             return await _give(inviting, directory, away, link)
         finally:
             self._there.pop(link, None)
+
+    def show(self, own: Hello, link: Link, said: Sequence[Any]) -> InputError | None:
+        """Tell an observer the status of the run, or say why it is refused.
+
+        It has `said` the same as newcomers do.
+        """
+        refusal = _unlike(OBSERVER, said, own, OBSERVED)
+        if refusal is None:
+            link.break_when_silent(HELLO_S)
+            link.send("status", self._status().to_json())
+        return refusal
 
 
 async def _give(
@@ -139,8 +160,13 @@ async def _next(link: Link) -> Any:
         return None
 
 
-def _unlike(said: Sequence[Any], own: Hello) -> InputError | None:
-    """Explain why a newcomer could be no host of this one's run, by what it has said."""
+def _unlike(
+    who: str, said: Sequence[Any], own: Hello, packages: Collection[str] | None = None
+) -> InputError | None:
+    """Explain why a newcomer or observer does not understand this host, by what it has said.
+
+    The versions of these `packages` have to be alike, by default of all that either names.
+    """
     match said:
         case [protocol, _] if protocol != PROTOCOL:
             return other_protocol(protocol, own.host)
@@ -150,9 +176,9 @@ def _unlike(said: Sequence[Any], own: Hello) -> InputError | None:
             except ValueError:
                 theirs = {}
             versions = own.run.versions
-            for part in sorted(versions.keys() | theirs.keys()):
+            for part in sorted(packages or versions.keys() | theirs.keys()):
                 if versions.get(part) != theirs.get(part):
-                    problem = f"that is the newcomer's, and host {own.host} has "
+                    problem = f"that is the {who}'s, and host {own.host} has "
                     return InputError(
                         f"the version of {part}",
                         theirs.get(part),
@@ -160,4 +186,4 @@ def _unlike(said: Sequence[Any], own: Hello) -> InputError | None:
                         "Install the same version on all hosts",
                     )
             return None
-    return InputError(JOINING, None, "that is no newcomer", "Install the same version on all hosts")
+    return InputError(who, None, f"that is no {who}", "Install the same version on all hosts")

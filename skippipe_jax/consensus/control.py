@@ -101,6 +101,11 @@ class Control:
         self._loop.call_soon_threadsafe(self._loop.call_later, grace_s, late)
 
     @property
+    def state(self) -> State:
+        """What this host knows of the run. For any thread."""
+        return self._state
+
+    @property
     def is_the_end(self) -> bool:
         """Whether so many hosts are told to leave that the run has to end. For any thread."""
         return is_the_end(self._state)

@@ -36,6 +36,7 @@ from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.callbacks.metrics_log import MetricsLog, TimelinePlotter
 from skippipe_jax.training.callbacks.profiler import profile_step
 from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
+from skippipe_jax.training.callbacks.status import StatusUpdates
 from skippipe_jax.training.callbacks.trackers import trackers_of_leader
 from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.dropped_stages import kept_stages
@@ -366,11 +367,13 @@ def default_callbacks(
 
     The session begins after `step`, before which so many updates have been skipped.
     """
+    updates = StatusUpdates(run.membership.show)
     if group.index != 0:
-        return [HostStatus(run.config.train.steps)]
+        return [updates, HostStatus(run.config.train.steps)]
     config, folder, hosts = run.config, run.run_dir, run.membership.count
     is_new = group.generation.number > 1
     return [
+        updates,
         MetricsLog(folder),
         *trackers_of_leader(config, folder, step, is_new=is_new),
         ProgressBar(config, hosts, step, skipped_updates),

@@ -18,8 +18,27 @@ from skippipe_jax.connections.links import LINE_BYTES, Link, reach
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.reception import Reception
 from skippipe_jax.connections.secret import Secret
+from skippipe_jax.connections.status import HostPresence, LinkStatus, Progress, RunStatus
 
 RUN = Run({"run_dir": "runs/a", "model": "0123"}, {"train": "4567"}, {"jax": "1.0"})
+STATUS = RunStatus(
+    run="runs/a",
+    host=0,
+    phase="training",
+    generation=3,
+    leader=1,
+    progress=Progress(step=40, steps=100, loss=2.5, seconds_per_iteration=2.0, left_s=120.0),
+    hosts=(
+        HostPresence(0, "present", (0,), "Iowa", "10.0.0.1:8476", "host 0 (process 7 on a)"),
+        HostPresence(1, "present", (0,), "Tokyo", "10.0.0.2:4001", "host 1 (process 8 on b)"),
+        HostPresence(2, "lost", (1,), None, None, None),
+    ),
+    stages=((0, 1), ()),
+    links=(LinkStatus(0, 1, 0.0655, 2.5e6), LinkStatus(1, 0, 0.0655, 4e7)),
+    links_are_measured=True,
+)
+"""What hosts of these tests tell observers."""
+
 PATIENCE_S = 30.0
 
 
@@ -41,11 +60,12 @@ class Host:
         run: Run = RUN,
         connect_timeout_s: float = 10.0,
         keys: Keys = LOOPBACK_ONLY,
+        status: Callable[[], RunStatus] = lambda: STATUS,
     ):
         self.keys = keys
         self.received: list[tuple[int, list[Any]]] = []
         self.lost: list[tuple[int, str]] = []
-        self.reception = Reception()
+        self.reception = Reception(status)
         self.mesh = Mesh(
             Hello(host, hosts, 1000 + host, f"host {host}", "", run),
             heartbeat_timeout_s=10.0,

@@ -60,6 +60,7 @@ MESSAGES = st.sampled_from(
         ["jax"],
         ["join", 1, 3, "host 1"],
         ["newcomer", PROTOCOL, dict(RUN.versions)],
+        ["observer", PROTOCOL, {}],
         ["piece", 0, 0],
         ["take", 3],
         ["give", 5],

@@ -16,6 +16,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections import newcomer, reception
 from skippipe_jax.connections.addresses import join_address
+from skippipe_jax.connections.asking import NobodyListens
 from skippipe_jax.connections.hello import PROTOCOL
 from skippipe_jax.connections.invitation import (
     MOST_BYTES,
@@ -26,7 +27,7 @@ from skippipe_jax.connections.invitation import (
     Place,
 )
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.newcomer import Newcomer, NobodyListens
+from skippipe_jax.connections.newcomer import Newcomer
 from skippipe_jax.connections.pauses import Pauses
 from tests.connections.meshes import (
     KEYS,
@@ -224,8 +225,8 @@ def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
         ([PROTOCOL, {"jax": "0.9"}], "the version of jax = '0.9': that is the newcomer's, and"),
         ([PROTOCOL, {}], "the version of jax = None: that is the newcomer's, and host 0 has '1.0'"),
         ([PROTOCOL, {"jax": 1}], "the version of jax = None"),
-        ([PROTOCOL], "join = None: that is no newcomer"),
-        ([PROTOCOL, 3], "join = None: that is no newcomer"),
+        ([PROTOCOL], "newcomer = None: that is no newcomer"),
+        ([PROTOCOL, 3], "newcomer = None: that is no newcomer"),
     ],
 )
 def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(

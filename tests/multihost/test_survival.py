@@ -39,7 +39,7 @@ from tests.training_runs import (
     write_config,
 )
 
-JOIN = ("-m", "skippipe_jax", "join")
+JOIN, STATUS = ("-m", "skippipe_jax", "join"), ("-m", "skippipe_jax", "status")
 TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax", "launch")
 PATIENCE_S = 180.0
 HOSTS = 4
@@ -144,6 +144,13 @@ class Run:
     def output(self, host: int) -> str:
         return self.processes.output(self.process_of[host])
 
+    def status(self, address: str) -> dict[str, Any]:
+        """What a host tells an observer."""
+        number = len(self.processes.processes)
+        self.processes.start(*STATUS, address, "--json")
+        assert self.processes.exit_code(number, PATIENCE_S) == 0, self.processes.outputs()
+        return json.loads(self.processes.output(number))
+
     def ends_well(self, *hosts: int) -> None:
         for host in hosts:
             code = self.processes.exit_code(self.process_of[host], PATIENCE_S)
@@ -244,16 +251,32 @@ def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
     run.wait_until_step(4)
     run.signal(3, signal.SIGKILL)
     run.wait_until_members(0, 1, 2)
+    address = run.generations()[-1]["members"][1]["address"]
+    with_one_lost = run.status(address)
     run.process_of[3] = len(run.processes.processes)
     own = tmp_path / "elsewhere"
-    address = run.generations()[-1]["members"][1]["address"]
     # Where the text lies is no matter for a place without a data node.
     command = [*JOIN, address, "--run-dir", own, *settings(data__path=own / "nowhere")]
     run.processes.start(*command, **virtual_devices(1))
     run.wait_until_members(0, 1, 2, 3)
     run.wait_until_step(steps_done(run.run_dir) + 2)
+    with_one_joined = run.status(address)
+    run.processes.start(*STATUS, address, SKIPPIPE_SECRET="x" * 40)
+    last = len(run.processes.processes) - 1
+    assert run.processes.exit_code(last, PATIENCE_S) == 2
+    assert "SKIPPIPE_SECRET = '(not shown)': what listens at" in run.processes.output(last)
     run.signal(2, signal.SIGKILL)
     run.ends_well(0, 1, 3)
+    assert with_one_lost["stages"] == [[0, 1], [2]]
+    assert [host["state"] for host in with_one_lost["hosts"]] == [*["present"] * 3, "lost"]
+    assert [host["location"] for host in with_one_lost["hosts"]] == ["here"] * 4
+    assert with_one_joined["stages"] == [[0, 1], [2, 3]]
+    assert {host["state"] for host in with_one_joined["hosts"]} == {"present"}
+    before, after = with_one_lost["progress"], with_one_joined["progress"]
+    assert 0 < before["step"] < after["step"] <= before["steps"] == after["steps"] == STEPS
+    for told in (with_one_lost, with_one_joined):
+        assert (told["run"], told["host"], told["leader"]) == (str(run.run_dir), 1, 0)
+    assert (with_one_lost["generation"], with_one_joined["generation"]) == (2, 3)
     told = run.output(3)
     assert f"{address}: host 1 of 4 told of the run {run.run_dir}" in told
     assert f"; its 2 files are in {own}, of which " in told

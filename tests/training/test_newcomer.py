@@ -13,8 +13,9 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.config import ClusterConfig, Config, DataConfig, to_yaml
 from skippipe_jax.config.resume import identity, settings
+from skippipe_jax.connections.asking import NobodyListens
 from skippipe_jax.connections.invitation import Files, Invitation, Place
-from skippipe_jax.connections.newcomer import Newcomer, NobodyListens
+from skippipe_jax.connections.newcomer import Newcomer
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail

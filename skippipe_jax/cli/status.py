@@ -1,0 +1,82 @@
+"""Show the status of a run, asked of any of its hosts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+
+from skippipe_sched import fields
+from skippipe_sched.errors import TemporaryError, loading
+
+from skippipe_jax import log
+from skippipe_jax.cli.arguments import add_addresses, add_log_level, add_overrides
+
+EPILOG = """\
+This machine needs the secret of the run, as a host that joins does: --set cluster.secret=FILE,
+SKIPPIPE_SECRET_FILE or SKIPPIPE_SECRET. It is no host of the run and changes nothing about it. A
+run of a single host does not listen, so it cannot be asked.
+"""
+
+WATCH_S = "2s"
+CLEAR = "\x1b[H\x1b[2J"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Show the status of a run: hosts, stages, links, progress, and what is lost or waited for."
+    )
+    parser.epilog = EPILOG
+    add_addresses(parser)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object on a line; docs/watch.md lists its keys",
+    )
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        const=WATCH_S,
+        metavar="SECONDS",
+        help=f"show it again and again, so many seconds after the last time (default: {WATCH_S}), "
+        "until Ctrl-C; write it after ADDRESS",
+    )
+    add_overrides(parser, "set a key of cluster, such as cluster.secret; repeatable")
+    add_log_level(parser)
+    parser.set_defaults(interrupted="interrupted; the run goes on")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask for the status and print it; return the exit code."""
+    with loading():
+        from skippipe_jax.config import parse_config
+        from skippipe_jax.connections.addresses import parse_address
+        from skippipe_jax.connections.asking import NobodyListens
+        from skippipe_jax.connections.keys import Keys
+        from skippipe_jax.connections.observer import observe
+        from skippipe_jax.reporting.status import status_text
+
+    for address in arguments.address:
+        parse_address("ADDRESS", address)
+    watch_s = arguments.watch and fields.duration(arguments.watch, "--watch", above=True)
+    keys = Keys.of(parse_config({}, arguments.set).cluster)
+    known: list[str] = []
+    while True:
+        try:
+            asked, status = asyncio.run(observe([*known, *arguments.address], keys))
+        except TemporaryError as error:
+            if not known or isinstance(error, NobodyListens):
+                raise
+            log.warning(str(error))
+        else:
+            known = [asked, *(host.address for host in status.hosts if host.address)]
+            shown = json.dumps(status.to_json()) if arguments.json else status_text(status)
+            if watch_s and not arguments.json:
+                shown = f"{CLEAR if sys.stdout.isatty() else ''}{shown}\n"
+            print(shown, flush=True)
+        if not watch_s:
+            return 0
+        time.sleep(watch_s)

@@ -1,0 +1,126 @@
+"""The status of a run, made from all that one of its hosts knows.
+
+Nothing here waits or sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from skippipe_jax.connections.directory import Directory
+from skippipe_jax.connections.status import (
+    HostPresence,
+    HostState,
+    Phase,
+    RunStatus,
+    TrainingStatus,
+)
+from skippipe_jax.consensus.generations import Generation, State
+
+
+def status_of(
+    directory: Directory,
+    connected: Collection[int],
+    left: Collection[int],
+    state: State | None,
+    training: TrainingStatus | None,
+) -> RunStatus:
+    """Describe the run as the host of this directory knows it.
+
+    It hears the hosts that are `connected`, and those that `left` have said farewell. `state` is
+    what it knows of generations, where the run has them, and `training` how far it has trained.
+    """
+    own, generation = directory.hello, None if state is None else state.generation
+    members = () if generation is None else generation.members
+    hosts = sorted({own.host, *directory.others, *members})
+    states = _presences(hosts, directory, connected, left, state)
+    serving = _serving(hosts, state, training)
+    addresses = directory.addresses | {own.host: own.address}
+    return RunStatus(
+        run=own.run.identity.get("run_dir", ""),
+        host=own.host,
+        phase=_phase(directory, states, generation, training),
+        generation=None if generation is None else generation.number,
+        leader=_leader(directory, generation),
+        progress=None if training is None else training.progress,
+        hosts=tuple(
+            HostPresence(
+                host,
+                states[host],
+                tuple(stage for stage, serve in enumerate(serving) if host in serve),
+                None if training is None else training.locations.get(host),
+                addresses.get(host) or None,
+                directory.names.get(host),
+            )
+            for host in hosts
+        ),
+        stages=tuple(
+            tuple(host for host in serve if states[host] == "present") for serve in serving
+        ),
+        links=() if training is None else training.links,
+        links_are_measured=training is not None and training.links_are_measured,
+    )
+
+
+def _presences(
+    hosts: Sequence[int],
+    directory: Directory,
+    connected: Collection[int],
+    left: Collection[int],
+    state: State | None,
+) -> dict[int, HostState]:
+    own, members, training = directory.hello.host, {*hosts}, {*hosts}
+    if state is not None and state.generation is not None:
+        members = {*state.members}
+        training = members - state.waiting.keys()
+        is_outside = not state.is_member
+    else:
+        is_outside = directory.is_outside
+    if is_outside:
+        training.discard(own)
+    found: dict[int, HostState] = {}
+    for host in hosts:
+        if host == own or host in connected:
+            found[host] = "present" if host in training else "joining"
+        elif host in left:
+            found[host] = "left"
+        else:
+            found[host] = "waited for" if host in members else "lost"
+    return found
+
+
+def _serving(
+    hosts: Sequence[int], state: State | None, training: TrainingStatus | None
+) -> Sequence[Collection[int]]:
+    """List the hosts of each stage, those among them that are lost and would serve it again."""
+    if state is None or state.generation is None:
+        return () if training is None else training.serving
+    serves, placement = state.rules.serves, state.generation.placement
+    of_hosts = {host: serves(placement, host) for host in hosts}
+    return [
+        [host for host in hosts if stage in of_hosts[host]] for stage in range(state.rules.stages)
+    ]
+
+
+def _leader(directory: Directory, generation: Generation | None) -> int | None:
+    if generation is not None:
+        return generation.leader
+    return None if directory.is_outside else 0
+
+
+def _phase(
+    directory: Directory,
+    states: Mapping[int, HostState],
+    generation: Generation | None,
+    training: TrainingStatus | None,
+) -> Phase:
+    if states[directory.hello.host] == "joining":
+        return "joining"
+    if not directory.has_begun:
+        return "gathering"
+    if "waited for" in states.values():
+        return "waiting"
+    if training is None:
+        return "preparing"
+    is_current = training.generation == (0 if generation is None else generation.number)
+    return "training" if is_current else "regrouping"

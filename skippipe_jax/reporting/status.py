@@ -1,0 +1,99 @@
+"""The status of a run as text, for a terminal."""
+
+from __future__ import annotations
+
+from skippipe_sched.errors import printable
+from skippipe_sched.figures.amounts import duration_text, seconds_text, size_text
+from skippipe_sched.figures.tables import aligned
+
+from skippipe_jax.connections.status import Progress, RunStatus
+
+MOST_SHOWN = 8
+"""So many links are shown."""
+
+
+def status_text(status: RunStatus) -> str:
+    """Write the status on one screen: how far the run is, its hosts, stages and slowest links."""
+    leading = [] if status.generation is None else [f"generation {status.generation}"]
+    if status.leader is not None:
+        leading.append(f"host {status.leader} leads")
+    lines = [
+        f"run {status.run}: {status.phase}, as host {status.host} tells it",
+        _progress(status.progress),
+        ", ".join(leading),
+        _missing(status),
+    ]
+    parts = ["\n".join(filter(None, lines)), _hosts(status)]
+    if status.stages:
+        parts.append(
+            "stage  hosts\n"
+            + "\n".join(
+                f"{stage:5}  {_numbers(hosts) or 'lost'}"
+                for stage, hosts in enumerate(status.stages)
+            )
+        )
+    if status.links:
+        parts.append(_links(status))
+    return printable("\n\n".join(parts), kept="\n")
+
+
+def _progress(progress: Progress | None) -> str:
+    if progress is None:
+        return ""
+    told = [f"step {progress.step}/{progress.steps}"]
+    if progress.loss is not None:
+        told.append(f"loss {progress.loss:.3f}")
+    if progress.seconds_per_iteration is not None:
+        told.append(f"{seconds_text(progress.seconds_per_iteration)} an iteration")
+    if progress.left_s is not None:
+        told.append(f"{duration_text(progress.left_s)} left")
+    return "  ".join(told)
+
+
+def _missing(status: RunStatus) -> str:
+    """Say which hosts and stages are not there."""
+    told = []
+    stages = [stage for stage, hosts in enumerate(status.stages) if not hosts]
+    if stages:
+        told.append(f"stages lost: {_numbers(stages)}")
+    for state in ("waited for", "lost", "left", "joining"):
+        hosts = [own.host for own in status.hosts if own.state == state]
+        if hosts:
+            told.append(f"hosts {state}: {_numbers(hosts)}")
+    return "; ".join(told) or "all hosts are present"
+
+
+def _hosts(status: RunStatus) -> str:
+    heads = "host", "state", "stages", "location", "address", "name"
+    rows = [
+        (
+            str(own.host),
+            own.state,
+            _numbers(own.stages),
+            own.location or "",
+            own.address or "",
+            own.name or "",
+        )
+        for own in status.hosts
+    ]
+    return aligned([heads, *rows], left=range(len(heads)))
+
+
+def _links(status: RunStatus) -> str:
+    shown = status.links[:MOST_SHOWN]
+    which = "measured" if status.links_are_measured else "as the case says them"
+    heads = "link", "latency", "bandwidth"
+    rows = [
+        (
+            f"{link.source} -> {link.target}",
+            f"{1e3 * link.latency_s:.3g} ms",
+            f"{size_text(link.bytes_per_s)}/s",
+        )
+        for link in shown
+    ]
+    title = f"the {len(shown)} slowest of {len(status.links)} links, {which}\n"
+    return title + aligned([heads, *rows])
+
+
+def _numbers(numbers: tuple[int, ...] | list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,187 @@
+"""What an observer is told over real connections, by whom, and that it changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from skippipe_sched.errors import InputError, TemporaryError
+
+from skippipe_jax.cli.main import main
+from skippipe_jax.connections import observer
+from skippipe_jax.connections.addresses import join_address
+from skippipe_jax.connections.asking import NobodyListens
+from skippipe_jax.connections.hello import PROTOCOL
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
+from skippipe_jax.connections.observer import observe
+from skippipe_jax.connections.secret import Secret, make_secret
+from skippipe_jax.connections.status import MOST_LINKS, RunStatus
+from tests.connections.meshes import (
+    KEYS,
+    STATUS,
+    Host,
+    answer_to,
+    assert_all_connected,
+    gathered,
+    line,
+)
+from tests.ports import free_port
+
+
+@pytest.fixture(autouse=True)
+def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts have no jax of the observer's version, which is no matter."""
+    monkeypatch.setattr(observer, "versions", lambda: {"skippipe-jax": None, "jax": "2.0"})
+
+
+def address_of(host: Host) -> str:
+    return join_address(*host.address)
+
+
+@pytest.mark.parametrize("keys", [LOOPBACK_ONLY, KEYS])
+def test_any_host_tells_an_observer_the_status_and_counts_no_host_more(keys: Keys):
+    async def live() -> None:
+        async with gathered(2, keys=keys) as hosts:
+            for host in hosts:
+                for _ in range(3):
+                    assert await observe([address_of(host)], keys) == (address_of(host), STATUS)
+            await assert_all_connected(hosts)
+            for host in hosts:
+                assert host.lost == []
+                assert host.mesh.directory.others == [1 - host.mesh.directory.hello.host]
+
+    asyncio.run(live())
+
+
+def test_of_several_addresses_the_first_is_asked_at_which_a_host_answers():
+    closed = f"127.0.0.1:{free_port()}"
+
+    async def live() -> None:
+        with pytest.raises(NobodyListens, match=rf"status = '{closed}': nobody listens there"):
+            await observe([closed])
+        async with gathered(2) as (first, _):
+            assert (await observe([closed, address_of(first)]))[0] == address_of(first)
+
+    asyncio.run(live())
+
+
+def test_what_is_no_host_of_a_run_is_told_from_one():
+    async def live() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        address = join_address(*server.sockets[0].getsockname()[:2])
+        with pytest.raises(TemporaryError, match="no host of a run answers there") as caught:
+            await observe([address])
+        assert not isinstance(caught.value, NobodyListens)
+        server.close()
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ([PROTOCOL + 1, {}], f"the protocol between hosts = {PROTOCOL + 1}: host 0 speaks"),
+        (
+            [PROTOCOL, {"skippipe-jax": "0.1"}],
+            "the version of skippipe-jax = '0.1': that is the observer's, and host 0 has None",
+        ),
+        ([PROTOCOL], "observer = None: that is no observer"),
+    ],
+)
+def test_an_observer_of_another_version_is_refused_and_both_sides_name_it(
+    said: list[Any], named: str, capfd: pytest.CaptureFixture[str]
+):
+    async def live() -> None:
+        async with gathered(2) as (first, _):
+            [answer] = await answer_to(first, line(["observer", *said]))
+            assert answer[:2] == ["refused", InputError.exit_code]
+
+    asyncio.run(live())
+    told = capfd.readouterr().err
+    assert told.startswith("host 0 refused an observer from ")
+    assert named in told
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": -1},
+        {"phase": "asleep"},
+        {"hosts": [{"host": 0}]},
+        {"stages": [[1 << 40]]},
+        {"links": STATUS.to_json()["links"] * MOST_LINKS},
+    ],
+)
+def test_a_status_with_anything_out_of_range_is_none(change: dict[str, Any]):
+    assert RunStatus.parse(STATUS.to_json()) == STATUS
+    with pytest.raises(ValueError, match=r"Expected|Invalid|missing|Object"):
+        RunStatus.parse(STATUS.to_json() | change)
+
+
+@contextmanager
+def listening(
+    keys: Keys = LOOPBACK_ONLY, status: Callable[[], RunStatus] = lambda: STATUS
+) -> Iterator[str]:
+    """The address of a host in a thread of its own."""
+    loop, host = asyncio.new_event_loop(), Host(0, 2, keys=keys, status=status)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(host.listen(), loop).result()
+    yield address_of(host)
+    loop.call_soon_threadsafe(host.end)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_the_command_shows_the_status_to_those_alone_that_have_the_secret(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    for name in ("own", "other"):
+        make_secret(tmp_path / name)
+    secret = Secret("cluster.secret", "own", (tmp_path / "own").read_text().strip())
+    with listening(Keys(secret)) as address:
+        own = ["status", address, "--set", f"cluster.secret={tmp_path / 'own'}"]
+        assert main([*own, "--json"]) == 0
+        assert msgspec.json.decode(capfd.readouterr().out, type=RunStatus) == STATUS
+        assert main(own) == 0
+        assert "run runs/a: training, as host 0 tells it" in capfd.readouterr().out
+        assert main([*own[:-1], f"cluster.secret={tmp_path / 'other'}"]) == 2
+        told = capfd.readouterr()
+        assert (told.out, "does not have this secret" in told.err) == ("", True)
+        assert main(own[:2]) == 2
+        assert "has a secret, and this host none" in capfd.readouterr().err
+        assert main([*own, "--watch", "soon"]) == 2
+        assert "error: --watch = 'soon': must be a time" in capfd.readouterr().err
+    assert main(own) == 75
+    assert "nobody listens there" in capfd.readouterr().err
+
+
+def test_a_run_is_watched_until_ctrl_c(capfd: pytest.CaptureFixture[str]):
+    asked: list[int] = []
+
+    def status() -> RunStatus:
+        asked.append(len(asked))
+        if len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return STATUS
+
+    with listening(status=status) as address:
+        assert main(["status", address, "--json", "--watch", "0.05"]) == 130
+    told = capfd.readouterr()
+    first = [msgspec.json.decode(line, type=RunStatus) for line in told.out.splitlines()[:2]]
+    assert first == [STATUS, STATUS]
+    assert told.err == "interrupted; the run goes on\n"
