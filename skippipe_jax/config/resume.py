@@ -24,6 +24,7 @@ DIFFERS_BY_HOST = (
     "compilation_cache",
     "data.path",
     "data.prefetch",
+    "train.metrics_port",
     "cluster.bind_address",
     "cluster.secret",
     "cluster.insecure",

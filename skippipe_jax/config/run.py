@@ -30,17 +30,22 @@ from skippipe_jax.config.replan import ReplanConfig
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train.
+    """How long to train, and where the run can be watched.
 
     Attributes:
         steps: iterations, all together: those before a run was resumed count.
+        metrics_port: host I serves its metrics for Prometheus at port metrics_port + I. It listens
+            on the address on which it listens for the other hosts. null: no host does.
     """
 
     steps: int = 100
+    metrics_port: int | None = None
 
     def __post_init__(self):
-        """Refuse a run without iterations."""
+        """Refuse a run without iterations, and a port that is none."""
         fields.integer(self.steps, "train.steps", 1)
+        if self.metrics_port is not None:
+            fields.integer(self.metrics_port, "train.metrics_port", 1, 65535)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Config:
         averaging: when the replicas of a stage average, and what.
         data: the text.
         optimizer: how parameters are updated.
-        train: how long.
+        train: how long, and where it can be watched.
         checkpoint: when to save.
         cluster: which host serves which node.
         node: of which devices of its host a node consists.

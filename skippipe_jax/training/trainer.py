@@ -25,6 +25,7 @@ from skippipe_jax.storage.files import temporary_failures
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.base import Callback, CallbackList
+from skippipe_jax.training.callbacks.prometheus import PrometheusExporter
 from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.elastic.runner import ElasticRunner
 from skippipe_jax.training.preemption import STOPPING, Preemption
@@ -91,7 +92,8 @@ class Trainer:
         # Opens other sessions where hosts are lost, or come back; None where they are fixed.
         self._elastic: ElasticRunner | None = None
         self._session: Session | None = None
-        # What outlives sessions: the lock on the folder, and what counts compilations.
+        # What outlives sessions: the lock on the folder, the server of metrics, and what counts
+        # compilations.
         self._resources = ExitStack()
         # The step after which the run ends: the last one, or an earlier one if a block is left.
         self._last_step = config.train.steps
@@ -235,6 +237,9 @@ class Trainer:
 
     def _set_up(self) -> None:
         config, host, resources = self.config, self.membership, self._resources
+        if config.train.metrics_port is not None:
+            exporter = resources.enter_context(closing(PrometheusExporter(config, host)))
+            self.callbacks.of_run = (exporter,)
         counter = CompilationCounter(partial(log.on_leader, host.index))
         run = RunContext(config, self.run_dir, host, self.callbacks, counter, self.preemption)
 

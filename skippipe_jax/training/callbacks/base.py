@@ -96,7 +96,7 @@ class CallbackList:
     """The callbacks of a run on this host, in the order in which they are told.
 
     Attributes:
-        of_run: of the project, for the whole run.
+        of_run: of the project, for the whole run; told of the beginning of each session.
         of_session: of the project, as long as the hosts are the same; each session brings its own.
         given: the user's.
     """
@@ -116,9 +116,9 @@ class CallbackList:
     def begin_session(self, callbacks: Sequence[Callback]) -> None:
         """Go on with the callbacks of a session; the first one begins those that were given."""
         self.of_session = callbacks
-        beginning = callbacks if self._has_begun else (*callbacks, *self.given)
+        given = () if self._has_begun else self.given
         self._has_begun = True
-        for callback in beginning:
+        for callback in (*self.of_run, *callbacks, *given):
             callback.on_train_begin(self._view)
 
     def on_step_end(self, metrics: StepMetrics) -> None:

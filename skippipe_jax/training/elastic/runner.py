@@ -112,7 +112,7 @@ class ElasticRunner:
         self._inviting = Inviting(run.run_dir, max(setup.host_of) + 1)
         self.metrics_tail = MetricsTail(run.config.averaging.iterations_apart)
         self.recoveries = RecoveryLog(run.run_dir)
-        run.callbacks.of_run = (self.metrics_tail, self.recoveries)
+        run.callbacks.of_run += (self.metrics_tail, self.recoveries)
         self.plans = SharedPlans()
         self._store = RunDir(run.run_dir).propose
         self._planner = WarmPlanner(run.config.replan.method)
