@@ -32,7 +32,7 @@ def best_step(losses: Mapping[int, float]) -> int:
 
 
 def is_out_of_patience(losses: Mapping[int, float], patience: int) -> bool:
-    """Tell whether as many as `patience` validations have followed the best; `losses` is by step."""
+    """Tell whether `patience` validations have followed the best one; `losses` is by step."""
     return bool(losses) and sum(step > best_step(losses) for step in losses) >= patience
 
 

@@ -178,7 +178,8 @@ def test_a_run_that_stops_early_says_why_and_does_not_go_on_when_it_is_resumed(
         assert "best checkpoint (--step best): step" in out
     steps = [line["step"] for line in Run(tmp_path / "run").metrics]
     best = Run(tmp_path / "run").best
-    assert best is not None and steps == [*range(1, best + 5)]
+    assert best is not None
+    assert steps == [*range(1, best + 5)]
     assert lines[0] == lines[1]
     assert f"2 validations since step {best}, whose held-out loss of" in lines[0]
 
