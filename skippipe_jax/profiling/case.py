@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 
 import yaml
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import size_text
 from skippipe_sched.problem.auto import AUTO, candidates
 from skippipe_sched.problem.case import (
