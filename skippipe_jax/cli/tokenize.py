@@ -9,10 +9,11 @@ from pathlib import Path
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
+from skippipe_jax import log
 from skippipe_jax.cli.arguments import accept_former
 from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.data import require_day
-from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
+from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER
 
 EPILOG = """\
 DIR must be new, and appears once it is complete. A hash of a document decides whether it is held
@@ -48,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DAY",
         help="date for chat templates that write one, as 2026-11-22",
     )
+    parser.add_argument(
+        "--chat-template",
+        metavar="NAME",
+        help="how conversations are written: plain, chatml, llama3 or a Jinja file (default: by "
+        "the tokenizer's own template)",
+    )
     own = parser.add_mutually_exclusive_group()
     own.add_argument(
         "--tokenizer",
@@ -80,6 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tokenize and write; return the exit code."""
     with loading():
+        from skippipe_jax.data.chat import template_warning
+        from skippipe_jax.data.chat_template import template_text
         from skippipe_jax.data.tokenizer import MARKS, copy_tokenizer, load_tokenizer
         from skippipe_jax.data.tokenizing import train_bpe, training_documents, write_tokens
         from skippipe_jax.storage.files import new_directory
@@ -100,7 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
         require_day(arguments.today, "--today")
     sources = [
         DocumentSource(
-            arguments.source or _kind(path), path, arguments.text_field, "input", arguments.today
+            arguments.source or _kind(path),
+            path,
+            arguments.text_field,
+            "input",
+            arguments.today,
+            arguments.chat_template,
         )
         for path in arguments.input
     ]
@@ -114,7 +128,14 @@ def run(arguments: argparse.Namespace) -> int:
             name = str(own)
         elif name != BYTES:
             copy_tokenizer(name, own, "--tokenizer")
-        vocabulary_size = load_tokenizer(name, "--tokenizer").vocabulary_size
+        if arguments.chat_template is not None and own.is_dir():
+            text = template_text(arguments.chat_template, "--chat-template")
+            (own / CHAT_TEMPLATE).write_text(text, encoding="utf-8")
+        tokenizer = load_tokenizer(name, "--tokenizer")
+        vocabulary_size = tokenizer.vocabulary_size
+        chats = [source for source in sources if source.kind == "chat"]
+        for sentence in template_warning(chats, tokenizer):
+            log.warning(sentence)
         written = f"a tokenizer of {vocabulary_size:,} tokens"
         if not arguments.tokenizer_only:
             index = write_tokens(folder, sources, name, held_out, seed, processes)
