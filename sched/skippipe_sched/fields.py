@@ -137,8 +137,12 @@ def mapping(
 
 def guess(given: Any, known: Collection[str]) -> str:
     """Guess which known name was meant, as the beginning of a remedy; return "" if none is near."""
-    close = difflib.get_close_matches(str(given), list(known), n=1)
-    return f"Did you mean {close[0]}? " if close else ""
+    names = list(known)
+    close = difflib.get_close_matches(str(given), names, n=1)
+    # Or what was given has the name in it, as llama3-8b has 8b.
+    within = [name for name in names if len(name) > 1 and name.lower() in str(given).lower()]
+    found = close[:1] or sorted(within, key=len)[-1:]
+    return f"Did you mean {found[0]}? " if found else ""
 
 
 def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = False) -> float:

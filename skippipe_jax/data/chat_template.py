@@ -42,7 +42,8 @@ TEMPLATES = {
     "llama3": (
         "{{ bos_token }}{% for message in messages %}"
         "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-        "{{ message['content'] | trim }}{{ '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ message['content'] | trim }}{{ '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}"
         "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
 }
