@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import math
+import re
 import string
 from collections.abc import Collection
 from pathlib import Path
@@ -140,8 +141,8 @@ def guess(given: Any, known: Collection[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(str(given), names, n=1)
     # Or what was given has the name in it, as llama3-8b has 8b.
-    within = [name for name in names if len(name) > 1 and name.lower() in str(given).lower()]
-    found = close[:1] or sorted(within, key=len)[-1:]
+    words = re.split(r"[^\w.]+", str(given).lower())
+    found = close or [name for name in names if name.lower() in words]
     return f"Did you mean {found[0]}? " if found else ""
 
 

@@ -1,6 +1,8 @@
 """Conversations become tokens of which only the assistant's answers are learnt.
 
-A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}. Where one is
+A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}, or one as in
+ShareGPT, {"conversations": [{"from": "human", "value": ...}, ...]}, or as in Alpaca,
+{"instruction": ..., "input": ..., "output": ...}. Where one is
 given, or the tokenizer comes with one, a chat template says how messages are written, and by
 ``{% generation %}``, if it has that, what is learnt. Otherwise they are written as below, between
 the tokenizer's begin and end marks; what is learnt stands in brackets:
@@ -13,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Integer
@@ -27,6 +30,8 @@ from skippipe_jax.data.tokenizer import Tokenizer, token_dtype
 
 ASSISTANT = "assistant"
 PLAIN = "plain"
+ROLES = {"human": "user", "gpt": ASSISTANT}
+"""Of ShareGPT."""
 TEMPLATE_FIELD = "data.chat_template"
 
 Message = Mapping[str, str]
@@ -111,7 +116,7 @@ def _refused(document: Document, source: DocumentSource, problem: str) -> InputE
 def _messages(document: Document, source: DocumentSource) -> list[Message]:
     refuse = functools.partial(_refused, document, source)
     row = json.loads(document.text)
-    messages = row.get("messages")
+    messages = _as_messages(row)
     if not isinstance(messages, list):
         raise refuse(f"has no list of messages, but {', '.join(row) or 'nothing'}")
     for number, message in enumerate(messages):
@@ -121,6 +126,25 @@ def _messages(document: Document, source: DocumentSource) -> list[Message]:
             if not isinstance(message.get(key), str):
                 raise refuse(f"messages[{number}] has no text under {key!r}")
     return messages
+
+
+def _as_messages(row: Mapping[str, Any]) -> Any:
+    """Return the messages of a row, also of one as in ShareGPT or Alpaca; None without any."""
+    turns, is_alpaca = row.get("conversations"), "instruction" in row and "output" in row
+    if "messages" not in row and isinstance(turns, list):
+        return [
+            {"role": ROLES.get(turn.get("from"), turn.get("from")), "content": turn.get("value")}
+            if isinstance(turn, dict)
+            else turn
+            for turn in turns
+        ]
+    if "messages" not in row and is_alpaca:
+        asked = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
+        return [
+            {"role": "user", "content": asked},
+            {"role": ASSISTANT, "content": row["output"]},
+        ]
+    return row.get("messages")
 
 
 Segments = list[tuple[np.ndarray, bool]]

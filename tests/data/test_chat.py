@@ -124,6 +124,39 @@ def test_what_is_no_conversation_is_named_with_its_line(messages, problem):
     assert caught.value.field == "data.path"
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "conversations": [
+                {"from": "human", "value": "2 + 2?\n\nBriefly."},
+                {"from": "gpt", "value": "4"},
+            ]
+        },
+        {"instruction": "2 + 2?", "input": "Briefly.", "output": "4"},
+    ],
+)
+def test_rows_as_in_share_gpt_and_alpaca_are_conversations(row: dict[str, object]):
+    messages = [
+        {"role": "user", "content": "2 + 2?\n\nBriefly."},
+        {"role": "assistant", "content": "4"},
+    ]
+    document = Document("chat.jsonl, line 7", b"", json.dumps(row).encode())
+    tokens, learnt = encode_conversation(document, SOURCE, ByteTokenizer())
+    expected, of_them = encode_conversation(conversation(messages), SOURCE, ByteTokenizer())
+    assert tokens.tolist() == expected.tolist()
+    assert learnt.tolist() == of_them.tolist()
+
+
+@pytest.mark.parametrize(
+    "row", [{"conversations": [7]}, {"conversations": [{"from": "gpt"}]}, {"instruction": "2 + 2?"}]
+)
+def test_rows_nearly_as_in_share_gpt_and_alpaca_are_named_with_their_line(row: dict[str, object]):
+    document = Document("chat.jsonl, line 7", b"", json.dumps(row).encode())
+    with pytest.raises(InputError, match=r"chat\.jsonl, line 7: "):
+        encode_conversation(document, SOURCE, ByteTokenizer())
+
+
 SAYS_ITSELF = """\
 {{ bos_token }}
 {%- for message in messages %}
