@@ -133,7 +133,10 @@ def _as_messages(row: Mapping[str, Any]) -> Any:
     turns, is_alpaca = row.get("conversations"), "instruction" in row and "output" in row
     if "messages" not in row and isinstance(turns, list):
         return [
-            {"role": ROLES.get(turn.get("from"), turn.get("from")), "content": turn.get("value")}
+            {
+                "role": ROLES.get(str(turn.get("from")), turn.get("from")),
+                "content": turn.get("value"),
+            }
             if isinstance(turn, dict)
             else turn
             for turn in turns

@@ -135,9 +135,10 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
             f"not valid CSV at line {reader.line_num}: {error}",
             "Mend the quotes there",
         ) from error
-    header = tuple(cell.strip() for cell in lines[0][1]) if lines else ()
-    of_ms, of_gib = (LATENCIES.get(header[2]), BANDWIDTHS.get(header[3])) if header[3:] else (0, 0)
-    if header[:2] != COLUMNS[:2] or len(header) != len(COLUMNS) or not of_ms or not of_gib:
+    header = [cell.strip() for cell in lines[0][1]] if lines else []
+    latency, bandwidth = header[2:] if len(header) == len(COLUMNS) else ("", "")
+    of_ms, of_gib = LATENCIES.get(latency), BANDWIDTHS.get(bandwidth)
+    if (*header[:2],) != COLUMNS[:2] or of_ms is None or of_gib is None:
         units = ", ".join(name.split("_", 1)[1] for name in [*LATENCIES, *BANDWIDTHS])
         raise InputError(
             f"case.links ({origin}, line 1)",
@@ -155,8 +156,8 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
         rows.append(
             [
                 *cells[:2],
-                of_ms * fields.number(cells[2], f"{field}.{header[2]}"),
-                of_gib * fields.number(cells[3], f"{field}.{header[3]}"),
+                of_ms * fields.number(cells[2], f"{field}.{latency}"),
+                of_gib * fields.number(cells[3], f"{field}.{bandwidth}"),
             ]
         )
     return rows
