@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
@@ -14,6 +16,9 @@ from skippipe_jax.cli.arguments import accept_former
 from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.data import require_day
 from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER
+
+if TYPE_CHECKING:
+    from skippipe_jax.data.tokenizer import Tokenizer
 
 EPILOG = """\
 DIR must be new, and appears once it is complete. A hash of a document decides whether it is held
@@ -87,8 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tokenize and write; return the exit code."""
     with loading():
-        from skippipe_jax.data.chat import template_warning
-        from skippipe_jax.data.chat_template import template_text
         from skippipe_jax.data.tokenizer import MARKS, copy_tokenizer, load_tokenizer
         from skippipe_jax.data.tokenizing import train_bpe, training_documents, write_tokens
         from skippipe_jax.storage.files import new_directory
@@ -128,14 +131,9 @@ def run(arguments: argparse.Namespace) -> int:
             name = str(own)
         elif name != BYTES:
             copy_tokenizer(name, own, "--tokenizer")
-        if arguments.chat_template is not None and own.is_dir():
-            text = template_text(arguments.chat_template, "--chat-template")
-            (own / CHAT_TEMPLATE).write_text(text, encoding="utf-8")
         tokenizer = load_tokenizer(name, "--tokenizer")
         vocabulary_size = tokenizer.vocabulary_size
-        chats = [source for source in sources if source.kind == "chat"]
-        for sentence in template_warning(chats, tokenizer):
-            log.warning(sentence)
+        _keep_template(arguments.chat_template, own, sources, tokenizer)
         written = f"a tokenizer of {vocabulary_size:,} tokens"
         if not arguments.tokenizer_only:
             index = write_tokens(folder, sources, name, held_out, seed, processes)
@@ -160,6 +158,21 @@ def run(arguments: argparse.Namespace) -> int:
             print("data.packing=documents", end=" ")
     print(f"model.vocabulary_size={vocabulary_size}")
     return 0
+
+
+def _keep_template(
+    name: str | None, folder: Path, sources: Sequence[DocumentSource], tokenizer: Tokenizer
+) -> None:
+    """Write the template that is named beside the tokenizer in `folder`; warn where none is."""
+    from skippipe_jax.data.chat import template_warning
+    from skippipe_jax.data.chat_template import template_text
+
+    if name is not None and folder.is_dir():
+        text = template_text(name, "--chat-template")
+        (folder / CHAT_TEMPLATE).write_text(text, encoding="utf-8")
+    chats = [source for source in sources if source.kind == "chat"]
+    for sentence in template_warning(chats, tokenizer):
+        log.warning(sentence)
 
 
 def _kind(path: str) -> str:
