@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import math
+import re
 import string
 from collections.abc import Collection
 from pathlib import Path
@@ -137,8 +138,12 @@ def mapping(
 
 def guess(given: Any, known: Collection[str]) -> str:
     """Guess which known name was meant, as the beginning of a remedy; return "" if none is near."""
-    close = difflib.get_close_matches(str(given), list(known), n=1)
-    return f"Did you mean {close[0]}? " if close else ""
+    names = list(known)
+    close = difflib.get_close_matches(str(given), names, n=1)
+    # Or what was given has the name in it, as llama3-8b has 8b.
+    words = re.split(r"[^\w.]+", str(given).lower())
+    found = close or [name for name in names if name.lower() in words]
+    return f"Did you mean {found[0]}? " if found else ""
 
 
 def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = False) -> float:

@@ -30,12 +30,14 @@ OF_SEVERAL = ("mix", "prior")
 """Arguments that are about a single model, and about models that are mixed."""
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = True) -> None:
+def add_config_arguments(
+    parser: argparse.ArgumentParser, *, resumes: bool = True, required: bool = True
+) -> None:
     """Add the arguments that name a configuration, and --resume if the command `resumes`."""
     parser.add_argument(
         "--config",
         type=Path,
-        required=True,
+        required=required,
         help="the configuration, YAML: skippipe config keys lists what it may hold",
     )
     add_overrides(parser, "override a key of the configuration; repeatable")

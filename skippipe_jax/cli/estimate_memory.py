@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 
-from skippipe_sched.errors import loading
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import add_config_arguments
@@ -13,7 +15,14 @@ from skippipe_jax.cli.arguments import add_config_arguments
 EPILOG = """\
 No host is started and no data is read. If the case leaves stages or path lengths open, the
 candidate that looks best without a search is estimated.
+
+Before there is a case: --model 8b --devices 3x24GB says into how few stages the model can be cut on
+these devices, or how many of them it takes, and what each remedy saves. It starts with microbatches
+of one sequence, of 4,096 tokens at most, computed in bfloat16 with recompute: block; --set and
+--config say otherwise.
 """
+
+LONGEST_SEQUENCE = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sends over the links."
     )
     parser.epilog = EPILOG
-    add_config_arguments(parser, resumes=False)
+    add_config_arguments(parser, resumes=False, required=False)
+    parser.add_argument(
+        "--model", help="a preset, such as 8b, or hf:DIR, the folder of a Hugging Face model"
+    )
+    parser.add_argument(
+        "--devices",
+        help="devices with their memory, as 3x24GB or 2x80GB,24GB, or the file of a case",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -31,6 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; return the exit code."""
     from skippipe_jax.config import load_config
 
+    if arguments.devices is not None or arguments.model is not None:
+        return _tell_cut(arguments)
+    if arguments.config is None:
+        remedy = "Give it, or --model and --devices"
+        raise InputError("--config", None, "is missing", remedy)
     config = load_config(arguments.config, arguments.set)
     with loading():
         from skippipe_jax.models.estimate import table, to_json, what_is_planned
@@ -47,4 +68,41 @@ def run(arguments: argparse.Namespace) -> int:
         print(table(config, case, memory, sent))
     for sentence in short_of_memory(config, case):
         log.warning(sentence)
+    return 0
+
+
+def _tell_cut(arguments: argparse.Namespace) -> int:
+    """Print whether a model fits on devices; return the exit code."""
+    from skippipe_jax.config import Config, parse_config
+
+    for option, given in (("--devices", arguments.devices), ("--json", not arguments.json)):
+        if not given:
+            remedy = "Give both --model, or --config, and --devices, and no --json"
+            raise InputError(option, given, "does not go with --model and --devices", remedy)
+    tree = {}
+    if arguments.config is not None:
+        tree = fields.load_yaml(arguments.config, "--config") or {}
+        tree.pop("plan", None)
+    elif arguments.model is None:
+        raise InputError("--model", None, "is missing", "Give it, or --config")
+    if arguments.model is not None and arguments.model.startswith("hf:"):
+        tree["init_from"] = arguments.model
+    elif arguments.model is not None:
+        tree["model"] = tree.get("model", {}) | {"preset": arguments.model}
+    if arguments.config is None:
+        tree["model"] = tree.get("model", {}) | {"compute_dtype": "bfloat16", "recompute": "block"}
+        short = copy.deepcopy(tree) | {"data": {"sequence_length": 1}}
+        context = parse_config(short).model.context
+        length = min(context, LONGEST_SEQUENCE)
+        tree["data"] = {"sequence_length": length, "microbatch_size": 1}
+
+    def configured(remedy: str | None) -> Config:
+        overrides = arguments.set + ([] if remedy is None else [remedy])
+        return parse_config(copy.deepcopy(tree), overrides)  # Which writes them into the sections.
+
+    configured(None)  # What is wrong there is said before anything is loaded that takes seconds.
+    with loading():
+        from skippipe_jax.models.coarsest_cut import answer, devices_of
+
+    print(answer(configured, devices_of(arguments.devices)))
     return 0

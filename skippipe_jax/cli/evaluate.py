@@ -42,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequences",
         type=int,
-        default=DEFAULT_SEQUENCES,
         help="limit of sequences; for a mixture also for each of its domains (default: "
-        "%(default)s)",
+        f"{DEFAULT_SEQUENCES})",
     )
     parser.add_argument(
         "--part",
@@ -82,12 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; return the exit code."""
     with loading():
-        from skippipe_jax.data.batches import what_is_too_long
+        from skippipe_jax.data.batches import fewer_than_asked, what_is_too_long
         from skippipe_jax.inference.by_domain import evaluate_domains
         from skippipe_jax.inference.evaluation import evaluate, subsets, table
         from skippipe_jax.reporting.line_chart import perplexity_plot
 
-    sequences = fields.integer(arguments.sequences, "--sequences", 1)
+    asked = arguments.sequences
+    sequences = DEFAULT_SEQUENCES if asked is None else fields.integer(asked, "--sequences", 1)
     spec = ModelSpec.of(arguments)
     if spec.names_several:
         return _evaluate_several(spec, sequences, as_json=arguments.json)
@@ -104,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         scaled = None if found.scaled is None else subsets(found.scaled)
         plot = perplexity_plot(subsets(found), model.stages, found.perplexity, scaled)
         write("--plot", arguments.plot, plot)
-    for line in what_is_too_long(data):
+    fewer = [] if asked is None else fewer_than_asked(data, asked, part)
+    for line in [*what_is_too_long(data), *fewer]:
         log.info(line)
     if arguments.json:
         print(json.dumps(found.to_json() | (by_domain.to_json() if by_domain else {})))

@@ -18,9 +18,10 @@ from skippipe_jax.cli.arguments import (
 
 EPILOG = """\
 Start it on all hosts like skippipe train, with the same configuration, whose model, data and
-network it uses. plan.case may hold what cannot be measured: locations, stages or stage_count,
-path_length or skip_ratio, microbatches or microbatches_per_data_node, rules, and memory: the
-maximum number of microbatches in flight on a node, or auto.
+network it uses. plan.case, or the case of the plan in plan.file, may hold what cannot be
+measured: locations, stages or stage_count, path_length or skip_ratio, microbatches or
+microbatches_per_data_node, rules, and memory: the maximum number of microbatches in flight on a
+node, or auto. What else it holds is left aside, but for the number of nodes.
 """
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
+from skippipe_jax import log
 from skippipe_jax.cli.arguments import accept_former
 from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.data import require_day
-from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
+from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER
+
+if TYPE_CHECKING:
+    from skippipe_jax.data.tokenizer import Tokenizer
 
 EPILOG = """\
 DIR must be new, and appears once it is complete. A hash of a document decides whether it is held
@@ -47,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--today",
         metavar="DAY",
         help="date for chat templates that write one, as 2026-11-22",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="NAME",
+        help="how conversations are written: plain, chatml, llama3 or a Jinja file (default: by "
+        "the tokenizer's own template)",
     )
     own = parser.add_mutually_exclusive_group()
     own.add_argument(
@@ -100,7 +112,12 @@ def run(arguments: argparse.Namespace) -> int:
         require_day(arguments.today, "--today")
     sources = [
         DocumentSource(
-            arguments.source or _kind(path), path, arguments.text_field, "input", arguments.today
+            arguments.source or _kind(path),
+            path,
+            arguments.text_field,
+            "input",
+            arguments.today,
+            arguments.chat_template,
         )
         for path in arguments.input
     ]
@@ -114,7 +131,9 @@ def run(arguments: argparse.Namespace) -> int:
             name = str(own)
         elif name != BYTES:
             copy_tokenizer(name, own, "--tokenizer")
-        vocabulary_size = load_tokenizer(name, "--tokenizer").vocabulary_size
+        tokenizer = load_tokenizer(name, "--tokenizer")
+        vocabulary_size = tokenizer.vocabulary_size
+        _keep_template(arguments.chat_template, own, sources, tokenizer)
         written = f"a tokenizer of {vocabulary_size:,} tokens"
         if not arguments.tokenizer_only:
             index = write_tokens(folder, sources, name, held_out, seed, processes)
@@ -139,6 +158,21 @@ def run(arguments: argparse.Namespace) -> int:
             print("data.packing=documents", end=" ")
     print(f"model.vocabulary_size={vocabulary_size}")
     return 0
+
+
+def _keep_template(
+    name: str | None, folder: Path, sources: Sequence[DocumentSource], tokenizer: Tokenizer
+) -> None:
+    """Write the template that is named beside the tokenizer in `folder`; warn where none is."""
+    from skippipe_jax.data.chat import template_warning
+    from skippipe_jax.data.chat_template import template_text
+
+    if name is not None and folder.is_dir():
+        text = template_text(name, "--chat-template")
+        (folder / CHAT_TEMPLATE).write_text(text, encoding="utf-8")
+    chats = [source for source in sources if source.kind == "chat"]
+    for sentence in template_warning(chats, tokenizer):
+        log.warning(sentence)
 
 
 def _kind(path: str) -> str:

@@ -149,8 +149,19 @@ def _say_how_it_ended(config: Config, result: RunResult) -> None:
         log.output(f"stopped by {name} after step {result.step}. {where_to_resume(config)}")
     else:
         from skippipe_jax.storage.run_dir import RunDir
+        from skippipe_jax.training.validation import best_step
 
-        best = RunDir(Path(config.run_dir)).best()
+        run_dir = RunDir(Path(config.run_dir))
+        if result.step < config.train.steps:
+            losses = run_dir.validation_losses()
+            step = best_step(losses)
+            since = sum(other > step for other in losses)
+            log.output(
+                f"stopped early: {since} validation{'s' * (since > 1)} since step {step}, whose "
+                f"held-out loss of {losses[step]:.4f} is the lowest (validation.patience is "
+                f"{config.validation.patience}; to train on, --resume with a greater one or null)"
+            )
+        best = run_dir.best()
         if best is not None:
             told = f"step {best['step']}, held-out loss {best['validation_loss']:.4f}"
             log.output(f"best checkpoint (--step best): {told}")

@@ -42,6 +42,7 @@ class DocumentSource:
         text_field: key or column of the text.
         field: the section of the configuration that says so, for messages.
         today: of `chat`, the day that chat templates are told.
+        chat_template: of `chat`, the template instead of the tokenizer's: its name, or its file.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class DocumentSource:
     text_field: str = "text"
     field: str = "data"
     today: str | None = None
+    chat_template: str | None = None
 
     @property
     def origin(self) -> tuple[str, str]:
@@ -105,6 +107,9 @@ class DataConfig:
         tokenizer: ``bytes``; or the path of a tokenizer.json, of a SentencePiece tokenizer.model,
             or of a folder with one of them. The default is the one that ``tokens`` were made
             with, or else ``bytes``.
+        chat_template: for conversations, how they are written, instead of by the tokenizer's own
+            template: the path of a Jinja file, or ``chatml``, ``llama3``, or ``plain``, which needs
+            no tokens but the tokenizer's begin and end. The run keeps it with its tokenizer.
         today: for conversations, the day that it is to chat templates that write the date, as
             2026-11-22; it stays the same when the run is resumed or evaluated. null: they are told
             none, and some write one of their own.
@@ -131,6 +136,7 @@ class DataConfig:
     text_field: str = "text"
     mixture: tuple[MixtureConfig, ...] | None = None
     tokenizer: str | None = None
+    chat_template: str | None = None
     today: str | None = None
     packing: Annotated[str, PACKING] = "windows"
     too_long: Annotated[str, TOO_LONG] | None = None
@@ -159,9 +165,15 @@ class DataConfig:
             raise InputError("data.too_long", self.too_long, problem, remedy)
         if self.tokenizer is not None:
             fields.text(self.tokenizer, "data.tokenizer")
+        has_chat = any(source.kind == "chat" for source in self.sources())
+        if self.chat_template is not None:
+            fields.text(self.chat_template, "data.chat_template")
+            if not has_chat:
+                problem = "has no effect: only conversations are written by a template"
+                raise InputError("data.chat_template", self.chat_template, problem, "Remove it")
         if self.today is not None:
             require_day(self.today, "data.today")
-            if all(source.kind != "chat" for source in self.sources()):
+            if not has_chat:
                 problem = "has no effect: only chat templates ask for the date"
                 raise InputError("data.today", self.today, problem, "Remove it")
         fields.integer(self.sequence_length, "data.sequence_length", 1)
@@ -206,10 +218,16 @@ class DataConfig:
     def sources(self) -> tuple[DocumentSource, ...]:
         """Return where documents come from, one source or those of the mixture."""
         if self.mixture is None:
-            return (DocumentSource(self.source, self.path, self.text_field, "data", self.today),)
+            of_chat = self.today, self.chat_template
+            return (DocumentSource(self.source, self.path, self.text_field, "data", *of_chat),)
         return tuple(
             DocumentSource(
-                one.source, one.path, one.text_field, f"data.mixture[{number}]", self.today
+                one.source,
+                one.path,
+                one.text_field,
+                f"data.mixture[{number}]",
+                self.today,
+                self.chat_template,
             )
             for number, one in enumerate(self.mixture)
         )

@@ -26,9 +26,10 @@ class PlanConfig:
             the config file. `activation_bytes`, `stage_bytes` and `averaging` follow from the
             model, the data, the network and the section `averaging` where it leaves them out or
             says `auto`; `memory: auto` follows from `memory_bytes` besides.
-        measure: links, seconds, bytes and memory are measured when the run starts, and `case` says
-            only what cannot be: stages, path lengths, microbatches and rules, as far as the
-            defaults of `skippipe measure` do not suit.
+        measure: links, seconds, bytes and memory are measured when the run starts, and a plan is
+            made for them. `case`, or the case of the plan in `file`, says what cannot be measured:
+            names of locations, stages, path lengths, microbatches and rules, as far as the defaults
+            of `skippipe measure` do not suit; what else it says is left aside.
         method: the planner's method.
         seed: of the search.
         budget_s: seconds that the search for one plan may take.
@@ -52,17 +53,3 @@ class PlanConfig:
             problem = "plan.case is given too, and a plan holds its case"
             remedy = "Set plan.case=null to take the plan, or plan.file=null to plan for the case"
             raise InputError("plan.file", self.file, problem, remedy)
-        if self.measure and self.file is not None:
-            raise InputError(
-                "plan.measure",
-                True,
-                "a plan file is given too, which needs no measured case",
-                "Set plan.measure=false to take the plan, or plan.file=null to measure",
-            )
-        if self.measure and isinstance(self.case, str):
-            raise InputError(
-                "plan.case",
-                self.case,
-                "a case in a file is complete, but plan.measure asks to measure it",
-                "Write stages, path_length and so on under plan.case itself, or remove measure",
-            )

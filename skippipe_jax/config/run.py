@@ -84,16 +84,29 @@ class ValidationConfig:
         every: compute it after every so many iterations. null: never.
         sequences: over so many held-out sequences, rounded up to whole microbatches, or over as
             many as there are.
+        patience: the run ends after so many validations in a row without a new lowest loss. null:
+            it trains all its steps.
     """
 
     every: int | None = None
     sequences: int = 64
+    patience: int | None = None
 
     def __post_init__(self):
         """Refuse what would validate nothing."""
         if self.every is not None:
             fields.integer(self.every, "validation.every", 1)
         fields.integer(self.sequences, "validation.sequences", 1)
+        if self.patience is None:
+            return
+        fields.integer(self.patience, "validation.patience", 1)
+        if self.every is None:
+            raise InputError(
+                "validation.patience",
+                self.patience,
+                "counts validations, and there are none",
+                "Write validation.every too, or remove it",
+            )
 
     def validates(self, step: int) -> bool:
         """Tell whether the held-out loss is computed after `step`."""

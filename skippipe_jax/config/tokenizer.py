@@ -12,6 +12,10 @@ TOKENIZER_FOLDER = "tokenizer"
 """The folder, of a run or of tokenized text, that keeps the tokenizer."""
 
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""The file beside a tokenizer that says how conversations are written."""
+
+
 HUGGING_FACE, SENTENCE_PIECE = "tokenizer.json", "tokenizer.model"
 
 

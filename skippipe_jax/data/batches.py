@@ -194,6 +194,37 @@ class TrainingBatches:
         return fields.integer(state.get("microbatches"), "data_state.microbatches", 0)
 
 
+def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> list[str]:
+    """Say so, if `held_out_batches` has fewer sequences than these; they come in whole batches.
+
+    Raises:
+        InputError: as `held_out_batches` does.
+    """
+    size, count = (
+        min(config.microbatch_size, sequences),
+        sum(map(len, _rows_held_out(config, part))),
+    )
+    whole = sequences // size * size
+    if whole <= count and whole < sequences:
+        return [f"{whole} sequences are read, not {sequences}: they come by {size} at a time"]
+    if count < sequences:
+        return [f"{count} sequences are read, not {sequences}: no more are held out"]
+    return []
+
+
+def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> list[Rows]:
+    """Return the held-out rows of each source, or of the one that is a domain."""
+    fields.text(part, "part", HELD_OUT_PARTS)
+    if domain is not None:
+        fields.text(domain, "domain", config.domains())
+    each = zip(config.domains(), config.sources(), load_corpora(config), strict=True)
+    return [
+        _held_out_rows(config, source, corpus.held_out, part, name)
+        for name, source, corpus in each
+        if domain in (None, name)
+    ]
+
+
 def held_out_batches(
     config: DataConfig,
     batch_size: int,
@@ -210,15 +241,7 @@ def held_out_batches(
     domain is shorter than one row, or there is no such part or domain.
     """
     padding = load_tokenizer(tokenizer_of(config)).padding
-    fields.text(part, "part", HELD_OUT_PARTS)
-    if domain is not None:
-        fields.text(domain, "domain", config.domains())
-    each = zip(config.domains(), config.sources(), load_corpora(config), strict=True)
-    rows = [
-        _held_out_rows(config, source, corpus.held_out, part, name)
-        for name, source, corpus in each
-        if domain in (None, name)
-    ]
+    rows = _rows_held_out(config, part, domain)
     bounds = np.cumsum([0, *map(len, rows)])
 
     def batch(chosen: Sequence[int]) -> Batch:

@@ -1,7 +1,9 @@
 """Conversations become tokens of which only the assistant's answers are learnt.
 
-A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}. Where the
-tokenizer comes with a chat template, that says how messages are written, and by
+A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}, or one as in
+ShareGPT, {"conversations": [{"from": "human", "value": ...}, ...]}, or as in Alpaca,
+{"instruction": ..., "input": ..., "output": ...}. Where one is
+given, or the tokenizer comes with one, a chat template says how messages are written, and by
 ``{% generation %}``, if it has that, what is learnt. Otherwise they are written as below, between
 the tokenizer's begin and end marks; what is learnt stands in brackets:
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Integer
@@ -20,11 +23,16 @@ from jinja2 import TemplateError
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DocumentSource
-from skippipe_jax.data.chat_template import TODAY, ChatTemplate
+from skippipe_jax.config.tokenizer import BYTES
+from skippipe_jax.data.chat_template import TEMPLATES, TODAY, ChatTemplate, template_text
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import Tokenizer, token_dtype
 
 ASSISTANT = "assistant"
+PLAIN = "plain"
+ROLES = {"human": "user", "gpt": ASSISTANT}
+"""Of ShareGPT."""
+TEMPLATE_FIELD = "data.chat_template"
 
 Message = Mapping[str, str]
 
@@ -43,9 +51,9 @@ def encode_conversation(
 
     refuse = functools.partial(_refused, document, source)
     messages = _messages(document, source)
-    template = None
-    if tokenizer.chat_template is not None:
-        template = _template(tokenizer.chat_template, source)
+    text, template = _template_text(source, tokenizer), None
+    if text is not None:
+        template = _template(text, source)
     is_answered = any(message["role"] == ASSISTANT for message in messages)
     if not is_answered and (template is None or not template.marks_answers):
         raise refuse("there is no answer of the assistant to learn")
@@ -62,6 +70,33 @@ def encode_conversation(
     if not learnt[1:].any():
         raise refuse(nothing)
     return tokens.astype(token_dtype(tokenizer.vocabulary_size)), learnt
+
+
+def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
+    """Return the template that is given, or else the tokenizer's, if it comes with one."""
+    name = source.chat_template
+    if name is None:
+        return tokenizer.chat_template
+    if tokenizer.digest == BYTES:
+        problem = "goes with a tokenizer, beside which it is kept, and the text is read as bytes"
+        raise InputError(TEMPLATE_FIELD, name, problem, "Name a data.tokenizer, or remove it")
+    if name == PLAIN and not {"bos_token", "eos_token"} <= tokenizer.special_tokens.keys():
+        problem = "has to mark begin and end, and the tokenizer gives no texts of such tokens"
+        remedy = "Write bos_token and eos_token in its tokenizer_config.json, or name a file"
+        raise InputError(TEMPLATE_FIELD, name, problem, remedy)
+    return template_text(name, TEMPLATE_FIELD)
+
+
+def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> list[str]:
+    """Warn of conversations that no template writes, though the tokenizer is that of a model."""
+    without = any(_template_text(source, tokenizer) is None for source in chats)
+    if not without or tokenizer.digest == BYTES:
+        return []
+    return [
+        "the tokenizer has no chat template: conversations are written as <|user|>, <|assistant|> "
+        "and so on, each on a line before its message, and a model that is exported comes without "
+        f"a template. Choose one by {TEMPLATE_FIELD}: {', '.join(TEMPLATES)}, or a file"
+    ]
 
 
 def spoken(document: Document, source: DocumentSource) -> str:
@@ -81,7 +116,7 @@ def _refused(document: Document, source: DocumentSource, problem: str) -> InputE
 def _messages(document: Document, source: DocumentSource) -> list[Message]:
     refuse = functools.partial(_refused, document, source)
     row = json.loads(document.text)
-    messages = row.get("messages")
+    messages = _as_messages(row)
     if not isinstance(messages, list):
         raise refuse(f"has no list of messages, but {', '.join(row) or 'nothing'}")
     for number, message in enumerate(messages):
@@ -91,6 +126,28 @@ def _messages(document: Document, source: DocumentSource) -> list[Message]:
             if not isinstance(message.get(key), str):
                 raise refuse(f"messages[{number}] has no text under {key!r}")
     return messages
+
+
+def _as_messages(row: Mapping[str, Any]) -> Any:
+    """Return the messages of a row, also of one as in ShareGPT or Alpaca; None without any."""
+    turns, is_alpaca = row.get("conversations"), "instruction" in row and "output" in row
+    if "messages" not in row and isinstance(turns, list):
+        return [
+            {
+                "role": ROLES.get(str(turn.get("from")), turn.get("from")),
+                "content": turn.get("value"),
+            }
+            if isinstance(turn, dict)
+            else turn
+            for turn in turns
+        ]
+    if "messages" not in row and is_alpaca:
+        asked = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
+        return [
+            {"role": "user", "content": asked},
+            {"role": ASSISTANT, "content": row["output"]},
+        ]
+    return row.get("messages")
 
 
 Segments = list[tuple[np.ndarray, bool]]

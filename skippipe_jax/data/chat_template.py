@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import secrets
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
@@ -17,6 +18,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
 
 # They stand in what is written around answers; no text can know them before.
 _BEGIN, _END = (f"<{secrets.token_hex(16)}>" for _ in range(2))
@@ -24,8 +27,45 @@ _BEGIN, _END = (f"<{secrets.token_hex(16)}>" for _ in range(2))
 MOST_CHARACTERS = 1 << 24
 """No conversation is so long; a template with loops in one another may go on for ever."""
 
+TEMPLATES = {
+    "plain": (
+        "{{ bos_token }}{% for message in messages %}"
+        "{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
+        "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    ),
+    "chatml": (
+        "{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for message in messages %}"
+        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+        "{{ message['content'] | trim }}{{ '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    ),
+}
+"""Templates that a name stands for."""
+
 TODAY = "strftime_now"
 """The function of templates that writes the time; here, the day that it is told."""
+
+
+def template_text(name: str, field: str) -> str:
+    """Return the template of this name, or else in the file of this path.
+
+    Raises:
+        InputError: naming `field`, if there is neither.
+    """
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    path = Path(name)
+    if not path.is_file():
+        remedy = f"{fields.guess(name, TEMPLATES)}Write {', '.join(TEMPLATES)}, or name a file"
+        raise InputError(field, name, "is neither a file nor the name of a template", remedy)
+    return fields.read_text(path, field)
 
 
 class ChatTemplate:

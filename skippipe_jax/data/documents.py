@@ -190,21 +190,34 @@ def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterato
             where = f"{file}, line {number}"
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise InputError(
-                    *source.origin, f"{where}: not valid JSON: {error}", "Mend that line"
-                ) from error
-            if not isinstance(row, dict):
-                raise InputError(
-                    *source.origin, f"{where}: no JSON object", "Write {...} on every line"
-                )
-            if source.kind == "chat":
-                content = line.strip()
-                yield Document(where, content, content)
-            else:
-                yield _row(source, where, row)
+            if number == 1 and line.lstrip().startswith(b"["):
+                yield from _listed(source, file, line + opened.read())
+                return
+            row = _parsed(source, where, line, "Mend that line")
+            yield _of_row(source, where, line.strip(), row)
+
+
+def _listed(source: DocumentSource, file: str, text: bytes) -> Iterator[Document]:
+    """Read a file that is one list of objects."""
+    rows = _parsed(source, file, text, "Write a list of {...}, or {...} on every line")
+    for number, row in enumerate(rows, 1):
+        content = json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass")
+        yield _of_row(source, f"{file}, entry {number}", content, row)
+
+
+def _parsed(source: DocumentSource, where: str, text: bytes, remedy: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(*source.origin, f"{where}: not valid JSON: {error}", remedy) from error
+
+
+def _of_row(source: DocumentSource, where: str, content: bytes, row: Any) -> Document:
+    if not isinstance(row, dict):
+        raise InputError(*source.origin, f"{where}: no JSON object", "Write {...} on every line")
+    if source.kind == "chat":
+        return Document(where, content, content)
+    return _row(source, where, row)
 
 
 def _row(source: DocumentSource, where: str, row: dict[str, Any]) -> Document:

@@ -17,10 +17,10 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.huggingface import how_to_fetch
-from skippipe_jax.config.tokenizer import BYTES, HUGGING_FACE, SENTENCE_PIECE
+from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE, HUGGING_FACE, SENTENCE_PIECE
 
 CONFIG = "tokenizer_config.json"
-SETTINGS = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
+SETTINGS = (CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 
 MARKS = {
     "bos_token": "<|begin_of_text|>",
@@ -363,7 +363,7 @@ def _content(token: Any) -> str | None:
 
 def _chat_template(folder: Path, settings: Mapping[str, Any], field: str) -> str | None:
     """Return the template from its own file or from the settings, where several may have names."""
-    file = folder / "chat_template.jinja"
+    file = folder / CHAT_TEMPLATE
     if file.is_file():
         return fields.read_text(file, field)
     template = settings.get("chat_template")

@@ -367,6 +367,11 @@ def _require_own_keys(name: str, tree: Mapping[str, Any]) -> None:
         problem = "would be one copy for all runs"
         field = f"{name}.checkpoint.copy_to"
         raise InputError(field, checkpoint["copy_to"], problem, "Remove it, and copy the folder")
+    validation = tree.get("validation")
+    if isinstance(validation, dict) and validation.get("patience") is not None:
+        problem = "would end runs before their steps, by which ensembles are compared"
+        field = f"{name}.validation.patience"
+        raise InputError(field, validation["patience"], problem, "Remove it")
     if name == "run":
         return
     for key in data:

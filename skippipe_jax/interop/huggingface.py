@@ -35,7 +35,7 @@ from skippipe_jax.config.huggingface import (
     require_no_window,
 )
 from skippipe_jax.config.init_from import require_shapes
-from skippipe_jax.config.tokenizer import BYTES
+from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE
 from skippipe_jax.data.batches import tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.llama import stage_shapes
@@ -50,7 +50,7 @@ COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "generation_config.json",
 )
 

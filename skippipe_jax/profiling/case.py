@@ -1,6 +1,7 @@
 """A case from what the hosts of a cluster have measured, and from what is given.
 
-`plan.case` may say what cannot be measured, by these keys of a case:
+`plan.case`, or the case of the plan in `plan.file`, may say what cannot be measured, by these keys
+of a case. All others are left aside, but for the number of `nodes`: by default one for each host.
 
 - `locations`, names of the hosts in turn; by default "host 0", "host 1", ...
 - `stages` or `stage_count`; by default sizes are auto, and there are as many stages as
@@ -26,11 +27,17 @@ from typing import Any, TypeVar
 
 import yaml
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import size_text
 from skippipe_sched.problem.auto import AUTO, candidates
-from skippipe_sched.problem.case import MEMORY_BYTES, MOST_MICROBATCHES, OPTIONAL, REQUIRED
+from skippipe_sched.problem.case import (
+    MEMORY_BYTES,
+    MOST_MICROBATCHES,
+    OPTIONAL,
+    REQUIRED,
+    node_count,
+)
 from skippipe_sched.problem.links import GIBIBYTE
+from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config, to_tree
 from skippipe_jax.models.footprint import averaged_bytes, sizes_of_hops
@@ -160,8 +167,9 @@ def check_template(config: Config, hosts: int) -> tuple[int, ...]:
     Raises:
         InputError: it does not, or hosts and nodes do not fit.
     """
-    given = config.cluster.host_of_node
-    host_of = hosts_of_nodes(hosts if given is None else len(given), hosts, given)
+    of_nodes, given = config.cluster.host_of_node, _given(config)
+    nodes = node_count(given["nodes"]) if "nodes" in given else hosts
+    host_of = hosts_of_nodes(nodes if of_nodes is None else len(of_nodes), hosts, of_nodes)
     shapes = shapes_of_stages(config, stage_count(config, len(host_of)))
     second = Timing(1.0, 1.0, 1.0, 1)
     timings = [{FORWARD: second, LOSS: second, BACKWARD: second} for _ in shapes]
@@ -187,8 +195,6 @@ def case_of(
     template = _template(config)
     memory = template.pop("memory", MOST_MICROBATCHES)
     most = AUTO if memory == AUTO else fields.integer(memory, "plan.case.memory", 1)
-    if template.get("averaging") == AUTO:
-        del template["averaging"]
     names = _names(template.pop("locations", None), len(reports))
     costs = _costs(reports, host_of)
     measured = _by_node(host_of, [report.memory_bytes for report in reports])
@@ -278,19 +284,27 @@ def _reason(config: Config) -> str:
 
 
 def _template(config: Config) -> dict[str, Any]:
-    """Return what the configuration says of the case; refuse what is measured."""
-    given = config.plan.file or config.plan.case or {}
-    if isinstance(given, str):
-        raise InputError(
-            "plan.case" if config.plan.file is None else "plan.file",
-            given,
-            "is complete, and what is to be measured is open",
-            "Remove it (--set plan=auto), or write plan.case: {stages: ..., rules: ...} and so on",
-        )
-    for key in given:
-        if key not in NOT_MEASURED and key in (*REQUIRED, *OPTIONAL):
-            raise InputError(f"plan.case.{key}", given[key], "is measured", "Remove it")
-    return dict(fields.mapping(given, "plan.case", NOT_MEASURED))
+    """Return what the configuration says of the case that is not measured."""
+    return {key: value for key, value in _given(config).items() if key in NOT_MEASURED}
+
+
+def left_aside(config: Config) -> str:
+    """Say in a sentence what the case of the configuration has that is measured; "" if nothing."""
+    keys = [key for key in _given(config) if key not in (*NOT_MEASURED, "nodes")]
+    if not keys:
+        return ""
+    plan = config.plan
+    origin = plan.file or (plan.case if isinstance(plan.case, str) else "plan.case")
+    return f"measured, whatever {origin} says of it: {', '.join(keys)}"
+
+
+def _given(config: Config) -> Mapping[str, Any]:
+    """Return the case that the configuration names; an empty one if it names none."""
+    plan = config.plan
+    if plan.file is not None:
+        return load_plan(Path(plan.file)).case.source
+    case = fields.load_yaml(Path(plan.case), "case") if isinstance(plan.case, str) else plan.case
+    return fields.mapping(case or {}, "plan.case", (*NOT_MEASURED, *REQUIRED, *OPTIONAL))
 
 
 def stage_count(config: Config, nodes: int) -> int:

@@ -19,6 +19,7 @@ from skippipe_jax.profiling.case import (
     HostReport,
     Profile,
     check_template,
+    left_aside,
     profile_of,
     stage_count,
 )
@@ -58,6 +59,8 @@ def measure(
         PeerTimeout: another host has not answered within `network.deadline_s`.
     """
     host_of = check_template(config, host.count)
+    if aside := left_aside(config):
+        say(aside)
     own = spreads_of_nodes(config.node, host_of.count(host.index), host.index)
     devices = [here.devices[0] for here in own]
     size, deadline_s = hop_bytes(config).activation, config.network.deadline_s

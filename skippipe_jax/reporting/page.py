@@ -16,7 +16,7 @@ from skippipe_sched.figures.flows import flows_map
 from skippipe_sched.figures.gantt import gantt_series
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.timeline import Timeline
-from skippipe_sched.timing.traffic import link_name, link_traffic
+from skippipe_sched.timing.traffic import Flow, link_name, link_traffic
 
 from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.models.footprint import bytes_per_link, stage_parameters
@@ -65,6 +65,7 @@ def report(folder: Path) -> str:
     newest, *others = sorted(measured, reverse=True) or [None]
     newest_timeline = None if newest is None else measured[newest]
     timeline = newest_timeline or predicted
+    links, left_out = _busiest_links(plan, timeline)
     return _template().render(
         name=folder.resolve().name,
         evaluate=f"skippipe evaluate --run {shlex.quote(str(folder))}",
@@ -80,6 +81,7 @@ def report(folder: Path) -> str:
         visited=sorted({len(path) for path in plan.microbatches}),
         metrics=metrics,
         whole=whole,
+        held_out=_held_out(whole),
         curves=[*curves(whole).values()] if steps else [],
         newest=newest,
         timelines=gantt_series(plan, {"predicted": predicted} | _titled(measured, newest)),
@@ -90,8 +92,9 @@ def report(folder: Path) -> str:
         iteration_s=timeline.iteration_s,
         links=[
             (link_name(plan.case, flow), flow, sent.get((flow.source, flow.target), 0))
-            for flow in link_traffic(plan, timeline)[:BUSIEST_LINKS]
+            for flow in links
         ],
+        left_out=left_out,
         idle=_idle_shares(newest_timeline, metrics, predicted.nodes),
         expected_idle=_idle_of(predicted),
     )
@@ -170,6 +173,27 @@ def _loss_curve(title: str, steps: Int[np.ndarray, " n"], values: Float[np.ndarr
     low, high = float(values.min()), float(values.max())
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return line_chart(title, "nats per token", steps, values, (low - margin, high + margin))
+
+
+def _busiest_links(plan: Plan, timeline: Timeline) -> tuple[Sequence[Flow[int]], int]:
+    """Return the busiest links between locations, and how many others there are.
+
+    Where all nodes are in one location, its own links are all that there are.
+    """
+    nodes, links = plan.case.nodes, link_traffic(plan, timeline)
+    between = [flow for flow in links if nodes[flow.source].location != nodes[flow.target].location]
+    shown = between or links
+    return shown[:BUSIEST_LINKS], len(links) - len(shown)
+
+
+def _held_out(metrics: Metrics) -> tuple[int, float, float] | None:
+    """Return the step of the lowest held-out loss, this loss, and the last one; None if none is."""
+    figures = metrics.figures
+    known = figures[np.isfinite(figures["held_out"])]
+    if not known.size:
+        return None
+    best = known[np.argmin(known["held_out"])]
+    return int(best["step"]), float(best["held_out"]), float(known["held_out"][-1])
 
 
 def _titled(measured: Mapping[int, Timeline], *steps: int | None) -> dict[str, Timeline]:

@@ -23,7 +23,7 @@ from skippipe_sched.timing.simulate import simulate_plan
 
 from skippipe_jax.config import NO_RECIPE, Config, DataConfig, to_yaml
 from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
-from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER, has_tokenizer
+from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER, has_tokenizer
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.consensus.wire import generation_to_json, parse_generation
 from skippipe_jax.errors import GenerationEnded
@@ -343,9 +343,24 @@ class RunDir:
             with new_directory(own, "run_dir") as partial:
                 copy_tokenizer(name, partial)
 
+    def keep_chat_template(self, config: DataConfig) -> None:
+        """Write the template that is given beside the tokenizer, in place of its own."""
+        from skippipe_jax.data.chat_template import template_text
+
+        name, own = config.chat_template, self.path / TOKENIZER_FOLDER
+        if name is not None and own.is_dir():
+            text = template_text(name, "data.chat_template")
+            atomic_write(own / CHAT_TEMPLATE, text)
+
     def with_tokenizer(self, config: DataConfig) -> DataConfig:
-        """Return the configuration with the tokenizer in the folder, unless it is that of bytes."""
+        """Return the configuration with the tokenizer in the folder, unless it is that of bytes.
+
+        With it comes the chat template, where one was given.
+        """
         folder = self.path / TOKENIZER_FOLDER
         if config.tokenizer == BYTES or not has_tokenizer(folder):
             return config
-        return replace(config, tokenizer=str(folder))
+        template = config.chat_template
+        if template is not None and (folder / CHAT_TEMPLATE).is_file():
+            template = str(folder / CHAT_TEMPLATE)
+        return replace(config, tokenizer=str(folder), chat_template=template)

@@ -58,4 +58,5 @@ class CompilationCounter:
             self.compilations = now
             if time.perf_counter() - self.said_s > SECONDS_BETWEEN_LINES:
                 self.said_s = time.perf_counter()
-                self.say(f"compiling: {now.count} programs so far, {now.seconds:.0f} s")
+                programs = f"{now.count} program{'s' * (now.count > 1)}"
+                self.say(f"compiling: {programs} so far, {now.seconds:.0f} s")

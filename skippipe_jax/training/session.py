@@ -32,6 +32,7 @@ from skippipe_jax.storage.checkpoint import Checkpoint, is_committed, step_folde
 from skippipe_jax.storage.checkpointer import BEST_METRIC
 from skippipe_jax.storage.files import retry
 from skippipe_jax.storage.recording import keep_plan
+from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.callbacks.metrics_log import MetricsLog, TimelinePlotter
 from skippipe_jax.training.callbacks.profiler import profile_step
@@ -49,7 +50,7 @@ from skippipe_jax.training.setup import (
     open_checkpointer,
     restores_replica_states,
 )
-from skippipe_jax.training.validation import Validator
+from skippipe_jax.training.validation import Validator, is_out_of_patience
 from skippipe_jax.training.watchdog import Watchdog
 
 
@@ -129,6 +130,7 @@ class Session:
         step: the iterations that are done.
         unfinished: whether what follows the last one is yet to be done.
         saved: whether that is the last one, and its checkpoint is whole.
+        out_of_patience: whether the run ends here, as `validation.patience` says.
         group: this host among those that train.
         schedule: their plans, and which step takes which.
         runtime: what runs the steps, with the state of the stages.
@@ -191,6 +193,7 @@ class Session:
         opened.callback(runtime.close)
         # Whatever happens in an iteration, the checkpoint before it is written to its end.
         opened.enter_context(closing(self._checkpointer))
+        self.out_of_patience = self._ask_patience("patience")
 
     def add_callback(self, callback: Callback) -> None:
         """Tell one more callback, until this is closed."""
@@ -275,9 +278,22 @@ class Session:
             self._validation = step, self._validator.evaluate(step)
             self._metrics.restart_clock()
             self._run.callbacks.on_validation_end(*self._validation)
+            self.out_of_patience = self._ask_patience(f"patience/{step}")
         if saves:
             self._save(step)
         self.unfinished = False
+
+    def _ask_patience(self, name: str) -> bool:
+        """Tell whether the run ends, by the held-out losses that the leader has written."""
+        patience, run_dir = self._config.validation.patience, RunDir(self._run.run_dir)
+        if patience is None:
+            return False
+
+        def is_out() -> bool:
+            losses = retry(run_dir.path, run_dir.validation_losses)
+            return is_out_of_patience(losses, patience)
+
+        return from_host_0(self.group, name, is_out, self.group.timeout_s)
 
     def emit_metrics(self, lag: int = 0) -> None:
         """Tell callbacks of the iterations that have ended, all but the last `lag` of them."""

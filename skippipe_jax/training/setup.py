@@ -32,6 +32,7 @@ from skippipe_jax.config.attention import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.batches import Batch, TrainingBatches, check_vocabulary, tokenizer_of
+from skippipe_jax.data.chat import template_warning
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.attention import fault_of, implementation_of
 from skippipe_jax.models.in_flight import short_of_memory
@@ -258,6 +259,10 @@ def _begin_run_dir(
         RunDir(config.run_dir).require_new()  # Another may have been quicker.
     plan = setup.plan
     warnings = tokenizer_warning(setup.weights, config) + differing_sizes(config, plan.case)
+    chats = [source for source in config.data.sources() if source.kind == "chat"]
+    if chats:
+        tokenizer = load_tokenizer(tokenizer_of(with_run_tokenizer(config)))
+        warnings += template_warning(chats, tokenizer)
     for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
         log.warning(sentence)
     folder, weights = Path(config.run_dir), setup.weights
@@ -273,6 +278,8 @@ def _begin_run_dir(
     if profile is not None:
         profile.save(folder / CASE)
     RunDir(folder).keep_tokenizer(config.data)
+    if not resume:
+        RunDir(folder).keep_chat_template(config.data)
 
 
 def _agreed(

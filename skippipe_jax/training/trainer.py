@@ -139,11 +139,13 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Tell whether no step is left, or a host was asked to stop."""
+        """Tell whether no step is left, a host was asked to stop, or held-out loss has risen."""
         return self._session is not None and self.step >= self._end_of(self._session)
 
     def run(self) -> RunResult:
-        """Train to the last step, or until SIGINT or SIGTERM asks a host to stop.
+        """Train to the last step, or as far as `validation.patience` or a signal lets it.
+
+        SIGINT or SIGTERM asks a host to stop.
 
         Returns when the last checkpoint is written, or when the other hosts go on without this one,
         which SIGTERM has told to leave. A second signal raises KeyboardInterrupt.
@@ -162,7 +164,7 @@ class Trainer:
         except HostLeft:
             return RunResult(self.step, signal.SIGTERM, left_run=True)
         # A run that is resumed after its last step has nothing left to do.
-        if self.step >= self.config.train.steps:
+        if self.step >= self.config.train.steps or self.session.out_of_patience:
             return RunResult(self.step, None)
         # All hosts stop when one is asked to; those that were not asked stop as if they had been.
         return RunResult(self.step, self.preemption.received or signal.SIGTERM)
@@ -215,7 +217,8 @@ class Trainer:
 
     def _end_of(self, session: Session) -> int:
         """Return the step after which the run ends, as a session knows it."""
-        return min(session.step, self._last_step) if session.stop_requested else self._last_step
+        ends_here = session.stop_requested or session.out_of_patience
+        return min(session.step, self._last_step) if ends_here else self._last_step
 
     def setup(self) -> None:
         """Make everything ready for the first step; `run` and `train_step` do so if it is not.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,6 +24,16 @@ def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
     size = data.microbatch_size
     limit = -(-config.validation.sequences // size)
     return tuple(held_out_batches(data, size, limit))
+
+
+def best_step(losses: Mapping[int, float]) -> int:
+    """Return the step of the lowest held-out loss, the first of several; `losses` is by step."""
+    return min(sorted(losses), key=losses.__getitem__)
+
+
+def is_out_of_patience(losses: Mapping[int, float], patience: int) -> bool:
+    """Tell whether `patience` validations have followed the best one; `losses` is by step."""
+    return bool(losses) and sum(step > best_step(losses) for step in losses) >= patience
 
 
 class Validator:

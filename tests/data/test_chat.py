@@ -13,7 +13,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from skippipe_jax.config import DataConfig, DocumentSource, parse_config, to_yaml
 from skippipe_jax.data import chat_template
 from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora
-from skippipe_jax.data.chat import encode_conversation
+from skippipe_jax.data.chat import encode_conversation, template_warning
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
 from skippipe_jax.data.tokenizer import (
@@ -24,6 +24,7 @@ from skippipe_jax.data.tokenizer import (
 )
 from skippipe_jax.data.tokenizing import train_bpe, write_tokens
 from skippipe_jax.storage.files import new_directory
+from skippipe_jax.storage.run_dir import RunDir
 
 SOURCE = DocumentSource("chat", "chat.jsonl")
 MESSAGES = [
@@ -123,6 +124,39 @@ def test_what_is_no_conversation_is_named_with_its_line(messages, problem):
     assert caught.value.field == "data.path"
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "conversations": [
+                {"from": "human", "value": "2 + 2?\n\nBriefly."},
+                {"from": "gpt", "value": "4"},
+            ]
+        },
+        {"instruction": "2 + 2?", "input": "Briefly.", "output": "4"},
+    ],
+)
+def test_rows_as_in_share_gpt_and_alpaca_are_conversations(row: dict[str, object]):
+    messages = [
+        {"role": "user", "content": "2 + 2?\n\nBriefly."},
+        {"role": "assistant", "content": "4"},
+    ]
+    document = Document("chat.jsonl, line 7", b"", json.dumps(row).encode())
+    tokens, learnt = encode_conversation(document, SOURCE, ByteTokenizer())
+    expected, of_them = encode_conversation(conversation(messages), SOURCE, ByteTokenizer())
+    assert tokens.tolist() == expected.tolist()
+    assert learnt.tolist() == of_them.tolist()
+
+
+@pytest.mark.parametrize(
+    "row", [{"conversations": [7]}, {"conversations": [{"from": "gpt"}]}, {"instruction": "2 + 2?"}]
+)
+def test_rows_nearly_as_in_share_gpt_and_alpaca_are_named_with_their_line(row: dict[str, object]):
+    document = Document("chat.jsonl, line 7", b"", json.dumps(row).encode())
+    with pytest.raises(InputError, match=r"chat\.jsonl, line 7: "):
+        encode_conversation(document, SOURCE, ByteTokenizer())
+
+
 SAYS_ITSELF = """\
 {{ bos_token }}
 {%- for message in messages %}
@@ -182,6 +216,64 @@ def test_a_template_writes_the_day_that_it_is_told(with_template):
     own = "{{ strftime_now('%Y') if strftime_now is defined else '2024' }}"
     (with_template / "chat_template.jinja").write_text(own + TEMPLATE)
     assert tokenizer_text(with_template).startswith("2024[system]")
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("plain", "[BOS]<|user|>\nhi\n<|assistant|>\n"), ("file.jinja", "[hi]")],
+)
+def test_a_template_that_is_named_is_followed_and_kept(
+    name: str, before: str, with_template: Path, tmp_path: Path
+):
+    file = tmp_path / "file.jinja"
+    file.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    source = replace(SOURCE, chat_template=str(file) if name == "file.jinja" else name)
+    tokenizer = load_tokenizer(str(with_template))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    tokens, learnt = encode_conversation(conversation(messages), source, tokenizer)
+    begin = [tokenizer.begin] if before.startswith("[BOS]") else []
+    expected = [*begin, *tokenizer.encode(before.removeprefix("[BOS]"))]
+    assert tokens[: len(expected)].tolist() == expected
+    assert learnt.tolist() == [n >= len(expected) for n in range(len(tokens))]
+
+    data = DataConfig(
+        source="chat",
+        path="chat.jsonl",
+        packing="documents",
+        tokenizer=str(with_template),
+        chat_template=source.chat_template,
+    )
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.keep_tokenizer(data)
+    run.keep_chat_template(data)
+    file.unlink()
+    kept = run.with_tokenizer(data)
+    [again] = kept.sources()
+    exported = load_tokenizer(str(run.path / "tokenizer"))
+    for own in (again, SOURCE):
+        same, _ = encode_conversation(conversation(messages), own, exported)
+        assert same.tolist() == tokens.tolist()
+
+
+def test_a_tokenizer_without_a_template_is_warned_of_where_none_is_named(with_template: Path):
+    tokenizer = load_tokenizer(str(with_template))
+    assert not template_warning([SOURCE], tokenizer)
+    tokenizer.chat_template = None
+    [warning] = template_warning([SOURCE], tokenizer)
+    assert "comes without a template. Choose one by data.chat_template: plain, chatml" in warning
+    assert not template_warning([replace(SOURCE, chat_template="chatml")], tokenizer)
+    assert not template_warning([SOURCE], ByteTokenizer())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("chat-ml", "Did you mean chatml?"), ("missing.jinja", "Write plain")]
+)
+def test_a_template_that_is_not_there_is_refused(name: str, said: str, with_template: Path):
+    source = replace(SOURCE, chat_template=name)
+    with pytest.raises(InputError, match=said) as refused:
+        encode_conversation(conversation(MESSAGES), source, load_tokenizer(str(with_template)))
+    assert refused.value.field == "data.chat_template"
 
 
 def test_the_day_is_kept_in_the_configuration():

@@ -32,6 +32,14 @@ def refused(kind: str, path: Path | str, **changes: str) -> InputError:
     return caught.value
 
 
+def test_a_file_that_is_one_list_is_read_and_its_first_wrong_entry_named(tmp_path):
+    rows = [{"text": text} for text in TEXTS[:3]]
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=2))
+    assert texts_of("jsonl", tmp_path / "list.json") == TEXTS[:3]
+    (tmp_path / "list.json").write_text(json.dumps([*rows, 7]))
+    assert "list.json, entry 4: no JSON object" in refused("jsonl", tmp_path / "list.json").problem
+
+
 def test_lines_of_files_folders_and_globs(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines(TEXTS[:10]) + "\n" + lines(["", "tail"]))
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:

@@ -231,6 +231,16 @@ def test_the_command_takes_conversations(chat, tmp_path, monkeypatch, capsys):
     assert all(set(one) <= set("helloab") for one in merged)
 
 
+def test_the_template_of_conversations_is_kept_with_their_tokens(chat, tmp_path, capsys):
+    for number, words in enumerate(([], ["--chat-template", "chatml"])):
+        output = tmp_path / f"tokens{number}"
+        arguments = [str(chat), "-o", str(output), "--source", "chat", "--train-bpe", "300"]
+        assert main(["tokenize", *arguments, *words, "--num-workers", "1"]) == 0
+        kept = output / "tokenizer" / "chat_template.jinja"
+        assert kept.is_file() == bool(words)
+        assert ("has no chat template" in capsys.readouterr().err) != bool(words)
+
+
 def test_the_day_of_conversations_is_given_to_the_command(chat, tmp_path, monkeypatch, capsys):
     own = tmp_path / "own"
     words = [chat, "--source", "chat", "--held-out", "0.3", "--num-workers", "1"]

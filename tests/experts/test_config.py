@@ -48,6 +48,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "one copy of all runs": (
         run_with(checkpoint={"copy_to": "memory://x"}), ["run.checkpoint.copy_to", "for all runs"],
     ),
+    "early stop": (
+        run_with(validation={"every": 5, "patience": 2}), ["run.validation.patience", "Remove it"],
+    ),
     "the seed of runs": (run_with(seed=3), ["run.seed = 3", "that of the ensemble"]),
     "steps of runs": ({"experts": {"train": {"steps": 3}}}, ["experts.train", "of an arm say"]),
     "a parent of runs": (

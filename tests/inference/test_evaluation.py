@@ -162,6 +162,21 @@ def test_no_more_sequences_are_read_than_asked_for(sequences: int, evaluated: in
     assert evaluate_run(Path("run"), None, sequences).tokens == evaluated * TIME
 
 
+@pytest.mark.parametrize(
+    ("sequences", "said"),
+    [
+        ("3", "2 sequences are read, not 3: they come by 2 at a time"),
+        ("4", ""),
+        ("32", "22 sequences are read, not 32: no more are held out"),
+    ],
+)
+def test_fewer_sequences_than_asked_for_are_told_of(
+    sequences: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["evaluate", "--run", "run", "--sequences", sequences, "--json"]) == 0
+    assert capsys.readouterr().err.strip() == said
+
+
 def run_main(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:

@@ -31,6 +31,7 @@ from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.connections.keys import derived
 from skippipe_jax.connections.secret import SECRET_VARIABLE, Secret, make_secret
 from skippipe_jax.local.hosts import PORTS
+from skippipe_jax.storage.run_dir import RunDir
 from tests.fork_server import fork_server
 from tests.multihost.processes import Processes, started_processes
 from tests.ports import free_port
@@ -201,6 +202,7 @@ def test_slurm_job_trains(tmp_path: Path, config: Path):
     assert ended.returncode == 0, ended
     assert_trained(tmp_path / "run")
     assert not (tmp_path / "scontrol.called").exists()
+    assert RunDir(tmp_path / "run").config().cluster.runtime == "independent"
 
 
 @pytest.mark.nightly

@@ -53,12 +53,12 @@ def test_three_hosts_measure_a_case_that_is_planned(tmp_path: Path):
 def test_wrong_input_of_one_host_ends_all(tmp_path: Path):
     config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
     with started_processes(tmp_path / "hosts") as processes:
-        wrong = settings(plan="{measure: true, case: {links: gcp12}}")
+        wrong = settings(plan="{measure: true, case: {speed: 3}}")
         processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, last=wrong)
         assert processes.exit_codes(PATIENCE_S) == [INPUT_ERROR_EXIT_CODE, INPUT_ERROR_EXIT_CODE], (
             processes.outputs()
         )
-        assert "plan.case.links" in processes.output(1)
+        assert "plan.case.speed" in processes.output(1)
         assert "host 1" in processes.output(0)
     assert not output.exists()
 

@@ -19,7 +19,7 @@ from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.models.planned_case import cases_of
-from skippipe_jax.profiling.case import HostReport, case_of, check_template, profile_of
+from skippipe_jax.profiling.case import HostReport, case_of, check_template, left_aside, profile_of
 from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.profiling.links import MeasuredLink, measure_copy, rounds
 from skippipe_jax.profiling.stages import (
@@ -32,6 +32,7 @@ from skippipe_jax.profiling.stages import (
     measure_stage,
 )
 from skippipe_jax.runtime.spread import single
+from skippipe_jax.training.planning import make_plan
 from tests.training_runs import write_config
 
 MODEL = {
@@ -284,14 +285,10 @@ def test_as_many_stages_as_have_two_replicas(hosts: int, layers: int, stages: in
 @pytest.mark.parametrize(
     ("plan", "field"),
     [
-        (to_measure(links="gcp12"), "plan.case.links"),
-        (to_measure(forward_s=0.4), "plan.case.forward_s"),
-        (to_measure(bandwidth_factor=0.4), "plan.case.bandwidth_factor"),
         (to_measure(speed=3), "plan.case.speed"),
         (to_measure(memory=0), "plan.case.memory"),
         (to_measure(memory=None), "plan.case.memory"),
         (to_measure(memory="much"), "plan.case.memory"),
-        (to_measure(memory_bytes=1e9), "plan.case.memory_bytes"),
         (to_measure(memory="auto", stages=[1, 1]), "case.stages"),
         (to_measure(stages=[1, 1]), "case.stages"),
         (to_measure(stages=7), "plan.case.stages"),
@@ -300,14 +297,53 @@ def test_as_many_stages_as_have_two_replicas(hosts: int, layers: int, stages: in
         (to_measure(locations=[]), "plan.case.locations"),
         (to_measure(skip_ratio=[0.9, 0.95]), "case.skip_ratio"),
         (to_measure(rules={"max_swops": 1}), "case.rules.max_swops"),
-        ({"case": "case.yaml"}, "plan.case"),
-        ({"file": "plan.json"}, "plan.file"),
+        (to_measure(nodes=2), "--hosts"),
+        ({"case": "missing.yaml"}, "case"),
+        ({"file": "missing.json"}, "plan"),
     ],
 )
 def test_templates_are_refused_before_anything_is_measured(plan: dict[str, Any], field: str):
     with pytest.raises(InputError) as refused:
         check_template(config_of(plan=plan), 3)
     assert refused.value.field == field
+
+
+COMPLETE = {
+    "nodes": 4,
+    "locations": ["Oslo", "Paris", "Lima"],
+    "links": [["Oslo", "Paris", 20, 0.5], ["Oslo", "Lima", 20, 0.5], ["Paris", "Lima", 9, 0.5]],
+    "activation_bytes": 1e6,
+    "stage_bytes": 1e6,
+    "forward_s": 0.1,
+    "stages": [2, 2],
+    "path_length": 2,
+    "microbatches_per_data_node": 3,
+    "memory": 2,
+}
+
+
+@pytest.mark.parametrize("form", ["mapping", "case", "plan"])
+def test_of_a_complete_case_what_cannot_be_measured_is_kept(form: str, tmp_path: Path):
+    given: dict[str, Any] = {"case": COMPLETE, "measure": True}
+    if form == "case":
+        given["case"] = str(tmp_path / "case.yaml")
+        (tmp_path / "case.yaml").write_text(yaml.safe_dump(COMPLETE))
+    elif form == "plan":
+        given = {"file": str(tmp_path / "plan.json"), "measure": True}
+        make_plan(COMPLETE, "balanced").save(tmp_path / "plan.json")
+    config = config_of(plan=given)
+    assert check_template(config, 2) == (0, 0, 1, 1)
+    case = case_of(config, (0, 0, 1, 1), [report(0, 2, nodes=2), report(1, 2, nodes=2)])
+    assert case["locations"] == ["Oslo", "Paris"]
+    assert [node["location"] for node in case["nodes"]] == ["Oslo", "Oslo", "Paris", "Paris"]
+    assert case["stages"] == [2, 2]
+    assert case["microbatches_per_data_node"] == 3
+    assert case["forward_s"] != COMPLETE["forward_s"]
+    said = left_aside(config)
+    assert "links" in said
+    assert "forward_s" in said
+    assert "stages" not in said
+    assert not left_aside(config_of(plan=to_measure(stages=[1, 1])))
 
 
 # The command.
@@ -354,7 +390,7 @@ def test_nodes_on_devices_of_one_process_have_one_location(tmp_path: Path):
 @pytest.mark.parametrize(
     ("plan", "output", "problem"),
     [
-        (to_measure(links="gcp12"), "case.yaml", "plan.case.links"),
+        (to_measure(speed=3), "case.yaml", "plan.case.speed"),
         pytest.param("auto", ".", "--output", marks=pytest.mark.nightly),
         pytest.param("auto", "text/case.yaml", "--output", marks=pytest.mark.nightly),
     ],

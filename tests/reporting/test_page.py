@@ -53,8 +53,8 @@ CASE = {
 }
 
 
-def small_plan(paths=PATHS) -> Plan:
-    case = parse_case(CASE)
+def small_plan(paths=PATHS, **changes: Any) -> Plan:
+    case = parse_case(CASE | changes)
     stages = ((0,), (1, 2), (3, 4))
     timeline = simulate(case, stages, paths)
     predicted = Predicted(timeline.iteration_s, timeline.pipeline_s, timeline.averaging_s, 1.0)
@@ -64,9 +64,9 @@ def small_plan(paths=PATHS) -> Plan:
 PLAN = small_plan()
 
 
-def start_run(folder: Path) -> Path:
+def start_run(folder: Path, plan: Plan = PLAN) -> Path:
     config = {"run_dir": str(folder), "model": {"layers": 3}, "train": {"steps": 500}}
-    RunDir(folder).create(parse_config(config), Schedule(RecipeConfig(), {OWN: PLAN}))
+    RunDir(folder).create(parse_config(config), Schedule(RecipeConfig(), {OWN: plan}))
     return folder
 
 
@@ -197,7 +197,9 @@ def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_l
         held_out = 4.0 - step / 10 if step % 2 == 0 else None
         loss = None if step == 3 else 5.0
         append_record(folder / METRICS, metrics_line(step, loss=loss, validation_loss=held_out))
-    loss, held_out, _ = map(text_of, pictures(parsed(report(folder)), "chart"))
+    page = report(folder)
+    assert figures_of(page)["held-out loss"] == "3.400 nats per token; best 3.400, at step 6"
+    loss, held_out, _ = map(text_of, pictures(parsed(page), "chart"))
     assert "Loss" in loss
     assert "Held-out loss" in held_out
     assert "3.8" in held_out
@@ -290,6 +292,43 @@ def test_links_are_listed_with_what_went_over_them(tmp_path):
         f"{flow.busy_s / timeline.iteration_s:.0%}",
     ]
     assert by_link["node 0 (Iowa) → node 1 (Oregon)"][3] == size_text(sent[0, 1])
+
+
+@pytest.mark.parametrize("locations", [["Iowa", "Oregon"], ["Iowa"]])
+def test_links_within_a_location_are_left_out_beside_others(tmp_path, locations):
+    links = [["Iowa", "Oregon", 20, 0.5]][: len(locations) - 1]
+    plan = small_plan(locations=locations, links=links)
+    root = parsed(report(start_run(tmp_path / "run", plan)))
+    [table] = [t for t in root.iter("table") if t.get("class") is None]
+    within = [
+        flow
+        for flow in link_traffic(plan, simulate_plan(plan))
+        if (flow.source - flow.target) % len(locations) == 0
+    ]
+    rows = [text_of(row) for row in table][1:]
+    assert rows
+    if len(locations) == 2:
+        assert all("Iowa" in row and "Oregon" in row for row in rows)
+        assert f"{len(within)} links within a location are left out" in text_of(root)
+    else:
+        assert "left out" not in text_of(root)
+
+
+def test_the_table_of_hosts_breaks_its_lines_and_scrolls(tmp_path):
+    """It is wider than the page otherwise, whatever the window."""
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 3)
+    for number in (1, 2):
+        members = [{"host": 0, "address": "a:1"}]
+        RunDir(folder).append_generation(Generation(number, (0,), (7,), 0, 0), PLAN, members)
+    root = parsed(report(folder))
+    [wide] = [d for d in root.iter("div") if [t.get("class") for t in d] == ["wraps"]]
+    assert wide.get("class") == "wide"
+    [style] = [own.text or "" for own in root.iter("style") if "color-scheme" in (own.text or "")]
+    assert ".wide{overflow-x:auto}" in style
+    nowrap, wraps = (style.index(rule) for rule in ("white-space:nowrap", ".wraps th,.wraps td"))
+    assert nowrap < wraps
+    assert "white-space:normal}" in style[wraps:].splitlines()[0]
 
 
 def test_a_ring_that_was_quicker_than_planned_is_busy_no_longer_than_it_took(tmp_path, monkeypatch):

@@ -310,6 +310,12 @@ WRONG_CASES = {
         "Write it without",
     ),
     "missing link": ({"locations": ["here", "x"]}, "case.links", "here to x", "row: here,x,"),
+    "near a location": (
+        {"locations": ["here", "ther"]},
+        "case.links",
+        "here to ther",
+        "Did you mean there? Add a row: here,ther,",
+    ),
     "unknown table": ({"links": "gcp13"}, "case.links", "'gcp13'", "Use one of gcp12"),
     "no such table": ({"links": "no.csv"}, "case.links", "no.csv", "Check the path"),
     "table with a zero byte": ({"links": "\0.csv"}, "case.links", r"\x00", "Write it without"),
@@ -412,6 +418,12 @@ def test_files_that_cannot_be_read_are_refused(command, tmp_path, name):
 WRONG_TABLES = {
     "empty": ("", "case.links (mine.csv, line 1)", "''", "first line must be location_a"),
     "header": ("a,b,ms,bw\n", "case.links (mine.csv, line 1)", "'a,b,ms,bw'", "first line"),
+    "unit": (
+        "location_a,location_b,latency_ms,bandwidth_Mbps\n",
+        "case.links (mine.csv, line 1)",
+        "bandwidth_Mbps",
+        "with one of the units ms, us, s, GiB_per_s",
+    ),
     "cells": (f"{HEADER}\nhere,there,1\n", "case.links (mine.csv, line 2)", "here", "location_a"),
     "text": (
         f"{HEADER}\nhere,there,quick,1\n",

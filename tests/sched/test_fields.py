@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.fields import UNITS_S, duration, parse_yaml
 from skippipe_sched.figures.amounts import duration_text
@@ -49,6 +50,19 @@ def doubling(levels: int) -> str:
 def test_aliases_that_stand_for_much_more_than_is_written_are_refused(text, problem):
     with pytest.raises(InputError, match=f"not valid YAML at line 1.*aliases.*{problem}"):
         parse_yaml(text, "--config", "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "guessed"),
+    [
+        ("llama3-8b", ("tiny", "500m", "1.5b", "8b"), "8b"),
+        ("Llama-1.5B", ("tiny", "500m", "1.5b", "8b"), "1.5b"),
+        ("stepz", ("steps", "every"), "steps"),
+        ("nothing", ("steps", "every"), ""),
+    ],
+)
+def test_what_was_meant_is_guessed(name, known, guessed):
+    assert fields.guess(name, known) == (f"Did you mean {guessed}? " if guessed else "")
 
 
 def test_aliases_that_stand_for_little_are_taken():

@@ -19,6 +19,7 @@ from skippipe_sched.errors import InputError
 from tensorboardX.proto import event_pb2
 
 from skippipe_jax import Run
+from skippipe_jax.cli.main import main
 from skippipe_jax.cluster.ending import RunFailed
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, LogConfig, load_config, parse_config
@@ -35,6 +36,7 @@ from skippipe_jax.training.callbacks.trackers import (
     trackers_of_leader,
 )
 from skippipe_jax.training.trainer import Trainer
+from skippipe_jax.training.validation import is_out_of_patience
 from tests.multihost.processes import started_processes
 from tests.step_metrics import metrics_of
 from tests.thread_hosts import ThreadHost
@@ -137,6 +139,69 @@ def test_the_best_checkpoint_is_kept_until_a_better_one_comes(tmp_path: Path):
         shutil.rmtree(tmp_path / "checkpoints" / f"{step:08d}")
     save({})
     assert not (tmp_path / BEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "over"),
+    [
+        ({}, 1, False),
+        ({2: 3.0, 4: 2.0}, 1, False),
+        ({2: 3.0, 4: 2.0, 6: 2.0}, 1, True),
+        ({2: 3.0, 4: 2.0, 6: 2.5, 8: 2.1}, 2, True),
+        ({2: 3.0, 4: 2.0, 6: 2.5, 8: 1.9}, 2, False),
+    ],
+)
+def test_patience_ends_with_so_many_validations_after_the_best(
+    losses: dict[int, float], patience: int, over: bool
+):
+    assert is_out_of_patience(losses, patience) == over
+
+
+def test_a_run_that_stops_early_says_why_and_does_not_go_on_when_it_is_resumed(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """Without updates the held-out loss stays as it is, so the first is the best."""
+    arguments = ["train", "--config", str(config)]
+    arguments += settings(
+        run_dir=tmp_path / "run",
+        optimizer__learning_rate=1e-12,
+        model__parameter_dtype="bfloat16",
+        train__steps=20,
+        checkpoint__every=2,
+        validation={"every": 2, "sequences": SEQUENCES, "patience": 2},
+    )
+    lines = []
+    for more in ([], ["--resume"]):
+        assert main([*arguments, *more]) == 0
+        out = capfd.readouterr().out
+        lines.append(next(line for line in out.splitlines() if line.startswith("stopped early")))
+        assert "best checkpoint (--step best): step" in out
+    steps = [line["step"] for line in Run(tmp_path / "run").metrics]
+    best = Run(tmp_path / "run").best
+    assert best is not None
+    assert steps == [*range(1, best + 5)]
+    assert lines[0] == lines[1]
+    assert f"2 validations since step {best}, whose held-out loss of" in lines[0]
+
+
+@pytest.mark.nightly
+def test_all_hosts_stop_early_after_the_same_step(config: Path, tmp_path: Path):
+    with started_processes(tmp_path) as processes:
+        processes.start_hosts(
+            2,
+            *("-m", "skippipe_jax.train", "--config", config),
+            *settings(
+                run_dir=tmp_path / "run",
+                optimizer__learning_rate=1e-12,
+                train__steps=1000,
+                validation={"every": 1, "sequences": SEQUENCES, "patience": 1},
+            ),
+            **virtual_devices(1),
+        )
+        assert processes.exit_codes(120.0) == [0] * 2, processes.outputs()
+    steps = len(Run(tmp_path / "run").metrics)
+    assert f"trained to step {steps}" in processes.output(0)
+    assert committed_steps(tmp_path / "run") == [steps]
 
 
 @pytest.mark.nightly

@@ -365,20 +365,24 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
     unreachable = [name for name in names if len(names) > 2 and lacking[name] == len(names) - 1]
     if unreachable:
         missing = [pair for pair in missing if unreachable[0] in pair]
+    known = {name for pair in table.links for name in pair}
+    near = "".join(fields.guess(name, known) for pair in missing[:1] for name in {*pair} - known)
+    if unreachable:
         there = [index for index, node in enumerate(nodes) if node.location == unreachable[0]]
         raise InputError(
             "case.links",
             unreachable[0],
             f"no node elsewhere can reach the nodes {there} at this location: "
             f"all of its {len(missing)} links are missing",
-            f"Put these nodes elsewhere, or add {len(missing)} rows, the first: {_row(missing[0])}",
+            f"{near}Put these nodes elsewhere, or add {len(missing)} rows, the first: "
+            f"{_row(missing[0])}",
         )
     if missing:
         raise InputError(
             "case.links",
             " to ".join(missing[0]),
             f"no link between these locations ({len(missing)} missing in all)",
-            f"Add a row: {_row(missing[0])}",
+            f"{near}Add a row: {_row(missing[0])}",
         )
 
 

@@ -20,6 +20,16 @@ GIBIBYTE = 2**30
 # GiB per second, a thousandth of a byte: below it times would not stay finite.
 LEAST_BANDWIDTH = 1e-12
 COLUMNS = ("location_a", "location_b", "latency_ms", "bandwidth_GiB_per_s")
+# What a table may have in place of the last two, and their milliseconds and GiB per second.
+LATENCIES = {"latency_ms": 1.0, "latency_us": 1e-3, "latency_s": 1e3}
+BANDWIDTHS = {
+    "bandwidth_GiB_per_s": 1.0,
+    "bandwidth_MiB_per_s": 2**20 / GIBIBYTE,
+    "bandwidth_GB_per_s": 1e9 / GIBIBYTE,
+    "bandwidth_MB_per_s": 1e6 / GIBIBYTE,
+    "bandwidth_Gbit_per_s": 1e9 / 8 / GIBIBYTE,
+    "bandwidth_Mbit_per_s": 1e6 / 8 / GIBIBYTE,
+}
 
 # gcp12: measured between 12 cloud regions (SkipPipe, arXiv 2502.19913, March 2025). NL-London is
 # published about 1000 times slower than its neighbours and kept as published.
@@ -125,26 +135,29 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
             f"not valid CSV at line {reader.line_num}: {error}",
             "Mend the quotes there",
         ) from error
-    header = tuple(lines[0][1]) if lines else ()
-    if header != COLUMNS:
+    header = [cell.strip() for cell in lines[0][1]] if lines else []
+    latency, bandwidth = header[2:] if len(header) == len(COLUMNS) else ("", "")
+    of_ms, of_gib = LATENCIES.get(latency), BANDWIDTHS.get(bandwidth)
+    if (*header[:2],) != COLUMNS[:2] or of_ms is None or of_gib is None:
+        units = ", ".join(name.split("_", 1)[1] for name in [*LATENCIES, *BANDWIDTHS])
         raise InputError(
             f"case.links ({origin}, line 1)",
             ",".join(header),
             "not the header of a link table",
-            f"The first line must be {','.join(COLUMNS)}",
+            f"The first line must be {','.join(COLUMNS)}, with one of the units {units}",
         )
     rows: list[list[Any]] = []
     for line, cells in lines[1:]:
         field = f"case.links ({origin}, line {line})"
         if len(cells) != len(COLUMNS):
             raise InputError(
-                field, ",".join(cells), "must have four cells", f"Write {','.join(COLUMNS)}"
+                field, ",".join(cells), "must have four cells", f"Write {','.join(header)}"
             )
         rows.append(
             [
                 *cells[:2],
-                fields.number(cells[2], f"{field}.latency_ms"),
-                fields.number(cells[3], f"{field}.bandwidth_GiB_per_s"),
+                of_ms * fields.number(cells[2], f"{field}.{latency}"),
+                of_gib * fields.number(cells[3], f"{field}.{bandwidth}"),
             ]
         )
     return rows

@@ -142,6 +142,25 @@ def test_built_in_tables_link_all_their_locations(name):
         assert links.link(source, target).bandwidth > 0
 
 
+@pytest.mark.parametrize(
+    ("latency", "bandwidth", "link"),
+    [
+        ("latency_ms", "bandwidth_GiB_per_s", Link(0.02, 100 * 2**30)),
+        ("latency_s", "bandwidth_Mbit_per_s", Link(20, 12.5e6)),
+        ("latency_us", "bandwidth_Gbit_per_s", Link(20e-6, 12.5e9)),
+        ("latency_ms", "bandwidth_MB_per_s", Link(0.02, 100e6)),
+    ],
+)
+def test_the_header_of_a_link_table_says_its_units(tmp_path, latency, bandwidth, link):
+    rows = f"location_a,location_b,{latency},{bandwidth}\nhere,there,20,100\n"
+    (tmp_path / "mine.csv").write_text(rows, encoding="utf-8")
+    case = parse_case(TWO_NODES | {"links": "mine.csv"}, tmp_path)
+    found = case.link_table.link("here", "there")
+    assert found.latency_s == pytest.approx(link.latency_s)
+    assert found.bandwidth == pytest.approx(link.bandwidth)
+    assert parse_case(dict(case.source)).link_table == case.link_table
+
+
 @pytest.mark.parametrize("byte_order_mark", ["", "\N{ZERO WIDTH NO-BREAK SPACE}"])
 def test_a_link_table_lies_beside_the_case_and_then_in_the_plan(
     tmp_path, monkeypatch, byte_order_mark
