@@ -8,7 +8,7 @@ import json
 from skippipe_sched.errors import loading
 
 from skippipe_jax import log
-from skippipe_jax.cli.arguments import add_config_arguments
+from skippipe_jax.cli.arguments import add_config_arguments, config_of
 
 EPILOG = """\
 No host is started and no data is read. If the case leaves stages or path lengths open, the
@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; return the exit code."""
-    from skippipe_jax.config import load_config
-
-    config = load_config(arguments.config, arguments.set)
+    config = config_of(arguments)
     with loading():
         from skippipe_jax.models.estimate import table, to_json, what_is_planned
         from skippipe_jax.models.footprint import traffic

@@ -11,7 +11,7 @@ from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.cli.arguments import accept_former
 from skippipe_jax.config import DocumentSource
-from skippipe_jax.config.data import require_day
+from skippipe_jax.config.data import kind_of, require_day
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 
 EPILOG = """\
@@ -19,7 +19,7 @@ DIR must be new, and appears once it is complete. A hash of a document decides w
 out: of the name of its file, or of the text of its row; of a single document, the end is held out.
 Train on DIR with:
 
-  --set data.source=tokens --set data.path=DIR --set model.vocabulary_size=...
+  --set data.source=tokens --set data.path=DIR
 """
 
 
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_day(arguments.today, "--today")
     sources = [
         DocumentSource(
-            arguments.source or _kind(path), path, arguments.text_field, "input", arguments.today
+            arguments.source or kind_of(path), path, arguments.text_field, "input", arguments.today
         )
         for path in arguments.input
     ]
@@ -132,18 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
     print(f"{arguments.output}: {written}")
     if arguments.tokenizer_only:
-        print(f"use it with: data.tokenizer={arguments.output / TOKENIZER_FOLDER}", end=" ")
+        print(f"use it with: data.tokenizer={arguments.output / TOKENIZER_FOLDER}")
     else:
-        print(f"train on it with: data.source=tokens data.path={arguments.output}", end=" ")
-        if arguments.source == "chat":
-            print("data.packing=documents", end=" ")
-    print(f"model.vocabulary_size={vocabulary_size}")
+        packing = " data.packing=documents" if arguments.source == "chat" else ""
+        print(f"train on it with: data.source=tokens data.path={arguments.output}{packing}")
     return 0
-
-
-def _kind(path: str) -> str:
-    """Guess from its name what an input holds."""
-    for kind in ("jsonl", "parquet"):
-        if f".{kind}" in Path(path).name:
-            return kind
-    return "text"
