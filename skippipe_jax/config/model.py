@@ -118,7 +118,7 @@ class ModelConfig:
 
     Attributes:
         preset: fills in every shape that neither is given nor comes with `init_from`.
-        vocabulary_size: tokens that there are; at least those of the tokenizer, which is the default.
+        vocabulary_size: tokens that there are, by default those of the tokenizer.
         width: of the residual stream.
         layers: blocks of attention and feed-forward.
         heads: of attention; they share the width.
