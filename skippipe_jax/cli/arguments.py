@@ -28,17 +28,18 @@ OF_ONE = (
 )
 OF_SEVERAL = ("mix", "prior")
 """Arguments that are about a single model, and about models that are mixed."""
+DEFAULT_CONFIG = Path("train.yaml")
+"""The configuration where none is named."""
 
 
-def add_config_arguments(
-    parser: argparse.ArgumentParser, *, resumes: bool = True, required: bool = True
-) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = True) -> None:
     """Add the arguments that name a configuration, and --resume if the command `resumes`."""
     parser.add_argument(
         "--config",
         type=Path,
-        required=required,
-        help="the configuration, YAML: skippipe config keys lists what it may hold",
+        default=DEFAULT_CONFIG,
+        help="the configuration, YAML: skippipe config keys lists what it may hold (default: "
+        "%(default)s, which skippipe init writes)",
     )
     add_overrides(parser, "override a key of the configuration; repeatable")
     if resumes:
@@ -48,6 +49,31 @@ def add_config_arguments(
             help="continue from the last checkpoint in run_dir, or in checkpoint.copy_to if "
             "run_dir is gone",
         )
+
+
+def config_of(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> Config:
+    """Read the configuration that the arguments of a command name.
+
+    `overrides` come before those of `--set`; where there are any, it takes no file.
+
+    Raises:
+        InputError: if there is none, or for what is wrong with it.
+    """
+    from skippipe_jax.config import Config, load_config
+
+    overrides = [*overrides, *arguments.set]
+    # Not equal to it: a path that was written is to be there.
+    if arguments.config is not DEFAULT_CONFIG or DEFAULT_CONFIG.exists():
+        return load_config(arguments.config, overrides)
+    if len(overrides) == len(arguments.set):
+        raise InputError(
+            "--config",
+            str(DEFAULT_CONFIG),
+            "there is no such file here, and no other is named",
+            "Write one by skippipe init, name one by --config FILE, or train on your text by "
+            "skippipe train --data PATH",
+        )
+    return Config.from_dict({}, overrides)
 
 
 def add_overrides(parser: argparse.ArgumentParser, told: str) -> None:

@@ -10,7 +10,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
-from skippipe_jax.cli.arguments import add_config_arguments
+from skippipe_jax.cli.arguments import DEFAULT_CONFIG, add_config_arguments, config_of
 
 EPILOG = """\
 No host is started and no data is read. If the case leaves stages or path lengths open, the
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sends over the links."
     )
     parser.epilog = EPILOG
-    add_config_arguments(parser, resumes=False, required=False)
+    add_config_arguments(parser, resumes=False)
     parser.add_argument(
         "--model", help="a preset, such as 8b, or hf:DIR, the folder of a Hugging Face model"
     )
@@ -45,14 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; return the exit code."""
-    from skippipe_jax.config import load_config
-
     if arguments.devices is not None or arguments.model is not None:
         return _tell_cut(arguments)
-    if arguments.config is None:
-        remedy = "Give it, or --model and --devices"
-        raise InputError("--config", None, "is missing", remedy)
-    config = load_config(arguments.config, arguments.set)
+    config = config_of(arguments)
     with loading():
         from skippipe_jax.models.estimate import table, to_json, what_is_planned
         from skippipe_jax.models.footprint import traffic
@@ -79,17 +74,15 @@ def _tell_cut(arguments: argparse.Namespace) -> int:
         if not given:
             remedy = "Give both --model, or --config, and --devices, and no --json"
             raise InputError(option, given, "does not go with --model and --devices", remedy)
-    tree = {}
-    if arguments.config is not None:
+    tree, is_configured = {}, arguments.config is not DEFAULT_CONFIG or arguments.model is None
+    if is_configured:
         tree = fields.load_yaml(arguments.config, "--config") or {}
         tree.pop("plan", None)
-    elif arguments.model is None:
-        raise InputError("--model", None, "is missing", "Give it, or --config")
     if arguments.model is not None and arguments.model.startswith("hf:"):
         tree["init_from"] = arguments.model
     elif arguments.model is not None:
         tree["model"] = tree.get("model", {}) | {"preset": arguments.model}
-    if arguments.config is None:
+    if not is_configured:
         tree["model"] = tree.get("model", {}) | {"compute_dtype": "bfloat16", "recompute": "block"}
         short = copy.deepcopy(tree) | {"data": {"sequence_length": 1}}
         context = parse_config(short).model.context

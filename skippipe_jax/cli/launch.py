@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from skippipe_sched import fields
 
 from skippipe_jax.campaign.tries import FIRST_PAUSE_S, FORGOTTEN_S, LONGEST_PAUSE_S, MOST_FAULTS
-from skippipe_jax.cli.arguments import accept_former, add_config_arguments, add_log_level
+from skippipe_jax.cli.arguments import accept_former, add_config_arguments, add_log_level, config_of
 
 if TYPE_CHECKING:
     from skippipe_jax.config import Config
@@ -77,7 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: for arguments and a configuration that no host could use.
     """
-    from skippipe_jax.config import load_config
     from skippipe_jax.connections.addresses import chosen_address, join_address
     from skippipe_jax.connections.keys import Keys
     from skippipe_jax.local.hosts import LocalHosts, free_port, joining, living_addresses
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
     grace_s = fields.duration(arguments.kill_after, "--kill-after")
     # What is wrong here is said once; every host would say it.
-    config = load_config(arguments.config, arguments.set)
+    config = config_of(arguments)
     from skippipe_jax.config.parsing import is_run
     from skippipe_jax.storage.run_dir import MEMBERSHIP
 

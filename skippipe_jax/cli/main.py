@@ -18,6 +18,7 @@ from skippipe_jax import log
 
 # What each command does, in the order of the list that --help prints.
 COMMANDS = {
+    "init": "write a configuration to begin with",
     "train": "train a model, as one host or as one of several",
     "join": "join a run that trains, by the address of one of its hosts",
     "status": "show the status of a run, by the address of one of its hosts",

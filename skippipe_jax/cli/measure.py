@@ -13,6 +13,7 @@ from skippipe_jax import log
 from skippipe_jax.cli.arguments import (
     add_cluster_arguments,
     add_config_arguments,
+    config_of,
     connect_from_args,
 )
 
@@ -46,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and write the case on host 0; return the exit code."""
-    from skippipe_jax.config import load_config
-
-    config = load_config(arguments.config, arguments.set)
+    config = config_of(arguments)
     with loading():
         import jax
 

@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the page; return the exit code."""
     with loading():
-        from skippipe_jax.reporting.page import report
+        from skippipe_jax.reporting.page import REPORT, report
 
     folder = named_path("--run", arguments.run, arguments.former)
-    output = arguments.output or folder / "report.html"
+    output = arguments.output or folder / REPORT
     write("--output", output, report(folder))
     print(f"report written to {output}")
     return 0

@@ -14,7 +14,7 @@ from skippipe_sched.errors import InputError, loading
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import accept_former
 from skippipe_jax.config import DocumentSource
-from skippipe_jax.config.data import require_day
+from skippipe_jax.config.data import kind_of, require_day
 from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ DIR must be new, and appears once it is complete. A hash of a document decides w
 out: of the name of its file, or of the text of its row; of a single document, the end is held out.
 Train on DIR with:
 
-  --set data.source=tokens --set data.path=DIR --set model.vocabulary_size=...
+  --set data.source=tokens --set data.path=DIR
 """
 
 
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_day(arguments.today, "--today")
     sources = [
         DocumentSource(
-            arguments.source or _kind(path),
+            arguments.source or kind_of(path),
             path,
             arguments.text_field,
             "input",
@@ -151,12 +151,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
     print(f"{arguments.output}: {written}")
     if arguments.tokenizer_only:
-        print(f"use it with: data.tokenizer={arguments.output / TOKENIZER_FOLDER}", end=" ")
+        print(f"use it with: data.tokenizer={arguments.output / TOKENIZER_FOLDER}")
     else:
-        print(f"train on it with: data.source=tokens data.path={arguments.output}", end=" ")
-        if arguments.source == "chat":
-            print("data.packing=documents", end=" ")
-    print(f"model.vocabulary_size={vocabulary_size}")
+        packing = " data.packing=documents" if arguments.source == "chat" else ""
+        print(f"train on it with: data.source=tokens data.path={arguments.output}{packing}")
     return 0
 
 
@@ -173,11 +171,3 @@ def _keep_template(
     chats = [source for source in sources if source.kind == "chat"]
     for sentence in template_warning(chats, tokenizer):
         log.warning(sentence)
-
-
-def _kind(path: str) -> str:
-    """Guess from its name what an input holds."""
-    for kind in ("jsonl", "parquet"):
-        if f".{kind}" in Path(path).name:
-            return kind
-    return "text"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_sched.errors import loading
+from skippipe_sched.commands.writing import write
+from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import (
     add_cluster_arguments,
     add_config_arguments,
     add_log_level,
+    config_of,
     connect_from_args,
 )
+from skippipe_jax.config.data import kind_of
+from skippipe_jax.config.model import PRESETS
 
 if TYPE_CHECKING:
     from skippipe_jax.config import Config
@@ -36,6 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = EPILOG
     add_config_arguments(parser)
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="text to train on: a file, a folder or a glob of plain text, JSON lines or Parquet, "
+        "or a folder of skippipe tokenize; needs no --config",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help=f"shapes of the model, {', '.join(PRESETS)}; or hf:DIR, a model folder in the format "
+        "of Hugging Face, whose weights it begins with (default: as in the configuration, or "
+        "tiny)",
+    )
     add_cluster_arguments(parser)
     add_log_level(parser)
     parser.add_argument(
@@ -48,13 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train as one host; return the exit code."""
-    from skippipe_jax.config import load_config
     from skippipe_jax.config.differences import summary
 
     # What is wrong there is said before anything is loaded that takes seconds.
-    config = load_config(arguments.config, arguments.set)
+    config = config_of(arguments, _overrides(arguments))
     if arguments.dry_run:
-        log.output(summary(config))
         _dry_run(config, arguments)
         return 0
     with loading():
@@ -63,11 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     with connect_from_args(arguments, config) as host:
         host.last_words = lambda: where_to_resume(config)
-        if host.index == 0:
-            log.output(summary(config))
-        result = Trainer(
+        trainer = Trainer(
             config, host=host, resume=arguments.resume, config_folder=arguments.config.parent
-        ).run()
+        )
+        if host.index == 0:
+            log.output(summary(trainer.config))
+        result = trainer.run()
     if result.left_run:
         log.output(
             f"host {host.index} has left the run, which goes on from step {result.step}; "
@@ -82,6 +99,18 @@ def run(arguments: argparse.Namespace) -> int:
     return result.exit_code
 
 
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """Return what --data and --model say, as overrides of the configuration."""
+    overrides = []
+    if arguments.data is not None:
+        named = {"source": kind_of(arguments.data), "path": arguments.data, "mixture": None}
+        overrides += [f"data.{key}={json.dumps(value)}" for key, value in named.items()]
+    if arguments.model is not None:
+        key = "init_from" if ":" in arguments.model else "model.preset"
+        overrides.append(f"{key}={json.dumps(arguments.model)}")
+    return overrides
+
+
 def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
     """Check and print what host 0 finds out before it writes the run folder, but for the data.
 
@@ -90,6 +119,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
     """
     with loading():
         from skippipe_jax.config import require_same_run
+        from skippipe_jax.config.differences import summary
         from skippipe_jax.models.estimate import table
         from skippipe_jax.models.footprint import traffic
         from skippipe_jax.models.in_flight import short_of_memory
@@ -100,10 +130,12 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         from skippipe_jax.program.schedule import OWN
         from skippipe_jax.runtime.topology import require_meshes
         from skippipe_jax.storage.run_dir import RunDir
-        from skippipe_jax.training.planning import check_deadline, make_plans, tell_time
+        from skippipe_jax.training.planning import check_deadline, make_plans, tell_time, with_plan
 
     run, host_of_node = RunDir(config.run_dir), config.cluster.host_of_node
     hosts = arguments.hosts or max(host_of_node or [0]) + 1
+    config = with_plan(config, hosts)
+    log.output(summary(config))
     if arguments.resume:
         require_same_run(config, run.config())
         schedule = run.schedule()
@@ -169,3 +201,16 @@ def _say_how_it_ended(config: Config, result: RunResult) -> None:
             f"trained to step {result.step}; the run is in {config.run_dir}. Its held-out loss: "
             f"skippipe evaluate --run {config.run_dir}"
         )
+        _report(Path(config.run_dir))
+
+
+def _report(folder: Path) -> None:
+    """Write the page of a run that is trained; what prevents it is no error of the run."""
+    from skippipe_jax.reporting.page import REPORT, report
+
+    try:
+        write("run_dir", folder / REPORT, report(folder))
+    except InputError as error:
+        log.warning(f"no page about the run is written: {error}")
+    else:
+        log.output(f"its curves and timelines: {folder / REPORT}")

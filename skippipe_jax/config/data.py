@@ -8,13 +8,14 @@ import itertools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.tokenizer import TOKENS_INDEX
 
 # The ways in which documents fill sequences.
 PACKING = Choice(("windows", "documents"))
@@ -58,6 +59,18 @@ class DocumentSource:
         if self.path is None:
             return f"{self.field}.source", self.kind
         return f"{self.field}.path", self.path
+
+
+def kind_of(path: str) -> str:
+    """Guess from its name, or from the names in a folder, what kind of source a path is."""
+    folder = Path(path).expanduser()
+    if (folder / TOKENS_INDEX).is_file():
+        return "tokens"
+    names = [file.name for file in folder.rglob("*") if file.is_file()] or [folder.name]
+    for kind in ("jsonl", "parquet"):
+        if all(f".{kind}" in name for name in names):
+            return kind
+    return "text"
 
 
 def require_day(value: str, field: str) -> None:

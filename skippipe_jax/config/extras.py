@@ -20,5 +20,6 @@ def require(module: str, extra: str, field: str, value: Any) -> Any:
             field,
             value,
             f"needs the package {module.partition('.')[0]}, which is not installed here",
-            f'Install it, in a clone of the repository: pip install -e ".[{extra}]"',
+            f'Install it, in a clone of the repository: pip install -e ".[{extra}]", '
+            f'or with the file of the wheel: pip install "FILE.whl[{extra}]"',
         ) from error

@@ -118,7 +118,7 @@ class ModelConfig:
 
     Attributes:
         preset: fills in every shape that neither is given nor comes with `init_from`.
-        vocabulary_size: tokens that there are; at least those of the tokenizer.
+        vocabulary_size: tokens that there are, by default those of the tokenizer.
         width: of the residual stream.
         layers: blocks of attention and feed-forward.
         heads: of attention; they share the width.
@@ -129,8 +129,8 @@ class ModelConfig:
         rope_scaling: Llama 3's stretching of the wavelengths. null: none.
         tied_head: the head is the embedding.
         norm_epsilon: added to mean squares before their root is taken.
-        initial_deviation: of matrices and embedding, which are drawn from a normal distribution. A
-            narrow model learns sooner with more: about one over the root of its width.
+        initial_deviation: of matrices and embedding, which are drawn from a normal distribution.
+            null: one over the root of the width.
         stage_layers: blocks of each stage. null: spread over the stages evenly.
         parameter_dtype: `float32` or `bfloat16`. Most updates are smaller than what bfloat16 tells
             apart: training rounds them up or down by chance, so that small ones add up.
@@ -159,7 +159,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tied_head: bool = False
     norm_epsilon: float = 1e-6
-    initial_deviation: float = 0.02
+    initial_deviation: float | None = None
     stage_layers: tuple[int, ...] | None = None
     parameter_dtype: Annotated[str, DTYPES] = "float32"
     compute_dtype: Annotated[str, DTYPES] = "float32"
@@ -174,7 +174,8 @@ class ModelConfig:
         fields.integer(self.context, "model.context", 1)
         fields.number(self.rope_theta, "model.rope_theta", 0.0, above=True)
         fields.number(self.norm_epsilon, "model.norm_epsilon", 0.0, above=True)
-        fields.number(self.initial_deviation, "model.initial_deviation", 0.0, above=True)
+        if self.initial_deviation is not None:
+            fields.number(self.initial_deviation, "model.initial_deviation", 0.0, above=True)
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise InputError(
                 "model.heads",
@@ -190,6 +191,11 @@ class ModelConfig:
                 "Choose a divisor of model.heads",
             )
         require_choices(self, "model")
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the first matrices and embedding."""
+        return self.width**-0.5 if self.initial_deviation is None else self.initial_deviation
 
     @property
     def head_width(self) -> int:

@@ -21,7 +21,7 @@ from skippipe_jax.config.former_keys import without_former_keys
 from skippipe_jax.config.init_from import RUN, SHAPES, origin_of, require_shapes
 from skippipe_jax.config.model import PRESETS, ModelConfig
 from skippipe_jax.config.run import Config
-from skippipe_jax.config.tokenizer import has_tokenizer
+from skippipe_jax.config.tokenizer import has_tokenizer, vocabulary_size_of
 
 T = TypeVar("T")
 CONFIG = "config.yaml"
@@ -65,9 +65,13 @@ def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
         model, data = tree.get("model", {}), tree.get("data", {})
         tree["model"] = _with_shapes(_mapping(model, "model", model), init_from)
         tree["data"] = _with_tokenizer(_mapping(data, "data", data), init_from)
-    model = tree.get("model")
+    model = tree.get("model") or {}
+    if isinstance(model, dict) and "vocabulary_size" not in model:
+        vocabulary_size = vocabulary_size_of(tree.get("data") or {})
+        if vocabulary_size is not None:
+            tree["model"] = model = model | {"vocabulary_size": vocabulary_size}
     if isinstance(model, dict) and model.get("preset") is not None:
-        # What the weights have said is given now, so it goes before the preset.
+        # What weights and tokenizer have said is given now, so it goes before the preset.
         preset = fields.text(model["preset"], "model.preset", PRESETS)
         tree["model"] = PRESETS[preset] | model
     return _parse(Config, tree, "")

@@ -18,7 +18,8 @@ from skippipe_jax.config.choices import Choice, require_choices
 class PlanConfig:
     """Where the plan comes from: a plan file, or a case that is planned for when the run starts.
 
-    `plan: auto` is short for `plan: {measure: true}`.
+    `plan: auto` is short for `plan: {measure: true}`, and what a single host does where no plan is
+    named.
 
     Attributes:
         file: a plan (JSON).
@@ -43,6 +44,11 @@ class PlanConfig:
     method: Annotated[str, Choice(METHODS)] = DEFAULT_METHOD
     seed: int = 0
     budget_s: float = DEFAULT_BUDGET_S
+
+    @property
+    def is_missing(self) -> bool:
+        """Tell whether it says nowhere where the plan comes from."""
+        return self.file is None and self.case is None and not self.measure
 
     def __post_init__(self):
         """Refuse a plan from two places, or from none."""

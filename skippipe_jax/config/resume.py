@@ -13,9 +13,15 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config.parsing import to_tree
 from skippipe_jax.config.run import Config
 
-# How the model is cut into stages and computed, and when batches are made ready; neither parameters
-# nor batches depend on these.
-FREE_TO_CHANGE = ("model.stage_layers", "model.recompute", "model.attention", "data.prefetch")
+# How the model is drawn at first, cut into stages and computed, and when batches are made ready;
+# neither the parameters of a run that has begun nor its batches depend on these.
+FREE_TO_CHANGE = (
+    "model.initial_deviation",
+    "model.stage_layers",
+    "model.recompute",
+    "model.attention",
+    "data.prefetch",
+)
 OF_THE_RUN = ("seed", "init_from", "model", "data")
 """The sections that make a run this one, but for what is free to change in them."""
 LONGEST_TEXT = 200

@@ -36,17 +36,23 @@ NUMBER_BITS = 48
 MOST_MESSAGES = 1 << 62
 """So many messages one process does not send to another."""
 
-VERSIONED = ("skippipe-jax", "jax")
+OWN = "skippipe-jax"
+VERSIONED = (OWN, "jax")
 """The packages of which all hosts need the same version: they compute the same, to the last bit."""
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that hosts must have alike."""
+    """Return the installed versions of the packages that hosts must have alike.
+
+    That of a commit is the release before which it lies: an installation of a clone keeps the
+    number of the commit at which it was made, whatever is pulled later.
+    """
     found = {}
     for package in VERSIONED:
         try:
-            found[package] = importlib.metadata.version(package)
+            version = importlib.metadata.version(package)
+            found[package] = version.partition(".dev")[0] if package == OWN else version
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"  # Run where its files are.
     return found

@@ -21,10 +21,10 @@ from jaxtyping import Bool, Int64, Integer
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config.tokenizer import TOKENS_INDEX
 from skippipe_jax.data.learnt import Learnt
 from skippipe_jax.data.rows import TokenizedDocuments
 
-INDEX = "index.json"
 PARTS = ("training", "held_out")
 FORMAT, VERSION = "skippipe-tokens", 1
 
@@ -160,7 +160,7 @@ class ShardedTokens:
 def write_index(folder: Path, index: TokenIndex) -> None:
     """Describe what a folder holds, after all else has been written."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(index)}, indent=1)
-    (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+    (folder / TOKENS_INDEX).write_text(text + "\n", encoding="utf-8")
 
 
 def read_index(path: str, field: str) -> TokenIndex:
@@ -170,10 +170,10 @@ def read_index(path: str, field: str) -> TokenIndex:
         InputError: naming `field`, if the folder has none, or one that is not as it must be.
     """
     folder = Path(path)
-    if not (folder / INDEX).is_file():
-        problem = f"there is no {INDEX}, so it was not written (whole) by skippipe tokenize"
+    if not (folder / TOKENS_INDEX).is_file():
+        problem = f"there is no {TOKENS_INDEX}, so it was not written (whole) by skippipe tokenize"
         raise InputError(field, path, problem, "Name a local folder of tokens, or write it anew")
-    content = fields.load_json(folder / INDEX, field)
+    content = fields.load_json(folder / TOKENS_INDEX, field)
     try:
         if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
             raise ValueError(f"its format is not version {VERSION} of {FORMAT}")
@@ -181,7 +181,7 @@ def read_index(path: str, field: str) -> TokenIndex:
         return TokenIndex(**content | {"parts": parts})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(
-            field, path, f"{INDEX} is not as it must be: {error}", "Tokenize the text again"
+            field, path, f"{TOKENS_INDEX} is not as it must be: {error}", "Tokenize the text again"
         ) from error
 
 
@@ -215,7 +215,7 @@ def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedD
     if counts != (described.documents, described.learnt) or tokens.blocks != -(
         -described.tokens // BLOCK
     ):
-        problem = f"the {part} part is not what {INDEX} says: a file is cut short"
+        problem = f"the {part} part is not what {TOKENS_INDEX} says: a file is cut short"
         raise InputError(field, path, problem, "Tokenize the text again")
     return TokenizedDocuments(tokens, ends, learnt)
 

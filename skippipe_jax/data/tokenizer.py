@@ -17,7 +17,13 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.huggingface import how_to_fetch
-from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE, HUGGING_FACE, SENTENCE_PIECE
+from skippipe_jax.config.tokenizer import (
+    BYTES,
+    CHAT_TEMPLATE,
+    HUGGING_FACE,
+    SENTENCE_PIECE,
+    tokenizer_files,
+)
 
 CONFIG = "tokenizer_config.json"
 SETTINGS = (CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
@@ -248,7 +254,7 @@ def tokenizer_file(name: str, field: str) -> Path:
         InputError: naming `field`, if there is none.
     """
     path = Path(name).expanduser()
-    candidates = [path / HUGGING_FACE, path / SENTENCE_PIECE] if path.is_dir() else [path]
+    candidates = tokenizer_files(path)
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:
         problem = f"there is no {' and no '.join(str(file) for file in candidates)}"

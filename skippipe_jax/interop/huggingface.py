@@ -27,6 +27,7 @@ from skippipe_sched.problem.links import GIBIBYTE
 from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig, ModelConfig
+from skippipe_jax.config.extras import require
 from skippipe_jax.config.huggingface import (
     EXPRESSIBLE,
     FAMILIES,
@@ -146,7 +147,7 @@ def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, A
         "rope_theta": model.rope_theta,
         "rope_scaling": {"rope_type": "llama3", **rope} if rope else None,
         "rms_norm_eps": model.norm_epsilon,
-        "initializer_range": model.initial_deviation,
+        "initializer_range": model.deviation,
         "tie_word_embeddings": model.tied_head,
         "torch_dtype": dtype,
         **_marks(companions),
@@ -323,16 +324,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _safetensors() -> ModuleType:
-    try:
-        import safetensors.numpy
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "safetensors",
-            None,
-            "this package reads and writes Hugging Face's weights, and is not installed",
-            'Install it, in a clone of the repository: pip install -e ".[hf]"',
-        ) from error
-    return safetensors
+    require("safetensors.numpy", "hf", "weights", "safetensors")
+    return require("safetensors", "hf", "weights", "safetensors")
 
 
 # Writing weights.

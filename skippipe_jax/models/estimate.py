@@ -39,10 +39,10 @@ def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
     Raises:
         InputError: if it has none, or measures it when the run starts.
     """
-    if config.plan.measure:
+    if config.plan.measure or config.plan.is_missing:
         raise InputError(
-            "plan.measure",
-            True,
+            "plan",
+            "auto",
             "which nodes there are is known only when they are measured",
             "Measure them first (skippipe measure -o case.yaml), and give "
             "--set plan='{case: case.yaml}'",

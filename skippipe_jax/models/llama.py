@@ -121,7 +121,7 @@ class Linear(nnx.Module):
     def __init__(self, config: ModelConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
         """Draw the kernel from a normal distribution."""
         initial = jax.random.normal(rngs.params(), (inputs, outputs), config.parameter_dtype)
-        self.kernel = nnx.Param(initial * config.initial_deviation)
+        self.kernel = nnx.Param(initial * config.deviation)
         self.compute_dtype = config.compute_dtype
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
@@ -231,7 +231,7 @@ class DataStage(Stage):
         embedding_key, head_key = jax.random.split(jax.random.fold_in(key, 2**31 - 1))
         shape = (config.vocabulary_size, config.width)
         initial = jax.random.normal(embedding_key, shape, config.parameter_dtype)
-        self.embedding = nnx.Param(initial * config.initial_deviation)
+        self.embedding = nnx.Param(initial * config.deviation)
         self.final_norm = RMSNorm(config)
         if not config.tied_head:
             self.head = Linear(config, config.width, config.vocabulary_size, nnx.Rngs(head_key))

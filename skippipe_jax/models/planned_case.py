@@ -70,7 +70,12 @@ def _given(config: Config, config_folder: Path) -> tuple[Any, Path]:
     given = config.plan.case
     if given is None:
         raise InputError(
-            "plan.case", None, "there is no plan to train by", "Give plan.case or plan.file"
+            "plan",
+            None,
+            "is missing, and several hosts need one",
+            "Write plan: auto, by which they measure their links and plan when the run starts; "
+            "plan: {case: FILE}, a case that skippipe measure writes or you do; or plan: {file: "
+            "FILE}, a plan by skippipe plan",
         )
     if isinstance(given, str):
         return fields.load_yaml(Path(given), "case"), Path(given).parent

@@ -32,6 +32,8 @@ from skippipe_jax.storage.recording import (
 )
 from skippipe_jax.storage.run_dir import RunDir
 
+REPORT = "report.html"
+"""The page in the folder of its run."""
 BUSIEST_LINKS = 12
 # The recordings shown hold so many operations at most, but the newest is always shown.
 MOST_OPERATIONS = 2_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ def make_plan(
     return best_plan(cases, method, Search(seed, budget_s))
 
 
+def with_plan(config: Config, hosts: int) -> Config:
+    """Return the configuration, by which a host that is alone is measured if it names no plan."""
+    if hosts > 1 or not config.plan.is_missing:
+        return config
+    return replace(config, plan=replace(config.plan, measure=True))
+
+
 def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] | None) -> Schedule:
     """Make the run's own plan, for the case that was measured if one was, and those of its recipe.
 
@@ -60,12 +68,16 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
 def tell_time(config: Config, schedule: Schedule) -> None:
     """Tell the planned time of the whole run, and of the preset where all iterations skip.
 
+    The time is told of nodes that were measured: each has seconds of its own then.
+
     The lines are comments: what is printed before them is the configuration, as YAML.
     """
     steps = config.train.steps
-    total_s = schedule.total_s(steps, config.averaging)
-    log.output(f"# by the timing model, all {steps} iterations take {duration_text(total_s)}")
     last = schedule.plan(steps - 1)
+    nodes = last.case.source["nodes"]
+    if isinstance(nodes, list) and all("forward_s" in node for node in nodes):
+        total_s = schedule.total_s(steps, config.averaging)
+        log.output(f"# by the timing model, all {steps} iterations take {duration_text(total_s)}")
     skips = any(len(path) < len(last.stages) for path in last.microbatches)
     if skips and FULL not in schedule.plans:
         log.output(
@@ -86,10 +98,12 @@ def plan_of(config: Config, config_folder: Path) -> Plan:
 
 
 def _planned(config: PlanConfig, cases: Sequence[Case], what: str) -> Plan:
-    if config.method != "balanced":  # Which is instant.
-        log.info(f"planning for {what} by {config.method}, {config.budget_s:g} s at most")
+    # For one node there is nothing to search.
+    method = "balanced" if all(len(case.nodes) == 1 for case in cases) else config.method
+    if method != "balanced":  # Which is instant.
+        log.info(f"planning for {what} by {method}, {config.budget_s:g} s at most")
     with signals_that_end():  # numba calls back from C, where exceptions get lost.
-        return best_plan(cases, config.method, Search(config.seed, config.budget_s))
+        return best_plan(cases, method, Search(config.seed, config.budget_s))
 
 
 def check_deadline(config: Config, longest_s: float) -> None:

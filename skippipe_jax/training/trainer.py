@@ -28,6 +28,7 @@ from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.callbacks.prometheus import PrometheusExporter
 from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.elastic.runner import ElasticRunner
+from skippipe_jax.training.planning import with_plan
 from skippipe_jax.training.preemption import STOPPING, Preemption
 from skippipe_jax.training.session import RunContext, Session, SessionStart, first_state
 from skippipe_jax.training.setup import HostSetup, setup_rejoining_host, setup_run
@@ -58,7 +59,7 @@ class Trainer:
     the same order.
 
     Attributes:
-        config: what the run is told.
+        config: what the run is told, with its plan.
         run_dir: the folder that the run writes.
         membership: this host among all those that the run was started with.
         preemption: whether this host was told to stop or to leave.
@@ -83,8 +84,8 @@ class Trainer:
             resume: go on from the last checkpoint in `run_dir`.
             config_folder: where the link table of a case inside the configuration lies.
         """
-        self.config, self.run_dir = config, Path(config.run_dir)
         self.membership = Membership(config.cluster, index=0, count=1) if host is None else host
+        self.config, self.run_dir = with_plan(config, self.membership.count), Path(config.run_dir)
         self.preemption = Preemption(self.membership, config.cluster.grace_s)
         self.callbacks = CallbackList(self, callbacks)
         self._keeps_programs = host is None

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import DocumentSource
+from skippipe_jax.config import DocumentSource, parse_config
 from skippipe_jax.data import tokenizer as tokenizer_module
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
@@ -91,6 +91,24 @@ def test_sentence_piece(sentence_piece):
         assert (tokenizer.begin, tokenizer.end) == (1, 2)
         assert tokenizer.padding == tokenizer.end
         assert tokenizer.vocabulary_size > max(tokenizer.encode(text))
+
+
+def test_the_model_has_as_many_tokens_as_its_tokenizer(
+    trained: Path, sentence_piece: Path, tmp_path: Path
+):
+    unigram = tokenizers.models.Unigram([("u", -1.0), ("x", -2.0)], unk_id=0)
+    tokenizer = tokenizers.Tokenizer(unigram)
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for path in (trained, trained / "tokenizer.json", sentence_piece, tmp_path):
+        own = load_tokenizer(str(path)).vocabulary_size
+        data = {"source": "text", "path": "text", "tokenizer": str(path)}
+        for model in ({}, {"preset": "tiny"}):
+            assert parse_config({"data": data, "model": model}).model.vocabulary_size == own
+        given = parse_config({"data": data, "model": {"vocabulary_size": 512}})
+        assert given.model.vocabulary_size == 512
+    missing = {"data": {"tokenizer": str(tmp_path / "none")}, "model": {"preset": "500m"}}
+    assert parse_config(missing).model.vocabulary_size == 32000
 
 
 def test_both_in_one_folder_means_the_first(trained, sentence_piece, tmp_path):

@@ -326,4 +326,4 @@ def test_pickles_are_never_loaded(name: str, tmp_path: Path):
 def test_the_package_that_is_missing_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     error = open_refused(llama)
-    assert error.remedy == 'Install it, in a clone of the repository: pip install -e ".[hf]"'
+    assert 'pip install -e ".[hf]"' in error.remedy

@@ -377,7 +377,7 @@ def test_a_run_that_skips_to_the_end_is_told_of_the_preset(
     config = parse_config(given, overrides)
     tell_time(config, make_plans(config, Path(), None))
     said = "".join(capsys.readouterr())
-    assert "by the timing model, all 100 iterations take " in said
+    assert "by the timing model" not in said, "nobody has measured what the case says"
     assert ("recipe.preset = quality" in said) == suggests
 
 

@@ -1,0 +1,60 @@
+"""Write a configuration to begin with."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from skippipe_sched.commands.writing import write
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.cli.arguments import DEFAULT_CONFIG
+
+TEMPLATES = Path(__file__).with_name("templates")
+TEXT = "Put your text into the folder text, or name yours as data.path"
+NEXT = {
+    "one-machine": f"{TEXT}; then:\n  skippipe train{{config}}",
+    "several-machines": f"{TEXT};\nmake the secret of the run, copy it to all machines, and start "
+    "each with its number, from 0 on:\n  skippipe keygen secret\n"
+    "  skippipe train{config} --coordinator ADDRESS_OF_HOST_0:8476 --hosts N --host-id I",
+    "given-model": f"{TEXT};\nthe model into the folder model, or name yours as init_from; then:\n"
+    "  skippipe train{config}",
+}
+"""What to do with each kind of configuration."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = "Write a configuration with comments, to be edited and trained."
+    parser.add_argument(
+        "--kind",
+        choices=NEXT,
+        default=next(iter(NEXT)),
+        help="what is trained on: this machine, several machines, or this machine from the weights "
+        "of a given model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=DEFAULT_CONFIG,
+        metavar="FILE",
+        help="a new file (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file, and print what to do next; return the exit code.
+
+    Raises:
+        InputError: if the file is there, or cannot be written.
+    """
+    output = arguments.output
+    if output.exists():
+        raise InputError(
+            "--output", str(output), "is there already", "Give another path, or remove it"
+        )
+    template = (TEMPLATES / f"{arguments.kind}.yaml").read_text(encoding="utf-8")
+    write("--output", output, template)
+    config = "" if output == DEFAULT_CONFIG else f" --config {output}"
+    print(f"{output} is written\n{NEXT[arguments.kind].format(config=config)}")
+    return 0

@@ -1,0 +1,103 @@
+"""A new user's first steps: a configuration that `init` writes, or text alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from skippipe_jax.cli.init import NEXT, TEMPLATES
+from skippipe_jax.cli.main import parser
+from skippipe_jax.config import load_config
+from tests.commands.examples import Command, expect_one_error, write_inputs
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+SMALL = ("model.width=16", "model.layers=1", "model.heads=2", "model.kv_heads=1")
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text, and nothing else, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    return tmp_path / "text"
+
+
+def test_every_kind_is_written_once_and_says_a_command_that_there_is(text: Path, command: Command):
+    assert {path.stem for path in TEMPLATES.iterdir()} == NEXT.keys()
+    for kind in NEXT:
+        written = command("init", "--kind", kind, "--output", f"{kind}.yaml")
+        assert written.code == 0
+        commands = [line.split("skippipe ")[1] for line in written.out.splitlines() if "  " in line]
+        for line in commands:
+            words = shlex.split(line.replace(" N ", " 2 ").replace(" I", " 0"))
+            parsed = parser([words[0]]).parse_args(words)
+            assert words[0] != "train" or parsed.config == Path(f"{kind}.yaml")
+        assert commands[-1].startswith("train ")
+        before = Path(f"{kind}.yaml").read_text()
+        expect_one_error(command("init", "--output", f"{kind}.yaml"), "is there already")
+        assert Path(f"{kind}.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("kind", NEXT)
+def test_a_dry_run_takes_what_is_written(kind: str, text: Path, command: Command):
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(LLAMA))
+    assert command("init", "--kind", kind).code == 0
+    hosts = "3" if kind == "several-machines" else "1"
+    shown = command("train", "--dry-run", "--hosts", hosts)
+    assert (shown.code, shown.err) == (0, "")
+    assert "is measured and planned for when the run starts" in shown.out
+    assert load_config(Path("train.yaml")).data.path == "text"
+
+
+def test_text_alone_is_trained_on_and_shown(
+    text: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skippipe_jax.profiling.cluster.STAGE_S", 0.05)
+    settings = (*SMALL, "train.steps=2", "data.sequence_length=32", "compilation_cache=null")
+    small = [word for one in settings for word in ("--set", one)]
+    trained = command("train", "--data", "text", *small)
+    assert trained.code == 0
+    assert "by the timing model, all 2 iterations take" in trained.out, "is measured"
+    assert "planning for" not in trained.err + trained.out, "a single node has one plan"
+    assert "</html>" in Path("runs/default/report.html").read_text()
+    expect_one_error(command("train", "--data", "text", *small), "holds a run already")
+
+
+def test_models_are_named_by_preset_or_folder(text: Path, command: Command):
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(LLAMA))
+    preset = command("train", "--data", "text", "--model", "500m", "--dry-run")
+    assert "preset: 500m" in preset.out
+    given = command("train", "--data", "text", "--model", "hf:model", "--dry-run")
+    assert "init_from: hf:model" in given.out
+    assert "vocabulary_size: 300" in given.out
+    wrong = command("train", "--data", "text", "--model", "huge", "--dry-run")
+    expect_one_error(wrong, "model.preset = 'huge'", "tiny")
+
+
+def test_without_a_configuration_or_text_a_way_to_begin_is_said(text: Path, command: Command):
+    missing = command("train")
+    expect_one_error(missing, "--config = 'train.yaml'", "skippipe init", "--data PATH")
+    expect_one_error(command("train", "--config", "other.yaml"), "other.yaml", "No such file")
+
+
+def test_several_hosts_need_a_plan_and_are_told_how_to_get_one(text: Path, command: Command):
+    refused = command("train", "--data", "text", "--dry-run", "--hosts", "2")
+    expect_one_error(refused, "plan = None", "several hosts", "plan: auto", "skippipe measure")
