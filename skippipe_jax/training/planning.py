@@ -66,11 +66,10 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
 
 
 def tell_time(config: Config, schedule: Schedule) -> None:
-    """Tell the planned time of the whole run, and of the preset where all iterations skip.
+    """Tell the planned time of the whole run, and suggest a preset where all iterations skip.
 
-    The time is told of nodes that were measured: each has seconds of its own then.
-
-    The lines are comments: what is printed before them is the configuration, as YAML.
+    The time is told where nodes were measured: each has seconds of its own then. The lines are
+    comments: what is printed before them is the configuration, as YAML.
     """
     steps = config.train.steps
     last = schedule.plan(steps - 1)
