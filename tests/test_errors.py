@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pickle
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 import skippipe_sched
-from skippipe_sched.errors import InputError, SkipPipeError
+from skippipe_sched.errors import UNREAD_EXIT_CODE, InputError, SkipPipeError
 
 import skippipe_jax
 from skippipe_jax.errors import CorruptCheckpoint, PeerTimeout
@@ -54,3 +57,15 @@ def test_no_error_is_raised_without_a_text(kind: type[SkipPipeError]):
 
 def test_who_waits_too_long_raises_what_is_a_timeout_to_all():
     assert isinstance(PeerTimeout("in vain"), TimeoutError)
+
+
+@pytest.mark.parametrize("buffers", ["", "1"])
+def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(buffers: str):
+    """As after `| head`, whether the interpreter buffers what it prints or not."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "skippipe_jax", "config", "keys"]
+    environment = os.environ | {"PYTHONUNBUFFERED": buffers}
+    ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, env=environment)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (UNREAD_EXIT_CODE, b"")

@@ -32,7 +32,7 @@ COMMAND = "python -m experiments.paper.calm"
 RESULT = Path(__file__).parent / "results" / "calm.json"
 CHANGED_BY = 1e-6
 SEED = 0
-# What `model.initial_deviation` was, and is without a word.
+# What `model.initial_deviation` was by default.
 FORMER_DEVIATION = 0.02
 # Where the operating system says what the processor can do, and what it calls these instructions.
 PROCESSOR = Path("/proc/cpuinfo")

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import reprlib
+import select
 import signal
 import sys
 import threading
@@ -19,6 +20,8 @@ TRY_AGAIN_EXIT_CODE = 75
 """What a later try of the same may not meet any more (EX_TEMPFAIL)."""
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
+UNREAD_EXIT_CODE = 128 + 13
+"""As of a process that ends by SIGPIPE, which not all platforms have."""
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = (
@@ -137,18 +140,32 @@ def as_input_error(error: BaseException) -> InputError | None:
     return None
 
 
+def _stdout_is_read() -> bool:
+    """Tell whether the pipe that stdout may be has a reader."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return not any(events & select.POLLERR for _, events in poll.poll(0))
+
+
 def run_command(
     command: Callable[[], int], interrupted: str = "interrupted; nothing is kept"
 ) -> int:
     """Run a command and return its exit code; an `InputError` becomes one line and its code.
 
     So does a full disk. A Ctrl-C that the command does not take itself becomes the line
-    `interrupted`, and code 130; SIGTERM the same line after its name, and code 143.
+    `interrupted`, and code 130; SIGTERM the same line after its name, and code 143. Where nobody
+    reads stdout any more, as after `| head`, the command ends with code 141.
     """
     try:
         with _signals_that_raise():
-            return command()
+            code = command()
+            sys.stdout.flush()
+            return code
     except (InputError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and not _stdout_is_read():
+            # What is still in the buffer is written when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return UNREAD_EXIT_CODE
         told = as_input_error(error)
         if told is None:
             raise
