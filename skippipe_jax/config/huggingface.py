@@ -38,6 +38,9 @@ EXPRESSIBLE = {
 }
 
 
+INITIALIZER_RANGE = 0.02
+"""What transformers takes where config.json does not say it."""
+
 ROPE = {"rope_type", "type", "rope_theta"}
 
 
@@ -106,6 +109,7 @@ def read_model(folder: Path, field: str = CONFIG) -> ModelConfig:
         raise InputError(
             f"{path}: tie_word_embeddings", tied_head, "must be true or false", "Mend the file"
         )
+    deviation = given.get("initializer_range", INITIALIZER_RANGE)
     return ModelConfig(
         vocabulary_size=integer("vocab_size"),
         width=width,
@@ -118,6 +122,7 @@ def read_model(folder: Path, field: str = CONFIG) -> ModelConfig:
         rope_scaling=rope_scaling,
         tied_head=tied_head,
         norm_epsilon=fields.number(given.get("rms_norm_eps", 1e-6), f"{path}: rms_norm_eps"),
+        initial_deviation=fields.number(deviation, f"{path}: initializer_range"),
     )
 
 

@@ -51,6 +51,7 @@ def refused(folder: Path, **values: Any) -> InputError:
 def test_shapes_come_from_config_json(tmp_path: Path):
     rope = {"rope_theta": 5e5, "rope_scaling": llama3_rope(8, 8192)}
     given = {"num_key_value_heads": 2, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+    given["initializer_range"] = 0.01
     model = ModelConfig(
         vocabulary_size=260,
         width=32,
@@ -63,6 +64,7 @@ def test_shapes_come_from_config_json(tmp_path: Path):
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
         tied_head=True,
         norm_epsilon=1e-5,
+        initial_deviation=0.01,
     )
     assert read_model(config_file(tmp_path, **given, **rope)) == model
     newer = {"rope_parameters": {"rope_theta": 5e5, **llama3_rope(8, 8192)}}
