@@ -159,7 +159,7 @@ def run_command(
     try:
         with _signals_that_raise():
             code = command()
-            sys.stdout.flush()
+            print(end="", flush=True)
             return code
     except (InputError, OSError) as error:
         if isinstance(error, BrokenPipeError) and not _stdout_is_read():

@@ -44,18 +44,21 @@ def test_training_tells_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compilations, "SECONDS_BETWEEN_LINES", 0.0)
     with compilations.CompilationCounter(said.append):
         jax.jit(lambda x: x - 17)(1.5)
-    assert said[-1].startswith(f"compiling: {len(said)} programs so far")
+    programs = "programs" if len(said) > 1 else "program"
+    assert said[-1].startswith(f"compiling: {len(said)} {programs} so far")
 
 
 def test_training_tells_how_to_go_on(folder: Path, command: Command):
     result = command("train", "--config", "config.yaml")
     assert result.code == 0
     # What differs from the defaults, as a file that could be given again.
-    shown, _, last = result.out.rstrip().rpartition("\n")
+    *shown_lines, last, of_page = result.out.splitlines()
+    shown = "\n".join(shown_lines)
     assert parse_config(yaml.safe_load(shown)) == load_config(Path("config.yaml"))
     assert "optimizer" not in shown
     assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["beta2"] == 0.95
     assert "skippipe evaluate --run run" in last
+    assert of_page == "its curves and timelines: run/report.html"
     assert committed_steps(folder / "run") == [2, 3]
     lines = Run(folder / "run").metrics
     assert [line["step"] for line in lines] == [1, 2, 3]

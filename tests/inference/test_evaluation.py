@@ -390,7 +390,7 @@ def test_losses_equal_those_of_the_export_in_transformers_with_the_layers_remove
         "--run",
         str(tmp_path / "run"),
         "--sequences",
-        "999",
+        "22",
         "--keep-fraction",
         "1.0,0.75,0.5,0.25",
     ]

@@ -101,8 +101,8 @@ def test_devices_are_read(tmp_path: Path):
         (["--config", "config.yaml", "--devices", "1GB"], "fits on 1 x 1.00 GB: 1 stage"),
         (["--model", "llama3-8b", "--devices", "3x24GB"], "Did you mean 8b?"),
         (["--model", "8b"], "error: --devices = None"),
-        (["--devices", "3x24GB"], "error: --model = None"),
-        ([], "error: --config = None"),
+        (["--devices", "3x24GB"], "error: --config = 'train.yaml'"),
+        ([], "error: --config = 'train.yaml'"),
     ],
 )
 def test_the_command_says_whether_it_fits(

@@ -154,8 +154,8 @@ def test_a_plan_counts_by_its_own_paths(command: Any, tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"plan": "auto"}, "plan.measure"),
-        ({"plan": {}}, "plan.case"),
+        ({"plan": "auto"}, "plan"),
+        ({"plan": {}}, "plan"),
         ({"plan": {"case": "nowhere.yaml"}}, "case"),
         ({"model": MODEL | {"layers": 3}}, "model.layers"),
         ({"plan": {"case": SMALL_CASE | {"memory": "auto"}}}, "case.memory_bytes"),

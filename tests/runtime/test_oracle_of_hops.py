@@ -28,7 +28,7 @@ PLAN = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [0], [1, 3, 2], [0, 3]])
 STAGE_PATHS = [[PLAN.stage_of[node] for node in path] for path in PLAN.microbatches]
 TOLERANCE = 2e-5
 # Of numbers that both round, so many become another neighbour: those that lie between two.
-ROUNDED_OTHERWISE = 0.01
+ROUNDED_OTHERWISE = 0.02
 
 
 class Travelled:
