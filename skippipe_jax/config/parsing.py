@@ -97,7 +97,7 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
     if origin.kind != RUN:
         huggingface.require_no_window(folder, given.get("context", of_weights.context))
     shapes = to_tree(of_weights)
-    return {key: shapes[key] for key in SHAPES} | model
+    return {key: shapes[key] for key in (*SHAPES, "initial_deviation")} | model
 
 
 def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:
