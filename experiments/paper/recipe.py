@@ -334,7 +334,8 @@ def tables_of_settings(by_setting: Mapping[str, Any]) -> str:
         return f"| {label} | {' | '.join(cells)} |"
 
     def rows(title: str, labels: Mapping[str, Any], cell: Callable[[Any, str], str]) -> list[str]:
-        head = [row(title, list(by_setting)), row("---", ["---"] * len(by_setting))]
+        columns = [name.replace("x", " blocks, ") for name in by_setting]
+        head = [row(title, columns), row("---", ["---"] * len(columns))]
         body = [row(name, [cell(own, name) for own in by_setting.values()]) for name in labels]
         return [*head, *body, ""]
 

@@ -20,7 +20,7 @@ NEXT = {
     "given-model": f"{TEXT};\nthe model into the folder model, or name yours as init_from; then:\n"
     "  skippipe train{config}",
 }
-"""What to do with each kind of configuration."""
+"""The next steps, for each kind of configuration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

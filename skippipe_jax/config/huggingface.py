@@ -39,7 +39,7 @@ EXPRESSIBLE = {
 
 
 INITIALIZER_RANGE = 0.02
-"""What transformers takes where config.json does not say it."""
+"""The default of transformers, for a config.json that lacks it."""
 
 ROPE = {"rope_type", "type", "rope_theta"}
 

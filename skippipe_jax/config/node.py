@@ -116,10 +116,6 @@ class NodeConfig:
         """Those of all nodes."""
         return [self.mesh_of(case, node) for node in range(len(case.nodes))]
 
-    def may_have_meshes(self, case: Case) -> bool:
-        """Tell whether some node may be more than one device."""
-        return any(mesh != ONE_DEVICE for mesh in self.meshes(case))
-
     def over(self, devices: int) -> NodeMesh:
         """Return the mesh of a node that has so many devices, where it depends on the host."""
         if devices % self.tensor or devices < self.tensor:

@@ -30,7 +30,7 @@ from skippipe_jax.config.replan import ReplanConfig
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train, and where the run can be watched.
+    """The length of training, and where the run can be watched.
 
     Attributes:
         steps: iterations, all together: those before a run was resumed count.

@@ -1,4 +1,4 @@
-"""What a tokenizer is called, which files are one, and how many tokens they have."""
+"""Names and files of tokenizers, and how many tokens they have."""
 
 from __future__ import annotations
 

@@ -87,12 +87,12 @@ class Mesh:
 
     @property
     def connected(self) -> frozenset[int]:
-        """Those that this host hears."""
+        """Return the hosts that this host hears."""
         return frozenset(self._links) - self.missed
 
     @property
     def left(self) -> frozenset[int]:
-        """Those that have said farewell and gone."""
+        """Return the hosts that have said farewell and gone."""
         return frozenset(self._parted - self._links.keys())
 
     async def listen(self, addresses: Sequence[str], port: int) -> None:

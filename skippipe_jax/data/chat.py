@@ -2,10 +2,11 @@
 
 A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}, or one as in
 ShareGPT, {"conversations": [{"from": "human", "value": ...}, ...]}, or as in Alpaca,
-{"instruction": ..., "input": ..., "output": ...}. Where one is
-given, or the tokenizer comes with one, a chat template says how messages are written, and by
-``{% generation %}``, if it has that, what is learnt. Otherwise they are written as below, between
-the tokenizer's begin and end marks; what is learnt stands in brackets:
+{"instruction": ..., "input": ..., "output": ...}.
+
+Where one is given, or the tokenizer comes with one, a chat template says how messages are written,
+and by ``{% generation %}``, if it has that, what is learnt. Otherwise they are written as below,
+between the tokenizer's begin and end marks; what is learnt stands in brackets:
 
     BEGIN <|user|>⏎ content ⏎ <|assistant|>⏎ [content END] <|user|>⏎ content ⏎ ...
 """
