@@ -31,7 +31,13 @@ from skippipe_jax.config import (
 from skippipe_jax.config.attention import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
-from skippipe_jax.data.batches import Batch, TrainingBatches, check_vocabulary, tokenizer_of
+from skippipe_jax.data.batches import (
+    Batch,
+    TrainingBatches,
+    check_vocabulary,
+    load_corpora,
+    tokenizer_of,
+)
 from skippipe_jax.data.chat import template_warning
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.attention import fault_of, implementation_of
@@ -204,6 +210,9 @@ def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
 
 def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
     """Measure the cluster, which all hosts do together; host 0 has the profile."""
+    if host.count == 1:
+        # It needs the text in any case, and what is wrong there is told before seconds are spent.
+        load_corpora(with_run_tokenizer(config))
     nodes = check_template(config, host.count).count(host.index)
     _give_threads(config, host, nodes, None)
     transfers = open_transfers(host)

@@ -80,6 +80,13 @@ def test_text_alone_is_trained_on_and_shown(
     expect_one_error(command("train", "--data", "text", *small), "holds a run already")
 
 
+def test_text_that_is_missing_is_told_before_the_machine_is_measured(
+    text: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skippipe_jax.training.setup.measure", lambda *_: pytest.fail("measured"))
+    expect_one_error(command("train", "--data", "nowhere"), "nowhere", "No such file")
+
+
 def test_models_are_named_by_preset_or_folder(text: Path, command: Command):
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(LLAMA))
