@@ -134,9 +134,8 @@ def _model_of_run(folder: Path) -> ModelConfig:
 
 def _saved_tree(folder: Path, field: str) -> Any:
     if not is_run(folder):
-        raise InputError(
-            field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
-        )
+        problem = f"holds no run: there is no {folder.absolute() / CONFIG}"
+        raise InputError(field, str(folder), problem, "Name the folder of a run")
     path = folder / CONFIG
     return _as_it_was(fields.load_yaml(path, str(path)))
 
@@ -192,7 +191,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise InputError("--set", override, f"{parent} holds no keys", "Name another key")
-    tree[last] = fields.parse_yaml(text, "--set", override)
+    # A glob would be an alias of YAML, of which there can be none.
+    tree[last] = text if text.startswith("*") else fields.parse_yaml(text, "--set", override)
 
 
 def _mapping(value: Any, name: str, shown: Any) -> dict[str, Any]:

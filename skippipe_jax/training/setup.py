@@ -211,8 +211,8 @@ def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
 def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
     """Measure the cluster, which all hosts do together; host 0 has the profile."""
     if host.count == 1:
-        # It needs the text in any case, and what is wrong there is told before seconds are spent.
-        load_corpora(with_run_tokenizer(config))
+        # What is wrong there is told before seconds are spent.
+        require_inputs(config)
     nodes = check_template(config, host.count).count(host.index)
     _give_threads(config, host, nodes, None)
     transfers = open_transfers(host)
@@ -318,7 +318,7 @@ def _agreed(
     timeout_s = CHECKPOINT_S if steps else config.cluster.connect_timeout_s
     agreed = exchange_reports(host, report, timeout_s)
     _require_same_text(config, host, agreed)
-    for line in agreed.too_long:
+    for line in [*agreed.too_long, *_passes(config, setup)]:
         log.on_leader(host.index, line, log.output)
     all_damaged = [own.damaged for own in agreed.reports]
     checkpoint = search.newest(steps, all_damaged)
@@ -328,6 +328,15 @@ def _agreed(
         told = gather(host, "checkpoint/read", lambda: own, timeout_s)
         agreed = replace(agreed, microbatches_read=max(told.values()))
     return setup.after(agreed, transfers, checkpoint)
+
+
+def _passes(config: Config, setup: HostSetup) -> list[str]:
+    """Say how often the run reads its text, where it is read here."""
+    if setup.data is None:
+        return []
+    steps, there = config.train.steps, setup.data.sequences
+    read = steps * len(setup.plan.microbatches) * config.data.microbatch_size
+    return [f"the text has {there:,} sequences; {steps:,} steps read {read / there:.3g} times that"]
 
 
 def _microbatches_read(setup: HostSetup, checkpoint: Checkpoint | None) -> int:
@@ -533,6 +542,18 @@ def open_training_data(config: Config, plan: Plan, program: Program) -> Training
     if not set(plan.stages[0]) & set(program.nodes):
         return None
     return TrainingBatches(data)
+
+
+def require_inputs(config: Config) -> None:
+    """Read the text, and open the weights of a new run, as a host does that serves all stages.
+
+    Raises:
+        InputError: if one of them cannot be used.
+    """
+    data = with_run_tokenizer(config)
+    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
+    load_corpora(data)
+    open_initial_weights(config, anew=True)
 
 
 def try_open_text(config: Config, setup: HostSetup) -> HostSetup:
