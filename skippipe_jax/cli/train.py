@@ -75,8 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     with loading():
         from skippipe_jax.cluster.ending import exit_at_once
+        from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.trainer import Trainer
 
+    if not (arguments.resume or arguments.host_id):
+        # Before it waits for other hosts.
+        RunDir(config.run_dir).require_new()
     with connect_from_args(arguments, config) as host:
         host.last_words = lambda: where_to_resume(config)
         trainer = Trainer(

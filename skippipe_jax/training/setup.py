@@ -6,6 +6,7 @@ report what they have opened. `build_runtime` then compares the weights that hos
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -158,7 +159,11 @@ def setup_run(
     transfers, profile = None, None
     if config.plan.measure:
         patience_s = config.cluster.connect_timeout_s + (0.0 if url is None else COPYING_S)
-        needs_planning = from_host_0(host, "plans_anew", claim_run_dir, patience_s)
+        claim = partial(_claim_to_measure, config, lock, claim_run_dir, resume=resume)
+        claimed = from_host_0(host, "claim", claim, patience_s)
+        if not leads:
+            require_same_start(config, host, claimed["config"])
+        needs_planning = claimed["needs_planning"]
         if needs_planning:
             transfers, profile = _measure_cluster(config, host)
     else:
@@ -497,6 +502,42 @@ def _claim_run_dir(config: Config, mirror: Mirror | None, lock: RunLock, *, resu
     return (config.plan, config.recipe_in_steps) != before
 
 
+def _claim_to_measure(
+    config: Config, lock: RunLock, claim_run_dir: Callable[[], bool], *, resume: bool
+) -> dict[str, Any]:
+    """Claim the folder of the run, which is there then, and tell by what host 0 was started."""
+    needs_planning = claim_run_dir()
+    if not resume:
+        lock.acquire()
+    return {"needs_planning": needs_planning, "config": settings(config)}
+
+
+def require_same_start(config: Config, host: Membership, theirs: Mapping[str, str]) -> None:
+    """Refuse another configuration than host 0 has, and a run folder that is not the same.
+
+    Raises:
+        InputError: naming the key that differs, or the folder.
+    """
+    for key, own in settings(config).items():
+        if own != theirs.get(key):
+            problem = f"host {host.index} has this, and host 0 has {theirs.get(key)!r}"
+            raise InputError(key, own, problem, "Start all hosts with the same configuration")
+    folder = Path(config.run_dir).absolute()
+    # A network file system looks for what is new when a folder is opened.
+    if not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
+        raise _not_shared(config, host)
+
+
+def _not_shared(config: Config, host: Membership) -> InputError:
+    return InputError(
+        "run_dir",
+        config.run_dir,
+        f"host {host.index} does not find there what host 0 has written",
+        "Name a folder that all hosts share; hosts that share none join a run that has begun: "
+        "skippipe join",
+    )
+
+
 def _give_threads(config: Config, host: Membership, nodes: int, case: Case | None) -> None:
     give_collectives_threads(config, nodes, case, is_distributed=host.is_distributed)
 
@@ -513,21 +554,11 @@ def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]
     if config.checkpoint.copy_to is not None:  # It may fetch the run.
         patience_s += COPYING_S
     theirs = hear(host, "run", [0], patience_s)[0]
-    for key, own in settings(config).items():
-        there = theirs["config"].get(key)
-        if own != there:
-            problem = f"host {host.index} has this, and host 0 has {there!r}"
-            raise InputError(key, own, problem, "Start all hosts with the same configuration")
+    require_same_start(config, host, theirs["config"])
     folder = Path(config.run_dir)
-    shared = (folder / PLAN).exists()
-    schedule = RunDir(folder).schedule() if shared else None
+    schedule = RunDir(folder).schedule() if (folder / PLAN).exists() else None
     if schedule is None or _digest_of_plans(schedule) != theirs["plans"]:
-        raise InputError(
-            "run_dir",
-            config.run_dir,
-            f"host {host.index} does not find there what host 0 has written",
-            "Name a folder that all hosts share",
-        )
+        raise _not_shared(config, host)
     return schedule, theirs["steps"]
 
 
