@@ -177,9 +177,10 @@ class LiveIteration(Iteration):
         if copies := [*self.buddies.waits()]:
             yield from ((what, self.loop.last_event_s) for what in copies)
         elif self.waits_for_totals:
-            is_first = self.topology.host == 0 or self.group.is_elastic
-            hosts = self.topology.hosts if is_first else [0]
-            missing = [str(host) for host in hosts if host not in self.totals_of_hosts]
+            hears_all = self.topology.host == 0 or self.group.is_elastic
+            known = {self.topology.host, *self.totals_of_hosts}
+            hosts = self.topology.hosts if hears_all else [0]
+            missing = [str(host) for host in hosts if host not in known]
             yield f"the totals from host {', '.join(missing)}", self.loop.last_event_s
         elif self.flow.is_done or self.averaging.parts:
             for what in self.averaging.waits():
