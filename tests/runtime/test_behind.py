@@ -36,7 +36,11 @@ def test_an_emulated_averaging_takes_what_the_iteration_drew_that_sent_it():
     assert seconds[longest] > 4 * seconds[shortest]
     emulation.begin(longest)
     goes_on = threading.Event()
-    behind.at(0.0, lambda _: goes_on.wait(30.0) and None)
+
+    def wait(_: float) -> None:
+        assert goes_on.wait(30.0)
+
+    behind.at(0.0, wait)
     assert runtime._apart is not None
     for replica in runtime.states:
         own = runtime._apart.send(replica, averaging.every)

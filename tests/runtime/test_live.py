@@ -202,7 +202,7 @@ class Alone(Membership):
 
     generation = Generation(1, (0, 1, 2), (0, 0, 0), 0, 0)
 
-    def contribute(self, *_: Any) -> None:
+    def contribute(self, *_: Any, **__: Any) -> None:
         """Nobody hears it."""
 
 
