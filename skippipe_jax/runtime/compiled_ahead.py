@@ -313,7 +313,7 @@ def _add_nothing(
     parts = [*operations.totals.values(), *norms]
     local = add_up(topology, parts, False, {}, replicas.squared_norms_of_blocks())
     if are_numbers:
-        local = jnp.asarray(np.asarray(local))
+        local = jax.device_put(np.asarray(local))
     elif topology.sums_totals_by_links and topology.host == 0:
         local = add_all([local for _ in topology.hosts])
     apart(local, len(topology.devices))

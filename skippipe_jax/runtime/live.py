@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched.problem.plan import Operation, Plan
@@ -134,7 +133,8 @@ class LiveIteration(Iteration):
         """
 
         def counted(outcome: tuple[float, ...]) -> None:
-            self.loop.post(lambda _: self._finish(jnp.asarray(outcome, jnp.float32)))
+            summed = np.asarray(outcome, np.float32)
+            self.loop.post(lambda _: self._finish(jax.device_put(summed)))
 
         step, own = self.iteration + 1, totals.tolist()
         self.buddies.when_there(lambda copies: self.group.contribute(step, own, counted, copies))
