@@ -36,7 +36,6 @@ from skippipe_jax.runtime.stage_functions import (
     wire_of_run,
 )
 from skippipe_jax.runtime.state import StageState
-from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.totals import add_all, add_up, apart
 from skippipe_jax.runtime.wire_format import with_targets, without_targets
 
@@ -103,10 +102,13 @@ def _usual_kinds(stage: int) -> frozenset[Kind]:
 
 @dataclass(frozen=True)
 class _Replica:
-    """A replica of a stage, with its state or the description of one.
+    """A replica of a stage, whose state may be described only.
 
     Attributes:
-        others: how many replicas of the stage there are with it; None where that is open.
+        of_stages: how many stages the model is cut into.
+        here: where it lies.
+        kinds: what its nodes do.
+        count: how many replicas the stage has; None where that is not known yet.
     """
 
     config: Config
@@ -115,7 +117,7 @@ class _Replica:
     state: StageState
     here: Spread
     kinds: frozenset[Kind]
-    of: int | None = None
+    count: int | None = None
 
     def compile(self, ahead: Ahead) -> None:
         """Compile all that training and validation call, but for what sums up gradients."""
@@ -196,15 +198,15 @@ class _Replica:
         given = state.parameters, state.optimizer_state, state.gradients
         own_step = inner_steps(config, self.of_stages)[self.stage]
         parameters, _, _, norm = ahead(own_step, *given, self._whole((), jnp.int32))
-        if self.of is not None:
-            ahead(share_of_norm, norm, self.of)
-        if self.of == 1:
+        if self.count is not None:
+            ahead(share_of_norm, norm, self.count)
+        if self.count == 1:
             return
         outer = ahead(begin, parameters)
         for fragment in functions_of_fragments(config, cut[self.stage]):
             message, sent, outer = fragment.send(parameters, outer, ahead)
-            if self.of is not None:
-                messages = dict.fromkeys(range(self.of), message)
+            if self.count is not None:
+                messages = dict.fromkeys(range(self.count), message)
                 parameters, outer = fragment.apply(parameters, outer, sent, messages, ahead)
 
 
@@ -245,34 +247,34 @@ def compile_session(
 ) -> None:
     """Compile all that this host calls in iterations by these programs, and in validations.
 
-    Left out is what several processes have to run together (see `open_collectives`). What totals
-    come to is told by numbers where steps count by consensus.
+    Left out is what several processes have to run together (see `open_collectives`). Where steps
+    count by consensus, hosts tell each other their totals as numbers.
     """
     replicas, topology, averaging = operations.replicas, operations.topology, config.averaging
-    ahead, count = Ahead(), len(topology.replicas)
-    seen = set()
+    ahead, compiled = Ahead(), set()
     for replica, state in replicas.states.items():
         stage, here = topology.stage_of[replica], topology.spread(replica)
         nodes = [node for node in topology.nodes if topology.replica_of[node] == replica]
-        kinds, of = _kinds_of(nodes, programs), len(topology.replicas[stage])
-        own = state.functions, here, kinds, state.gathers, of
-        if own not in seen:
-            seen.add(own)
-            _Replica(config, stage, count, state, here, kinds, of).compile(ahead)
+        kinds, count = _kinds_of(nodes, programs), len(topology.replicas[stage])
+        alike = state.functions, here, kinds, state.gathers, count
+        if alike not in compiled:
+            compiled.add(alike)
+            of_stages = len(topology.replicas)
+            _Replica(config, stage, of_stages, state, here, kinds, count).compile(ahead)
     if averaging.is_outer:
         for replica in replicas.states:
-            _gather_nothing(config, topology, replica, replicas.states[replica])
+            _gather_zeros(config, replicas, replica)
         norms = [jax.device_put(np.zeros(TOTALS, np.float32)) for _ in replicas.states]
-        _add_nothing(operations, norms, are_numbers=True)
+        _add_up_zeros(operations, norms, are_numbers=True)
     if not averaging.is_outer or averaging.exact_steps:
         for replica in replicas.states:
-            _sum_nothing(replicas, replica, config.network.averaging_dtype)
+            _sum_zeros(replicas, replica, config.network.averaging_dtype)
         norms = [norm for stage in replicas.stages for norm in replicas.squared_norms(stage)]
-        _add_nothing(operations, norms, are_numbers=counts_by_consensus)
+        _add_up_zeros(operations, norms, are_numbers=counts_by_consensus)
 
 
-def _sum_nothing(replicas: Replicas, replica: int, dtype: str | None) -> None:
-    """Send gradients of zeros round the ring of a stage, if there is one, as if all were zeros."""
+def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
+    """Sum the gradients of a replica in the ring of its stage, if any, as if zeros came round."""
     topology = replicas.topology
     ring = topology.rings.get(topology.stage_of[replica])
     if ring is None:
@@ -288,14 +290,15 @@ def _sum_nothing(replicas: Replicas, replica: int, dtype: str | None) -> None:
     replicas.take_sum(replica, part.result())
 
 
-def _gather_nothing(config: Config, topology: Topology, replica: int, state: StageState) -> None:
-    """Have messages of zeros about each fragment come to a replica from all of its stage."""
+def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:
+    """Gather messages about each fragment of a replica, as if zeros came from the others."""
+    topology, parameters = replicas.topology, replicas.states[replica].parameters
     stage, here = topology.stage_of[replica], topology.spread(replica)
     layers = config.model.layers_of_stages(len(topology.replicas))[stage]
     if stage not in topology.gatherings:
         return
     for fragment in fragments_of(config.averaging, layers):
-        message = _zeros(message_shape(config.averaging, fragment, state.parameters), here)
+        message = _zeros(message_shape(config.averaging, fragment, parameters), here)
         gathering = Gathering(topology.gatherings[stage], replica, message)
         for _ in gathering.begin():
             pass
@@ -304,10 +307,10 @@ def _gather_nothing(config: Config, topology: Topology, replica: int, state: Sta
         gathering.messages()
 
 
-def _add_nothing(
+def _add_up_zeros(
     operations: TrainingOperations, norms: Sequence[Any], *, are_numbers: bool
 ) -> None:
-    """Add up totals of zeros here and over all hosts, which tell each other numbers or arrays."""
+    """Add up totals here, and over all hosts as if they had told theirs, as numbers or arrays."""
     replicas, topology = operations.replicas, operations.topology
     operations.begin(0)
     parts = [*operations.totals.values(), *norms]

