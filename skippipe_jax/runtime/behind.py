@@ -113,8 +113,8 @@ class Behind:
         """
         ring = self.topology.gatherings[self.topology.stage_of[replica]]
         gathering = Gathering(ring, replica, own.message)
-        # Asked now: when all has come, another iteration is emulated.
-        takes_s = emulation.averaging_s(ring.stage) if emulation else 0.0
+        # Asked now, from 0 on: when all has come, another iteration is emulated.
+        takes_s = emulation.averaging_end_s(ring.stage, 0.0) if emulation else 0.0
         part = _Part(replica, step, own, gathering, takes_s)
         with self._lock:
             self._rounds.setdefault(step, _Round()).left[replica] = part

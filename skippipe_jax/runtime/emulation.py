@@ -64,9 +64,5 @@ class Emulation:
 
     def averaging_end_s(self, stage: int, end_s: float) -> float:
         """Return when the averaging of a stage ends, of which all replicas had come by `end_s`."""
-        return end_s + self.averaging_s(stage)
-
-    def averaging_s(self, stage: int) -> float:
-        """Return how long the averaging of a stage takes that begins in this iteration."""
         planned_s = quickest_averaging_s(self.plan.case, stage, self.plan.stages[stage])
-        return planned_s * self.stretch.averagings.item(stage)
+        return end_s + planned_s * self.stretch.averagings.item(stage)

@@ -31,7 +31,7 @@ def test_an_emulated_averaging_takes_what_the_iteration_drew_that_sent_it():
     seconds = []
     for iteration in range(50):
         emulation.begin(iteration)
-        seconds.append(emulation.averaging_s(0))
+        seconds.append(emulation.averaging_end_s(0, 0.0))
     longest, shortest = (seconds.index(own) for own in (max(seconds), min(seconds)))
     assert seconds[longest] > 4 * seconds[shortest]
     emulation.begin(longest)
