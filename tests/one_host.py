@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from skippipe_sched.problem.plan import Plan
 
+from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.program.compiler import compile_plan
@@ -13,12 +14,25 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.topology import Device, Topology
 
 
-def open_alone(config: Config, plan: Plan, devices: int) -> Runtime:
-    """A runtime whose nodes lie in turn over so many devices."""
-    host_of = (0,) * len(plan.case.nodes)
-    [program] = compile_plan(plan, host_of)
+def open_alone(
+    config: Config,
+    plan: Plan,
+    devices: int,
+    *,
+    host_of: tuple[int, ...] | None = None,
+    group: Group | None = None,
+) -> Runtime:
+    """A runtime whose nodes lie in turn over so many devices.
+
+    With `host_of` it is that of host 0, which must need nothing from the others, in a `group`.
+    """
+    host_of = host_of or (0,) * len(plan.case.nodes)
+    program, *_ = compile_plan(plan, host_of)
     device_of = [(Device(0, node % devices, "cpu"),) for node in range(len(host_of))]
     numbers = HopNumbers(program.first_free_hop)
     topology = Topology.of(config, plan, 0, host_of, device_of, numbers)
-    schedule, alone = Schedule(config.recipe, {OWN: plan}), Membership(config.cluster, 0, 1)
-    return Runtime(config, schedule, {OWN: program}, topology, {}, alone)
+    schedule, group = (
+        Schedule(config.recipe, {OWN: plan}),
+        group or Membership(config.cluster, 0, 1),
+    )
+    return Runtime(config, schedule, {OWN: program}, topology, {}, group)

@@ -25,8 +25,6 @@ LONG_FUNCTIONS = {
     "skippipe_jax.config.run: Config._require_what_outer_leaves",
     "skippipe_jax.consensus.next_generation: next_generation",
     "skippipe_jax.optim.outer: fragment_functions",
-    "skippipe_jax.runtime.runtime: Runtime.__init__",
-    "skippipe_jax.runtime.runtime: open_runtime",
     "skippipe_jax.runtime.stage_functions: stage_functions",
     "skippipe_sched.search.evaluator: evaluate",
 }

@@ -321,16 +321,17 @@ def create_stage(
     return kind(config, stage_layers[stage], sum(stage_layers[:stage]), key)
 
 
-def stage_shapes(config: ModelConfig, stages: int) -> list[Any]:
-    """Shape and dtype of every parameter of every stage, without creating one."""
+@functools.cache
+def stage_shapes(config: ModelConfig, stages: int) -> Sequence[Any]:
+    """Return shape and dtype of every parameter of every stage, without creating one."""
     layers = config.layers_of_stages(stages)
 
-    def create() -> list[Any]:
+    def create() -> tuple[Any, ...]:
         key = jax.random.key(0)
-        return [
+        return tuple(
             nnx.to_pure_dict(nnx.state(create_stage(config, stage, layers, key)))
             for stage in range(stages)
-        ]
+        )
 
     return jax.eval_shape(create)
 

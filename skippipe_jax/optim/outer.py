@@ -127,12 +127,13 @@ def begin_with(parameters: PyTree, momentum: PyTree) -> Outer:
 class FragmentFunctions:
     """What a replica does with one fragment.
 
-    What is given of a replica's `Outer` and, to `apply`, of its parameters, is written over.
+    What is given of a replica's `Outer` and, to `apply`, of its parameters, is written over. A last
+    argument of `send` and `apply` is how they call their jitted functions, such as to compile them.
     """
 
-    send: Callable[[Stage, Outer], tuple[Message, Part, Outer]]
+    send: Callable[..., tuple[Message, Part, Outer]]
     """(parameters, outer) -> message, the parameters that it was made of, outer"""
-    apply: Callable[[Stage, Outer, Part, Mapping[int, Message]], tuple[Stage, Outer]]
+    apply: Callable[..., tuple[Stage, Outer]]
     """(parameters, outer, the part that was sent, messages) -> parameters, outer
 
     There is a message of every replica, by its place among those of the stage: they are summed in
@@ -140,6 +141,14 @@ class FragmentFunctions:
     """
     take_back: Callable[[Outer, Part, Message], Outer]
     """(outer, the part that was sent, the own message) -> outer as it was before the sending"""
+
+
+Call = Callable[..., Any]
+"""(jitted function, its arguments) -> its results, or a description of them"""
+
+
+def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 @functools.cache
@@ -150,8 +159,8 @@ def fragment_functions(averaging: AveragingConfig, fragment: Fragment) -> Fragme
     # By itself: together with what reads them, XLA writes whole arrays anew.
     put_rows = jax.jit(fragment.put_rows, donate_argnums=0)
 
-    def put(stage: Stage, part: Part) -> Stage:
-        return stage | part | {BLOCKS: put_rows(stage[BLOCKS], part[BLOCKS])}
+    def put(stage: Stage, part: Part, call: Call) -> Stage:
+        return stage | part | {BLOCKS: call(put_rows, stage[BLOCKS], part[BLOCKS])}
 
     @jax.jit
     def sent(parameters: Stage, anchor: Stage, residual: Stage) -> tuple[Message, Part, Part]:
@@ -198,25 +207,31 @@ def fragment_functions(averaging: AveragingConfig, fragment: Fragment) -> Fragme
             sent,
         )
 
-    def send(parameters: Stage, outer: Outer) -> tuple[Message, Part, Outer]:
+    def send(parameters: Stage, outer: Outer, call: Call = _called) -> tuple[Any, Part, Outer]:
         given = (parameters, outer.anchor, outer.residual)
-        message, own, left = sent(*map(fragment.touched, given))
-        return message, own, dataclasses.replace(outer, residual=put(outer.residual, left))
+        message, own, left = call(sent, *map(fragment.touched, given))
+        return message, own, dataclasses.replace(outer, residual=put(outer.residual, left, call))
 
     def apply(
-        parameters: Stage, outer: Outer, sent: Part, messages: Mapping[int, Message]
+        parameters: Stage,
+        outer: Outer,
+        sent: Part,
+        messages: Mapping[int, Any],
+        call: Call = _called,
     ) -> tuple[Stage, Outer]:
         given = (parameters, outer.anchor, outer.momentum)
         in_order = [messages[replica] for replica in sorted(messages)]
-        own, anchor, momentum = applied(*map(fragment.touched, given), sent, in_order)
+        own, anchor, momentum = call(applied, *map(fragment.touched, given), sent, in_order)
         outer = dataclasses.replace(
-            outer, anchor=put(outer.anchor, anchor), momentum=put(outer.momentum, momentum)
+            outer,
+            anchor=put(outer.anchor, anchor, call),
+            momentum=put(outer.momentum, momentum, call),
         )
-        return put(parameters, own), outer
+        return put(parameters, own, call), outer
 
     def take_back(outer: Outer, sent: Part, message: Message) -> Outer:
         before = taken_back(*map(fragment.touched, (outer.anchor, outer.residual)), sent, message)
-        return dataclasses.replace(outer, residual=put(outer.residual, before))
+        return dataclasses.replace(outer, residual=put(outer.residual, before, _called))
 
     return FragmentFunctions(send, apply, take_back)
 

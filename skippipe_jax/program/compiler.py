@@ -16,6 +16,7 @@ from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.simulate import simulate_plan
 
 from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.program.schedule import with_exact_averaging
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def global_order(plan: Plan, numbers: HopNumbers | None = None) -> tuple[Instruc
     Hops take their numbers from `numbers`, by default the first ones.
     """
     numbers = numbers or HopNumbers()
-    timeline = simulate_plan(plan)
+    # Where replicas go apart, they do so after some exact iterations at most.
+    timeline = simulate_plan(with_exact_averaging(plan))
     arrives: dict[Operation, Hop] = {}
     leaves: dict[Operation, Hop] = {}
     for microbatch, path in enumerate(plan.microbatches):

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,13 +51,13 @@ class _Made:
 
 @dataclass
 class _Part:
-    """What a replica does in the ring of its stage; `ends_s` emulates when that ends."""
+    """What a replica does in the ring of its stage; where that is emulated, it `takes_s` longer."""
 
     replica: int
     step: int
     own: UnderWay
     gathering: Gathering
-    ends_s: Callable[[float], float] | None
+    takes_s: float
     start_s: float = 0.0
 
 
@@ -113,8 +113,9 @@ class Behind:
         """
         ring = self.topology.gatherings[self.topology.stage_of[replica]]
         gathering = Gathering(ring, replica, own.message)
-        ends_s = partial(emulation.averaging_end_s, ring.stage) if emulation else None
-        part = _Part(replica, step, own, gathering, ends_s)
+        # Asked now, from 0 on: when all has come, another iteration is emulated.
+        takes_s = emulation.averaging_end_s(ring.stage, 0.0) if emulation else 0.0
+        part = _Part(replica, step, own, gathering, takes_s)
         with self._lock:
             self._rounds.setdefault(step, _Round()).left[replica] = part
         self._loop.post(partial(self._begin, part))
@@ -167,8 +168,8 @@ class Behind:
                         own.since_s,
                     )
             if not any(own.left for _, own in rounds):
-                others = ", ".join(str(host) for host in self.topology.hosts)
-                yield f"step {step} to count on all of the hosts {others}", self._loop.last_event_s
+                others = [str(host) for host in self.topology.hosts if host != self.topology.host]
+                yield f"step {step} to count on host {', '.join(others)}", self._loop.last_event_s
 
     @property
     def last_event_s(self) -> float:
@@ -234,8 +235,7 @@ class Behind:
             self._exchange.give(going_on[0], part.step, going_on[1])
         self._ask_next(part)
         if part.gathering.left == 0:
-            end_s = at_s if part.ends_s is None else part.ends_s(at_s)
-            self._loop.at(end_s, partial(self._end_part, part))
+            self._loop.at(at_s + part.takes_s, partial(self._end_part, part))
 
     def _end_part(self, part: _Part, at_s: float) -> None:
         part.own.messages = part.gathering.messages()

@@ -113,8 +113,9 @@ class Buddies:
         turn = (iteration - self._first) % self._every
         for way in self._giving:
             if turn == 0:
-                self._given[way.stage] = packed(self._replicas.states[way.source].to_save())
-            self._offer_next(iteration, way, way.part(turn, self._every))
+                self._pack(iteration, way)
+            else:
+                self._offer_next(iteration, way, way.part(turn, self._every))
         # Hosts that have been buddies of other stages are so no longer once all have their copies.
         self._is_settled = iteration - self._first >= self._every
         self._is_last_part = turn == self._every - 1
@@ -127,8 +128,27 @@ class Buddies:
             for _ in range(AHEAD):
                 self._ask_next(iteration, way.stage, unasked)
 
+    def _pack(self, iteration: int, way: Way) -> None:
+        """Pack the state of a stage while nodes compute, and offer the first part of it.
+
+        The step counts only when that is done, so nothing writes over the state before.
+        """
+        self._given.pop(way.stage, None)
+        state = self._replicas.states[way.source].to_save()
+
+        def pack() -> None:
+            self._given[way.stage] = packed(state)
+
+        def go_on(_: float) -> None:
+            self._offer_next(iteration, way, way.part(0, self._every))
+            self._left -= 1
+            self._look()
+
+        self._left += 1
+        self._exchange.loop.when_done(pack, go_on)
+
     def when_there(self, then: Callable[[Copies], None]) -> None:
-        """Call `then` with what is kept, once all has come that comes in this iteration."""
+        """Call `then` with what is kept, once all is packed and has come in this iteration."""
         self._then = then
         self._look()
 

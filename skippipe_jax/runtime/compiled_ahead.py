@@ -1,13 +1,17 @@
-"""Has nodes of some stages run all that they will before their states are there, on zeros.
+"""Compiles what nodes will run, before they do: in an iteration nothing is traced or compiled.
 
-So a host is ready when others take it in, who all wait for its first iteration: nothing is traced
-or compiled then. What is compiled is kept, too, where JAX keeps programs (see `compilation`).
+Who waits for a host in an iteration waits for what it computes, and hosts that open a session
+compile side by side. What takes parameters is traced, lowered and compiled for arrays that are only
+described: it needs no room, and changes no state. What sums up gradients, which are zeros before an
+iteration, is run on them. What is compiled is kept, too, where JAX keeps programs (see
+`compilation`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +20,194 @@ from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.node_memory import gathers_once
-from skippipe_jax.optim.outer import begin
-from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps
+from skippipe_jax.optim.outer import begin, fragments_of, message_shape
+from skippipe_jax.program.compiler import Compute, Program
+from skippipe_jax.runtime.gathering import Gathering
+from skippipe_jax.runtime.operations import TrainingOperations, add_targets
+from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps, share_of_norm
+from skippipe_jax.runtime.replicas import Replicas
+from skippipe_jax.runtime.ring import RingPart
 from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,
-    StageFunctions,
     activation,
     functions_of_run,
     where_state_waits,
     wire_of_run,
 )
+from skippipe_jax.runtime.state import StageState
+from skippipe_jax.runtime.totals import add_all, add_up, apart
+from skippipe_jax.runtime.wire_format import with_targets, without_targets
+
+
+class Ahead:
+    """Compiles jitted functions for arrays that are described, or given.
+
+    Attributes:
+        count: how many programs were asked for.
+    """
+
+    def __init__(self):
+        """Begin with none."""
+        self.count = 0
+
+    def __call__(self, function: Any, *arguments: Any, **static: Any) -> Any:
+        """Compile a function for these arguments; describe its results, and where they lie.
+
+        What takes them is compiled for those of the same call: what a forward pass saves holds its
+        trace.
+        """
+        self.count += 1
+        traced = function.trace(*arguments, **static)
+        return _lying(traced.out_info, traced.lower().compile().output_shardings)
+
+
+def _lying(shapes: Any, there: Any) -> Any:
+    """Describe arrays of these shapes, each where it lies."""
+
+    def described(own: Any, lies: Any) -> jax.ShapeDtypeStruct:
+        weak = own.weak_type
+        return jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=lies, weak_type=weak)
+
+    return jax.tree.map(described, shapes, there)
+
+
+class Kind(NamedTuple):
+    """Operations that call one program: F, L or B, and whether hops bring and take what it is of.
+
+    None does where the operation before it, or after it, is on the same node.
+    """
+
+    letter: str
+    arrives: bool
+    leaves: bool
+
+
+def _kinds_of(nodes: Collection[int], programs: Collection[Program]) -> frozenset[Kind]:
+    """Find the kinds of operations that programs have for some nodes."""
+    return frozenset(
+        Kind(step.operation.kind, step.arrives is not None, step.leaves is not None)
+        for program in programs
+        for step in program.instructions
+        if isinstance(step, Compute) and step.operation.node in nodes
+    )
+
+
+def _usual_kinds(stage: int) -> frozenset[Kind]:
+    """Return the kinds on a node of a stage where each path visits more than one."""
+    if stage == 0:
+        return frozenset({Kind("F", False, True), Kind("L", True, True), Kind("B", True, False)})
+    return frozenset({Kind("F", True, True), Kind("B", True, True)})
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """A replica of a stage, whose state may be described only.
+
+    Attributes:
+        of_stages: how many stages the model is cut into.
+        here: where it lies.
+        kinds: what its nodes do.
+        count: how many replicas the stage has; None where that is not known yet.
+    """
+
+    config: Config
+    stage: int
+    of_stages: int
+    state: StageState
+    here: Spread
+    kinds: frozenset[Kind]
+    count: int | None = None
+
+    def compile(self, ahead: Ahead) -> None:
+        """Compile all that training and validation call, but for what sums up gradients."""
+        state, functions = self.state, self.state.functions
+        self._compile_operations(ahead)
+        averaging = self.config.averaging
+        if not averaging.is_outer or averaging.exact_steps:
+            totals, draw = self._whole((TOTALS,), jnp.float32), np.zeros(2, np.uint32)
+            ahead(functions.squared_norm, state.gradients)
+            given = state.parameters, state.optimizer_state, state.gradients, totals, draw
+            ahead(functions.update, *given)
+        if averaging.is_outer:
+            self._compile_own_steps(ahead)
+        if self.config.validation.every:
+            come, tokens = self._come(self._computed), self._tokens()
+            inputs = come if self.stage else self._tokens(are_inputs=True)
+            ahead(functions.predict, state.parameters, inputs)
+            if self.stage == 0:
+                ahead(functions.held_out, state.parameters, come, tokens)
+
+    @property
+    def _computed(self) -> jax.ShapeDtypeStruct:
+        return activation(self.config.model, self.config.data)
+
+    def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.here.whole)
+
+    def _come(self, own: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=self.here.of_hop(own.shape))
+
+    def _tokens(self, *, are_inputs: bool = False) -> jax.ShapeDtypeStruct:
+        is_marked = are_inputs and self.config.data.packing == "documents"
+        return self._whole((*self._computed.shape[:2], *(2,) * is_marked), jnp.int32)
+
+    def _compile_operations(self, ahead: Ahead) -> None:
+        wire, state, functions = wire_of_run(self.config), self.state, self.state.functions
+        parameters, gradients = state.parameters, state.gradients
+        if state.gathers:
+            blocks = ahead(functions.gather, parameters["blocks"])
+            parameters = {**parameters, "blocks": blocks}
+        gauge, saved_ways = self._whole((2,), jnp.int32), []
+        # F first.
+        for letter, arrives, leaves in sorted(self.kinds, key=lambda kind: "FLB".index(kind[0])):
+            way = wire.gradients if letter == "B" else wire.activations
+            value = self._come(way.travelling if arrives else self._computed)
+            draw = np.zeros(4, np.uint32) if leaves and wire.gradients.is_drawn else None
+            if letter == "F":
+                value = value if self.stage else self._tokens(are_inputs=True)
+                outputs, saved, _ = ahead(
+                    functions.forward, parameters, gauge, value, leaves=leaves
+                )
+                saved_ways.append(saved)
+                if leaves and self.config.averaging.is_outer:
+                    self._compile_counts(ahead, outputs)
+            elif letter == "L":
+                totals = self._whole((TOTALS,), jnp.float32)
+                given = gradients, totals, gauge, value, self._tokens(), draw
+                ahead(functions.loss, parameters, *given, leaves=leaves)
+            else:
+                for saved in saved_ways:
+                    given = gradients, gauge, saved, value, draw
+                    ahead(functions.backward, parameters, *given, leaves=leaves)
+
+    def _compile_counts(self, ahead: Ahead, outputs: Any) -> None:
+        """Compile what sends target tokens along with these outputs, and counts them."""
+        way, targets = wire_of_run(self.config).activations, self._whole((), jnp.int32)
+        ahead(with_targets, outputs, targets)
+        ahead(without_targets, self._come(way.with_targets), way.travelling)
+        ahead(add_targets, targets, targets)
+
+    def _compile_own_steps(self, ahead: Ahead) -> None:
+        """Compile what replicas that go apart call at the end of iterations.
+
+        What applies the changes of all depends on how many they are.
+        """
+        config, state = self.config, self.state
+        cut = config.model.layers_of_stages(self.of_stages)
+        given = state.parameters, state.optimizer_state, state.gradients
+        own_step = inner_steps(config, self.of_stages)[self.stage]
+        parameters, _, _, norm = ahead(own_step, *given, self._whole((), jnp.int32))
+        if self.count is not None:
+            ahead(share_of_norm, norm, self.count)
+        if self.count == 1:
+            return
+        outer = ahead(begin, parameters)
+        for fragment in functions_of_fragments(config, cut[self.stage]):
+            message, sent, outer = fragment.send(parameters, outer, ahead)
+            if self.count is not None:
+                messages = dict.fromkeys(range(self.count), message)
+                parameters, outer = fragment.apply(parameters, outer, sent, messages, ahead)
 
 
 def compile_ahead(
@@ -36,89 +217,110 @@ def compile_ahead(
     nodes: Collection[Spread],
     case: Case | None = None,
 ) -> int:
-    """Run the functions of these stages, of so many, once on some nodes; returns how many.
+    """Compile the functions of these stages, of so many, for some nodes; returns how many.
 
-    `case` is that of the plan, by which weights come together on meshes.
-    A node holds the state of a stage and a microbatch in flight meanwhile, and nothing of that
-    afterwards.
+    `case` is that of the plan, by which weights come together on meshes. What depends on who else
+    trains is left to `compile_session`.
     """
-    functions = functions_of_run(config, of_stages)
+    functions, ahead = functions_of_run(config, of_stages), Ahead()
     distinct = {functions[stage]: stage for stage in sorted(stages)}
-    count = 0
     for here in nodes:
         for own, stage in distinct.items():
+            shapes = jax.eval_shape(own.create, jax.random.key(0), 0)
+            parameters, held, gradients = (_lying(tree, here.of_tree(tree)) for tree in shapes)
+            held = _lying(held, where_state_waits(own, held, here))
+            own, draw = own.on(here.mesh), np.zeros(2, np.uint32)
             gathers = case is not None and gathers_once(config, case, stage, here.shape)
-            count += _run_once(config, own.on(here.mesh), here, stage == 0, gathers)
-            if config.averaging.is_outer:
-                count += _go_apart_once(config, stage, of_stages, here.devices[0])
-    return count
+            state = StageState(own, parameters, held, gradients, draw, gathers=gathers)
+            _Replica(config, stage, of_stages, state, here, _usual_kinds(stage)).compile(ahead)
+            with jax.default_device(here.devices[0]):
+                ahead(own.no_gradients, parameters)
+    return ahead.count
 
 
-def _go_apart_once(config: Config, stage: int, of_stages: int, device: jax.Device) -> int:
-    """Call what replicas that go apart call at the end of iterations, but for applying.
+def compile_session(
+    config: Config,
+    operations: TrainingOperations,
+    programs: Collection[Program],
+    *,
+    counts_by_consensus: bool,
+) -> None:
+    """Compile all that this host calls in iterations by these programs, and in validations.
 
-    That depends on how many they are.
+    Left out is what several processes have to run together (see `open_collectives`). Where steps
+    count by consensus, hosts tell each other their totals as numbers.
     """
-    layers = config.model.layers_of_stages(of_stages)
-    functions, own = functions_of_run(config, of_stages)[stage], inner_steps(config, of_stages)
-    with jax.default_device(device):
-        created = functions.create(jax.random.key(0), 0), jnp.int32(1)
-    given, targets = jax.device_put(created, device)
-    stepped, *_ = own[stage](*given, targets)
-    outer = begin(stepped)
-    for fragment in functions_of_fragments(config, layers[stage]):
-        *_, outer = fragment.send(stepped, outer)
-    jax.block_until_ready(outer)
-    return 2 + config.averaging.fragments
+    replicas, topology, averaging = operations.replicas, operations.topology, config.averaging
+    ahead, compiled = Ahead(), set()
+    for replica, state in replicas.states.items():
+        stage, here = topology.stage_of[replica], topology.spread(replica)
+        nodes = [node for node in topology.nodes if topology.replica_of[node] == replica]
+        kinds, count = _kinds_of(nodes, programs), len(topology.replicas[stage])
+        alike = state.functions, here, kinds, state.gathers, count
+        if alike not in compiled:
+            compiled.add(alike)
+            of_stages = len(topology.replicas)
+            _Replica(config, stage, of_stages, state, here, kinds, count).compile(ahead)
+    if averaging.is_outer:
+        for replica in replicas.states:
+            _gather_zeros(config, replicas, replica)
+        norms = [jax.device_put(np.zeros(TOTALS, np.float32)) for _ in replicas.states]
+        _add_up_zeros(operations, norms, are_numbers=True)
+    if not averaging.is_outer or averaging.exact_steps:
+        for replica in replicas.states:
+            _sum_zeros(replicas, replica, config.network.averaging_dtype)
+        norms = [norm for stage in replicas.stages for norm in replicas.squared_norms(stage)]
+        _add_up_zeros(operations, norms, are_numbers=counts_by_consensus)
 
 
-def _run_once(
-    config: Config, functions: StageFunctions, here: Spread, is_data_stage: bool, gathers: bool
-) -> int:
-    """Call what training calls, with arrays that are on the devices."""
+def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
+    """Sum the gradients of a replica in the ring of its stage, if any, as if zeros came round."""
+    topology = replicas.topology
+    ring = topology.rings.get(topology.stage_of[replica])
+    if ring is None:
+        return
+    here = topology.spread(replica)
+    part = RingPart(ring, replica, replicas.to_sum(replica), jnp.dtype(dtype or np.float32), here)
+    zeros = _zeros(part.travelling, here)
+    next(part.begin())
+    for step, chunk, _ in part.unasked:
+        # One of each block: what is done with the others is the same.
+        if chunk % part.of_block == 0:
+            part.arrive(step, chunk, zeros)
+    replicas.take_sum(replica, part.result())
 
-    def zeros_at(shapes: Any, there: Any) -> Any:
-        return jax.tree.map(
-            lambda own, lies: jnp.zeros(own.shape, own.dtype, device=lies), shapes, there
-        )
 
-    def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return zeros_at(shape, here.whole)
+def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:
+    """Gather messages about each fragment of a replica, as if zeros came from the others."""
+    topology, parameters = replicas.topology, replicas.states[replica].parameters
+    stage, here = topology.stage_of[replica], topology.spread(replica)
+    layers = config.model.layers_of_stages(len(topology.replicas))[stage]
+    if stage not in topology.gatherings:
+        return
+    for fragment in fragments_of(config.averaging, layers):
+        message = _zeros(message_shape(config.averaging, fragment, parameters), here)
+        gathering = Gathering(topology.gatherings[stage], replica, message)
+        for _ in gathering.begin():
+            pass
+        for step, chunk, _, like in gathering.unasked:
+            gathering.arrive(step, chunk, _zeros(like, here))
+        gathering.messages()
 
-    def come(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return zeros_at(shape, here.of_hop(shape.shape))
 
-    wire, computed = wire_of_run(config), activation(config.model, config.data)
-    shapes = jax.eval_shape(functions.create, jax.random.key(0), 0)
-    parameters, state, gradients = (zeros_at(tree, here.of_tree(tree)) for tree in shapes)
-    state = jax.device_put(state, where_state_waits(functions, state, here))
-    gauge = zeros(jax.ShapeDtypeStruct((2,), jnp.int32))
-    totals = zeros(jax.ShapeDtypeStruct((TOTALS,), jnp.float32))
-    tokens = zeros(jax.ShapeDtypeStruct(computed.shape[:2], jnp.int32))
-    draw = np.zeros(4, np.uint32) if wire.gradients.is_drawn else None
-    inputs = come(wire.activations.travelling)
-    if is_data_stage:
-        marked = (*tokens.shape, 2) if config.data.packing == "documents" else tokens.shape
-        inputs = zeros(jax.ShapeDtypeStruct(marked, jnp.int32))
-    in_use = parameters
-    if gathers:
-        in_use = {**parameters, "blocks": functions.gather(parameters["blocks"])}
-    _, saved, gauge = functions.forward(in_use, gauge, inputs, leaves=True)
-    if is_data_stage:
-        outputs = come(wire.activations.travelling)
-        given = gradients, totals, gauge, outputs, tokens, draw
-        _, gradients, totals, gauge = functions.loss(in_use, *given, leaves=True)
-    # Nothing leaves a data stage backward, so nothing is rounded.
-    given = (
-        gradients,
-        gauge,
-        saved,
-        come(wire.gradients.travelling),
-        None if is_data_stage else draw,
-    )
-    _, gradients, _ = functions.backward(in_use, *given, leaves=not is_data_stage)
-    functions.squared_norm(gradients)
-    functions.no_gradients(parameters)
-    drawn_by = np.zeros(2, np.uint32)
-    jax.block_until_ready(functions.update(parameters, state, gradients, totals, drawn_by))
-    return (6 if is_data_stage else 5) + gathers
+def _add_up_zeros(
+    operations: TrainingOperations, norms: Sequence[Any], *, are_numbers: bool
+) -> None:
+    """Add up totals here, and over all hosts as if they had told theirs, as numbers or arrays."""
+    replicas, topology = operations.replicas, operations.topology
+    operations.begin(0)
+    parts = [*operations.totals.values(), *norms]
+    local = add_up(topology, parts, False, {}, replicas.squared_norms_of_blocks())
+    if are_numbers:
+        local = jax.device_put(np.asarray(local))
+    elif topology.sums_totals_by_links and topology.host == 0:
+        local = add_all([local for _ in topology.hosts])
+    apart(local, len(topology.devices))
+
+
+def _zeros(shape: jax.ShapeDtypeStruct, here: Spread) -> jax.Array:
+    return jax.device_put(np.zeros(shape.shape, shape.dtype), here.of_hop(shape.shape))

@@ -34,11 +34,22 @@ class Copy:
 
 
 def packed(state: PyTree) -> Bytes:
-    """Pack all arrays of a state, one after another."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-    return np.concatenate(
-        [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves]
-    )
+    """Pack all arrays of a state, one after another; no more than one is held besides."""
+    leaves = jax.tree.leaves(state)
+    whole, start = np.empty(sum(leaf.nbytes for leaf in leaves), np.uint8), 0
+    for leaf in leaves:
+        own = np.ascontiguousarray(_fetched(leaf)).reshape(-1).view(np.uint8)
+        whole[start : start + own.size] = own
+        start += own.size
+    return whole
+
+
+def _fetched(leaf: jax.Array | np.ndarray) -> np.ndarray:
+    """Fetch an array from its devices; JAX would keep what was fetched as long as the array."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    parts = [shard.data for shard in leaf.addressable_shards]
+    return np.asarray(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))
 
 
 def unpacked(given: Bytes, shapes: PyTree) -> PyTree:

@@ -66,19 +66,23 @@ class EventLoop:
 
     def when_ready(self, array: jax.Array, then: Then) -> None:
         """Call `then` once an array is there; an error that comes in its place is raised."""
+        self.when_done(array.block_until_ready, then)
+
+    def when_done(self, work: Callable[[], object], then: Then) -> None:
+        """Do some work in a thread of its own, and call `then`; an error in the work is raised."""
 
         def raise_error(error: Exception, _: float) -> None:
             raise error
 
-        def wait() -> None:
+        def run() -> None:
             try:
-                array.block_until_ready()
+                work()
             except Exception as error:
                 self.post(partial(raise_error, error))
             else:
                 self.post(then)
 
-        threading.Thread(target=wait, name="skippipe-wait", daemon=True).start()
+        threading.Thread(target=run, name="skippipe-wait", daemon=True).start()
 
     def begin(self) -> None:
         """Count the deadline from now on."""

@@ -123,28 +123,27 @@ class Handovers:
 
 def exchanged(
     handovers: Handovers,
-    make: Callable[[Collection[int], Origin | None, Kept], Mapping[int, StageState]],
+    make: Callable[[Origin | None, Kept, Collection[int]], Mapping[int, StageState]],
     origin: Origin | None,
     kept: Kept,
     links: Mapping[int, HostLink],
     group: Group,
-) -> Kept:
-    """Give and take all that moves; return what a host goes on with.
+) -> Mapping[int, StageState]:
+    """Give and take all that moves; return the states of the replicas that a host goes on with.
 
-    `make` makes the states of some stages, from an origin and those that are kept. What others take
-    from here is offered before anything is taken, as two may take from each other.
+    `make` makes those of some stages, from an origin and those that are kept. What others take from
+    here is offered before anything is taken, as two may take from each other.
 
     Raises:
         GenerationEnded: if the group ends before all is there.
     """
     topology, taken = handovers.topology, handovers.taken
-    own = dict(make(set(topology.stage_of) - taken, origin, kept))
+    own = dict(make(origin, kept, set(topology.stage_of) - taken))
     of_stages = {stage: state for (stage, _), state in kept.items()}
     of_stages |= {topology.stage_of[node]: state for node, state in own.items()}
     handovers.give(of_stages, links)
-    own |= make(taken, handovers.origin(links, group), {})
-    here = {(topology.stage_of[node], topology.spread(node)): state for node, state in own.items()}
-    return {**kept, **here}
+    own |= make(handovers.origin(links, group), {}, taken)
+    return {replica: own[replica] for replica in topology.own_replicas}
 
 
 def shapes_of_state(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched.problem.plan import Operation, Plan
@@ -134,7 +133,8 @@ class LiveIteration(Iteration):
         """
 
         def counted(outcome: tuple[float, ...]) -> None:
-            self.loop.post(lambda _: self._finish(jnp.asarray(outcome, jnp.float32)))
+            summed = np.asarray(outcome, np.float32)
+            self.loop.post(lambda _: self._finish(jax.device_put(summed)))
 
         step, own = self.iteration + 1, totals.tolist()
         self.buddies.when_there(lambda copies: self.group.contribute(step, own, counted, copies))
@@ -177,9 +177,10 @@ class LiveIteration(Iteration):
         if copies := [*self.buddies.waits()]:
             yield from ((what, self.loop.last_event_s) for what in copies)
         elif self.waits_for_totals:
-            is_first = self.topology.host == 0 or self.group.is_elastic
-            hosts = self.topology.hosts if is_first else [0]
-            missing = [str(host) for host in hosts if host not in self.totals_of_hosts]
+            hears_all = self.topology.host == 0 or self.group.is_elastic
+            known = {self.topology.host, *self.totals_of_hosts}
+            hosts = self.topology.hosts if hears_all else [0]
+            missing = [str(host) for host in hosts if host not in known]
             yield f"the totals from host {', '.join(missing)}", self.loop.last_event_s
         elif self.flow.is_done or self.averaging.parts:
             for what in self.averaging.waits():

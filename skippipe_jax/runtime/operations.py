@@ -29,6 +29,7 @@ class Operations(ABC):
     def __init__(self, replicas: Replicas):
         """Run on the nodes that these replicas serve."""
         self.replicas = replicas
+        self.topology = replicas.topology
         self.names_dispatches = False
 
     @abstractmethod
@@ -138,7 +139,7 @@ class TrainingOperations(Operations):
             )
             if targets is not None:
                 replica = topology.replica_of[node]
-                self.targets[replica] = _sum(self.targets[replica], targets)
+                self.targets[replica] = add_targets(self.targets[replica], targets)
                 result = with_targets(result, targets) if leaves else result
         elif kind == "L":
             here = topology.spread(node)
@@ -210,5 +211,6 @@ class HeldOutOperations(Operations):
 
 
 @jax.jit
-def _sum(first: jax.Array, second: jax.Array) -> jax.Array:
+def add_targets(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Add the target tokens of a microbatch to those before it."""
     return first + second

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import jax.numpy as jnp
+import jax
 from skippipe_sched.problem.plan import Operation, Plan
 from skippipe_sched.timing.timeline import Averaging
 
@@ -95,7 +95,7 @@ class OuterIteration(Iteration):
         ended_s = self.loop.last_event_s
         summed, nodes = self.summed, len(self.topology.devices)
         self.outcome = Outcome(
-            lambda: apart(jnp.asarray(summed.result()), nodes), gauges, ended_s=ended_s
+            lambda: apart(jax.device_put(summed.result()), nodes), gauges, ended_s=ended_s
         )
 
     def _averagings(self) -> list[Averaging]:

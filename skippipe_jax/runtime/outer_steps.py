@@ -81,7 +81,7 @@ class OuterSteps:
         state.parameters, state.optimizer_state, state.gradients, norm = self._inner[stage](
             state.parameters, state.optimizer_state, state.gradients, targets
         )
-        return _share(norm, len(self._topology.replicas[stage]))
+        return share_of_norm(norm, len(self._topology.replicas[stage]))
 
     def send(self, replica: int, step: int) -> UnderWay | None:
         """Return the fragment that a replica sends after a step, if it sends one."""
@@ -163,7 +163,8 @@ def _inner_step(functions: StageFunctions, microbatch_tokens: int) -> InnerStep:
 
 
 @jax.jit
-def _share(squared_norm: Float[Array, ""], replicas: int) -> Totals:
+def share_of_norm(squared_norm: Float[Array, ""], replicas: int) -> Totals:
+    """Return totals that hold what one of so many replicas adds to the mean squared norm."""
     return jnp.zeros(TOTALS).at[SQUARED_NORM].set(squared_norm / replicas)
 
 

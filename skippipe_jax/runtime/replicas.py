@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from skippipe_jax.runtime.reduction import sum_over_nodes
-from skippipe_jax.runtime.spread import Spread, single
+from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.stage_functions import Totals, sum_of_squares
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
+from skippipe_jax.runtime.totals import add_up, sum_by_collective
 
 
 class Replicas:
@@ -121,22 +121,21 @@ class Replicas:
             )
 
 
-def open_collectives(topology: Topology) -> None:
-    """Sum something small over every group of devices that training sums over.
+def open_collectives(replicas: Replicas) -> None:
+    """Sum over every group of devices that training sums over: gradients, which are zeros.
 
     Processes have 30 seconds to come to the first sum of a group (gloo's limit, which JAX does not
     let one change), and compiling the stages can keep one of them longer. Call this on all hosts at
     about the same time.
     """
-    stages = range(len(topology.replicas))
-    groups = [topology.spreads_of_stage(stage) for stage in stages if stage not in topology.rings]
+    topology = replicas.topology
+    for stage in replicas.stages:
+        if stage not in topology.rings:
+            replicas.sum_by_collective(stage)
+            jax.block_until_ready([state.gradients for state in replicas.states.values()])
     if not topology.sums_totals_by_links:
-        groups.append(tuple(map(single, topology.host_devices)))
-    for spreads in groups:
-        own = [s for s in spreads if s.devices[0].process_index == jax.process_index()]
-        if own:
-            zeros = {here: jax.device_put(np.zeros(1, np.float32), here.whole) for here in own}
-            jax.block_until_ready(list(sum_over_nodes(spreads, zeros).values()))
+        local = add_up(topology, [], False, {})
+        jax.block_until_ready(sum_by_collective(topology, local))
 
 
 _squared_norm = jax.jit(sum_of_squares)

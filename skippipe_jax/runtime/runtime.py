@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from skippipe_jax.cluster.agreement import gather
@@ -26,6 +27,7 @@ from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule, with_exact_averaging
 from skippipe_jax.runtime.behind import Behind
 from skippipe_jax.runtime.buddies import Buddies, ways_of
+from skippipe_jax.runtime.compiled_ahead import compile_session
 from skippipe_jax.runtime.copied import Copy
 from skippipe_jax.runtime.dispatch import in_program_order
 from skippipe_jax.runtime.emulation import Emulation
@@ -70,20 +72,16 @@ class Runtime:
         topology: Topology,
         links: Mapping[int, HostLink],
         group: Group,
-        origin: Origin | None = None,
+        states: Mapping[int, StageState] | None = None,
         clock_offset: Future[float] | None = None,
-        kept: Kept | None = None,
         copies: Collection[Copy] = (),
-        own_origin: OwnOrigin | None = None,
         step: int = 0,
     ):
-        """Make the state of the stages served here: from `origin`, or drawn from the seed.
+        """Go on after `step` with the `states` of the replicas held here, or draw them.
 
         `programs` are this host's, by the names of the plans of `schedule`; `links[h]` leads to
         host h. `clock_offset` is what to add to this host's clock for host 0's. Steps count
-        as they do in the `group`, states that are `kept` are gone on with, and so are `copies` of
-        stages of others. Replicas that are apart go on after `step`, each as it is in `own_origin`,
-        if there is one.
+        as they do in the `group`, and `copies` of stages of others are gone on with.
         """
         self.group = group
         self.config = config
@@ -91,22 +89,9 @@ class Runtime:
         self.programs = programs
         self.topology = topology
         self._clock_offset = clock_offset
-        stages = len(topology.plan.stages)
-        functions = functions_of_run(config, stages)
-        cut = config.model.layers_of_stages(stages)
         self.replicas = Replicas(
             topology,
-            make_states(
-                topology,
-                functions,
-                cut,
-                config.seed,
-                origin,
-                kept,
-                own_origin=own_origin,
-                step=step,
-                with_momentum=config.averaging.is_outer,
-            ),
+            _states_of_run(config, topology) if states is None else states,
             notes_norms=group.is_elastic and config.recovery.lost_stage == AVERAGE,
         )
         for node, state in self.states.items():
@@ -146,6 +131,11 @@ class Runtime:
         if config.averaging.is_outer:
             self._go_apart(step)
         group.when_ended(self._end_group)
+
+    def compile(self) -> None:
+        """Compile all that iterations and validations call, but for `open_collectives`."""
+        programs, counts = [*self.programs.values()], self.group.is_elastic
+        compile_session(self.config, self.operations, programs, counts_by_consensus=counts)
 
     def _go_apart(self, step: int) -> None:
         """Have replicas take steps of their own, after `step`."""
@@ -287,6 +277,31 @@ class Runtime:
         return Outcome(lambda: sums, gauges)
 
 
+def _states_of_run(
+    config: Config,
+    topology: Topology,
+    origin: Origin | None = None,
+    kept: Kept | None = None,
+    stages: Collection[int] | None = None,
+    own_origin: OwnOrigin | None = None,
+    step: int = 0,
+) -> dict[int, StageState]:
+    """Make the states of a run as `make_states` does."""
+    count = len(topology.plan.stages)
+    return make_states(
+        topology,
+        functions_of_run(config, count),
+        config.model.layers_of_stages(count),
+        config.seed,
+        origin,
+        kept,
+        stages,
+        own_origin=own_origin,
+        step=step,
+        with_momentum=config.averaging.is_outer,
+    )
+
+
 class Ready(NamedTuple):
     """What hosts tell each other when their stages are open, and who compares it."""
 
@@ -333,17 +348,8 @@ def open_runtime(
         links[other].expect(numbers)
     clock_offset = _clock_offset(group) if config.trace != "never" else None
     handovers = Handovers(topology, config, group.holders)
+    make = partial(_states_of_run, config, topology)
     if handovers.handovers or group.generation.remade:
-        functions = functions_of_run(config, len(plan.stages))
-
-        def make(
-            stages: Collection[int], origin: Origin | None, kept: Kept
-        ) -> Mapping[int, StageState]:
-            given = config.seed, origin, kept, stages
-            return make_states(
-                topology, functions, cut, *given, with_momentum=config.averaging.is_outer
-            )
-
         given = handovers.shapes, handovers.numbers, kept or {}, remains
         remaking = Remaking(topology, group, *given)
         for link in links.values():
@@ -354,17 +360,22 @@ def open_runtime(
         # A group that has ended before it began may have made some otherwise.
         anew = {made.stage for made in group.generation.remade}
         own = {of: state for of, state in (kept or {}).items() if of[0] not in anew}
-        kept = exchanged(handovers, make, remade, own, links, group)
-    given = schedule, programs, topology, links, group, origin, clock_offset
+        states = exchanged(handovers, make, remade, own, links, group)
+    else:
+        states = make(origin, kept, own_origin=own_origin, step=step)
+    given = schedule, programs, topology, links, group, states, clock_offset
     # Others are of stages that come back from a checkpoint, and have been given.
     copies = remains.copies if config.recovery.lost_stage == BUDDY else ()
-    runtime = Runtime(config, *given, kept=kept, copies=copies, own_origin=own_origin, step=step)
+    runtime = Runtime(config, *given, copies=copies, step=step)
+    runtime.compile()
+    if not topology.in_one_jax:
+        open_collectives(runtime.replicas)
     # Nobody waits in a collective, or for activations, of a host that still reads or compiles; and
     # nobody updates a state that another still takes.
     ready = ready or Ready()
     ready.compare(gather(group, "ready", ready.tell, group.timeout_s))
     if topology.in_one_jax:
-        open_collectives(topology)
+        open_collectives(runtime.replicas)
     return runtime
 
 

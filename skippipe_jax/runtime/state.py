@@ -185,7 +185,9 @@ def make_states(
         # Where replicas are alone on nodes that share a device, one of them goes on with it.
         state = left.pop((topology.stage_of[node], topology.spread(node)), None)
         if state is not None:
-            # What was added up of an iteration that did not count is forgotten.
+            # What was added up of an iteration that did not count is let go of first, so that there
+            # are never gradients beside gradients.
+            state.gradients = {}
             with jax.default_device(topology.device(node)):
                 gradients = state.functions.no_gradients(state.parameters)
             state.gradients = topology.spread(node).put(gradients)

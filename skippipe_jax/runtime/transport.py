@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,11 +39,21 @@ CLOSING_S = 5.0
 AFTER_A_STEP = 1 << 48
 
 
-@dataclass
 class Reached:
-    """The last iteration in which this host has sent anything, over whichever link."""
+    """The last iteration in which this host has sent anything, over whichever link.
 
-    iteration: int
+    Iterations and what goes on behind them send from threads of their own.
+    """
+
+    def __init__(self, iteration: int):
+        """Begin with the iteration before the first in which anything is sent."""
+        self.iteration = iteration
+        self._lock = threading.Lock()
+
+    def note(self, iteration: int) -> None:
+        """Note that something was sent in an iteration."""
+        with self._lock:
+            self.iteration = max(self.iteration, iteration)
 
 
 class HostLink:
@@ -98,7 +107,7 @@ class HostLink:
         self._sent[hop.number] = iteration
         if iteration < AFTER_A_STEP:
             # States are handed over in iteration 0, whatever came before.
-            self._reached.iteration = max(self._reached.iteration, iteration)
+            self._reached.note(iteration)
 
     def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Ask for what the hop carries, which may be offered later; it is shaped as `like`.

@@ -44,7 +44,7 @@ class Watchdog:
         """
         self._loop, self._on_hang, self._poll_s = loop, on_hang, poll_s
         self._longest_s, self._most_s = planned_s, MAX_SHARE * deadline_s
-        # The first one compiles, which may take as long as it likes.
+        # In the first one devices load programs, which may take as long as it likes.
         self._iterations, self._is_iterating = 0, False
         self._is_closed = threading.Event()
         threading.Thread(target=self._watch, name="skippipe-watchdog", daemon=True).start()

@@ -674,6 +674,19 @@ def test_too_few_hosts_wait_for_the_others_and_then_end(config: Path, tmp_path: 
 
 
 @pytest.mark.nightly
+def test_nothing_is_compiled_in_steps_also_once_a_host_is_lost(config: Path, tmp_path: Path):
+    with started_processes(tmp_path / "outputs") as processes:
+        worker = str(Path(__file__).with_name("compiling_worker.py"))
+        run = Run(processes, config, tmp_path / "run", (worker,))
+        run.wait_until_step(5)
+        run.signal(3, signal.SIGKILL)
+        run.ends_well(0, 1, 2)
+    for host in range(3):
+        counts = json.loads((run.run_dir / f"compiled_{host}.json").read_text())
+        assert counts == [0, 0], f"host {host}, session by session"
+
+
+@pytest.mark.nightly
 def test_transfers_that_are_cut_while_all_hosts_live_are_made_again(
     config: Path, tmp_path: Path, undisturbed: Path
 ):

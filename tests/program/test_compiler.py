@@ -308,3 +308,9 @@ def test_held_out_microbatches_go_past_stages_that_are_left_out():
         for stages in (((0,), (), (1, 2)), ((0,), (1, 2)))
     )
     assert past == without
+
+
+def test_stages_whose_replicas_go_apart_are_summed_before_that():
+    paths, outer = [[0, 1], [0, 2]], {"mode": "outer", "every": 3, "fragments": 2, "delay": 1}
+    order = global_order(plan_of([[0], [1, 2]], paths, averaging=outer))
+    assert order == global_order(plan_of([[0], [1, 2]], paths))

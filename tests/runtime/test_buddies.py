@@ -16,9 +16,9 @@ from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.recovery import BUDDY, RecoveryConfig
 from skippipe_jax.models.footprint import copied_bytes
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime import copied
+from skippipe_jax.runtime import buddies, copied
 from skippipe_jax.runtime.buddies import Buddies, ways_of
-from skippipe_jax.runtime.copied import Copy
+from skippipe_jax.runtime.copied import Bytes, Copy, packed
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
@@ -95,14 +95,21 @@ class Hosts:
         replicas: Any = SimpleNamespace(states=states)
         return Buddies(exchange, replicas, ways_of(topology, CONFIG), EVERY, first, kept)
 
-    def state(self, stage: int) -> np.ndarray:
-        return np.full(copied_bytes(CONFIG, 3)[stage], 10 * stage + self.step, np.uint8)
+    def state(self, stage: int) -> jax.Array:
+        size = copied_bytes(CONFIG, 3)[stage]
+        return jax.device_put(np.full(size, 10 * stage + self.step, np.uint8))
 
     def iterate(self) -> dict[int, Any]:
         """An iteration, at the end of which all tell what they keep."""
-        told: dict[int, Any] = {}
+        self.begin()
+        return self.end()
+
+    def begin(self) -> None:
         for own in self.of.values():
             own.begin(self.step)
+
+    def end(self) -> dict[int, Any]:
+        told: dict[int, Any] = {}
         for host, own in self.of.items():
             own.when_there(lambda copies, host=host: told.update({host: copies}))
         until_s = time.monotonic() + 30.0
@@ -165,3 +172,28 @@ def test_copies_of_other_generations_are_kept_until_all_have_theirs():
     assert [one.name for one in hosts.of[1].copies] == [(1, 4), (2, 5)]
     hosts.iterate()
     assert [one.name for one in hosts.of[1].copies] == [(2, 5)]
+
+
+def test_hosts_go_on_while_states_are_packed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    goes_on = threading.Event()
+
+    def late(state: Any) -> Bytes:
+        assert goes_on.wait(30.0)
+        return packed(state)
+
+    monkeypatch.setattr(buddies, "packed", late)
+    hosts = Hosts()
+    hosts.begin()
+    assert not hosts.mail.sizes
+    goes_on.set()
+    hosts.end()
+    assert hosts.mail.sizes
+
+
+def test_nothing_of_a_packed_state_stays_in_the_memory_of_the_host():
+    for device in jax.local_devices()[:2]:
+        state = {"one": jax.device_put(np.arange(6.0), device), "count": jax.device_put(3, device)}
+        assert packed(state).size == sum(leaf.nbytes for leaf in state.values())
+        assert all(leaf._npy_value is None for leaf in state.values())

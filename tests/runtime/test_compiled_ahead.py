@@ -1,29 +1,31 @@
-"""What is compiled ahead, without any state, is what training calls then."""
+"""What is compiled ahead is what training and validation call then."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+import gc
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from skippipe_jax.config import (
     Config,
     DataConfig,
     ModelConfig,
     NetworkConfig,
+    load_config,
 )
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
+from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.spread import single
-from skippipe_jax.runtime.stage_functions import functions_of_run
+from skippipe_jax.training.compilations import CompilationCounter
+from skippipe_jax.training.trainer import Trainer
 from tests.one_host import open_alone
 from tests.sched.examples import plan_of
+from tests.training_runs import SMALL_CASE, write_config
 
 BATCH, TIME = 2, 6
 # Other shapes than anywhere else, so that nothing of it is compiled already; what stages are given
@@ -33,51 +35,68 @@ CONFIG = Config(
     data=DataConfig(sequence_length=TIME, microbatch_size=BATCH, packing="documents"),
     network=NetworkConfig(activation_dtype="int8", gradient_rounding="stochastic"),
 )
-FUNCTIONS = ("forward", "backward", "loss", "zero_gradients", "squared_norm", "update")
+PLAN = plan_of([[0], [1]], [[0, 1], [0, 1]])
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
-    """A folder of its own for what is compiled."""
-    name = "jax_compilation_cache_dir"
-    before = getattr(jax.config, name)
-    jax.config.update(name, str(tmp_path))
-    compilation_cache.reset_cache()
-    yield tmp_path
-    jax.config.update(name, before)
-    compilation_cache.reset_cache()
-
-
-def compiled(cache: Path) -> set[str]:
-    """The stage functions in the cache."""
-    names = {path.name for path in cache.iterdir()}
-    return {name for name in names if name.startswith(tuple(f"jit_{own}-" for own in FUNCTIONS))}
-
-
-def traces_of_all() -> list[int]:
-    """How often each stage function has been called with other arguments than before."""
-    jitted: list[Any] = [
-        getattr(functions, field.name)
-        for functions in functions_of_run(CONFIG, 2)
-        for field in dataclasses.fields(functions)
-        # Whoever begins without a state draws one; what is no function is never called.
-        if field.name not in ("create", "begin", "state_memory", "on")
-    ]
-    return [function._cache_size() for function in jitted]
-
-
-def test_training_compiles_no_stage_function_that_was_compiled_ahead(cache: Path):
-    plan = plan_of([[0], [1]], [[0, 1], [0, 1]])
-    first, second = map(single, jax.local_devices()[:2])
-    assert compile_ahead(CONFIG, [0], 2, [first]) == 6
-    assert compile_ahead(CONFIG, [1], 2, [second]) == 5
-    before = compiled(cache)
-    traced = traces_of_all()
-    assert len(before) >= 7, "what both stages have alike stands there once"
-    runtime = open_alone(CONFIG, plan, devices=2)
+def train(runtime: Runtime, iterations: int) -> None:
     tokens = np.ones((BATCH, TIME), np.int32)
     batch: Batch = {"tokens": tokens, "targets": tokens, "begins": tokens == 0}
-    runtime.run(0, {0: batch, 1: batch})
-    runtime.run(1, {0: batch, 1: batch})
-    assert compiled(cache) == before
-    assert traces_of_all() == traced, "nor is any traced again"
+    for iteration in range(iterations):
+        outcome = runtime.run(iteration, {0: batch, 1: batch})
+        outcome.sums()
+
+
+def test_who_comes_compiles_the_stages_that_it_will_serve_and_holds_none():
+    first, second = map(single, jax.local_devices()[:2])
+    gc.collect()
+    before = len(jax.live_arrays())
+    assert compile_ahead(CONFIG, [0], 2, [first]) == 6
+    assert compile_ahead(CONFIG, [1], 2, [second]) == 5
+    assert len(jax.live_arrays()) <= before
+    # What remains is what draws a state, and what totals are summed by.
+    with CompilationCounter() as compiled:
+        runtime = open_alone(CONFIG, PLAN, devices=2)
+        opened = compiled.compilations.count
+        train(runtime, 2)
+    assert compiled.compilations.count - opened == 2
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "dispatched at once": {},
+    "rings in bfloat16": {
+        "network": {"averaging": "ring", "averaging_dtype": "bfloat16", "mode": "emulate"},
+        "recovery": {"lost_stage": "average"},
+    },
+    "replicas that go apart": {
+        "averaging": {"mode": "outer", "every": 3, "fragments": 2, "delay": 1, "exact_steps": 1},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("dispatched at once", marks=pytest.mark.nightly),
+        "rings in bfloat16",
+        pytest.param("replicas that go apart", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_compiles_nothing_once_it_is_open(tmp_path: Path, way: str):
+    """It validates, and saves checkpoints; all fragments are sent and applied."""
+    # Of no other test.
+    model = {"width": 20, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 28, "context": 32}
+    config = write_config(
+        tmp_path,
+        model=model,
+        run_dir=str(tmp_path / "run"),
+        plan={"method": "balanced", "case": SMALL_CASE | {"forward_s": 0.001}},
+        train={"steps": 6},
+        validation={"every": 2, "sequences": 4},
+        checkpoint={"every": 3},
+        **WAYS[way],
+    )
+    with Trainer(load_config(config)) as trainer, CompilationCounter() as compiled:
+        trainer.setup()
+        assert compiled.take().count > 0
+        trainer.run()
+        assert compiled.compilations.count == 0

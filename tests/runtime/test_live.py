@@ -17,8 +17,11 @@ from skippipe_sched.timing.jitter import draw_stretch
 from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Timeline
 
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NetworkConfig, TrainConfig
+from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.data.batches import Batch
+from skippipe_jax.errors import PeerTimeout
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.storage.recording import Recording, measured_timeline
 from tests import oracle
@@ -192,3 +195,26 @@ def test_losses_of_ready_first_with_jitter_equal_the_oracle():
         trained.model, OPTIMIZER, stage_paths, len(STAGES), batches, seed=SEED, steps=10
     )
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+class Alone(Membership):
+    """Host 0 of a generation of three, whose others say nothing."""
+
+    generation = Generation(1, (0, 1, 2), (0, 0, 0), 0, 0)
+
+    def contribute(self, *_: Any, **__: Any) -> None:
+        """Nobody hears it."""
+
+
+def test_who_waits_in_vain_for_totals_names_the_other_hosts():
+    plan = plan_of([[0], [1, 2]], [[0]])
+    config = Config(
+        model=dataclasses.replace(MODEL, layers=2),
+        data=DataConfig(microbatch_size=BATCH, sequence_length=TIME),
+        network=NetworkConfig(deadline_s=0.5),
+        train=TrainConfig(10),
+    )
+    group = Alone(config.cluster, 0, 3)
+    runtime = open_alone(config, plan, devices=1, host_of=(0, 1, 2), group=group)
+    with pytest.raises(PeerTimeout, match=r"has waited for the totals from host 1, 2;"):
+        runtime.run(0, dict(enumerate(random_batches(plan, seed=0)[0])))

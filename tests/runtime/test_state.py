@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -131,11 +131,11 @@ def test_a_stage_that_moves_within_a_host_is_copied_there(runtime: Runtime, chec
     assert only == 0
 
 
-def test_devices_never_hold_more_than_the_state_that_they_go_on_with(
-    runtime: Runtime, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-):
-    """Nothing is allocated to be overwritten, and what is read does not pass through a device."""
-    resumed(runtime, checkpoint)  # What compiling leaves is there before.
+Made = TypeVar("Made")
+
+
+def most_besides(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Made]) -> tuple[Made, int]:
+    """What is made, and how many bytes there are at most meanwhile beside those before."""
     gc.collect()
     before, peak = bytes_of(jax.live_arrays()), 0
     own_put = jax.device_put
@@ -147,7 +147,27 @@ def test_devices_never_hold_more_than_the_state_that_they_go_on_with(
         return placed
 
     monkeypatch.setattr(jax, "device_put", device_put)
-    states = resumed(runtime, checkpoint)
+    made = make()
     monkeypatch.undo()
+    return made, peak
+
+
+def test_devices_never_hold_more_than_the_state_that_they_go_on_with(
+    runtime: Runtime, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing is allocated to be overwritten, and what is read does not pass through a device."""
+    resumed(runtime, checkpoint)  # What compiling leaves is there before.
+    states, peak = most_besides(monkeypatch, lambda: resumed(runtime, checkpoint))
     held = sum(bytes_of((state.to_save(), state.gradients)) for state in states.values())
     assert 0 < peak <= held
+
+
+def test_states_that_are_kept_have_no_gradients_beside_their_gradients(
+    runtime: Runtime, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    states, topology = resumed(runtime, checkpoint), runtime.topology
+    kept = {(topology.stage_of[node], topology.spread(node)): own for node, own in states.items()}
+    given = topology, [own.functions for own in states.values()], CUT, 0, None, kept
+    again, peak = most_besides(monkeypatch, lambda: make_states(*given))
+    assert again == states
+    assert peak == 0

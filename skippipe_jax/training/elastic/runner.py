@@ -178,14 +178,22 @@ class ElasticRunner:
         """Tell whether the run goes on after an error, once that is certain.
 
         It does where the loss of a host has caused it, or a connection that broke.
+
+        Raises:
+            PeerTimeout: if transfers have failed again, though they were connected anew: as a new
+                process this host may do better.
         """
+        cause = None
         if isinstance(error, GenerationEnded):
             self._tell(Signal.ENDED)
         else:
-            session, first = self._session, self._team.generation.step
-            self._tell(Failed(_cause_of(error), session is not None and session.step > first))
+            cause, session, first = _cause_of(error), self._session, self._team.generation.step
+            self._tell(Failed(cause, session is not None and session.step > first))
         if isinstance(self._action, WatchMembers):
             self._tell(self._watch(self._action.seconds))
+        if isinstance(self._action, Raise) and cause == Cause.TRANSFER:
+            problem = "transfers have failed again although all hosts are there"
+            raise PeerTimeout(f"{problem}: {error}") from error
         return not isinstance(self._action, Raise)
 
     def next_session(self) -> Session:
