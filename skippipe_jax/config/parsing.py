@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
@@ -180,6 +179,8 @@ def to_tree(config: Any) -> Any:
 
 def to_yaml(config: Config) -> str:
     """Return the configuration in full, as YAML."""
+    import yaml  # Slow to load; see `fields.parse_yaml`.
+
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
 
 
