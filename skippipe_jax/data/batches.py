@@ -24,7 +24,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import DataConfig, DocumentSource
 from skippipe_jax.config.data import HELD_OUT_PARTS
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
-from skippipe_jax.data.corpus import Corpus, read_corpus
+from skippipe_jax.data.corpus import KEPT_SOURCES, Corpus, read_corpus
 from skippipe_jax.data.documents import local_path, require_apart
 from skippipe_jax.data.held_out_parts import part_of
 from skippipe_jax.data.rows import (
@@ -41,6 +41,9 @@ from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 
 # A thread that reads ahead would only compete for the interpreter with who waits for the batch.
 _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+_require_apart = functools.lru_cache(maxsize=KEPT_SOURCES)(require_apart)
 
 
 def tokenizer_of(config: DataConfig) -> str:
@@ -84,7 +87,11 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
     sources = tuple(
         replace(source, path=source.path and local_path(source.path)) for source in config.sources()
     )
-    corpora = _read_corpora(sources, tokenizer_of(config), config.held_out, config.shuffle_seed)
+    if len(sources) > 1:
+        _require_apart(sources)
+    tokenizer = load_tokenizer(tokenizer_of(config))
+    division = config.held_out, config.shuffle_seed
+    corpora = tuple(read_corpus(source, tokenizer, *division) for source in sources)
     for source, corpus in zip(config.sources(), corpora, strict=True):
         for part, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
             _require_a_sequence(config, f"the {part} text of {source.origin[1]}", documents)
@@ -264,16 +271,6 @@ def document_starts(batch: Batch, begin: int) -> Bool[np.ndarray, "sequence posi
     starts = batch["begins"].copy() if "begins" in batch else batch["tokens"] == begin
     starts[:, 0] = True
     return starts
-
-
-@functools.lru_cache(maxsize=2)
-def _read_corpora(
-    sources: tuple[DocumentSource, ...], tokenizer: str, held_out: float, seed: int
-) -> tuple[Corpus, ...]:
-    if len(sources) > 1:
-        require_apart(sources)
-    loaded = load_tokenizer(tokenizer)
-    return tuple(read_corpus(source, loaded, held_out, seed) for source in sources)
 
 
 def _fingerprint(corpora: Sequence[Corpus], shares: Sequence[int]) -> str:
