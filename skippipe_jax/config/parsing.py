@@ -120,8 +120,8 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
         InputError: if the folder holds no run.
     """
     tree = _saved_tree(folder, field)
-    _parse_saved(folder, tree)
-    return parse_config(tree, overrides)
+    saved = _parse_saved(folder, tree)
+    return parse_config(tree, overrides) if overrides else saved
 
 
 def _model_of_run(folder: Path) -> ModelConfig:

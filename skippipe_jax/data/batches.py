@@ -202,21 +202,15 @@ class TrainingBatches:
 
 
 def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> list[str]:
-    """Say so, if `held_out_batches` has fewer sequences than these; they come in whole batches.
+    """Say so, if fewer sequences than these are held out.
 
     Raises:
         InputError: as `held_out_batches` does.
     """
-    size, count = (
-        min(config.microbatch_size, sequences),
-        sum(map(len, _rows_held_out(config, part))),
-    )
-    whole = sequences // size * size
-    if whole <= count and whole < sequences:
-        return [f"{whole} sequences are read, not {sequences}: they come by {size} at a time"]
-    if count < sequences:
-        return [f"{count} sequences are read, not {sequences}: no more are held out"]
-    return []
+    count = sum(map(len, _rows_held_out(config, part)))
+    if count >= sequences:
+        return []
+    return [f"{count} sequences are read, not {sequences}: no more are held out"]
 
 
 def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> list[Rows]:
@@ -235,12 +229,12 @@ def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> 
 def held_out_batches(
     config: DataConfig,
     batch_size: int,
-    limit: int | None = None,
+    sequences: int | None = None,
     *,
     part: str = "all",
     domain: str | None = None,
 ) -> Iterator[Batch]:
-    """The held-out rows of all sources once, in a fixed shuffled order; at most `limit` batches.
+    """The held-out rows of all sources once, in a fixed shuffled order; at most so many `sequences`.
 
     The last batch is padded to `batch_size` sequences whose targets are all `NOT_COUNTED`. `part`
     is one of `HELD_OUT_PARTS`, and `domain`, if given, the only source that is read. Raises
@@ -258,8 +252,8 @@ def held_out_batches(
         return _batch(config, padding, batch_size, picked)
 
     order = grain.MapDataset.range(int(bounds[-1])).shuffle(config.shuffle_seed)
-    batches = order.batch(batch_size, batch_fn=batch)
-    return iter(batches[:limit].to_iter_dataset(_READ_IN_CALLER))
+    batches = order[:sequences].batch(batch_size, batch_fn=batch)
+    return iter(batches.to_iter_dataset(_READ_IN_CALLER))
 
 
 def document_starts(batch: Batch, begin: int) -> Bool[np.ndarray, "sequence position"]:

@@ -214,7 +214,7 @@ def losses_along(
     ordered = sorted(orders)
     totals = np.zeros((len(ordered), 2))
     with tqdm(unit="pass", disable=None, leave=False) as bar:
-        for batch in held_out_batches(data, batch_size, sequences // batch_size, part=part):
+        for batch in held_out_batches(data, batch_size, sequences, part=part):
             embedded, targets = model.embed(batch), jnp.asarray(batch["targets"])
             losses = _losses_along(model, ordered, 1, embedded, targets)
             totals += np.stack(jax.device_get(list(losses)))

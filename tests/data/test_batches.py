@@ -295,8 +295,12 @@ def test_held_out_windows_come_once_and_the_last_batch_is_padded(file_config, ba
 def test_held_out_order_is_fixed_and_a_limit_takes_its_beginning(file_config):
     config = text_config(Path(str(file_config.path)), held_out=0.5)
     every = list(held_out_batches(config, 3))
-    assert_same(list(held_out_batches(config, 3, limit=4)), every[:4])
-    assert_same(list(held_out_batches(config, 3, limit=10_000)), every)
+    assert_same(list(held_out_batches(config, 3, 12)), every[:4])
+    assert_same(list(held_out_batches(config, 3, 10_000)), every)
+    *whole, last = held_out_batches(config, 3, 11)
+    assert_same(whole, every[:3])
+    np.testing.assert_array_equal(last["tokens"][:2], every[3]["tokens"][:2])
+    assert (last["targets"][2] == NOT_COUNTED).all()
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_an_earlier_checkpoint_can_be_chosen():
     assert found.loss > evaluate_run(Path("run"), 6, 256).loss
 
 
-@pytest.mark.parametrize(("sequences", "evaluated"), [(1, 1), (3, 2), (4, 4), (999, 22)])
+@pytest.mark.parametrize(("sequences", "evaluated"), [(1, 1), (3, 3), (4, 4), (999, 22)])
 def test_no_more_sequences_are_read_than_asked_for(sequences: int, evaluated: int):
     assert len(held_out_windows()) == 22
     assert evaluate_run(Path("run"), None, sequences).tokens == evaluated * TIME
@@ -165,8 +165,7 @@ def test_no_more_sequences_are_read_than_asked_for(sequences: int, evaluated: in
 @pytest.mark.parametrize(
     ("sequences", "said"),
     [
-        ("3", "2 sequences are read, not 3: they come by 2 at a time"),
-        ("4", ""),
+        ("3", ""),
         ("32", "22 sequences are read, not 32: no more are held out"),
     ],
 )
