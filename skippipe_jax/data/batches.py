@@ -234,7 +234,7 @@ def held_out_batches(
     part: str = "all",
     domain: str | None = None,
 ) -> Iterator[Batch]:
-    """The held-out rows of all sources once, in a fixed shuffled order; at most so many `sequences`.
+    """The held-out rows of all sources once, in a fixed shuffled order; at most so many sequences.
 
     The last batch is padded to `batch_size` sequences whose targets are all `NOT_COUNTED`. `part`
     is one of `HELD_OUT_PARTS`, and `domain`, if given, the only source that is read. Raises
