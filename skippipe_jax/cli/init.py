@@ -17,8 +17,8 @@ NEXT = {
     "several-machines": f"{TEXT};\nmake the secret of the run, copy it to all machines, and start "
     "each with its number, from 0 on:\n  skippipe keygen secret\n"
     "  skippipe train{config} --coordinator ADDRESS_OF_HOST_0:8476 --hosts N --host-id I",
-    "given-model": f"{TEXT};\nthe model into the folder model, or name yours as init_from; then:\n"
-    "  skippipe train{config}",
+    "given-model": f"{TEXT};\nthe model into the folder model, or name yours as init_from; then, "
+    "with the extra hf:\n  skippipe train{config}",
 }
 """The next steps, for each kind of configuration."""
 

@@ -31,7 +31,7 @@ with --coordinator, --hosts and --host-id, or set SKIPPIPE_COORDINATOR, SKIPPIPE
 SKIPPIPE_HOST_ID; skippipe launch does that on one machine.
 """
 
-INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept"
+INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept, if there is one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="text to train on: a file, a folder or a glob of plain text, JSON lines or Parquet, "
-        "or a folder of skippipe tokenize; needs no --config",
+        help="text to train on: a file, a folder or a glob of plain text, conversations, other "
+        "JSON lines or Parquet, or a folder of skippipe tokenize; needs no --config",
     )
     parser.add_argument(
         "--model",
@@ -75,8 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     with loading():
         from skippipe_jax.cluster.ending import exit_at_once
+        from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.trainer import Trainer
 
+    if not (arguments.resume or arguments.host_id):
+        # Before it waits for other hosts.
+        RunDir(config.run_dir).require_new()
     with connect_from_args(arguments, config) as host:
         host.last_words = lambda: where_to_resume(config)
         trainer = Trainer(
@@ -103,7 +107,10 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
     """Return what --data and --model say, as overrides of the configuration."""
     overrides = []
     if arguments.data is not None:
-        named = {"source": kind_of(arguments.data), "path": arguments.data, "mixture": None}
+        kind = kind_of(arguments.data)
+        named = {"source": kind, "path": arguments.data, "mixture": None}
+        if kind == "chat":
+            named["packing"] = "documents"
         overrides += [f"data.{key}={json.dumps(value)}" for key, value in named.items()]
     if arguments.model is not None:
         key = "init_from" if ":" in arguments.model else "model.preset"
@@ -112,7 +119,9 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
-    """Check and print what host 0 finds out before it writes the run folder, but for the data.
+    """Check and print what host 0 finds out before it writes the run folder.
+
+    The text and given weights are read where all are measured here, as one host needs both.
 
     Raises:
         InputError: if the run could not start.
@@ -131,6 +140,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         from skippipe_jax.runtime.topology import require_meshes
         from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.planning import check_deadline, make_plans, tell_time, with_plan
+        from skippipe_jax.training.setup import require_inputs
 
     run, host_of_node = RunDir(config.run_dir), config.cluster.host_of_node
     hosts = arguments.hosts or max(host_of_node or [0]) + 1
@@ -143,6 +153,8 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         run.require_new()
         if config.plan.measure:
             check_template(config, hosts)
+            if hosts == 1:
+                require_inputs(config)
             log.output("# the cluster is measured and planned for when the run starts")
             return
         schedule = make_plans(config, arguments.config.parent, None)

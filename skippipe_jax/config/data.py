@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import glob
 import itertools
+import json
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,6 +24,8 @@ PACKING = Choice(("windows", "documents"))
 SOURCES = Choice(("python", "text", "jsonl", "parquet", "tokens", "chat"))
 # What becomes of documents that are longer than a sequence.
 TOO_LONG = Choice(("drop", "truncate", "split"))
+# A JSON object with one of these keys is a conversation (`skippipe_jax.data.chat`).
+CONVERSATIONS = frozenset({"messages", "conversations", "instruction"})
 # All held-out documents, those that priors are estimated on, or those that scores are taken of.
 FOR_PRIORS, FOR_SCORES = "priors", "scores"
 HELD_OUT_PARTS = Choice(("all", FOR_PRIORS, FOR_SCORES))
@@ -64,15 +67,27 @@ class DocumentSource:
 
 
 def kind_of(path: str) -> str:
-    """Guess from its name, or from the names in a folder, what kind of source a path is."""
+    """Guess what kind of source a path is, from the names of its files and the first JSON line."""
     folder = Path(path).expanduser()
     if (folder / TOKENS_INDEX).is_file():
         return "tokens"
-    names = [file.name for file in folder.rglob("*") if file.is_file()] or [folder.name]
-    for kind in ("jsonl", "parquet"):
-        if all(f".{kind}" in name for name in names):
-            return kind
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    files = files or [Path(found) for found in sorted(glob.glob(str(folder)))]
+    names = [file.name for file in files] or [folder.name]
+    if all(".parquet" in name for name in names):
+        return "parquet"
+    if all(".jsonl" in name for name in names):
+        return "chat" if files and _holds_conversations(files[0]) else "jsonl"
     return "text"
+
+
+def _holds_conversations(file: Path) -> bool:
+    try:
+        with file.open("rb") as lines:
+            first = json.loads(lines.readline())
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and not CONVERSATIONS.isdisjoint(first)
 
 
 def require_day(value: str, field: str) -> None:

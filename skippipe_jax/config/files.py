@@ -127,7 +127,8 @@ def set_key(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise InputError(SET, override, f"{parent} holds no keys", "Name another key")
-    tree[last] = fields.parse_yaml(text, SET, override)
+    # A glob would be an alias of YAML, of which there can be none.
+    tree[last] = text if text.startswith("*") else fields.parse_yaml(text, SET, override)
 
 
 def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

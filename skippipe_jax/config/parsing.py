@@ -132,9 +132,8 @@ def _model_of_run(folder: Path) -> ModelConfig:
 
 def _saved_tree(folder: Path, field: str) -> Any:
     if not is_run(folder):
-        raise InputError(
-            field, str(folder), f"holds no run: there is no {CONFIG}", "Name the folder of a run"
-        )
+        problem = f"holds no run: there is no {folder.absolute() / CONFIG}"
+        raise InputError(field, str(folder), problem, "Name the folder of a run")
     path = folder / CONFIG
     return _as_it_was(fields.load_yaml(path, str(path)))
 

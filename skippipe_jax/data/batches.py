@@ -121,6 +121,7 @@ class TrainingBatches:
 
     Attributes:
         fingerprint: tells the text from any other.
+        sequences: how many all sources have together.
         too_long: the lines of `what_is_too_long`.
     """
 
@@ -137,14 +138,14 @@ class TrainingBatches:
         both = list(zip(config.sources(), corpora, strict=True))
         self._rows = [_rows(config, source, "training", corpus.training) for source, corpus in both]
         self.too_long = what_is_too_long(config)
-        available = sum(len(rows) for rows in self._rows)
-        if available < config.microbatch_size:
+        self.sequences = sum(len(rows) for rows in self._rows)
+        if self.sequences < config.microbatch_size:
             origins = [source.origin for source in config.sources()]
             field, value = origins[0] if len(origins) == 1 else ("data.mixture", len(origins))
             raise InputError(
                 field,
                 value,
-                f"{available} sequences of {config.sequence_length} tokens are too few for a "
+                f"{self.sequences} sequences of {config.sequence_length} tokens are too few for a "
                 f"microbatch of {config.microbatch_size}",
                 "Give more text, or lower data.sequence_length or data.microbatch_size",
             )

@@ -6,6 +6,7 @@ report what they have opened. `build_runtime` then compares the weights that hos
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -158,7 +159,11 @@ def setup_run(
     transfers, profile = None, None
     if config.plan.measure:
         patience_s = config.cluster.connect_timeout_s + (0.0 if url is None else COPYING_S)
-        needs_planning = from_host_0(host, "plans_anew", claim_run_dir, patience_s)
+        claim = partial(_claim_to_measure, config, lock, claim_run_dir, resume=resume)
+        claimed = from_host_0(host, "claim", claim, patience_s)
+        if not leads:
+            require_same_start(config, host, claimed["config"])
+        needs_planning = claimed["needs_planning"]
         if needs_planning:
             transfers, profile = _measure_cluster(config, host)
     else:
@@ -211,8 +216,8 @@ def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
 def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
     """Measure the cluster, which all hosts do together; host 0 has the profile."""
     if host.count == 1:
-        # It needs the text in any case, and what is wrong there is told before seconds are spent.
-        load_corpora(with_run_tokenizer(config))
+        # What is wrong there is told before seconds are spent.
+        require_inputs(config)
     nodes = check_template(config, host.count).count(host.index)
     _give_threads(config, host, nodes, None)
     transfers = open_transfers(host)
@@ -318,7 +323,7 @@ def _agreed(
     timeout_s = CHECKPOINT_S if steps else config.cluster.connect_timeout_s
     agreed = exchange_reports(host, report, timeout_s)
     _require_same_text(config, host, agreed)
-    for line in agreed.too_long:
+    for line in [*agreed.too_long, *_passes(config, setup)]:
         log.on_leader(host.index, line, log.output)
     all_damaged = [own.damaged for own in agreed.reports]
     checkpoint = search.newest(steps, all_damaged)
@@ -328,6 +333,15 @@ def _agreed(
         told = gather(host, "checkpoint/read", lambda: own, timeout_s)
         agreed = replace(agreed, microbatches_read=max(told.values()))
     return setup.after(agreed, transfers, checkpoint)
+
+
+def _passes(config: Config, setup: HostSetup) -> list[str]:
+    """Say how often the run reads its text, where it is read here."""
+    if setup.data is None:
+        return []
+    steps, there = config.train.steps, setup.data.sequences
+    read = steps * len(setup.plan.microbatches) * config.data.microbatch_size
+    return [f"the text has {there:,} sequences; {steps:,} steps read {read / there:.3g} times that"]
 
 
 def _microbatches_read(setup: HostSetup, checkpoint: Checkpoint | None) -> int:
@@ -488,6 +502,42 @@ def _claim_run_dir(config: Config, mirror: Mirror | None, lock: RunLock, *, resu
     return (config.plan, config.recipe_in_steps) != before
 
 
+def _claim_to_measure(
+    config: Config, lock: RunLock, claim_run_dir: Callable[[], bool], *, resume: bool
+) -> dict[str, Any]:
+    """Claim the folder of the run, which is there then, and tell by what host 0 was started."""
+    needs_planning = claim_run_dir()
+    if not resume:
+        lock.acquire()
+    return {"needs_planning": needs_planning, "config": settings(config)}
+
+
+def require_same_start(config: Config, host: Membership, theirs: Mapping[str, str]) -> None:
+    """Refuse another configuration than host 0 has, and a run folder that is not the same.
+
+    Raises:
+        InputError: naming the key that differs, or the folder.
+    """
+    for key, own in settings(config).items():
+        if own != theirs.get(key):
+            problem = f"host {host.index} has this, and host 0 has {theirs.get(key)!r}"
+            raise InputError(key, own, problem, "Start all hosts with the same configuration")
+    folder = Path(config.run_dir).absolute()
+    # A network file system looks for what is new when a folder is opened.
+    if not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
+        raise _not_shared(config, host)
+
+
+def _not_shared(config: Config, host: Membership) -> InputError:
+    return InputError(
+        "run_dir",
+        config.run_dir,
+        f"host {host.index} does not find there what host 0 has written",
+        "Name a folder that all hosts share; hosts that share none join a run that has begun: "
+        "skippipe join",
+    )
+
+
 def _give_threads(config: Config, host: Membership, nodes: int, case: Case | None) -> None:
     give_collectives_threads(config, nodes, case, is_distributed=host.is_distributed)
 
@@ -504,21 +554,11 @@ def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]
     if config.checkpoint.copy_to is not None:  # It may fetch the run.
         patience_s += COPYING_S
     theirs = hear(host, "run", [0], patience_s)[0]
-    for key, own in settings(config).items():
-        there = theirs["config"].get(key)
-        if own != there:
-            problem = f"host {host.index} has this, and host 0 has {there!r}"
-            raise InputError(key, own, problem, "Start all hosts with the same configuration")
+    require_same_start(config, host, theirs["config"])
     folder = Path(config.run_dir)
-    shared = (folder / PLAN).exists()
-    schedule = RunDir(folder).schedule() if shared else None
+    schedule = RunDir(folder).schedule() if (folder / PLAN).exists() else None
     if schedule is None or _digest_of_plans(schedule) != theirs["plans"]:
-        raise InputError(
-            "run_dir",
-            config.run_dir,
-            f"host {host.index} does not find there what host 0 has written",
-            "Name a folder that all hosts share",
-        )
+        raise _not_shared(config, host)
     return schedule, theirs["steps"]
 
 
@@ -533,6 +573,18 @@ def open_training_data(config: Config, plan: Plan, program: Program) -> Training
     if not set(plan.stages[0]) & set(program.nodes):
         return None
     return TrainingBatches(data)
+
+
+def require_inputs(config: Config) -> None:
+    """Read the text, and open the weights of a new run, as a host does that serves all stages.
+
+    Raises:
+        InputError: if one of them cannot be used.
+    """
+    data = with_run_tokenizer(config)
+    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
+    load_corpora(data)
+    open_initial_weights(config, anew=True)
 
 
 def try_open_text(config: Config, setup: HostSetup) -> HostSetup:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,8 +63,11 @@ def test_a_dry_run_takes_what_is_written(kind: str, text: Path, command: Command
     assert command("init", "--kind", kind).code == 0
     hosts = "3" if kind == "several-machines" else "1"
     shown = command("train", "--dry-run", "--hosts", hosts)
-    assert (shown.code, shown.err) == (0, "")
-    assert "is measured and planned for when the run starts" in shown.out
+    if kind == "given-model":  # All but the weights is there.
+        expect_one_error(shown, "neither model.safetensors nor")
+    else:
+        assert (shown.code, shown.err) == (0, "")
+        assert "is measured and planned for when the run starts" in shown.out
     assert load_config(Path("train.yaml")).data.path == "text"
 
 
@@ -75,6 +80,7 @@ def test_text_alone_is_trained_on_and_shown(
     trained = command("train", "--data", "text", *small)
     assert trained.code == 0
     assert "by the timing model, all 2 iterations take" in trained.out, "is measured"
+    assert re.search(r"the text has [\d,]+ sequences; 2 steps read \S+ times that", trained.out)
     assert "planning for" not in trained.err + trained.out, "a single node has one plan"
     assert "</html>" in Path("runs/default/report.html").read_text()
     expect_one_error(command("train", "--data", "text", *small), "holds a run already")
@@ -85,6 +91,23 @@ def test_text_that_is_missing_is_told_before_the_machine_is_measured(
 ):
     monkeypatch.setattr("skippipe_jax.training.setup.measure", lambda *_: pytest.fail("measured"))
     expect_one_error(command("train", "--data", "nowhere"), "nowhere", "No such file")
+
+
+@pytest.mark.parametrize(
+    ("line", "source"),
+    [
+        ({"messages": []}, "source: chat"),
+        ({"conversations": []}, "source: chat"),
+        ({"text": "told"}, "source: jsonl"),
+    ],
+)
+def test_conversations_are_known_by_their_first_line(
+    text: Path, command: Command, line: dict[str, Any], source: str
+):
+    Path("lines.jsonl").write_text(json.dumps(line) + "\n")
+    shown = command("train", "--data", "*.jsonl", "--dry-run", "--hosts", "2", "--set", "plan=auto")
+    assert source in shown.out
+    assert ("packing: documents" in shown.out) == (source == "source: chat")
 
 
 def test_models_are_named_by_preset_or_folder(text: Path, command: Command):

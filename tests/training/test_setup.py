@@ -9,8 +9,10 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import load_config
+from skippipe_jax.config.resume import settings
 from skippipe_jax.inference.run import Run
 from skippipe_jax.storage.checkpoint import step_folder
+from skippipe_jax.training import setup
 from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.trainer import Trainer
 from tests.thread_cluster import Host, Lost, Network, train
@@ -53,13 +55,31 @@ def test_hosts_tell_each_other_three_times_before_the_first_step(count: int, tmp
             network.close()
 
 
-def test_a_host_with_another_configuration_names_the_key_and_both_values(tmp_path: Path):
+@pytest.mark.parametrize("plan", [(), ("plan={measure: true}",)])
+def test_a_host_with_another_configuration_names_the_key_and_both_values(
+    plan: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Before anything is measured."""
+    monkeypatch.setattr(setup, "_measure_cluster", lambda *_: pytest.fail("measured"))
     config, network = configured(tmp_path), Network(2)
-    changes = ["optimizer.learning_rate=0.25"], ["optimizer.learning_rate=0.125"]
-    hosts = [Host(config, index, network, own) for index, own in enumerate(changes)]
+    rates = "optimizer.learning_rate=0.25", "optimizer.learning_rate=0.125"
+    hosts = [Host(config, index, network, [own, *plan]) for index, own in enumerate(rates)]
     expected = "optimizer.learning_rate = '0.125': host 1 has this, and host 0 has '0.25'. Start"
     with pytest.raises(InputError, match=re.escape(expected)):
         train(hosts, PATIENCE_S)
+    network.close()
+
+
+def test_a_host_that_does_not_share_the_folder_learns_of_it_before_anything_is_measured(
+    tmp_path: Path,
+):
+    config = load_config(configured(tmp_path))
+    network = Network(2)
+    other = Host(configured(tmp_path), 1, network, []).membership
+    with pytest.raises(InputError, match=r"run_dir = .*host 1 does not find.*skippipe join"):
+        setup.require_same_start(config, other, settings(config))
+    Path(config.run_dir).mkdir()
+    setup.require_same_start(config, other, settings(config))
     network.close()
 
 
