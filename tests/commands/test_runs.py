@@ -315,7 +315,7 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--run", "nowhere"], ["--run = 'nowhere'", "no config.yaml", "folder of a run"]),
+        (["--run", "nowhere"], ["--run = 'nowhere'", "/nowhere/config.yaml", "folder of a run"]),
         (["--run", "text"], ["--run = 'text'", "holds no run"]),
         (["--run", "a" * 300], ["--run = 'aaa", "holds no run"]),
         (["--run", "run", "--step", "1"], ["checkpoints = 1", "one of the steps [2, 3]"]),
