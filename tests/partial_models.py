@@ -15,10 +15,17 @@ from flax import nnx
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, ModelConfig, parse_config
-from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.inference.evaluation import Evaluation, evaluate
+from skippipe_jax.inference.staged_model import StagedModel, read_run
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.storage.checkpoint import CheckpointItems
 from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+
+
+def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
+    """What the full model of a run says of held-out sequences."""
+    model, config, step = read_run(folder, step)
+    return evaluate(model, step, config.data, sequences, ())
 
 
 def random_model(config: ModelConfig, stages: int, seed: int = 0) -> StagedModel:

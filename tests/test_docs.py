@@ -40,6 +40,7 @@ from skippipe_jax import Run
 from skippipe_jax.cli.main import parser, parsers
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import Config, keys, load_config, parse_config
+from skippipe_jax.config.files import EXTENDS
 from skippipe_jax.connections.status import (
     HostPresence,
     HostState,
@@ -78,7 +79,7 @@ FIELD = re.compile(r"`(\w+)`")
 # Whose commands are started for real; those of others are forked.
 FOLLOWED_REALLY = {"timing.md"}
 # What a reader does first; the other pages take minutes.
-FOLLOWED_BY_DEFAULT = {"tutorial.md", "formats.md", "trouble.md"}
+FOLLOWED_BY_DEFAULT = {"configuration.md", "tutorial.md", "formats.md", "trouble.md"}
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +331,7 @@ def test_every_exit_code_is_told_of():
 def test_yaml_is_a_configuration_or_a_case(page: str, tmp_path: Path):
     earlier = before(page)
     for block in [*(blocks(earlier) if earlier else []), *blocks(page)]:
-        if block.title and block.title.endswith(".csv"):
+        if block.title and block.title.endswith((".csv", ".yaml")):
             (tmp_path / block.title).write_text(block.text)
     for block in blocks(page):
         if block.language == "yaml" and block.title != "prometheus.yml":
@@ -342,6 +343,8 @@ def test_yaml_is_a_configuration_or_a_case(page: str, tmp_path: Path):
                 path = tmp_path / "experts.yaml"
                 path.write_text(block.text)
                 load_experts(path)
+            elif EXTENDS in tree and block.title:
+                load_config(tmp_path / block.title)
             else:
                 parse_config(tree)
 

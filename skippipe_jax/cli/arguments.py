@@ -323,12 +323,14 @@ def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Sc
     with loading():
         from skippipe_jax.inference.scaling import parse_scale, scaling_of
         from skippipe_jax.inference.staged_model import read_model
+        from skippipe_jax.runtime.compilation import keep_programs
 
     scale = spec.scale
     if scale is not None:
         scale = parse_scale(scale)  # A mistake shows before much is read.
     hf = spec.hf[0] if spec.hf else None
     model, config, step = read_model(spec.run, hf, spec.step, spec.num_stages, spec.overrides)
+    keep_programs(config.compilation_cache)
     scaling = None
     if scale is not None:
         scaling = scaling_of(scale, model, config.data, spec.run, step)
@@ -338,15 +340,19 @@ def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Sc
 def open_mixture(
     spec: ModelSpec, prior: str = "uniform", allowed: Collection[str] = ("uniform",)
 ) -> tuple[Ensemble, DataConfig, list[int | None], str]:
-    """Read the models that are named, as `read_ensemble` does.
+    """Read the models that are named, as `read_ensemble` does, and the data of the first.
 
     `prior` is the default, and those `allowed` are estimated by the command.
     """
     with loading():
         from skippipe_jax.inference.reading_experts import read_ensemble
+        from skippipe_jax.runtime.compilation import keep_programs
 
     models = (spec.runs, spec.hf, spec.num_stages, spec.overrides)
-    return read_ensemble(*models, spec.mix, spec.prior or prior, allowed)
+    given = spec.mix, spec.prior or prior, allowed
+    ensemble, config, steps, kind = read_ensemble(*models, *given)
+    keep_programs(config.compilation_cache)
+    return ensemble, config.data, steps, kind
 
 
 def open_language_model(spec: ModelSpec) -> LanguageModel:

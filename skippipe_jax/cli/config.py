@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=(SHOW, KEYS, SCHEMA),
         default=SHOW,
-        help="show: print the configuration with all defaults, as YAML; keys: list all keys with "
+        help="show: print the configuration with all defaults, as YAML, and which file says each "
+        "value where it extends another; keys: list all keys with "
         "type, default and meaning; schema: print a JSON schema for editors (default: show)",
     )
     parser.add_argument("--config", type=Path, help="the configuration to show, YAML")
@@ -39,8 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(to_text(), end="")
     else:
-        from skippipe_jax.config.parsing import load_config, to_yaml
+        from skippipe_jax.config.files import read_files
+        from skippipe_jax.config.parsing import parse_config, to_yaml
 
-        path = named_path("--config", arguments.config, [])
-        print(to_yaml(load_config(path, arguments.set)), end="")
+        files = read_files(named_path("--config", arguments.config, []), "--config", arguments.set)
+        with files.naming():
+            config = parse_config(files.tree)
+        print(files.told(to_yaml(config)), end="")
     return 0

@@ -6,7 +6,6 @@ import argparse
 import copy
 import json
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
@@ -69,15 +68,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _tell_cut(arguments: argparse.Namespace) -> int:
     """Print whether a model fits on devices; return the exit code."""
     from skippipe_jax.config import Config, parse_config
+    from skippipe_jax.config.files import ConfigFiles, read_files
 
     for option, given in (("--devices", arguments.devices), ("--json", not arguments.json)):
         if not given:
             remedy = "Give both --model, or --config, and --devices, and no --json"
             raise InputError(option, given, "does not go with --model and --devices", remedy)
-    tree, is_configured = {}, arguments.config is not DEFAULT_CONFIG or arguments.model is None
-    if is_configured:
-        tree = fields.load_yaml(arguments.config, "--config") or {}
-        tree.pop("plan", None)
+    is_configured = arguments.config is not DEFAULT_CONFIG or arguments.model is None
+    files = read_files(arguments.config, "--config") if is_configured else ConfigFiles()
+    tree = files.tree
+    tree.pop("plan", None)
     if arguments.model is not None and arguments.model.startswith("hf:"):
         tree["init_from"] = arguments.model
     elif arguments.model is not None:
@@ -91,7 +91,8 @@ def _tell_cut(arguments: argparse.Namespace) -> int:
 
     def configured(remedy: str | None) -> Config:
         overrides = arguments.set + ([] if remedy is None else [remedy])
-        return parse_config(copy.deepcopy(tree), overrides)  # Which writes them into the sections.
+        with files.naming():  # Overrides are written into the sections.
+            return parse_config(copy.deepcopy(tree), overrides)
 
     configured(None)  # What is wrong there is said before anything is loaded that takes seconds.
     with loading():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import glob
 import itertools
@@ -44,7 +45,8 @@ class DocumentSource:
         path: a file, a folder, a glob, or any of these as a URL that fsspec knows. None for
             `python`, which reads the standard library.
         text_field: key or column of the text.
-        field: the section of the configuration that says so, for messages.
+        field: the section of the configuration that says so, for messages; two sources that differ
+            only in it are the same.
         today: of `chat`, the day that chat templates are told.
         chat_template: of `chat`, the template instead of the tokenizer's: its name, or its file.
     """
@@ -52,7 +54,7 @@ class DocumentSource:
     kind: str
     path: str | None = None
     text_field: str = "text"
-    field: str = "data"
+    field: str = dataclasses.field(default="data", compare=False)
     today: str | None = None
     chat_template: str | None = None
 

@@ -135,8 +135,8 @@ class ModelConfig:
         parameter_dtype: `float32` or `bfloat16`. Most updates are smaller than what bfloat16 tells
             apart: training rounds them up or down by chance, so that small ones add up.
         compute_dtype: `float32` or `bfloat16`, for activations and their gradients.
-        matmul_precision: of matrix products in training and validation, by JAX's names: what a
-            device is quickest with (`default`: of float32 often fewer bits), `high`, or `highest`.
+        matmul_precision: of matrix products, by JAX's names: what a device is quickest with
+            (`default`: of float32 often fewer bits), `high`, or `highest`.
         recompute: what the backward pass computes again: `none`, each `block` from its input, or
             the whole `stage` from its input. Between them, from its input and what is kept besides:
             `save_only_attention`, what attention gives; `dots_with_no_batch_dims_saveable`, the

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config.choices import Choice, require_choices
 from skippipe_jax.config.data import DataConfig
 from skippipe_jax.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from skippipe_sched.problem.case import Case
 
 AUTO, ITERATION, MICROBATCH = GATHER = Choice(("auto", "iteration", "microbatch"))
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import huggingface
+from skippipe_jax.config.files import mapping, read_files, set_key
 from skippipe_jax.config.former_keys import without_former_keys
 from skippipe_jax.config.init_from import RUN, SHAPES, origin_of, require_shapes
 from skippipe_jax.config.model import PRESETS, ModelConfig
@@ -29,14 +29,14 @@ CONFIG = "config.yaml"
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a config file and apply overrides of the form ``key.sub=value``.
+    """Read a config file, with what it extends, and apply overrides ``key.sub=value``.
 
     Raises:
         InputError: for unknown keys, wrong types and values out of range.
     """
-    tree = fields.load_yaml(path, "--config")
-    tree = {} if tree is None else _mapping(tree, "--config", str(path))
-    return parse_config(tree, overrides)
+    files = read_files(path, "--config", overrides)
+    with files.naming():
+        return parse_config(files.tree)
 
 
 def load_as(kind: type[T], path: Path, field: str, overrides: Sequence[str] = ()) -> T:
@@ -45,11 +45,9 @@ def load_as(kind: type[T], path: Path, field: str, overrides: Sequence[str] = ()
     Raises:
         InputError: as `load_config` does.
     """
-    tree = fields.load_yaml(path, field)
-    tree = {} if tree is None else dict(_mapping(tree, field, str(path)))
-    for override in overrides:
-        _override(tree, override)
-    return _parse(kind, tree, "")
+    files = read_files(path, field, overrides)
+    with files.naming():
+        return _parse(kind, files.tree, "")
 
 
 def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
@@ -57,14 +55,14 @@ def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
 
     Overrides, as `load_config` takes them, are written into the mapping first.
     """
-    tree = dict(_mapping(tree, "config", tree))
+    tree = dict(mapping(tree, "config", tree))
     for override in overrides:
-        _override(tree, override)
+        set_key(tree, override)
     if tree.get("init_from") is not None:
         init_from = fields.text(tree["init_from"], "init_from")
         model, data = tree.get("model", {}), tree.get("data", {})
-        tree["model"] = _with_shapes(_mapping(model, "model", model), init_from)
-        tree["data"] = _with_tokenizer(_mapping(data, "data", data), init_from)
+        tree["model"] = _with_shapes(mapping(model, "model", model), init_from)
+        tree["data"] = _with_tokenizer(mapping(data, "data", data), init_from)
     model = tree.get("model") or {}
     if isinstance(model, dict) and "vocabulary_size" not in model:
         vocabulary_size = vocabulary_size_of(tree.get("data") or {})
@@ -122,8 +120,8 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
         InputError: if the folder holds no run.
     """
     tree = _saved_tree(folder, field)
-    _parse_saved(folder, tree)
-    return parse_config(tree, overrides)
+    saved = _parse_saved(folder, tree)
+    return parse_config(tree, overrides) if overrides else saved
 
 
 def _model_of_run(folder: Path) -> ModelConfig:
@@ -179,26 +177,9 @@ def to_tree(config: Any) -> Any:
 
 def to_yaml(config: Config) -> str:
     """Return the configuration in full, as YAML."""
+    import yaml  # Slow to load; see `fields.parse_yaml`.
+
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
-
-
-def _override(tree: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    if not equals or not name:
-        raise InputError("--set", override, "is not key.sub=value", "Write --set train.steps=200")
-    *parents, last = name.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise InputError("--set", override, f"{parent} holds no keys", "Name another key")
-    # A glob would be an alias of YAML, of which there can be none.
-    tree[last] = text if text.startswith("*") else fields.parse_yaml(text, "--set", override)
-
-
-def _mapping(value: Any, name: str, shown: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(name, shown, "is not a mapping", "Write key: value lines")
-    return value
 
 
 def _parse(kind: Any, value: Any, name: str) -> Any:
@@ -222,13 +203,13 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         entries = fields.sequence(value, name)
         return tuple(_parse(arguments[0], entry, f"{name}[{i}]") for i, entry in enumerate(entries))
     if origin is dict:
-        given = _mapping(value, name, value)
+        given = mapping(value, name, value)
         return {
             fields.text(key, name): _parse(arguments[1], entry, f"{name}.{key}")
             for key, entry in given.items()
         }
     if kind is dict:
-        return dict(_mapping(value, name, value))
+        return dict(mapping(value, name, value))
     if kind is bool:
         if not isinstance(value, bool):
             raise InputError(name, value, "must be true or false", "Write true or false")

@@ -11,6 +11,7 @@ from typing import Any
 from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 
 from skippipe_jax.config.choices import Choice
+from skippipe_jax.config.files import EXTENDS
 from skippipe_jax.config.keys import Key, parts, sections
 from skippipe_jax.config.run import Config
 
@@ -52,7 +53,10 @@ def schema() -> dict[str, Any]:
             return {"type": ["number", "string"]}
         return {"anyOf": inner} if inner else {"type": TYPES[hint]}
 
-    return {"$schema": DRAFT, "title": "Configuration of a run"} | of_section(Config, "")
+    whole = of_section(Config, "")
+    about = "another file, beside this one: it says what this one does not"
+    whole["properties"][EXTENDS] = {"description": about, "type": "string"}
+    return {"$schema": DRAFT, "title": "Configuration of a run"} | whole
 
 
 def to_text() -> str:

@@ -24,7 +24,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import DataConfig, DocumentSource
 from skippipe_jax.config.data import HELD_OUT_PARTS
 from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
-from skippipe_jax.data.corpus import Corpus, read_corpus
+from skippipe_jax.data.corpus import KEPT_SOURCES, Corpus, read_corpus
 from skippipe_jax.data.documents import local_path, require_apart
 from skippipe_jax.data.held_out_parts import part_of
 from skippipe_jax.data.rows import (
@@ -41,6 +41,9 @@ from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 
 # A thread that reads ahead would only compete for the interpreter with who waits for the batch.
 _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+_require_apart = functools.lru_cache(maxsize=KEPT_SOURCES)(require_apart)
 
 
 def tokenizer_of(config: DataConfig) -> str:
@@ -84,7 +87,11 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
     sources = tuple(
         replace(source, path=source.path and local_path(source.path)) for source in config.sources()
     )
-    corpora = _read_corpora(sources, tokenizer_of(config), config.held_out, config.shuffle_seed)
+    if len(sources) > 1:
+        _require_apart(sources)
+    tokenizer = load_tokenizer(tokenizer_of(config))
+    division = config.held_out, config.shuffle_seed
+    corpora = tuple(read_corpus(source, tokenizer, *division) for source in sources)
     for source, corpus in zip(config.sources(), corpora, strict=True):
         for part, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
             _require_a_sequence(config, f"the {part} text of {source.origin[1]}", documents)
@@ -196,21 +203,15 @@ class TrainingBatches:
 
 
 def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> list[str]:
-    """Say so, if `held_out_batches` has fewer sequences than these; they come in whole batches.
+    """Say so, if fewer sequences than these are held out.
 
     Raises:
         InputError: as `held_out_batches` does.
     """
-    size, count = (
-        min(config.microbatch_size, sequences),
-        sum(map(len, _rows_held_out(config, part))),
-    )
-    whole = sequences // size * size
-    if whole <= count and whole < sequences:
-        return [f"{whole} sequences are read, not {sequences}: they come by {size} at a time"]
-    if count < sequences:
-        return [f"{count} sequences are read, not {sequences}: no more are held out"]
-    return []
+    count = sum(map(len, _rows_held_out(config, part)))
+    if count >= sequences:
+        return []
+    return [f"{count} sequences are read, not {sequences}: no more are held out"]
 
 
 def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> list[Rows]:
@@ -229,12 +230,12 @@ def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> 
 def held_out_batches(
     config: DataConfig,
     batch_size: int,
-    limit: int | None = None,
+    sequences: int | None = None,
     *,
     part: str = "all",
     domain: str | None = None,
 ) -> Iterator[Batch]:
-    """The held-out rows of all sources once, in a fixed shuffled order; at most `limit` batches.
+    """The held-out rows of all sources once, in a fixed shuffled order; at most so many sequences.
 
     The last batch is padded to `batch_size` sequences whose targets are all `NOT_COUNTED`. `part`
     is one of `HELD_OUT_PARTS`, and `domain`, if given, the only source that is read. Raises
@@ -252,8 +253,8 @@ def held_out_batches(
         return _batch(config, padding, batch_size, picked)
 
     order = grain.MapDataset.range(int(bounds[-1])).shuffle(config.shuffle_seed)
-    batches = order.batch(batch_size, batch_fn=batch)
-    return iter(batches[:limit].to_iter_dataset(_READ_IN_CALLER))
+    batches = order[:sequences].batch(batch_size, batch_fn=batch)
+    return iter(batches.to_iter_dataset(_READ_IN_CALLER))
 
 
 def document_starts(batch: Batch, begin: int) -> Bool[np.ndarray, "sequence position"]:
@@ -265,16 +266,6 @@ def document_starts(batch: Batch, begin: int) -> Bool[np.ndarray, "sequence posi
     starts = batch["begins"].copy() if "begins" in batch else batch["tokens"] == begin
     starts[:, 0] = True
     return starts
-
-
-@functools.lru_cache(maxsize=2)
-def _read_corpora(
-    sources: tuple[DocumentSource, ...], tokenizer: str, held_out: float, seed: int
-) -> tuple[Corpus, ...]:
-    if len(sources) > 1:
-        require_apart(sources)
-    loaded = load_tokenizer(tokenizer)
-    return tuple(read_corpus(source, loaded, held_out, seed) for source in sources)
 
 
 def _fingerprint(corpora: Sequence[Corpus], shares: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ trained on.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,10 @@ GROUP_BYTES = 1 << 20
 """Bytes of text that are tokenized at once."""
 
 
+KEPT_SOURCES = 64
+"""Of so many sources the tokens stay in memory."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Both parts of a text, and a short hash that tells the training part from any other."""
@@ -37,8 +42,11 @@ class Corpus:
     fingerprint: str
 
 
+@functools.lru_cache(maxsize=KEPT_SOURCES)
 def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, seed: int) -> Corpus:
     """The tokens of a source; of a folder of tokens, a view that reads them as they are needed.
+
+    A source is read once per process, whichever others it is mixed with.
 
     Raises:
         InputError: if it cannot be read or holds no text.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -241,10 +244,37 @@ def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer
         InputError: naming `field`, if there is none, or what reads it is not installed.
     """
     if name is None or name == BYTES:
-        return ByteTokenizer()
+        return _BYTES
     file = tokenizer_file(name, field)
-    kind = SentencePieceTokenizer if file.suffix == ".model" else HuggingFaceTokenizer
-    return kind(file, field)
+    beside = (file.parent / own for own in SETTINGS)
+    return _read(_Files(file, field, tuple(map(_digest, (file, *beside)))))
+
+
+_BYTES = ByteTokenizer()
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of a tokenizer, which are the same wherever they lie."""
+
+    file: Path = dataclasses.field(compare=False)
+    named: str = dataclasses.field(compare=False)
+    digests: tuple[bytes | None, ...]
+
+
+def _digest(file: Path) -> bytes | None:
+    """That of a file's content; None where it cannot be read, which its reader tells."""
+    try:
+        return hashlib.blake2b(file.read_bytes(), digest_size=16).digest()
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=4)
+def _read(files: _Files) -> Tokenizer:
+    """Read a tokenizer once: a large vocabulary takes a while."""
+    kind = SentencePieceTokenizer if files.file.suffix == ".model" else HuggingFaceTokenizer
+    return kind(files.file, files.named)
 
 
 def tokenizer_file(name: str, field: str) -> Path:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,17 @@ def train(place: Place) -> dict[str, Any]:
         arms = arms_of(place, hard)
         tasks = [*trainings(place, arms), *averagings(place, arms)]
         require_unchanged(place, [*probes, *tasks], texts)
-        # On nodes of their own the lanes of an arm have them for themselves.
         for arm in arms if place.config.nodes else []:
-            _run(place, trainings(place, [arm]), max(1, len(arm.lanes)))
+            own = side_by_side(place, arm)
+            _run(own, trainings(own, [arm]))
         _run(place, tasks)
         return compare(place, arms, hard)
+
+
+def side_by_side(place: Place, arm: Arm) -> Place:
+    """The same place, where all lanes of an arm train at once: each has nodes of its own."""
+    config = replace(place.config, at_once=max(1, len(arm.lanes)))
+    return replace(place, config=config)
 
 
 def probe(place: Place) -> dict[str, float]:
@@ -274,8 +280,8 @@ def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
     return arms_of(place, hard)
 
 
-def _run(place: Place, tasks: Sequence[Task], at_once: int | None = None) -> None:
-    run_all(tasks, place.folder / "logs", at_once or place.config.at_once)
+def _run(place: Place, tasks: Sequence[Task]) -> None:
+    run_all(tasks, place.folder / "logs", place.config.at_once)
 
 
 def _require_done(tasks: Sequence[Task]) -> None:

@@ -21,7 +21,7 @@ from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.models.llama import Block, DataStage, Stage, rotate, rotations
+from skippipe_jax.models.llama import Block, DataStage, Stage, precise, rotate, rotations
 
 if TYPE_CHECKING:
     from skippipe_jax.inference.staged_model import StagedModel
@@ -238,6 +238,7 @@ def logits_behind(
     return data_stage.logits(jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1))[:, 0]
 
 
+@precise
 def run_stage(
     stage: Stage, x: Float[Array, "batch time width"], cache: Cache, start: Int[Array, ""]
 ) -> tuple[Float[Array, "batch time width"], Cache]:

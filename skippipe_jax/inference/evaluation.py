@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,12 +16,12 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.figures.tables import aligned
 from tqdm import tqdm
 
-from skippipe_jax.config import Config, DataConfig
+from skippipe_jax.config import DataConfig
 from skippipe_jax.config.model import StageCut
 from skippipe_jax.data.batches import held_out_batches
 from skippipe_jax.inference.partial import Order, Question, Way, full
 from skippipe_jax.inference.scaling import Scaling
-from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.branch_scales import BranchScales
 
 # The exponential of a greater loss is no float any more.
@@ -123,17 +122,6 @@ class Evaluation:
         return result
 
 
-def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
-    """Evaluate the full model of a run on at most `sequences` held-out sequences.
-
-    Raises:
-        InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
-            model in it has diverged.
-    """
-    model, config, step = read_run(folder, step)
-    return evaluate(model, step, config.data, sequences, ())
-
-
 def evaluate(
     model: StagedModel,
     step: int | None,
@@ -194,14 +182,6 @@ def _evaluation(
     return Evaluation(step, loss, math.exp(loss), tokens, answers)
 
 
-def held_out_loss(config: Config, parameters: Sequence[Any], sequences: int) -> tuple[float, int]:
-    """Mean loss in nats of the full model, and over how many target tokens it is taken."""
-    everything = full(len(parameters))
-    model = StagedModel(config.model, parameters)
-    losses, tokens = losses_along(model, {everything}, config.data, sequences)
-    return losses[everything], tokens
-
-
 def losses_along(
     model: StagedModel,
     orders: Collection[Order],
@@ -214,7 +194,7 @@ def losses_along(
     ordered = sorted(orders)
     totals = np.zeros((len(ordered), 2))
     with tqdm(unit="pass", disable=None, leave=False) as bar:
-        for batch in held_out_batches(data, batch_size, sequences // batch_size, part=part):
+        for batch in held_out_batches(data, batch_size, sequences, part=part):
             embedded, targets = model.embed(batch), jnp.asarray(batch["targets"])
             losses = _losses_along(model, ordered, 1, embedded, targets)
             totals += np.stack(jax.device_get(list(losses)))

@@ -96,7 +96,9 @@ def _next_token(
     for of_expert in zip(structures, parameters, caches, strict=True):
         data_stage, x, own = run_stages(*of_expert, tokens, start)
         filled.append(own)
-        nats.append(data_stage.scores(x, targets)[0])
+        # One token has no target: the head is needed once, for the logits behind it.
+        is_prompt = tokens.shape[1] > 1
+        nats.append(data_stage.scores(x, targets)[0] if is_prompt else jnp.zeros(tokens.shape))
         logits.append(logits_behind(data_stage, x, last))
     # Only a prompt, before which there is nothing but the prior, has more than one token.
     log_w = jnp.where(tokens[:, 0] == begin, log_prior, log_w)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import DataConfig
+from skippipe_jax.config import Config
 from skippipe_jax.ensemble import posterior, priors
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.staged_model import read_model, require_same_held_out
@@ -29,10 +29,11 @@ def read_ensemble(
     mix: str | None,
     prior: str,
     allowed: Collection[str],
-) -> tuple[Ensemble, DataConfig, list[int | None], str]:
-    """The models of runs, or of folders from Hugging Face, as one; and the data of the first.
+) -> tuple[Ensemble, Config, list[int | None], str]:
+    """The models of runs, or of folders from Hugging Face, as one, and its configuration.
 
-    Returns also the step of each, and which prior is meant: one of those `allowed`, or `GIVEN`.
+    That is the first one's. Returns also the step of each, and which prior is meant: one of those
+    `allowed`, or `GIVEN`.
 
     Raises:
         InputError: if one of them cannot be read, they cannot be mixed, there is no such prior, or
@@ -46,16 +47,16 @@ def read_ensemble(
     kind, log_prior = parse_prior(prior, len(named), allowed)
     read = [read_model(run, None, None, cut, overrides) for run in runs]
     read += [read_model(None, folder, None, cut, overrides) for folder in folders]
-    data = read[0][1].data
+    config = read[0][1]
     for run in runs[1:]:
-        require_same_held_out(data, RunDir(run).config("--run").data)
+        require_same_held_out(config.data, RunDir(run).config("--run").data)
     ensemble = Ensemble(
         [model for model, _, _ in read],
         log_prior,
         mix or posterior.POSTERIOR,
         [str(path) for path in named],
     )
-    return ensemble, data, [step for _, _, step in read], kind
+    return ensemble, config, [step for _, _, step in read], kind
 
 
 def parse_prior(

@@ -136,11 +136,9 @@ def _batches(
     text.update(b"%d" % data.sequence_length)
     begin = load_tokenizer(tokenizer_of(data)).begin
     size = min(data.microbatch_size, sequences)
-    rows = 0
-    for batch in held_out_batches(data, size, -(-sequences // size), part=part, domain=domain):
+    for batch in held_out_batches(data, size, sequences, part=part, domain=domain):
         # Rows without a target only fill up the last batch.
-        own = np.flatnonzero((batch["targets"] != NOT_COUNTED).any(axis=1))[: sequences - rows]
-        rows += len(own)
+        own = np.flatnonzero((batch["targets"] != NOT_COUNTED).any(axis=1))
         resets = document_starts(batch, begin)
         for row in own:
             for array in (batch["tokens"], batch["targets"], resets):

@@ -362,7 +362,8 @@ def read_run(
             overrides hold out text that the run has trained on.
     """
     config = RunDir(folder).config("--run", overrides)
-    require_same_held_out(config.data, RunDir(folder).config("--run").data)
+    if overrides:
+        require_same_held_out(config.data, RunDir(folder).config("--run").data)
     checkpoint = latest_intact(folder, RunDir(folder).step_named(step))
     # The run may have cut its model otherwise since.
     cut = checkpoint.record.stage_layers

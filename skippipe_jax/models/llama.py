@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,9 @@ from skippipe_jax.models.sharding import (
     in_use,
     over_heads,
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 QUICK = {convert_element_type_p, logistic_p, mul_p, sharding_constraint_p, sub_p}
 """What works number by number, or says where numbers lie: done again rather than kept."""
@@ -184,6 +187,18 @@ class Block(nnx.Module):
         return self.output(constrained(attended, BATCH, ALL_TIME, HEADS))
 
 
+def precise(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function of a stage multiply matrices as precisely as its configuration says."""
+
+    @functools.wraps(function)
+    def own(*arguments: P.args, **how: P.kwargs) -> R:
+        stage: Any = arguments[0]
+        with jax.default_matmul_precision(stage.config.matmul_precision):
+            return function(*arguments, **how)
+
+    return own
+
+
 class Stage(nnx.Module):
     """Consecutive blocks, run under `jax.lax.scan` so that compile time does not grow with depth.
 
@@ -202,6 +217,7 @@ class Stage(nnx.Module):
         )
         self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(keys)
 
+    @precise
     def __call__(
         self, x: Float[Array, "batch time channels"]
     ) -> Float[Array, "batch time channels"]:
@@ -247,6 +263,7 @@ class DataStage(Stage):
         x = constrained(table[tokens], None, None, WIDTH)
         return super().__call__(mark(_cut(x.astype(self.config.compute_dtype)), begins))
 
+    @precise
     def logits(
         self, x: Float[Array, "batch time channels"]
     ) -> Float[Array, "batch time vocabulary"]:
@@ -263,6 +280,7 @@ class DataStage(Stage):
         nats, tokens, _, _ = self.loss_terms(x, targets)
         return nats, tokens
 
+    @precise
     def loss_terms(
         self,
         x: Float[Array, "batch time channels"],
@@ -280,6 +298,7 @@ class DataStage(Stage):
         )
         return minimised, jnp.sum(targets >= 0, dtype=jnp.float32), nats, of_z
 
+    @precise
     def scores(
         self, x: Float[Array, "batch time channels"], targets: Int[Array, "batch time"]
     ) -> tuple[Float[Array, "batch time"], Bool[Array, "batch time"]]:

@@ -22,8 +22,8 @@ def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
     if not config.validation.every:
         return ()
     size = data.microbatch_size
-    limit = -(-config.validation.sequences // size)
-    return tuple(held_out_batches(data, size, limit))
+    microbatches = -(-config.validation.sequences // size)
+    return tuple(held_out_batches(data, size, microbatches * size))
 
 
 def best_step(losses: Mapping[int, float]) -> int:

@@ -62,6 +62,10 @@ def test_packages_without_arrays_of_jax_are_light(package: str):
     assert not loaded(package) & (HEAVY | {"scipy"})
 
 
+def test_the_configuration_needs_neither_arrays_nor_yaml_until_it_is_read():
+    assert not loaded("skippipe_jax.config") & {"numpy", "jaxtyping", "yaml"}
+
+
 def test_programs_are_made_without_jax():
     assert not loaded("skippipe_jax.program.compiler") & HEAVY
     assert not loaded("skippipe_jax.program.schedule") & HEAVY

@@ -6,13 +6,14 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 import yaml
+from jax.experimental.compilation_cache import compilation_cache
 from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
@@ -230,6 +231,35 @@ def test_a_cache_that_cannot_be_used_costs_time_only(run: Path, command: Command
     assert result.err.count("\n") == 1
 
 
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Nothing is compiled yet, in this process or in its cache; afterwards all is as it was."""
+    name = "jax_compilation_cache_dir"
+    before = getattr(jax.config, name)
+    jax.clear_caches()
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update(name, before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("evaluate", "--run", "run"),
+        ("evaluate", "--run", "run", "--run", "other"),
+        ("generate", "--run", "run", "--prompt", "a", "--max-new-tokens", "2"),
+    ],
+    ids=["one model", "several models", "decoding"],
+)
+def test_a_model_that_is_used_keeps_its_programs(
+    words: Sequence[str], run: Path, command: Command, forgotten: None
+):
+    shutil.copytree(run, "other")
+    assert command(*words, "--set", "compilation_cache=kept").code == 0
+    assert any(path.name.startswith("jit_") for path in Path("kept").iterdir())
+
+
 def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
     words = "another training is writing it", "give another folder"
     resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=4"
@@ -285,7 +315,7 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--run", "nowhere"], ["--run = 'nowhere'", "no config.yaml", "folder of a run"]),
+        (["--run", "nowhere"], ["--run = 'nowhere'", "/nowhere/config.yaml", "folder of a run"]),
         (["--run", "text"], ["--run = 'text'", "holds no run"]),
         (["--run", "a" * 300], ["--run = 'aaa", "holds no run"]),
         (["--run", "run", "--step", "1"], ["checkpoints = 1", "one of the steps [2, 3]"]),

@@ -3,6 +3,8 @@
 import json
 import sysconfig
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +22,11 @@ from skippipe_jax.data.batches import (
     check_vocabulary,
     held_out_batches,
     load_corpora,
+    what_is_too_long,
 )
 from skippipe_jax.data.corpus import Corpus, held_out_of
 from skippipe_jax.data.rows import NOT_COUNTED
-from skippipe_jax.data.tokenizer import ByteTokenizer
+from skippipe_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, write_byte_tokenizer
 from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.files import new_directory
 
@@ -101,6 +104,52 @@ def test_a_new_document_moves_no_other():
     assert before.tolist() == after[:-1].tolist()
     assert 20 <= before.sum() <= 60
     assert before.tolist() != held_out_of(keys, 0.1, 4).tolist()
+
+
+@pytest.mark.parametrize("kind", [ByteTokenizer, HuggingFaceTokenizer])
+def test_a_process_tokenizes_each_document_once_whatever_the_mixture(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    names, texts = ("a", "b", "c"), Counter[str]()
+    for name in names:
+        (tmp_path / name).mkdir()
+        for number in range(6):
+            (tmp_path / name / f"{number}.txt").write_text(f"{kind.__name__}{name}{number} " * 9)
+    opened: list[Path] = []
+    if kind is HuggingFaceTokenizer:
+        for folder in (tmp_path / "tokenizer", tmp_path / "run"):
+            folder.mkdir()
+            write_byte_tokenizer(folder, "--output")
+        begin = kind.__init__
+        monkeypatch.setattr(
+            kind,
+            "__init__",
+            lambda self, file, field: opened.append(file) or begin(self, file, field),
+        )
+    encode = kind.encode_batch
+
+    def counting(self: Any, given: Any) -> Any:
+        texts.update(str(text, "ascii") if isinstance(text, bytes) else text for text in given)
+        return encode(self, given)
+
+    monkeypatch.setattr(kind, "encode_batch", counting)
+
+    def mixed(names: Sequence[str], tokenizer: str) -> DataConfig:
+        entries = tuple(MixtureConfig(path=str(tmp_path / name)) for name in names)
+        given = {"sequence_length": LENGTH, "microbatch_size": 2, "held_out": 0.3}
+        named = None if kind is ByteTokenizer else str(tmp_path / tokenizer)
+        return DataConfig(source="mixture", mixture=entries, tokenizer=named, **given)
+
+    # A run keeps the tokenizer in its own folder, and experts train on some of the domains.
+    all_of_them, of_run = mixed(names, "tokenizer"), mixed(names, "run")
+    TrainingBatches(all_of_them)
+    assert [*held_out_batches(of_run, 2)]
+    what_is_too_long(of_run)
+    for one in (mixed("b", "run"), mixed("ca", "run")):
+        TrainingBatches(one)
+    assert len(texts) == 18
+    assert set(texts.values()) == {1}
+    assert len(opened) == (kind is HuggingFaceTokenizer)
 
 
 def test_held_out_and_training_share_no_file(tmp_path):
@@ -246,8 +295,12 @@ def test_held_out_windows_come_once_and_the_last_batch_is_padded(file_config, ba
 def test_held_out_order_is_fixed_and_a_limit_takes_its_beginning(file_config):
     config = text_config(Path(str(file_config.path)), held_out=0.5)
     every = list(held_out_batches(config, 3))
-    assert_same(list(held_out_batches(config, 3, limit=4)), every[:4])
-    assert_same(list(held_out_batches(config, 3, limit=10_000)), every)
+    assert_same(list(held_out_batches(config, 3, 12)), every[:4])
+    assert_same(list(held_out_batches(config, 3, 10_000)), every)
+    *whole, last = held_out_batches(config, 3, 11)
+    assert_same(whole, every[:3])
+    np.testing.assert_array_equal(last["tokens"][:2], every[3]["tokens"][:2])
+    assert (last["targets"][2] == NOT_COUNTED).all()
 
 
 @pytest.mark.parametrize(

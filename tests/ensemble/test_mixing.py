@@ -13,8 +13,8 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.ensemble import priors
 from skippipe_jax.ensemble.mixing import cached_log_prior, mix, weights
-from skippipe_jax.ensemble.mixtures import arithmetic, top_1
-from skippipe_jax.ensemble.posterior import final_log_weights, log_weights
+from skippipe_jax.ensemble.mixtures import arithmetic
+from skippipe_jax.ensemble.posterior import final_log_weights, likeliest, log_weights
 from tests.ensemble import by_hand
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
@@ -160,7 +160,8 @@ def test_a_mixture_is_a_distribution(spread: float, seed: int):
     logits = random.normal(scale=spread, size=(3, 2, 3, 7))
     log_p = jnp.asarray(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
     log_w = jnp.log(jnp.asarray(random.dirichlet(np.ones(3), (2, 3)).transpose(2, 0, 1)))
-    for found in (arithmetic(log_p, log_w[..., None]), top_1(log_p, log_w[..., None])):
+    for own in (log_w, likeliest(log_w)):
+        found = arithmetic(log_p, own[..., None])
         np.testing.assert_allclose(jnp.exp(found).sum(axis=-1), 1, rtol=1e-4)
     one_by_one = [arithmetic(log_p[..., token], log_w) for token in range(7)]
     np.testing.assert_allclose(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -49,6 +51,18 @@ def place(folder: Path) -> Place:
 def arm_of(place: Place) -> Arm:
     [arm] = Members(place.config).arms()
     return arm
+
+
+def test_lanes_that_train_side_by_side_share_the_cores(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    for at_once in (1, 5):
+        own = replace(place, config=replace(place.config, at_once=at_once))
+        together = work.side_by_side(own, arm_of(own))
+        assert together.config.at_once == 2
+        cores = {one.environment()["PJRT_NPROC"] for one in work.trainings(together, [arm_of(own)])}
+        assert cores == {"6"}
 
 
 def test_lanes_have_the_steps_and_sizes_of_their_experts(place: Place):

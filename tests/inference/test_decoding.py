@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from skippipe_jax.inference.decoding import (
     advance,
     empty_caches,
     generate_tokens,
+    next_token,
     sample,
     text_pieces,
 )
 from skippipe_jax.inference.partial import Order, chosen_order, kept
+from skippipe_jax.inference.staged_model import _apply, _logits, _loss, _scores
 from skippipe_jax.training.compilations import CompilationCounter
 from tests.partial_models import logits_of, random_model, save_run
 
@@ -49,6 +52,24 @@ GREEDY = Sampling(temperature=0.0)
 
 def model_with(**shape: Any):
     return random_model(parse_config(SECTIONS | {"model": SECTIONS["model"] | shape}).model, STAGES)
+
+
+def test_matrices_are_multiplied_as_precisely_as_in_training():
+    model = model_with(matmul_precision="highest")
+    structures, parameters = tuple(model.structures), list(model.parameters)
+    tokens = np.zeros((1, 16), np.int32)
+    x = model.embed({"tokens": tokens, "targets": tokens})
+    decoded = (structures, parameters, empty_caches(model, FULL, 1, 16), tokens, 0, 15)
+    for function, given in (
+        (_apply, (structures[1], parameters[1], x)),
+        (_loss, (structures[0], parameters[0], x, tokens)),
+        (_scores, (structures[0], parameters[0], x, tokens)),
+        (_logits, (structures[0], parameters[0], x)),
+        (next_token, (*decoded, jax.random.key(0), 1.0, 1.0)),
+    ):
+        products = re.findall(r"dot_general.*", function.lower(*given).as_text())
+        assert products
+        assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from skippipe_jax.config import parse_config
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts
 from skippipe_jax.data.tokenizer import ByteTokenizer, write_byte_tokenizer
-from skippipe_jax.inference.decoding import sample
+from skippipe_jax.inference.decoding import empty_caches, sample
 from skippipe_jax.inference.ensemble import Ensemble, averaged
 from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
 from skippipe_jax.inference.harness_model import HarnessModel
+from skippipe_jax.inference.mixed_tokens import _next_token
 from skippipe_jax.inference.scores import score
 from skippipe_jax.inference.staged_model import StagedModel, read_run
 from skippipe_jax.training.compilations import CompilationCounter
@@ -115,6 +117,20 @@ def test_tokens_of_an_ensemble_are_compiled_once(experts: list[StagedModel]):
     assert text == ByteTokenizer().decode(ensemble.generate(prompt, 24))
     with pytest.raises(InputError, match="context is 48 tokens"):
         ensemble.generate("abcd", 44)
+
+
+def test_a_token_is_scored_by_each_head_once(experts: list[StagedModel]):
+    structures = tuple(own.structures for own in experts)
+    parameters = [list(own.parameters) for own in experts]
+    caches = [empty_caches(own, own.along, 1, 16) for own in experts]
+    log_w = jnp.zeros((2, 1))
+    given = ((structures, "posterior"), parameters, caches, (log_w, log_w))
+    places = (3, 0, BEGIN)
+    drawn_by = (jax.random.key(0), 1.0, 1.0)
+    program = _next_token.lower(*given, np.zeros((1, 1), np.int32), places, *drawn_by).as_text()
+    for expert in experts:
+        size = expert.config.vocabulary_size
+        assert len(re.findall(rf"dot_general.*-> tensor<[\dx]*{size}xf32>", program)) == 1
 
 
 def packed() -> Batch:

@@ -33,7 +33,6 @@ from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from skippipe_jax.data.tokenizing import train_bpe
-from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.interop import huggingface
 from skippipe_jax.interop.conversion import from_huggingface, to_huggingface
 from skippipe_jax.models.llama import create_stage, stage_shapes
@@ -52,6 +51,7 @@ from tests.llama_models import (
     random_text,
     save,
 )
+from tests.partial_models import evaluate_run
 
 Arrays = dict[str, np.ndarray]
 

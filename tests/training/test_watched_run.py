@@ -24,7 +24,6 @@ from skippipe_jax.cluster.ending import RunFailed
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, LogConfig, load_config, parse_config
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, TrainingBatches
-from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage.checkpoint import CheckpointItems, committed_steps
 from skippipe_jax.storage.checkpointer import BEST_METRIC, Checkpointer, RetentionPolicy
@@ -38,6 +37,7 @@ from skippipe_jax.training.callbacks.trackers import (
 from skippipe_jax.training.trainer import Trainer
 from skippipe_jax.training.validation import is_out_of_patience
 from tests.multihost.processes import started_processes
+from tests.partial_models import evaluate_run
 from tests.step_metrics import metrics_of
 from tests.thread_hosts import ThreadHost
 from tests.training_runs import (
