@@ -60,6 +60,11 @@ class DocumentSource:
             return f"{self.field}.source", self.kind
         return f"{self.field}.path", self.path
 
+    @property
+    def told(self) -> str:
+        """What the text is, for readers."""
+        return self.path or "Python's standard library"
+
 
 def kind_of(path: str) -> str:
     """Guess from its name, or from the names in a folder, what kind of source a path is."""

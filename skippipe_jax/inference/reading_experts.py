@@ -48,7 +48,7 @@ def read_ensemble(
     read += [read_model(None, folder, None, cut, overrides) for folder in folders]
     data = read[0][1].data
     for run in runs[1:]:
-        require_same_held_out(data, RunDir(run).config("--run").data)
+        require_same_held_out(data, RunDir(run).located(RunDir(run).config("--run").data))
     ensemble = Ensemble(
         [model for model, _, _ in read],
         log_prior,
