@@ -126,8 +126,9 @@ class DataConfig:
             or of a folder with one of them. The default is the one that ``tokens`` were made
             with, or else ``bytes``.
         chat_template: for conversations, how they are written, instead of by the tokenizer's own
-            template: the path of a Jinja file, or ``chatml``, ``llama3``, or ``plain``, which needs
-            no tokens but the tokenizer's begin and end. The run keeps it with its tokenizer.
+            template: the path of a Jinja file, or ``chatml``, ``llama3``, whose tokens the
+            tokenizer must have, or ``plain``, which needs no tokens but the tokenizer's begin and
+            end. The run keeps it with its tokenizer.
         today: for conversations, the day that it is to chat templates that write the date, as
             2026-11-22; it stays the same when the run is resumed or evaluated. null: they are told
             none, and some write one of their own.
