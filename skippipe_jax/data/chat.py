@@ -91,9 +91,8 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
         raise InputError(TEMPLATE_FIELD, name, problem, remedy)
     text = template_text(name, TEMPLATE_FIELD)
     # The plain one writes roles as text; what a file does is up to its writer.
-    named = TEMPLATES.keys() - {PLAIN}
-    marks = dict.fromkeys(MARK.findall(text)) if name in named else ()
-    unknown = [mark for mark in marks if tokenizer.token_of(mark) is None]
+    marks = MARK.findall(text) if name in TEMPLATES and name != PLAIN else ()
+    unknown = dict.fromkeys(mark for mark in marks if tokenizer.token_of(mark) is None)
     if unknown:
         problem = f"the tokenizer has no token {', '.join(unknown)}"
         remedy = f"Write {PLAIN}, or name the file of a template for this tokenizer"
