@@ -361,9 +361,9 @@ def test_a_template_needs_a_tokenizer_with_its_tokens_and_ends_answers_by_one(
     learnt, _ = encode_conversation(conversation(MESSAGES), source, tokenizer)
     prompt = encode_prompt(MESSAGES[:2], tokenizer, "2026-11-22")
     assert prompt.tolist() == learnt[: len(prompt)].tolist()
-    found = end_of_turn(tokenizer, "2026-11-22")
-    assert found == (end, tokenizer.token_of(end))
-    assert found[1] in learnt[len(prompt) :].tolist()[:3]
+    token = tokenizer.token_of(end)
+    assert end_of_turn(tokenizer, "2026-11-22") == (end, token)
+    assert token in learnt[len(prompt) :].tolist()[:3]
 
 
 @pytest.mark.parametrize(
