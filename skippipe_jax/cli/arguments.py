@@ -355,17 +355,17 @@ def open_mixture(
     return ensemble, config.data, steps, kind
 
 
-def open_language_model(spec: ModelSpec) -> LanguageModel:
-    """Read what is named: several models together, or the stages of one that are to run.
+def open_language_model(spec: ModelSpec) -> tuple[LanguageModel, DataConfig]:
+    """Read what is named, with its data: several models together, or the stages of one.
 
-    The stages and scales are printed to standard error.
+    The stages that run and their scales are printed to standard error.
     """
     if spec.names_several:
-        return open_mixture(spec)[0]
+        return open_mixture(spec)[:2]
     with loading():
         from skippipe_jax.inference.partial import chosen_order
 
-    model, _, _, scaling = open_model(spec)
+    model, data, _, scaling = open_model(spec)
     order = chosen_order(spec.stage_order, spec.keep_fraction, model.stages, spec.seed)
     if scaling is not None:
         scales = scaling.scales(len(order))
@@ -373,7 +373,7 @@ def open_language_model(spec: ModelSpec) -> LanguageModel:
         model = model.scaled(scales)
     if len(order) < model.stages or spec.stage_order is not None:
         log.info(f"stages {' '.join(map(str, order))} of {model.stages}")
-    return replace(model, order=order)
+    return replace(model, order=order), data
 
 
 def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:

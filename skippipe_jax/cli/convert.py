@@ -92,8 +92,18 @@ def _to_huggingface(arguments: argparse.Namespace) -> int:
     if arguments.scale is not None:
         scales, cut, step = scales_of_run(arguments.scale, run, step)
         print(f"scales {scales.told(cut)}")
-    step = to_huggingface(run, arguments.output, step, arguments.dtype, scales)
-    print(f"step {step} of {run} is in {arguments.output}")
+    output = arguments.output
+    export = to_huggingface(run, output, step, arguments.dtype, scales)
+    print(f"step {export.step} of {run} is in {output}, in {export.dtype} (--dtype)")
+    tried = "--prompt TEXT"
+    if export.end_of_turn is not None:
+        text, token = export.end_of_turn
+        print(f"an answer ends with {text}: its token, {token}, is among those of eos_token_id")
+        tried = "--chat"
+    print(
+        f'load it by AutoModelForCausalLM.from_pretrained("{output}"), or try it: skippipe '
+        f"generate --hf {output} {tried}"
+    )
     return 0
 
 

@@ -107,10 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
     fewer = [] if asked is None else fewer_than_asked(data, asked, part)
     for line in [*what_is_too_long(data), *fewer]:
         log.info(line)
+    if spec.hf and not any(one.startswith("data.") for one in spec.overrides):
+        log.info("for your own text: --set data.source=text --set data.path=PATH")
     if arguments.json:
         print(json.dumps(found.to_json() | (by_domain.to_json() if by_domain else {})))
     else:
-        print(table(found, model.cut) + (f"\n{by_domain.table()}" if by_domain else ""))
+        print(table(found, model.cut, data) + (f"\n{by_domain.table()}" if by_domain else ""))
     return 0
 
 

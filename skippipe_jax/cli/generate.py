@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
+from skippipe_jax import log
 from skippipe_jax.cli.arguments import (
     ModelSpec,
     accept_former,
@@ -16,15 +21,23 @@ from skippipe_jax.cli.arguments import (
 )
 from skippipe_jax.config.sampling import Sampling
 
+if TYPE_CHECKING:
+    from skippipe_jax.data.chat import Message
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = (
-        "Sample the continuation of a prompt from a model, or a mixture of models, and print it."
+        "Sample the continuation of a prompt from a model, or a mixture of models, and print it; "
+        "or with --chat, what the model answers to it."
     )
     add_language_model_arguments(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads stdin")
     parser.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="text to continue; - reads stdin"
+        "--chat",
+        action="store_true",
+        help="write the prompt by the chat template, as a question, and print the answer alone; "
+        "without --prompt, a conversation on the terminal",
     )
     parser.add_argument(
         "--max-new-tokens",
@@ -54,22 +67,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the text as it is sampled; return the exit code."""
     with loading():
+        from skippipe_jax.data.chat import encode_prompt, end_of_turn, learns_answers
         from skippipe_jax.inference.decoding import text_pieces
 
     count = fields.integer(arguments.max_new_tokens, "--max-new-tokens", 1)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    model = open_language_model(ModelSpec.of(arguments))
-    tokenizer = model.tokenizer
+    if arguments.prompt is None and not (arguments.chat and sys.stdin.isatty()):
+        remedy = "Give a text, - for standard input, or --chat on a terminal"
+        raise InputError("--prompt", None, "is missing", remedy)
+    model, data = open_language_model(ModelSpec.of(arguments))
+    tokenizer, has_learnt = model.tokenizer, learns_answers(data)
+    if arguments.chat and not has_learnt and tokenizer.chat_template is None:
+        problem = "the model has learnt no conversations, and its tokenizer has no chat template"
+        raise InputError("--chat", True, problem, "Leave it out")
+    if has_learnt and not arguments.chat:
+        log.info("the run has learnt conversations: --chat asks for the answer to the prompt")
+    today = data.today or datetime.date.today().isoformat()
+    turn_end = end_of_turn(tokenizer, today) if arguments.chat or has_learnt else None
+    ends = {tokenizer.end} | ({turn_end[1]} if turn_end else set())
+
+    def tell(prompt: list[int], shown: str) -> str:
+        """Print what comes after a prompt, behind what is `shown` of that, and return it."""
+        drawn = model.tokens_after(prompt, count, sampling)
+        tokens = itertools.takewhile(lambda token: token not in ends, drawn)
+        said = []
+        # With the first piece: until there is one, an error can still come instead.
+        for piece in text_pieces(tokenizer.decode, prompt, tokens):
+            print(shown + piece, end="", flush=True)
+            shown = ""
+            said.append(piece)
+        print(shown)
+        return "".join(said)
+
+    def answer(messages: list[Message]) -> str:
+        return tell([*map(int, encode_prompt(messages, tokenizer, today))], "")
+
+    if arguments.prompt is None:
+        _converse(answer)
+        return 0
     text = _prompt(arguments.prompt)
-    prompt = [tokenizer.begin, *map(int, tokenizer.encode(text))]
-    tokens = model.tokens_after(prompt, count, sampling, tokenizer.end)
-    # With the first piece: until there is one, an error can still come instead.
-    shown = text
-    for piece in text_pieces(tokenizer.decode, prompt, tokens):
-        print(shown + piece, end="", flush=True)
-        shown = ""
-    print(shown)
+    if arguments.chat:
+        answer([_asked(text.removesuffix("\n"))])
+    else:
+        tell([tokenizer.begin, *map(int, tokenizer.encode(text))], text)
     return 0
+
+
+def _asked(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _converse(answer: Callable[[list[Message]], str]) -> None:
+    """Answer the lines of a terminal until it ends, each with what was said before."""
+    messages: list[Message] = []
+    while True:
+        try:
+            messages.append(_asked(input("> ")))
+        except EOFError:
+            print()
+            return
+        messages.append({"role": "assistant", "content": answer(messages)})
 
 
 def _prompt(argument: str) -> str:

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise InputError(
                 "--tasks", name, "there is no such task", "lm-eval ls tasks lists the harness's own"
             )
-    model = HarnessModel(open_language_model(spec), arguments.batch_size)
+    model = HarnessModel(open_language_model(spec)[0], arguments.batch_size)
     results = simple_evaluate(
         model=model,
         tasks=[*tasks.match_tasks(names)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ DIR must be new, and appears once it is complete. A hash of a document decides w
 out: of the name of its file, or of the text of its row; of a single document, the end is held out.
 Train on DIR with:
 
-  --set data.source=tokens --set data.path=DIR
+  skippipe train --data DIR
 """
 
 
@@ -149,13 +150,24 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{part.tokens:,} tokens of {part.documents:,} documents ({kind.replace('_', ' ')})"
                 for kind, part in index.parts.items()
             )
+            written += f", {_by_which(arguments)}"
     print(f"{arguments.output}: {written}")
     if arguments.tokenizer_only:
         print(f"use it with: data.tokenizer={arguments.output / TOKENIZER_FOLDER}")
     else:
-        packing = " data.packing=documents" if arguments.source == "chat" else ""
-        print(f"train on it with: data.source=tokens data.path={arguments.output}{packing}")
+        packing = ["--set", "data.packing=documents"] if arguments.source == "chat" else []
+        words = ["skippipe", "train", "--data", str(arguments.output), *packing]
+        print(f"train on it with:\n{shlex.join(words)}")
     return 0
+
+
+def _by_which(arguments: argparse.Namespace) -> str:
+    """Say by which tokenizer the tokens were made."""
+    if arguments.train_bpe is not None:
+        return "by a tokenizer of their own"
+    if arguments.tokenizer == BYTES:
+        return "as bytes; for a given model, name its --tokenizer"
+    return f"by the tokenizer {arguments.tokenizer}"
 
 
 def _keep_template(

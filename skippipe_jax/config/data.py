@@ -65,6 +65,11 @@ class DocumentSource:
             return f"{self.field}.source", self.kind
         return f"{self.field}.path", self.path
 
+    @property
+    def told(self) -> str:
+        """What the text is, for readers."""
+        return self.path or "Python's standard library"
+
 
 def kind_of(path: str) -> str:
     """Guess what kind of source a path is, from the names of its files and the first JSON line."""
@@ -138,8 +143,9 @@ class DataConfig:
             or of a folder with one of them. The default is the one that ``tokens`` were made
             with, or else ``bytes``.
         chat_template: for conversations, how they are written, instead of by the tokenizer's own
-            template: the path of a Jinja file, or ``chatml``, ``llama3``, or ``plain``, which needs
-            no tokens but the tokenizer's begin and end. The run keeps it with its tokenizer.
+            template: the path of a Jinja file, or ``chatml``, ``llama3``, whose tokens the
+            tokenizer must have, or ``plain``, which needs no tokens but the tokenizer's begin and
+            end. The run keeps it with its tokenizer.
         today: for conversations, the day that it is to chat templates that write the date, as
             2026-11-22; it stays the same when the run is resumed or evaluated. null: they are told
             none, and some write one of their own.

@@ -2,7 +2,8 @@
 
 A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}, or one as in
 ShareGPT, {"conversations": [{"from": "human", "value": ...}, ...]}, or as in Alpaca,
-{"instruction": ..., "input": ..., "output": ...}.
+{"instruction": ..., "input": ..., "output": ...}. A content may be a list of parts of text,
+[{"type": "text", "text": ...}, ...].
 
 Where one is given, or the tokenizer comes with one, a chat template says how messages are written,
 and by ``{% generation %}``, if it has that, what is learnt. Otherwise they are written as below,
@@ -23,16 +24,19 @@ from jaxtyping import Bool, Integer
 from jinja2 import TemplateError
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import DocumentSource
+from skippipe_jax.config import DataConfig, DocumentSource
 from skippipe_jax.config.tokenizer import BYTES
-from skippipe_jax.data.chat_template import TEMPLATES, TODAY, ChatTemplate, template_text
-from skippipe_jax.data.documents import Document
+from skippipe_jax.data.chat_template import MARK, TEMPLATES, TODAY, ChatTemplate, template_text
+from skippipe_jax.data.documents import Document, local_path
+from skippipe_jax.data.token_shards import read_index
 from skippipe_jax.data.tokenizer import Tokenizer, token_dtype
 
 ASSISTANT = "assistant"
 PLAIN = "plain"
 ROLES = {"human": "user", "gpt": ASSISTANT}
 """Of ShareGPT."""
+KNOWN_ROLES = ("system", "user", ASSISTANT, "tool")
+"""Those that messages tell of; a template may know others."""
 TEMPLATE_FIELD = "data.chat_template"
 
 Message = Mapping[str, str]
@@ -54,10 +58,10 @@ def encode_conversation(
     messages = _messages(document, source)
     text, template = _template_text(source, tokenizer), None
     if text is not None:
-        template = _template(text, source)
+        template = _template(text, source.today)
     is_answered = any(message["role"] == ASSISTANT for message in messages)
     if not is_answered and (template is None or not template.marks_answers):
-        raise refuse("there is no answer of the assistant to learn")
+        raise refuse(_why_unanswered(messages))
     if template is None:
         segments = _written_plainly(messages, tokenizer)
     else:
@@ -85,7 +89,15 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
         problem = "has to mark begin and end, and the tokenizer gives no texts of such tokens"
         remedy = "Write bos_token and eos_token in its tokenizer_config.json, or name a file"
         raise InputError(TEMPLATE_FIELD, name, problem, remedy)
-    return template_text(name, TEMPLATE_FIELD)
+    text = template_text(name, TEMPLATE_FIELD)
+    # The plain one writes roles as text; what a file does is up to its writer.
+    marks = MARK.findall(text) if name in TEMPLATES and name != PLAIN else ()
+    unknown = dict.fromkeys(mark for mark in marks if tokenizer.token_of(mark) is None)
+    if unknown:
+        problem = f"the tokenizer has no token {', '.join(unknown)}"
+        remedy = f"Write {PLAIN}, or name the file of a template for this tokenizer"
+        raise InputError(TEMPLATE_FIELD, name, problem, remedy)
+    return text
 
 
 def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> list[str]:
@@ -98,6 +110,79 @@ def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> l
         "and so on, each on a line before its message, and a model that is exported comes without "
         f"a template. Choose one by {TEMPLATE_FIELD}: {', '.join(TEMPLATES)}, or a file"
     ]
+
+
+def learns_answers(config: DataConfig) -> bool:
+    """Tell whether what is learnt are the answers of conversations, also of tokenized ones.
+
+    Of tokens that are not here any more that is not known, and the answer is no.
+    """
+    return any(one.kind == "chat" or _holds_conversations(one) for one in config.sources())
+
+
+def _holds_conversations(source: DocumentSource) -> bool:
+    if source.kind != "tokens":
+        return False
+    try:
+        index = read_index(local_path(source.origin[1]), source.origin[0])
+    except InputError:
+        return False
+    return index.parts["training"].learnt is not None
+
+
+def encode_prompt(
+    messages: Sequence[Message], tokenizer: Tokenizer, today: str
+) -> Integer[np.ndarray, " token"]:
+    """Return the tokens of a conversation that the assistant shall go on with.
+
+    They are written by the tokenizer's own template, if it has one; for that it is `today`.
+
+    Raises:
+        InputError: if the template cannot write them.
+    """
+    text = tokenizer.chat_template
+    if text is None:
+        asked = tokenizer.encode(_header(ASSISTANT))
+        segments = [tokens for tokens, _ in _written_plainly(messages, tokenizer)]
+        return np.concatenate([*segments, asked])
+    try:
+        return tokenizer.encode(_written(text, messages, tokenizer, today, begins_answer=True))
+    except TemplateError as error:
+        problem = f"the tokenizer's chat template fails: {error}"
+        raise InputError("--chat", True, problem, "Leave it out, and write the prompt") from error
+
+
+def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
+    """Return the text and the token by which the tokenizer's chat template ends an answer.
+
+    None: there is no template, it ends an answer by no token of its own, or it does not write a
+    question and an answer.
+    """
+    text, answer = tokenizer.chat_template, "Answer"
+    if text is None:
+        return None
+    messages = [{"role": "user", "content": "Question"}, {"role": ASSISTANT, "content": answer}]
+    try:
+        written = _written(text, messages, tokenizer, today)
+    except TemplateError:
+        return None
+    mark = MARK.search(written.rpartition(answer)[2]) if answer in written else None
+    token = None if mark is None else tokenizer.token_of(mark[0])
+    return None if mark is None or token is None else (mark[0], token)
+
+
+def _written(
+    template: str,
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    today: str,
+    *,
+    begins_answer: bool = False,
+) -> str:
+    pieces = _template(template, today).write(
+        messages=messages, add_generation_prompt=begins_answer, **tokenizer.special_tokens
+    )
+    return "".join(text for text, _ in pieces)
 
 
 def spoken(document: Document, source: DocumentSource) -> str:
@@ -114,41 +199,65 @@ def _refused(document: Document, source: DocumentSource, problem: str) -> InputE
     return InputError(*source.origin, f"{document.where}: {problem}", remedy)
 
 
+def _why_unanswered(messages: Sequence[Message]) -> str:
+    unknown = [one["role"] for one in messages if one["role"] not in KNOWN_ROLES]
+    if not unknown:
+        return "there is no answer of the assistant to learn"
+    of_share_gpt = ", ".join(f"{theirs} for {ours}" for theirs, ours in ROLES.items())
+    return (
+        f"the role {unknown[0]!r} is unknown, and no other is the assistant's: roles are "
+        f"{', '.join(KNOWN_ROLES)}, or in 'from' also {of_share_gpt}"
+    )
+
+
+Refuse = Callable[[str], InputError]
+
+
 def _messages(document: Document, source: DocumentSource) -> list[Message]:
     refuse = functools.partial(_refused, document, source)
     row = json.loads(document.text)
-    messages = _as_messages(row)
-    if not isinstance(messages, list):
-        raise refuse(f"has no list of messages, but {', '.join(row) or 'nothing'}")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise refuse(f"messages[{number}] is no object")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise refuse(f"messages[{number}] has no text under {key!r}")
-    return messages
-
-
-def _as_messages(row: Mapping[str, Any]) -> Any:
-    """Return the messages of a row, also of one as in ShareGPT or Alpaca; None without any."""
-    turns, is_alpaca = row.get("conversations"), "instruction" in row and "output" in row
-    if "messages" not in row and isinstance(turns, list):
-        return [
-            {
-                "role": ROLES.get(str(turn.get("from")), turn.get("from")),
-                "content": turn.get("value"),
-            }
-            if isinstance(turn, dict)
-            else turn
-            for turn in turns
-        ]
-    if "messages" not in row and is_alpaca:
+    if "messages" not in row and "instruction" in row and "output" in row:
         asked = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
-        return [
-            {"role": "user", "content": asked},
-            {"role": ASSISTANT, "content": row["output"]},
-        ]
-    return row.get("messages")
+        answer = _text_of(row, "output", "the row", refuse)
+        return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": answer}]
+    of_share_gpt = "messages" not in row and isinstance(row.get("conversations"), list)
+    name = "conversations" if of_share_gpt else "messages"
+    entries = row.get(name)
+    if not isinstance(entries, list):
+        raise refuse(f"has no list of messages, but {', '.join(row) or 'nothing'}")
+    return [
+        _message(entry, f"{name}[{number}]", refuse, of_share_gpt=of_share_gpt)
+        for number, entry in enumerate(entries)
+    ]
+
+
+def _message(entry: Any, place: str, refuse: Refuse, *, of_share_gpt: bool) -> Message:
+    """Return a message with `role` and `content`, also of one with `from` and `value`."""
+    if not isinstance(entry, dict):
+        raise refuse(f"{place} is no object")
+    if "from" in entry or (of_share_gpt and "role" not in entry):
+        role = _text_of(entry, "from", place, refuse)
+        own = {"role": ROLES.get(role, role), "content": _text_of(entry, "value", place, refuse)}
+    else:
+        own = {key: _text_of(entry, key, place, refuse) for key in ("role", "content")}
+    return entry | own
+
+
+def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: Refuse) -> str:
+    """Return the text under a key, that of its parts together where it is a list of them."""
+    content = entry.get(key)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refuse(f"{place} has no text under {key!r}")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text" or not isinstance(part.get("text"), str):
+            name = f"{place}.{key}[{number}]"
+            raise refuse(f"{name} is a part of type {kind!r}, and only text is read")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 Segments = list[tuple[np.ndarray, bool]]
@@ -157,7 +266,7 @@ Segments = list[tuple[np.ndarray, bool]]
 def _written_plainly(messages: Sequence[Message], tokenizer: Tokenizer) -> Segments:
     segments: Segments = [(np.array([tokenizer.begin]), False)]
     for message in messages:
-        segments.append((tokenizer.encode(f"<|{message['role']}|>\n"), False))
+        segments.append((tokenizer.encode(_header(message["role"])), False))
         if message["role"] == ASSISTANT:
             answer = tokenizer.encode(message["content"])
             segments.append((np.append(answer, tokenizer.end), True))
@@ -166,12 +275,16 @@ def _written_plainly(messages: Sequence[Message], tokenizer: Tokenizer) -> Segme
     return segments
 
 
+def _header(role: str) -> str:
+    return f"<|{role}|>\n"
+
+
 def _written_by(
     template: ChatTemplate,
     messages: Sequence[Message],
     tokenizer: Tokenizer,
     source: DocumentSource,
-    refuse: Callable[[str], InputError],
+    refuse: Refuse,
 ) -> Segments:
     def pieces_of(count: int, begins_answer: bool) -> list[tuple[str, bool]]:
         try:
@@ -214,9 +327,9 @@ def _without_day(source: DocumentSource) -> InputError:
 
 
 @functools.lru_cache(maxsize=2)
-def _template(text: str, source: DocumentSource) -> ChatTemplate:
+def _template(text: str, today: str | None) -> ChatTemplate:
     try:
-        return ChatTemplate(text, source.today)
+        return ChatTemplate(text, today)
     except TemplateError as error:
         raise InputError(
             "data.tokenizer", text, f"its chat template is not valid: {error}", "Mend the template"

@@ -49,6 +49,9 @@ TEMPLATES = {
 }
 """Templates that a name stands for."""
 
+MARK = re.compile(r"<[^<>\s]+>")
+"""What templates write around messages, such as <|eot_id|> and </s>; mostly a token of its own."""
+
 TODAY = "strftime_now"
 """The function of templates that writes the time; here, the day that it is told."""
 

@@ -193,23 +193,28 @@ def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterato
             if number == 1 and line.lstrip().startswith(b"["):
                 yield from _listed(source, file, line + opened.read())
                 return
-            row = _parsed(source, where, line, "Mend that line")
+            row = _parsed(source, file, number, line, "Mend that line")
             yield _of_row(source, where, line.strip(), row)
 
 
 def _listed(source: DocumentSource, file: str, text: bytes) -> Iterator[Document]:
     """Read a file that is one list of objects."""
-    rows = _parsed(source, file, text, "Write a list of {...}, or {...} on every line")
+    rows = _parsed(source, file, 1, text, "Write a list of {...}, or {...} on every line")
     for number, row in enumerate(rows, 1):
         content = json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass")
         yield _of_row(source, f"{file}, entry {number}", content, row)
 
 
-def _parsed(source: DocumentSource, where: str, text: bytes, remedy: str) -> Any:
+def _parsed(source: DocumentSource, file: str, first: int, text: bytes, remedy: str) -> Any:
+    """Read the JSON that begins on line `first` of a file."""
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())
     except (ValueError, RecursionError) as error:
-        raise InputError(*source.origin, f"{where}: not valid JSON: {error}", remedy) from error
+        where, problem = f"{file}, line {first}", str(error)
+        if isinstance(error, json.JSONDecodeError):
+            where = f"{file}, line {first + error.lineno - 1}, column {error.colno}"
+            problem = error.msg
+        raise InputError(*source.origin, f"{where}: not valid JSON: {problem}", remedy) from error
 
 
 def _of_row(source: DocumentSource, where: str, content: bytes, row: Any) -> Document:
@@ -263,8 +268,8 @@ def _rows(source: DocumentSource, system: Any, name: str, file: str) -> Iterator
 
 def _without(source: DocumentSource, where: str, names: list[str]) -> InputError:
     remedy = "Name the one that holds the text"
-    if source.kind == "jsonl" and "messages" in names:
-        remedy += ", or let the source be chat, if these are conversations"
+    if source.kind == "jsonl" and not {"messages", "conversations"}.isdisjoint(names):
+        remedy += ", or let the source be chat (data.source), if these are conversations"
     return InputError(
         f"{source.field}.text_field",
         source.text_field,

@@ -82,6 +82,10 @@ class Tokenizer(Protocol):
         """Return the text of the tokens, marks and numbers that are no token left out."""
         ...
 
+    def token_of(self, text: str) -> int | None:
+        """Return the token that a whole text is, such as <|eot_id|>; None if it is none."""
+        ...
+
 
 class ByteTokenizer:
     """A token is a byte; three more mark where a document begins, where it ends, and padding."""
@@ -110,6 +114,10 @@ class ByteTokenizer:
         """
         ids = np.asarray(tokens)
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def token_of(self, text: str) -> int | None:
+        """Return None: only bytes have tokens."""
+        return None
 
 
 class HuggingFaceTokenizer:
@@ -182,6 +190,10 @@ class HuggingFaceTokenizer:
         """Return the text of the tokens, marks and numbers that are no token left out."""
         return self._tokenizer.decode(_within(tokens, self.vocabulary_size))
 
+    def token_of(self, text: str) -> int | None:
+        """Return the token that a whole text is; None if it is none."""
+        return self._tokenizer.token_to_id(text)
+
 
 class SentencePieceTokenizer:
     """A tokenizer.model of SentencePiece."""
@@ -232,6 +244,11 @@ class SentencePieceTokenizer:
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of the tokens, marks and numbers that are no token left out."""
         return self._processor.decode(_within(tokens, self.vocabulary_size))
+
+    def token_of(self, text: str) -> int | None:
+        """Return the token that a whole text is; None if it is none."""
+        token = self._processor.piece_to_id(text)
+        return None if token == self._processor.unk_id() else token
 
 
 def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer:

@@ -232,15 +232,17 @@ def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
     return perplexities
 
 
-def table(found: Evaluation, cut: StageCut) -> str:
+def table(found: Evaluation, cut: StageCut, data: DataConfig) -> str:
     """The evaluation for a reader: a line for the full model, and one for each way and question.
 
-    What is scaled stands beside what is not.
+    The first line names the text of `data`. What is scaled stands beside what is not.
     """
     of_step = "" if found.step is None else f"step {found.step}: "
+    text = ", ".join(source.told for source in data.sources())
     lines = [
         f"{of_step}held-out loss {found.loss:.4f} nats per token, perplexity "
-        f"{found.perplexity:.3f}, over {found.tokens:,} tokens, all stages in order"
+        f"{found.perplexity:.3f}, over {found.tokens:,} tokens of the held-out part of {text}, "
+        "all stages in order"
     ]
     scaled = found.scaled
     if scaled is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -14,8 +15,9 @@ from skippipe_jax.config import Config, DataConfig, ModelConfig, to_yaml
 from skippipe_jax.config.huggingface import require_no_window
 from skippipe_jax.config.model import LAYERS_OF_STAGE, StageCut
 from skippipe_jax.config.parsing import CONFIG
-from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
-from skippipe_jax.data.tokenizer import write_byte_tokenizer
+from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER, has_tokenizer
+from skippipe_jax.data.chat import end_of_turn
+from skippipe_jax.data.tokenizer import load_tokenizer, write_byte_tokenizer
 from skippipe_jax.interop import huggingface
 from skippipe_jax.models.branch_scales import BranchScales
 from skippipe_jax.models.llama import stage_shapes
@@ -59,21 +61,38 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
     return config
 
 
+@dataclass(frozen=True)
+class Export:
+    """What was written of a run.
+
+    Attributes:
+        step: of the checkpoint.
+        dtype: of the weights.
+        end_of_turn: text and token with which an answer ends, where there is a chat template that
+            tells, and the run may have learnt by it.
+    """
+
+    step: int
+    dtype: str
+    end_of_turn: tuple[str, int] | None
+
+
 def to_huggingface(
     run: Path,
     target: Path,
     step: int | None = None,
     dtype: str | None = None,
     scales: BranchScales | None = None,
-) -> int:
-    """Write a checkpoint of a run, by default the newest whole one, as a model; returns its step.
+) -> Export:
+    """Write a checkpoint of a run, by default the newest whole one, as a model.
 
     `scales` of residual branches are folded into the weights.
 
     Raises:
         InputError: if the checkpoint cannot be read, or `target` is not new.
     """
-    model = RunDir(run).config("RUN").model
+    config = RunDir(run).config("RUN")
+    model = config.model
     checkpoint = latest_intact(run, step)
     cut = StageCut(checkpoint.record.stage_layers)
     # The run may have cut its model otherwise since.
@@ -81,6 +100,8 @@ def to_huggingface(
     shapes = stage_shapes(model, len(cut))
     dtype = dtype or model.parameter_dtype
     companions = run / TOKENIZER_FOLDER
+    turn_end = _end_of_turn(companions, config.data)
+    end_token = None if turn_end is None else turn_end[1]
 
     def parameters_of(stage: int) -> Parameters:
         parameters = load_stage(checkpoint, cut, stage, {"parameters": shapes[stage]})["parameters"]
@@ -88,14 +109,25 @@ def to_huggingface(
 
     with new_directory(target, "--output") as folder:
         huggingface.write_weights(folder, model, len(cut), parameters_of, dtype)
-        description = huggingface.config_json(model, dtype, companions)
+        description = huggingface.config_json(model, dtype, companions, end_token)
         text = json.dumps(description, indent=2) + "\n"
         (folder / huggingface.CONFIG).write_text(text, encoding="utf-8")
         if companions.exists():
             huggingface.copy_companions(companions, folder)
+            huggingface.end_generation_at(end_token, folder)
         else:
             write_byte_tokenizer(folder, "--output")
-    return checkpoint.step
+    return Export(checkpoint.step, dtype, turn_end)
+
+
+def _end_of_turn(companions: Path, data: DataConfig) -> tuple[str, int] | None:
+    """Return text and token with which answers end that a run may have learnt, if known."""
+    # Tokens may be those of conversations, and lie elsewhere.
+    has_learnt = any(source.kind in ("chat", "tokens") for source in data.sources())
+    if not has_learnt or not has_tokenizer(companions):
+        return None
+    today = data.today or datetime.date.today().isoformat()
+    return end_of_turn(load_tokenizer(str(companions)), today)
 
 
 def _cut(model: ModelConfig, stages: int) -> ModelConfig:

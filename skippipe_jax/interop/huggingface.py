@@ -43,6 +43,7 @@ from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 # Text goes in and comes out by these; they are kept with a run and handed on as they are.
 COMPANIONS = (
@@ -52,7 +53,7 @@ COMPANIONS = (
     "added_tokens.json",
     "tokenizer.model",
     CHAT_TEMPLATE,
-    "generation_config.json",
+    GENERATION,
 )
 
 
@@ -123,11 +124,13 @@ def _by_path(tree: Any) -> dict[str, Any]:
 # The configuration.
 
 
-def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, Any]:
+def config_json(
+    model: ModelConfig, dtype: str, companions: Path, end_of_turn: int | None = None
+) -> dict[str, Any]:
     """Make the content of config.json for `model`, whose weights are of `dtype`.
 
     It is written in the older form, which every version of transformers reads. `companions` is the
-    folder with what came along with the run's weights.
+    folder with what came along with the run's weights. Generation also ends at `end_of_turn`.
     """
     scaling = model.rope_scaling
     rope = {theirs: getattr(scaling, ours) for theirs, ours in LLAMA3_ROPE.items() if scaling}
@@ -150,7 +153,7 @@ def config_json(model: ModelConfig, dtype: str, companions: Path) -> dict[str, A
         "initializer_range": model.deviation,
         "tie_word_embeddings": model.tied_head,
         "torch_dtype": dtype,
-        **_marks(companions),
+        **_ending_at(end_of_turn, _marks(companions)),
     }
 
 
@@ -165,6 +168,23 @@ def _marks(companions: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(str(companions) if companions.exists() else BYTES)
     marks = (tokenizer.begin, tokenizer.end, tokenizer.padding)
     return dict(zip(names, marks, strict=True))
+
+
+def _ending_at(token: int | None, marks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the marks with a token among those that end generation."""
+    given = marks.get("eos_token_id")
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    if token is None or token in ends:
+        return dict(marks)
+    return {**marks, "eos_token_id": [*ends, token]}
+
+
+def end_generation_at(token: int | None, folder: Path) -> None:
+    """Let generation end at a token too, by the generation_config.json in a folder that has one."""
+    path = folder / GENERATION
+    if token is not None and path.exists():
+        content = _ending_at(token, fields.load_json(path, str(path)))
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source: Path, target: Path, names: Sequence[str] = COMPANIONS) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
@@ -60,6 +61,8 @@ BEST = "best.json"
 """Which checkpoint has the lowest validation loss, in a run that computes it."""
 BEST_STEP = "best"
 """Name of the checkpoint with the lowest validation loss, in place of its step."""
+STARTED = "started.json"
+"""In which folder the run was last started: its relative paths lead from there."""
 PARENT = "parent.json"
 """The checkpoint of another run whose weights a run began with, if it began so."""
 GENERATIONS = "generations"
@@ -127,7 +130,7 @@ class RunDir:
             for name in (METRICS, VALIDATION):
                 (self.path / name).touch()
             # Last: the config marks a folder as a run, whose own the plan then is.
-            atomic_write(self.path / CONFIG, to_yaml(config))
+            self._write_config(config)
 
     def truncate_after(self, step: int, config: Config, *, is_own: bool = False) -> None:
         """Prepare the folder to continue after `step`: metrics of later steps come again.
@@ -136,7 +139,7 @@ class RunDir:
         written by a host that was stopped: what is kept of them goes into a new file.
         """
         with os_errors_as("run_dir", self.path):
-            atomic_write(self.path / CONFIG, to_yaml(config))
+            self._write_config(config)
             if not (self.path / VALIDATION).exists():
                 losses = self.validation_losses().items()
                 lines = [
@@ -149,6 +152,10 @@ class RunDir:
                     os.truncate(path, end)
                 else:
                     replace_by_beginning(path, end)
+
+    def _write_config(self, config: Config) -> None:
+        atomic_write(self.path / STARTED, json.dumps({"folder": os.getcwd()}) + "\n")
+        atomic_write(self.path / CONFIG, to_yaml(config))
 
     def files_to_mirror(self) -> list[Path]:
         """List the files that a run needs besides its checkpoints to be resumed or looked at."""
@@ -364,3 +371,25 @@ class RunDir:
         if template is not None and (folder / CHAT_TEMPLATE).is_file():
             template = str(folder / CHAT_TEMPLATE)
         return replace(config, tokenizer=str(folder), chat_template=template)
+
+    def located(self, config: DataConfig) -> DataConfig:
+        """Return the configuration with relative paths of text led from where the run was started.
+
+        They stay as they are where nothing is there, as on another machine.
+        """
+        path = self.path / STARTED
+        if not path.exists():
+            return config
+        started = fields.mapping(fields.load_json(path, str(path)), str(path), ["folder"])
+        folder = fields.text(started.get("folder"), f"{path}: folder")
+        if folder == os.getcwd():
+            return config
+
+        def there(path: str | None) -> str | None:
+            found = os.path.join(folder, path or "")
+            return found if path and (os.path.exists(found) or glob.glob(found)) else path
+
+        mixture = config.mixture and tuple(
+            replace(one, path=there(one.path)) for one in config.mixture
+        )
+        return replace(config, path=there(config.path), mixture=mixture)

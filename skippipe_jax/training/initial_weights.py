@@ -27,8 +27,15 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import Config, DataConfig, ModelConfig, StageCut
 from skippipe_jax.config.init_from import RUN, origin_of, require_shapes
 from skippipe_jax.config.parsing import CONFIG, saved_config
-from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
+from skippipe_jax.config.tokenizer import (
+    BYTES,
+    TOKENIZER_FOLDER,
+    TOKENS_INDEX,
+    has_tokenizer,
+)
 from skippipe_jax.data.batches import tokenizer_of
+from skippipe_jax.data.documents import local_path
+from skippipe_jax.data.token_shards import read_index
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.interop import huggingface
 from skippipe_jax.runtime.runtime import Ready
@@ -157,6 +164,33 @@ def open_run_weights(init_from: str, noted: Mapping[str, Any] | None = None) -> 
             "Bring that one back, or start another run",
         )
     return weights
+
+
+def require_own_tokens(config: Config) -> None:
+    """Refuse tokens of another tokenizer than that of the first weights, unless `data` names it.
+
+    Nothing is said where the weights come without a tokenizer, or the tokens are on another host.
+
+    Raises:
+        InputError: naming the tokens, and both tokenizers.
+    """
+    data, path = config.data, config.data.path
+    if config.init_from is None or data.source != "tokens" or path is None:
+        return
+    own, folder = origin_of(config.init_from).tokenizer, local_path(path)
+    is_here = has_tokenizer(own) and Path(folder, TOKENS_INDEX).is_file()
+    if data.tokenizer is not None or not is_here:
+        return
+    theirs = read_index(folder, "data.path").tokenizer
+    if theirs != load_tokenizer(str(own)).digest:
+        name = BYTES if theirs == BYTES else f"{path}/{TOKENIZER_FOLDER}"
+        raise InputError(
+            "data.path",
+            path,
+            f"its tokens are by the tokenizer {name}, and those of {config.init_from} by {own}",
+            f"Tokenize the text again with --tokenizer {own}, or write data.tokenizer: {name} to "
+            "train on other tokens than the model knows",
+        )
 
 
 def tokenizer_warning(weights: WeightSource | None, config: Config) -> list[str]:

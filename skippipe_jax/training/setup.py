@@ -72,6 +72,7 @@ from skippipe_jax.training.initial_weights import (
     RunWeights,
     WeightSource,
     open_initial_weights,
+    require_own_tokens,
     tokenizer_warning,
 )
 from skippipe_jax.training.planning import check_deadline, make_plans, tell_time
@@ -151,6 +152,8 @@ def setup_run(
             be used.
     """
     _require_reaching_collectives(config, host)
+    if not resume:
+        require_own_tokens(config)
     folder, leads = Path(config.run_dir), host.index == 0
     url = config.checkpoint.copy_to
     mirror = Mirror(url) if url is not None and leads else None

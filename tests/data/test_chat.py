@@ -1,6 +1,7 @@
 """Conversations: of what is written, only the assistant's answers are learnt."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +9,19 @@ import numpy as np
 import pytest
 import yaml
 from skippipe_sched.errors import InputError
+from tokenizers import Tokenizer as Tokenizers
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from skippipe_jax.config import DataConfig, DocumentSource, parse_config, to_yaml
 from skippipe_jax.data import chat_template
 from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora
-from skippipe_jax.data.chat import encode_conversation, template_warning
+from skippipe_jax.data.chat import (
+    encode_conversation,
+    encode_prompt,
+    end_of_turn,
+    learns_answers,
+    template_warning,
+)
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
 from skippipe_jax.data.tokenizer import (
@@ -116,6 +124,18 @@ def test_a_template_that_cannot_be_followed_is_refused(with_template, template, 
         (["hello"], r"messages\[0\] is no object"),
         ([{"role": "user"}], r"messages\[0\] has no text under 'content'"),
         (MESSAGES[:2], "there is no answer of the assistant"),
+        (
+            [MESSAGES[1], {"role": "bot", "content": "4"}],
+            "the role 'bot' is unknown, .*: roles are system, user, assistant, tool, or in 'from'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            r"messages\[0\]\.content\[0\] is a part of type 'image_url'",
+        ),
+        (
+            [{"role": "user", "content": ["hi"]}],
+            r"messages\[0\]\.content\[0\] is a part of type 'hi'",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_named_with_its_line(messages, problem):
@@ -133,10 +153,30 @@ def test_what_is_no_conversation_is_named_with_its_line(messages, problem):
                 {"from": "gpt", "value": "4"},
             ]
         },
+        {
+            "conversations": [
+                {"role": "user", "content": "2 + 2?\n\nBriefly."},
+                {"role": "assistant", "content": "4"},
+            ]
+        },
         {"instruction": "2 + 2?", "input": "Briefly.", "output": "4"},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "2 + 2?\n\n"},
+                        {"type": "text", "text": "Briefly."},
+                    ],
+                },
+                {"role": "assistant", "content": "4"},
+            ]
+        },
     ],
 )
-def test_rows_as_in_share_gpt_and_alpaca_are_conversations(row: dict[str, object]):
+def test_rows_as_in_share_gpt_and_alpaca_and_parts_of_text_are_conversations(
+    row: dict[str, object],
+):
     messages = [
         {"role": "user", "content": "2 + 2?\n\nBriefly."},
         {"role": "assistant", "content": "4"},
@@ -149,12 +189,24 @@ def test_rows_as_in_share_gpt_and_alpaca_are_conversations(row: dict[str, object
 
 
 @pytest.mark.parametrize(
-    "row", [{"conversations": [7]}, {"conversations": [{"from": "gpt"}]}, {"instruction": "2 + 2?"}]
+    ("row", "problem"),
+    [
+        ({"conversations": [7]}, "conversations[0] is no object"),
+        ({"conversations": [{"from": "gpt"}]}, "conversations[0] has no text under 'value'"),
+        ({"conversations": [{"value": "4"}]}, "conversations[0] has no text under 'from'"),
+        ({"conversations": [{"role": "user"}]}, "conversations[0] has no text under 'content'"),
+        ({"conversations": [{"from": "bot", "value": "4"}]}, "the role 'bot' is unknown"),
+        ({"instruction": "2 + 2?"}, "has no list of messages, but instruction"),
+        ({"instruction": "2 + 2?", "output": 4}, "the row has no text under 'output'"),
+    ],
 )
-def test_rows_nearly_as_in_share_gpt_and_alpaca_are_named_with_their_line(row: dict[str, object]):
+def test_rows_nearly_as_in_share_gpt_and_alpaca_are_named_as_they_are(
+    row: dict[str, object], problem: str
+):
     document = Document("chat.jsonl, line 7", b"", json.dumps(row).encode())
-    with pytest.raises(InputError, match=r"chat\.jsonl, line 7: "):
+    with pytest.raises(InputError) as caught:
         encode_conversation(document, SOURCE, ByteTokenizer())
+    assert caught.value.problem.startswith(f"chat.jsonl, line 7: {problem}")
 
 
 SAYS_ITSELF = """\
@@ -262,7 +314,7 @@ def test_a_tokenizer_without_a_template_is_warned_of_where_none_is_named(with_te
     tokenizer.chat_template = None
     [warning] = template_warning([SOURCE], tokenizer)
     assert "comes without a template. Choose one by data.chat_template: plain, chatml" in warning
-    assert not template_warning([replace(SOURCE, chat_template="chatml")], tokenizer)
+    assert not template_warning([replace(SOURCE, chat_template="plain")], tokenizer)
     assert not template_warning([SOURCE], ByteTokenizer())
 
 
@@ -274,6 +326,67 @@ def test_a_template_that_is_not_there_is_refused(name: str, said: str, with_temp
     with pytest.raises(InputError, match=said) as refused:
         encode_conversation(conversation(MESSAGES), source, load_tokenizer(str(with_template)))
     assert refused.value.field == "data.chat_template"
+
+
+def add_tokens(folder: Path, *tokens: str) -> None:
+    """Let the tokenizer in a folder have these special tokens too."""
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizers.from_file(file)
+    tokenizer.add_special_tokens(list(tokens))
+    tokenizer.save(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "end"),
+    [
+        ("llama3", ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"),
+        ("chatml", ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+        ("plain", [], "<|end_of_text|>"),
+    ],
+)
+def test_a_template_needs_a_tokenizer_with_its_tokens_and_ends_answers_by_one(
+    name: str, tokens: list[str], end: str, with_template: Path
+):
+    source = replace(SOURCE, chat_template=name)
+    if tokens:
+        add_tokens(with_template, *tokens[:-1])
+        without = load_tokenizer(str(with_template))
+        with pytest.raises(InputError, match=re.escape(f"has no token {end}")) as refused:
+            template_warning([source], without)
+        assert (refused.value.field, refused.value.value) == ("data.chat_template", name)
+        assert refused.value.remedy.startswith("Write plain")
+        add_tokens(with_template, end)
+    (with_template / "chat_template.jinja").write_text(chat_template.TEMPLATES[name])
+    tokenizer = load_tokenizer(str(with_template))
+    learnt, _ = encode_conversation(conversation(MESSAGES), source, tokenizer)
+    prompt = encode_prompt(MESSAGES[:2], tokenizer, "2026-11-22")
+    assert prompt.tolist() == learnt[: len(prompt)].tolist()
+    token = tokenizer.token_of(end)
+    assert end_of_turn(tokenizer, "2026-11-22") == (end, token)
+    assert token in learnt[len(prompt) :].tolist()[:3]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}{{ m.content }}<|no_token|>{% endfor %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[0].content }}</s>",
+    ],
+)
+def test_a_template_may_end_answers_by_no_token(template: str, with_template: Path):
+    (with_template / "chat_template.jinja").write_text(template)
+    assert end_of_turn(load_tokenizer(str(with_template)), "2026-11-22") is None
+
+
+def test_a_prompt_of_bytes_is_written_as_conversations_are_without_a_template():
+    tokenizer = ByteTokenizer()
+    learnt, _ = encode_conversation(conversation(MESSAGES), SOURCE, tokenizer)
+    prompt = encode_prompt(MESSAGES[:2], tokenizer, "2026-11-22")
+    assert prompt.tolist() == learnt[: len(prompt)].tolist()
+    assert tokenizer.decode(prompt).endswith("<|assistant|>\n")
+    assert end_of_turn(tokenizer, "2026-11-22") is None
 
 
 def test_the_day_is_kept_in_the_configuration():
@@ -430,6 +543,9 @@ def test_tokens_of_conversations_make_the_batches_that_the_conversations_make(
         write_tokens(folder, [source], str(with_template), config.held_out, 0, processes=1)
     path, held_out = str(tmp_path / "tokens"), DataConfig.held_out
     of_tokens = replace(config, source="tokens", path=path, tokenizer=None, held_out=held_out)
+    assert learns_answers(of_tokens)
+    assert learns_answers(config)
+    assert not learns_answers(replace(of_tokens, path=str(tmp_path / "gone")))
     ours, theirs = TrainingBatches(of_tokens), TrainingBatches(config)
     assert ours.state(7) == theirs.state(7)
     assert [line.removeprefix(path) for line in ours.too_long] == [

@@ -106,7 +106,8 @@ def test_what_fsspec_knows_is_read_from_there():
 @pytest.mark.parametrize(
     ("line", "field", "problem"),
     [
-        ('{"text": "half', "data.path", "line 3: not valid JSON"),
+        ('{"text": "half', "data.path", "line 3, column 10: not valid JSON: Unterminated"),
+        (' {"text": "a"', "data.path", "line 3, column 14: not valid JSON: Expecting"),
         ("[1]", "data.path", "line 3: no JSON object"),
         ('{"text": 3}', "data.text_field", "line 3: holds int, not text"),
         ('{"Text": "a", "id": 1}', "data.text_field", "line 3 has no such field; it has Text, id"),
@@ -120,6 +121,19 @@ def test_a_broken_line_is_named(tmp_path, line, field, problem):
     error = refused("jsonl", file)
     assert error.field == field
     assert f"{file}, {problem}" in error.problem
+    assert error.problem.count("line ") == 1
+
+
+def test_a_broken_list_is_named_with_its_line(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('[{"text": "a"},\n {"text" "b"}]\n')
+    assert refused("jsonl", file).problem.startswith(f"{file}, line 2, column 10: not valid JSON")
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_conversations_that_are_read_as_text_are_told_of(key, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({key: []}))
+    assert "let the source be chat (data.source)" in refused("jsonl", tmp_path).remedy
 
 
 def test_rows_are_held_out_by_their_own_text(tmp_path):

@@ -66,7 +66,9 @@ def written(jsonl, tmp_path_factory) -> Path:
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
-    assert "data.source=tokens" in finished.stdout
+    about, _, to_paste = finished.stdout.splitlines()
+    assert about.endswith(", by a tokenizer of their own")
+    assert to_paste == f"skippipe train --data {folder}"
     return folder
 
 
@@ -215,7 +217,9 @@ def chat(tmp_path) -> Path:
 def test_the_command_takes_conversations(chat, tmp_path, monkeypatch, capsys):
     words = [chat, "--source", "chat", "--held-out", "0.3", "--num-workers", "1"]
     parts = tokenize(tmp_path / "tokens", monkeypatch, *words)
-    assert "data.packing=documents\n" in capsys.readouterr().out
+    about, _, to_paste = capsys.readouterr().out.splitlines()
+    assert about.endswith("as bytes; for a given model, name its --tokenizer")
+    assert to_paste == f"skippipe train --data {tmp_path / 'tokens'} --set data.packing=documents"
     for part, described in parts.items():
         index = read_index(str(tmp_path / "tokens"), "data.path")
         documents = open_part(str(tmp_path / "tokens"), part, index, "data.path")
@@ -232,7 +236,7 @@ def test_the_command_takes_conversations(chat, tmp_path, monkeypatch, capsys):
 
 
 def test_the_template_of_conversations_is_kept_with_their_tokens(chat, tmp_path, capsys):
-    for number, words in enumerate(([], ["--chat-template", "chatml"])):
+    for number, words in enumerate(([], ["--chat-template", "plain"])):
         output = tmp_path / f"tokens{number}"
         arguments = [str(chat), "-o", str(output), "--source", "chat", "--train-bpe", "300"]
         assert main(["tokenize", *arguments, *words, "--num-workers", "1"]) == 0

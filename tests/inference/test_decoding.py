@@ -14,9 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
+from skippipe_jax.data.chat import encode_prompt
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import (
     Sampling,
@@ -227,6 +231,98 @@ def test_the_command_prints_prompt_and_text(
     assert printed("--prompt", "déf", "--max-new-tokens", "5", "--keep-fraction", "0.5")[
         1
     ].endswith(" of 4\n")
+
+
+CHATS = {"source": "chat", "path": "gone", "packing": "documents", "sequence_length": 32}
+
+
+def test_a_chat_prints_the_answer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    model = SECTIONS["model"] | {"context": 128}
+    model = save_run(tmp_path / "run", {"model": model, "data": CHATS}, STAGES)
+    settings = ["--run", str(tmp_path / "run"), "--max-new-tokens", "6", "--temperature", "0"]
+
+    def printed(*arguments: str) -> tuple[str, str]:
+        assert main(["generate", *settings, *arguments]) == 0
+        return capsys.readouterr()
+
+    tokenizer = ByteTokenizer()
+
+    def answer(*texts: str) -> str:
+        roles = ["user", "assistant"] * 2
+        messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+        prompt = encode_prompt(messages, tokenizer, "2026-11-22").tolist()
+        tokens = list(generate_tokens(model, FULL, prompt, 6, GREEDY, tokenizer.end))
+        return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
+
+    first = answer("ab")
+    assert first
+    assert printed("--chat", "--prompt", "ab") == (first + "\n", "")
+    out, err = printed("--prompt", "ab")
+    assert out.startswith("ab")
+    assert err == "the run has learnt conversations: --chat asks for the answer to the prompt\n"
+
+    typed = io.StringIO("ab\nc\n")
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", typed)
+    shown = f"> {first}\n> {answer('ab', first, 'c')}\n> \n"
+    assert printed("--chat") == (shown, "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
+    assert printed("--chat", "--prompt", "-") == (first + "\n", "")
+
+
+def test_a_chat_ends_with_the_turn_by_the_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Each token of this tokenizer is a mark, so that one of them ends what the model says."""
+    run, folder = tmp_path / "run", tmp_path / "run" / "tokenizer"
+    folder.mkdir(parents=True)
+    words = {f"<{number}>": number for number in range(259)}
+    words_alone = Tokenizer(WordLevel(words, unk_token="<0>"))
+    words_alone.add_special_tokens(["<0>", "<1>"])
+    words_alone.pre_tokenizer = WhitespaceSplit()
+    words_alone.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<0>", "bos_token": "<1>"}')
+    save_run(run, SECTIONS | {"data": CHATS | {"tokenizer": "gone"}}, STAGES)
+
+    def said(end: str) -> list[str]:
+        template = (
+            "{% for m in messages %} {{ m.content }}"
+            f"{{{{ ' {end}' if m.role == 'assistant' }}}}{{% endfor %}}"
+        )
+        (folder / "chat_template.jinja").write_text(template)
+        words = ["--prompt", "<7> <8>", "--max-new-tokens", "20", "--temperature", "0"]
+        assert main(["generate", "--run", str(run), "--chat", *words]) == 0
+        return capsys.readouterr().out.split()
+
+    prompt, model = [7, 8], model_with()
+    expected = [f"<{n}>" for n in generate_tokens(model, FULL, prompt, 20, GREEDY, 0)]
+    assert said("<0>") == expected
+    assert len(expected) > 3
+    assert said(expected[3]) == expected[: expected.index(expected[3])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", "a", "--chat"], ["--chat = True", "has learnt no conversations"]),
+        ([], ["--prompt = None", "is missing", "--chat on a terminal"]),
+        (["--chat"], ["--prompt = None", "is missing"]),
+    ],
+)
+def test_without_conversations_or_a_prompt_there_is_no_chat(
+    arguments: list[str],
+    words: list[str],
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
+    assert main(["generate", "--run", str(run), *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert all(word in error for word in words)
 
 
 @pytest.mark.parametrize(

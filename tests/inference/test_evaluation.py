@@ -302,6 +302,34 @@ def test_the_picture_has_every_subset(monkeypatch: Any, capsys: Any, tmp_path: P
     assert any((text or "").startswith("stages 0 2: ") for text in texts)
 
 
+def test_the_text_is_found_from_another_folder_and_named(
+    folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+):
+    here = run_main(["--run", "run"], monkeypatch, capsys)
+    assert " tokens of the held-out part of text, all stages in order\n" in here
+    monkeypatch.chdir(tmp_path)
+    elsewhere = run_main(["--run", str(folder / "run")], monkeypatch, capsys)
+    assert elsewhere == here.replace("part of text,", f"part of {folder / 'text'},")
+    # What is written here leads from here.
+    asked = ["evaluate", "--run", str(folder / "run")]
+    assert main([*asked, "--set", "data.path=text"]) == 2
+    assert f"cannot read {tmp_path / 'text'}" in capsys.readouterr().err
+    assert main([*asked, "--set", "data.held_out=0.5"]) == 2
+    assert "has trained on" in capsys.readouterr().err
+
+
+def test_of_a_model_without_a_run_it_is_said_how_to_name_text(tmp_path: Path, capsys: Any):
+    to_huggingface(Path("run"), tmp_path / "hf")
+    asked = ["evaluate", "--hf", str(tmp_path / "hf"), "--sequences", "1"]
+    hint = "for your own text: --set data.source=text --set data.path=PATH\n"
+    assert main(asked) == 0
+    printed = capsys.readouterr()
+    assert "of the held-out part of Python's standard library, all" in printed.out
+    assert printed.err.endswith(hint)
+    assert main([*asked, "--set", "data.source=text", "--set", "data.path=text"]) == 0
+    assert hint not in capsys.readouterr().err
+
+
 def test_other_text_can_be_evaluated(monkeypatch: Any, capsys: Any, tmp_path: Path):
     (tmp_path / "digits").write_bytes(b"0123456789" * 100)
     other = ["--set", f"data.path={tmp_path / 'digits'}"]

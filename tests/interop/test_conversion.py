@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import safetensors.numpy
 import torch
 from flax import nnx
 from skippipe_sched.errors import InputError
+from tokenizers import Tokenizer
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
@@ -30,6 +33,7 @@ from skippipe_jax.config import (
     to_yaml,
 )
 from skippipe_jax.config.parsing import CONFIG
+from skippipe_jax.data.chat_template import TEMPLATES
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from skippipe_jax.data.tokenizing import train_bpe
@@ -288,6 +292,42 @@ def test_a_run_with_a_tokenizer_of_its_own_says_which_of_its_tokens_mark_documen
     assert len(set(found)) == 3
 
 
+OF_A_FILE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TEMPLATES["chatml"], OF_A_FILE])
+def test_their_generation_ends_where_an_answer_ends_by_the_chat_template(
+    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source, run, back = (tmp_path / name for name in ("hf", "run", "back"))
+    text = Document("text", b"", b"skipping stages")
+    train_bpe([(text, DocumentSource("text", "text"))], 259, source)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    config = from_huggingface(save(random_llama("llama-3.1"), source), run)
+    (run / "tokenizer" / "chat_template.jinja").write_text(template)
+
+    def exported_ends(data: DataConfig) -> list[Any]:
+        (run / CONFIG).write_text(to_yaml(replace(config, data=data)))
+        shutil.rmtree(back, ignore_errors=True)
+        assert main(["convert", "to-hf", "--run", str(run), "-o", str(back)]) == 0
+        found = LlamaForCausalLM.from_pretrained(back)
+        assert found.generation_config is not None
+        return [found.config.eos_token_id, found.generation_config.eos_token_id]
+
+    of_base = [257, 259]
+    assert exported_ends(replace(config.data, source="text", path="a")) == [of_base, of_base]
+    assert capsys.readouterr().out.endswith("--prompt TEXT\n")
+    chats = replace(config.data, source="chat", path="a", packing="documents")
+    with_turn_end = [*of_base, tokenizer.token_to_id("<|im_end|>")]
+    assert exported_ends(chats) == [with_turn_end, with_turn_end]
+    about, end, tried = capsys.readouterr().out.splitlines()
+    assert about.endswith("in float32 (--dtype)")
+    assert end.startswith(f"an answer ends with <|im_end|>: its token, {with_turn_end[-1]}, ")
+    assert tried.endswith(f"skippipe generate --hf {back} --chat")
+
+
 def test_the_run_can_be_evaluated(tmp_path: Path):
     config = from_huggingface(save(random_llama("llama-2"), tmp_path / "hf"), tmp_path / "run")
     assert (config.model.layers_of_stages(1), config.data.sequence_length) == ((5,), TIME)
@@ -391,7 +431,11 @@ def test_the_commands(
     assert command("from-hf", source, "-o", run, "--num-stages", "2") == 0
     assert f"evaluate --run {run}" in capsys.readouterr().out
     assert command("to-hf", "--run", run, "-o", back, "--step", "0", "--dtype", "bfloat16") == 0
-    assert capsys.readouterr().out == f"step 0 of {run} is in {back}\n"
+    assert capsys.readouterr().out.splitlines() == [
+        f"step 0 of {run} is in {back}, in bfloat16 (--dtype)",
+        f'load it by AutoModelForCausalLM.from_pretrained("{back}"), or try it: '
+        f"skippipe generate --hf {back} --prompt TEXT",
+    ]
     assert {str(array.dtype) for array in weights_in(back).values()} == {"bfloat16"}
     assert command("to-hf", "--run", run, "-o", back) == 2
     assert command("to-hf", "--run", run, "-o", tmp_path / "other", "--step", "7") == 2

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import safetensors.numpy
 import yaml
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.cli.main import main
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config, parse_config, require_same_run, to_tree
 from skippipe_jax.config.huggingface import read_model
+from skippipe_jax.data.tokenizer import write_byte_tokenizer
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.interop.huggingface import WEIGHTS
 from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.training.initial_weights import require_own_tokens
 from skippipe_jax.training.trainer import Trainer
 from tests.llama_models import random_llama, save
 from tests.multihost.processes import started_processes
@@ -162,6 +166,32 @@ def test_training_begins_with_the_weights(
     train_alone(config, resume=True)
     with pytest.raises(InputError, match="init_from"):
         require_same_run(dataclasses.replace(config, init_from=None), config)
+
+
+def test_tokens_of_another_tokenizer_than_that_of_the_model_are_refused(
+    llama: Path, run_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(run_config.parent)
+    shutil.copytree(llama, "own")
+    write_byte_tokenizer(Path("own"), "test")
+    Path("text").write_text("text " * 2000)
+    for tokenizer, folder in (("bytes", "plain"), ("own", "fit")):
+        words = ["text", "-o", folder, "--tokenizer", tokenizer, "--num-workers", "1"]
+        assert main(["tokenize", *words]) == 0
+
+    def config(folder: str, *overrides: str) -> Config:
+        tokens = [f"data.path={folder}", "data.source=tokens", "init_from=hf:own"]
+        return load_config(run_config, [*tokens, *overrides])
+
+    with pytest.raises(InputError) as refused:
+        train_alone(config("plain"))
+    assert (refused.value.field, refused.value.value) == ("data.path", "plain")
+    assert "by the tokenizer bytes, and those of hf:own by own" in refused.value.problem
+    assert not Path("run").exists()
+    # It is as well what the user says, or the model has no tokenizer, or has the same.
+    require_own_tokens(config("plain", "data.tokenizer=bytes"))
+    require_own_tokens(config("plain", "init_from=hf:model"))
+    require_own_tokens(config("fit"))
 
 
 @pytest.mark.nightly
