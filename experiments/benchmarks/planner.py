@@ -195,7 +195,7 @@ def bound(limit_s: float, optima: int | None) -> dict[str, Any]:
         }
         print(f"bound: {len(small)} optima above {name}: {result[name]}", flush=True)
     case = cases.load("gcp20")
-    plan = make_plan(case, "joint", Search(0, 60.0))
+    plan = make_plan(case, "joint", Search(0, limit_s / 5))
     result["gcp20"] = both_bounds(case, plan.predicted.iteration_s, limit_s)
     print(f"bound: gcp20: {result['gcp20']}", flush=True)
     return result | {"optima": small}

@@ -77,6 +77,8 @@ def test_a_plan_has_a_bound_over_placements_if_asked_for(command, tmp_path):
                                "--bound", "placements", "--bound-budget", "1 min")  # fmt: skip
     assert code == 0
     told = load_plan(path).predicted
+    assert told.lower_bound_s is not None
+    assert told.placement_bound_s is not None
     assert told.lower_bound_s < told.placement_bound_s <= told.iteration_s
     assert f", over placements {told.placement_bound_s:.2f} s (gap " in printed
     _, printed, _ = command("simulate", path, "--json")

@@ -2,9 +2,9 @@
 
 It says whether an iteration may take no more than some seconds, if all that is known of a placement
 is how many nodes of each class each stage has at least and at most. What it proves is that this is
-impossible, by prices (Lagrange): whatever they are, a sum of what the constraints say at these
-prices is no less than zero for every plan. So nothing depends on how exactly the linear program
-that finds the prices is solved.
+impossible, by prices (Lagrange): what a plan violates is nothing at any prices, so if at some it is
+more than nothing for all numbers of nodes and all trips, there is no plan. That sum is reckoned
+here, and nothing depends on how exactly the linear program that finds the prices is solved.
 """
 
 from __future__ import annotations

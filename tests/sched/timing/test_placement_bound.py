@@ -133,7 +133,7 @@ def test_without_time_it_is_the_quick_bound(paper):
 
 
 @pytest.mark.nightly
-def test_it_lifts_the_bound_of_the_paper_case_by_a_tenth(paper):
+def test_it_lifts_the_bound_of_the_paper_case(paper):
     least_s = lower_bound_s(paper, 4)
     assert placement_bound._Search(paper, 4).proves(36.0, math.inf)
     assert 1.06 * least_s < 36.0
