@@ -218,6 +218,15 @@ def test_planner(processes: Processes):
 
 
 @pytest.mark.nightly
+def test_planner_bounds(processes: Processes):
+    arguments = ["--only", "bound", "--optima", "2", "--bound-budget", "5"]
+    found = last_line_of(processes, "planner", *arguments)["bound"]
+    for own in (*found["optima"], found["gcp20"]):
+        assert own["quick_s"] <= own["placements_s"] <= own["best_s"] * (1 + 1e-9)
+    assert found["placements"]["mean_gap"] < found["quick"]["mean_gap"]
+
+
+@pytest.mark.nightly
 def test_hop_bytes(processes: Processes):
     settings = ["--settings", "given", "more-in-flight", "--dtypes", "float32", "int8"]
     report = last_line_of(processes, "hop_bytes", *settings, "--seeds", "1", "--budget", "0.1")

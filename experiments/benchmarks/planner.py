@@ -9,6 +9,8 @@ yardstick   the paper's case of 20 nodes without contention: the published plan 
             seeds, full pipelines.
 methods     every method on every case of the paper, side by side.
 compiled    what compiling the timing model brings.
+bound       the quick lower bound and that over placements: how far the known optima of 50 small
+            cases are above them, and both of the paper's case, with their processor seconds.
 scale       42, 200 and 1,000 nodes, each against random paths, and a curve of cost against size.
 """
 
@@ -41,6 +43,8 @@ from skippipe_sched.search.arrays import (
 from skippipe_sched.search.budget import Search
 from skippipe_sched.search.compiled import fast
 from skippipe_sched.search.evaluator import evaluate
+from skippipe_sched.timing.bound import lower_bound_s
+from skippipe_sched.timing.placement_bound import placement_bound_s
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 
 from experiments.benchmarks import reporting
@@ -147,6 +151,56 @@ def compiled() -> dict[str, Any]:
     return result
 
 
+def timed(bound: Callable[[], float]) -> tuple[float, float]:
+    """A bound and the processor seconds that it took."""
+    start = time.process_time()
+    return bound(), time.process_time() - start
+
+
+def both_bounds(case: Case, most_s: float, limit_s: float) -> dict[str, float]:
+    """Both lower bounds of a case, and how far above them `most_s` is, what a plan takes."""
+    lower_bound_s.cache_clear()
+    quick_s, quick_took_s = timed(lambda: lower_bound_s(case, case.path_length))
+    better_s, better_took_s = timed(
+        lambda: placement_bound_s(case, case.path_length, most_s, limit_s)
+    )
+    return {
+        "best_s": most_s,
+        "quick_s": quick_s,
+        "quick_gap": most_s / quick_s - 1,
+        "quick_took_s": quick_took_s,
+        "placements_s": better_s,
+        "placements_gap": most_s / better_s - 1,
+        "placements_took_s": better_took_s,
+    }
+
+
+def bound(limit_s: float, optima: int | None) -> dict[str, Any]:
+    """Both lower bounds on small cases with known optima, and on the paper's case."""
+    # With the solver of optima, which only tests need.
+    from tests.sched.optima import SEEDS, kept_optimum
+    from tests.sched.optimum import random_small_case
+
+    small = []
+    for seed in SEEDS[:optima]:
+        case, optimum_s = random_small_case(seed), kept_optimum(seed).iteration_s
+        small.append({"seed": seed, **both_bounds(case, optimum_s, limit_s)})
+    result: dict[str, Any] = {}
+    for name in ("quick", "placements"):
+        gaps = [case[f"{name}_gap"] for case in small]
+        result[name] = {
+            "mean_gap": round(statistics.mean(gaps), 4),
+            "median_gap": round(statistics.median(gaps), 4),
+            "took_s": round(sum(case[f"{name}_took_s"] for case in small), 2),
+        }
+        print(f"bound: {len(small)} optima above {name}: {result[name]}", flush=True)
+    case = cases.load("gcp20")
+    plan = make_plan(case, "joint", Search(0, limit_s / 5))
+    result["gcp20"] = both_bounds(case, plan.predicted.iteration_s, limit_s)
+    print(f"bound: gcp20: {result['gcp20']}", flush=True)
+    return result | {"optima": small}
+
+
 def case_of_size(nodes: int) -> Case:
     """The yardstick grown to more nodes in the same 12 regions, as `SIZES` says."""
     if nodes == 42:
@@ -224,7 +278,7 @@ def of_size(nodes: int) -> dict[str, Any]:
     }
 
 
-PARTS = ("yardstick", "methods", "compiled", "scale")
+PARTS = ("yardstick", "methods", "compiled", "bound", "scale")
 
 
 def main() -> int:
@@ -241,6 +295,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "yardstick": lambda: yardstick(arguments.seeds),
         "methods": lambda: methods(arguments.budget),
         "compiled": compiled,
+        "bound": lambda: bound(arguments.bound_budget, arguments.optima),
         "scale": lambda: scale(arguments.sizes),
     }
     report = reporting.begun("planner")
@@ -255,6 +310,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts (all)")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of the yardstick (5)")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of each method (10)")
+    parser.add_argument(
+        "--bound-budget", type=float, default=300.0, help="seconds of each bound at most (300)"
+    )
+    parser.add_argument("--optima", type=int, help="small cases of bound (all)")
     parser.add_argument(
         "--sizes", type=int, choices=SIZES, nargs="+", default=list(SIZES), help="of scale (all)"
     )

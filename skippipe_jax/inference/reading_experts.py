@@ -49,11 +49,7 @@ def read_ensemble(
     read += [read_model(None, folder, None, cut, overrides) for folder in folders]
     config = read[0][1]
     for run in runs[1:]:
-<<<<<<< HEAD
-        require_same_held_out(config.data, RunDir(run).config("--run").data)
-=======
-        require_same_held_out(data, RunDir(run).located(RunDir(run).config("--run").data))
->>>>>>> chatfix
+        require_same_held_out(config.data, RunDir(run).located(RunDir(run).config("--run").data))
     ensemble = Ensemble(
         [model for model, _, _ in read],
         log_prior,

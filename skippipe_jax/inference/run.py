@@ -109,12 +109,6 @@ class Run:
 
     def held_out_batches(self, sequences: int) -> Iterator[Batch]:
         """Read at most so many sequences of the held-out text, in batches of the run."""
-<<<<<<< HEAD
-        data = RunDir(self.folder).with_tokenizer(self.config.data)
-        return held_out_batches(data, data.microbatch_size, sequences)
-=======
         run = RunDir(self.folder)
         data = run.with_tokenizer(run.located(self.config.data))
-        size = data.microbatch_size
-        return held_out_batches(data, size, -(-sequences // size))
->>>>>>> chatfix
+        return held_out_batches(data, data.microbatch_size, sequences)

@@ -361,20 +361,14 @@ def read_run(
         InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
             overrides hold out text that the run has trained on.
     """
-<<<<<<< HEAD
-    config = RunDir(folder).config("--run", overrides)
-    if overrides:
-        require_same_held_out(config.data, RunDir(folder).config("--run").data)
-    checkpoint = latest_intact(folder, RunDir(folder).step_named(step))
-=======
     run = RunDir(folder)
-    config, saved = run.config("--run", overrides), run.config("--run")
+    config = run.config("--run", overrides)
     # An override leads from the current folder.
     is_as_saved = not any(one.startswith(("data.path=", "data.mixture")) for one in overrides)
     data = run.with_tokenizer(run.located(config.data) if is_as_saved else config.data)
-    require_same_held_out(data, run.located(saved.data))
+    if overrides:
+        require_same_held_out(data, run.located(run.config("--run").data))
     checkpoint = latest_intact(folder, run.step_named(step))
->>>>>>> chatfix
     # The run may have cut its model otherwise since.
     cut = checkpoint.record.stage_layers
     config = replace(

@@ -17,6 +17,7 @@ from skippipe_sched.problem.plan import Plan, Predicted, load_plan
 from skippipe_sched.timing.simulate import simulate
 
 from tests.sched.examples import PAPER, TWO_NODES, same_place
+from tests.sched.optimum import random_small_case
 
 HEADER = ",".join(COLUMNS)
 
@@ -67,6 +68,24 @@ def test_plan_with_the_same_seed_writes_the_same(command, tmp_path):
         assert code == 0
         files.append((tmp_path / name).read_bytes())
     assert files[0] == files[1]
+
+
+def test_a_plan_has_a_bound_over_placements_if_asked_for(command, tmp_path):
+    case, path = tmp_path / "case.yaml", tmp_path / "plan.json"
+    case.write_text(yaml.safe_dump(dict(random_small_case(34).source)))
+    code, printed, _ = command("plan", case, "-o", path, "--method", "balanced",
+                               "--bound", "placements", "--bound-budget", "1 min")  # fmt: skip
+    assert code == 0
+    told = load_plan(path).predicted
+    assert told.lower_bound_s is not None
+    assert told.placement_bound_s is not None
+    assert told.lower_bound_s < told.placement_bound_s <= told.iteration_s
+    assert f", over placements {told.placement_bound_s:.2f} s (gap " in printed
+    _, printed, _ = command("simulate", path, "--json")
+    assert json.loads(printed)["placement_bound_s"] == told.placement_bound_s
+    refused = command("plan", case, "-o", path, "--bound", "placements", "--bound-budget", "0")
+    assert refused[0] == 2
+    assert "--bound-budget" in refused[2]
 
 
 def test_a_search_begins_at_a_plan_of_the_same_stages(command, paper_plan, tmp_path):

@@ -64,6 +64,8 @@ class Predicted:
     Where averaging goes on behind the iterations that follow (mode `outer`), `iteration_s` is the
     mean of many, `pipeline_s` the same if rings took no time, `averaging_s` the longest ring of a
     fragment, and `late_s` by how much one is longer than its delay allows at most.
+
+    `placement_bound_s` is a better bound, where one was asked for.
     """
 
     iteration_s: float
@@ -71,10 +73,13 @@ class Predicted:
     averaging_s: float
     lower_bound_s: float | None
     late_s: float = 0.0
+    placement_bound_s: float | None = None
 
     def to_json(self, averaging: AveragingPolicy) -> dict[str, float | None]:
         """Write it as a plan does; nothing is late where iterations wait for averaging."""
         told = asdict(self)
+        if self.placement_bound_s is None:
+            del told["placement_bound_s"]
         if not averaging.is_outer:
             del told["late_s"]
         return told
@@ -273,7 +278,9 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
 def _predicted(value: Any, averaging: AveragingPolicy) -> Predicted:
     names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s")
     names += ("late_s",) if averaging.is_outer else ()
-    given: Mapping[str, Any] = fields.mapping(value, "plan.predicted", names, names)
+    given: Mapping[str, Any] = fields.mapping(
+        value, "plan.predicted", (*names, "placement_bound_s"), names
+    )
     told = {
         name: fields.number(seconds, f"plan.predicted.{name}", 0.0)
         for name, seconds in given.items()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from skippipe_sched.problem.plan import Plan
 
 DEFAULT_BUDGET_S = 10.0
+# What the proof of a bound over placements may take.
+DEFAULT_BOUND_BUDGET_S = 300.0
 Placement = tuple[tuple[int, ...], ...]
 
 
