@@ -16,8 +16,8 @@ from skippipe_jax.config import Config, DocumentSource, load_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizing import train_bpe
-from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.training.trainer import Trainer
+from tests.partial_models import evaluate_run
 from tests.training_runs import arrays_of_checkpoint, assert_same_bits, write_config
 
 CASE = {

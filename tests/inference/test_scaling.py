@@ -407,7 +407,7 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     if scale != FIT:  # What fits a model that has learnt nothing changes little.
         assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
     harness = HarnessModel(
-        open_language_model(ModelSpec((Path("run"),), keep_fraction=0.5, scale=scale))
+        open_language_model(ModelSpec((Path("run"),), keep_fraction=0.5, scale=scale))[0]
     )
     assert capsys.readouterr().err.splitlines()[0] == f"scales {scales.told(model.cut)}"
     [(nats, _)] = harness.loglikelihood(

@@ -16,10 +16,9 @@ from skippipe_jax.config import Config, parse_config
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts, held_out_batches
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.by_domain import evaluate_domains
-from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.inference.scores import Scores, require_same_text, score
 from skippipe_jax.inference.staged_model import StagedModel, _scores, read_run
-from tests.partial_models import logits_of, random_model, save_run
+from tests.partial_models import evaluate_run, logits_of, random_model, save_run
 
 LENGTH = 24
 

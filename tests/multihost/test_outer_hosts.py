@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import skippipe_jax as sp
-from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.runtime.state import MOMENTUM
 from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint, replica_name
@@ -26,6 +25,7 @@ from tests.multihost.test_survival import (
     TRAIN,
     Run,
 )
+from tests.partial_models import evaluate_run
 from tests.training_runs import (
     arrays_of_checkpoint,
     settings,

@@ -17,7 +17,6 @@ from skippipe_jax import Run
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
-from skippipe_jax.inference.evaluation import evaluate_run
 from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_data_state
 from skippipe_jax.storage.recording import recorded_steps
@@ -26,6 +25,7 @@ from skippipe_jax.training.planning import plan_of
 from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
+from tests.partial_models import evaluate_run
 from tests.training_runs import (
     Arrays,
     arrays_of_checkpoint,
