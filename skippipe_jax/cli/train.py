@@ -22,6 +22,7 @@ from skippipe_jax.config.data import kind_of
 from skippipe_jax.config.model import PRESETS
 
 if TYPE_CHECKING:
+    from skippipe_jax.cluster.membership import Membership
     from skippipe_jax.config import Config
     from skippipe_jax.training.trainer import RunResult
 
@@ -90,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"host {host.index} has left the run, which goes on from step {result.step}; "
             "it comes back by --resume"
         )
-    elif host.leads:
-        _say_how_it_ended(config, result)
+    else:
+        _say_how_it_ended(config, host, result)
     if host.generation_number not in (0, 1):
         # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
         # would end them within JAX.
@@ -183,10 +184,18 @@ def where_to_resume(config: Config) -> str:
     return f"Start it again with --resume to go on from step {step} in {config.run_dir}."
 
 
-def _say_how_it_ended(config: Config, result: RunResult) -> None:
+def _say_how_it_ended(config: Config, host: Membership, result: RunResult) -> None:
     if result.stopped_by is not None:
-        name = result.stopped_by.name
-        log.output(f"stopped by {name} after step {result.step}. {where_to_resume(config)}")
+        stopped = f"stopped by {result.stopped_by.name}"
+        if host.count > 1:
+            stopped = f"{result.who_was_stopped}: all stop"
+        log.output(f"{stopped} after step {result.step}. {where_to_resume(config)}")
+    elif not host.leads:
+        early = " (validation.patience)" if result.step < config.train.steps else ""
+        log.output(
+            f"host {host.index}: trained to step {result.step}{early}; the run is in "
+            f"{config.run_dir}"
+        )
     else:
         from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.validation import best_step
