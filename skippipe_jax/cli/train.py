@@ -135,6 +135,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         from skippipe_jax.program.compiler import hosts_of_nodes
         from skippipe_jax.program.schedule import OWN
         from skippipe_jax.runtime.topology import require_meshes
+        from skippipe_jax.storage.checkpoint import latest_step
         from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.planning import check_deadline, make_plans, tell_time, with_plan
         from skippipe_jax.training.setup import require_inputs
@@ -143,9 +144,10 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
     hosts = arguments.hosts or max(host_of_node or [0]) + 1
     config = with_plan(config, hosts)
     log.output(summary(config))
+    done = 0
     if arguments.resume:
         require_same_run(config, run.config())
-        schedule = run.schedule()
+        schedule, done = run.schedule(), latest_step(run.path) or 0
     else:
         run.require_new()
         if config.plan.measure:
@@ -160,7 +162,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
     case = plan.case
     hosts_of_nodes(len(case.nodes), hosts, host_of_node)
     require_meshes(config, case)
-    tell_time(config, schedule)
+    tell_time(config, schedule, done)
     memory = memory_of_stages(config, case, memory_bytes=least_memory_bytes(case))
     log.output(
         f"\n{table(config, case, memory, traffic(config, case, sum(map(len, plan.microbatches))))}"
@@ -191,11 +193,9 @@ def _say_how_it_ended(config: Config, host: Membership, result: RunResult) -> No
             stopped = f"{result.who_was_stopped}: all stop"
         log.output(f"{stopped} after step {result.step}. {where_to_resume(config)}")
     elif not host.leads:
-        early = " (validation.patience)" if result.step < config.train.steps else ""
-        log.output(
-            f"host {host.index}: trained to step {result.step}{early}; the run is in "
-            f"{config.run_dir}"
-        )
+        early = f"stopped early (validation.patience is {config.validation.patience}) after"
+        how = early if result.step < config.train.steps else "trained to"
+        log.output(f"host {host.index}: {how} step {result.step}; the run is in {config.run_dir}")
     else:
         from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.validation import best_step

@@ -66,12 +66,11 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
 
 
 def tell_time(config: Config, schedule: Schedule, done: int = 0) -> None:
-    """Tell the planned time of the iterations that are left after the first `done`.
+    """Tell the planned time of the iterations that are left, `done` of them being over.
 
-    Suggest a preset where all of the run skip stages.
-
-    The time is told where nodes were measured: each has seconds of its own then. The lines are
-    comments: what is printed before them is the configuration, as YAML.
+    Suggest a preset where all of the run skip stages. The time is told where nodes were measured:
+    each has seconds of its own then. The lines are comments: what is printed before them is the
+    configuration, as YAML.
     """
     steps = config.train.steps
     last = schedule.plan(steps - 1)

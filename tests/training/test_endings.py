@@ -11,9 +11,10 @@ import pytest
 
 from skippipe_jax.cli import join, train
 from skippipe_jax.config import Config, to_yaml
-from skippipe_jax.config.run import TrainConfig
+from skippipe_jax.config.run import TrainConfig, ValidationConfig
 from skippipe_jax.training.trainer import RunResult
 
+PATIENT = ValidationConfig(every=1, patience=3)
 INT, TERM = signal.SIGINT, signal.SIGTERM
 
 
@@ -49,15 +50,18 @@ def test_every_host_says_who_stopped_the_run_and_how_to_go_on(
     assert capsys.readouterr().out.startswith("stopped by SIGTERM after step 52. Start it again")
 
 
-@pytest.mark.parametrize(("steps", "early"), [(52, ""), (60, " (validation.patience)")])
+@pytest.mark.parametrize(
+    ("steps", "how"),
+    [(52, "trained to"), (60, "stopped early (validation.patience is 3) after")],
+)
 def test_a_host_that_does_not_lead_says_that_the_run_is_trained(
-    steps: int, early: str, capsys: pytest.CaptureFixture[str]
+    steps: int, how: str, capsys: pytest.CaptureFixture[str]
 ):
-    config = Config(run_dir="runs/a", train=TrainConfig(steps=steps))
+    config = Config(run_dir="runs/a", train=TrainConfig(steps=steps), validation=PATIENT)
     host: Any = SimpleNamespace(index=2, count=3, leads=False)
     train._say_how_it_ended(config, host, RunResult(52, None))
     told = capsys.readouterr().out
-    assert told == f"host 2: trained to step 52{early}; the run is in runs/a\n"
+    assert told == f"host 2: {how} step 52; the run is in runs/a\n"
 
 
 def test_a_host_that_had_joined_says_where_the_result_is(tmp_path: Path):
