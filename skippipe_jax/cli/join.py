@@ -59,20 +59,31 @@ def run(arguments: argparse.Namespace) -> int:
     with joined_by_address(*given) as (config, host):
         host.last_words = lambda: "Join again, if the run goes on."
         result = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
-    _say_how_it_ended(result)
+    log.output(how_it_ended(Path(config.run_dir), host.leader_named, result))
     # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
     # would end them within JAX.
     exit_at_once(result.exit_code)
 
 
-def _say_how_it_ended(result: RunResult) -> None:
+def how_it_ended(own: Path, leader: str, result: RunResult) -> str:
+    """Say how a run ended, on a host that had joined it and has the folder `own`.
+
+    The `leader` is the host that has led it last, with its address.
+    """
+    from skippipe_jax.config.parsing import saved_config
+    from skippipe_jax.storage.recording import TIMELINES
+    from skippipe_jax.training.callbacks.profiler import PROFILE
+
     if result.left_run:
-        log.output(
+        return (
             f"this host has left the run, which goes on from step {result.step}; it can join again"
         )
-    elif result.stopped_by is not None:
-        log.output(f"the run was stopped by {result.stopped_by.name} after step {result.step}")
-    else:
-        log.output(
-            f"the run is trained to step {result.step}; what it has saved is in its own folder"
+    where = f"on {leader}, in {saved_config(own, 'run_dir').run_dir}"
+    recorded = [str(own / name) for name in (TIMELINES, PROFILE) if (own / name).exists()]
+    here = f". What this host has recorded is in {' and '.join(recorded)}" if recorded else ""
+    if result.stopped_by is not None:
+        return (
+            f"{result.who_was_stopped}: all stop after step {result.step}. The checkpoint is "
+            f"{where}: once it is resumed there, this host can join again{here}"
         )
+    return f"the run is trained to step {result.step}; it is {where}{here}"

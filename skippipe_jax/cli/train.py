@@ -22,6 +22,7 @@ from skippipe_jax.config.data import kind_of
 from skippipe_jax.config.model import PRESETS
 
 if TYPE_CHECKING:
+    from skippipe_jax.cluster.membership import Membership
     from skippipe_jax.config import Config
     from skippipe_jax.training.trainer import RunResult
 
@@ -94,8 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"host {host.index} has left the run, which goes on from step {result.step}; "
             "it comes back by --resume"
         )
-    elif host.leads:
-        _say_how_it_ended(config, result)
+    else:
+        _say_how_it_ended(config, host, result)
     if host.generation_number not in (0, 1):
         # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
         # would end them within JAX.
@@ -138,6 +139,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         from skippipe_jax.program.compiler import hosts_of_nodes
         from skippipe_jax.program.schedule import OWN
         from skippipe_jax.runtime.topology import require_meshes
+        from skippipe_jax.storage.checkpoint import latest_step
         from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.planning import check_deadline, make_plans, tell_time, with_plan
         from skippipe_jax.training.setup import require_inputs
@@ -146,9 +148,10 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
     hosts = arguments.hosts or max(host_of_node or [0]) + 1
     config = with_plan(config, hosts)
     log.output(summary(config))
+    done = 0
     if arguments.resume:
         require_same_run(config, run.config())
-        schedule = run.schedule()
+        schedule, done = run.schedule(), latest_step(run.path) or 0
     else:
         run.require_new()
         if config.plan.measure:
@@ -163,7 +166,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
     case = plan.case
     hosts_of_nodes(len(case.nodes), hosts, host_of_node)
     require_meshes(config, case)
-    tell_time(config, schedule)
+    tell_time(config, schedule, done)
     memory = memory_of_stages(config, case, memory_bytes=least_memory_bytes(case))
     log.output(
         f"\n{table(config, case, memory, traffic(config, case, sum(map(len, plan.microbatches))))}"
@@ -187,10 +190,16 @@ def where_to_resume(config: Config) -> str:
     return f"Start it again with --resume to go on from step {step} in {config.run_dir}."
 
 
-def _say_how_it_ended(config: Config, result: RunResult) -> None:
+def _say_how_it_ended(config: Config, host: Membership, result: RunResult) -> None:
     if result.stopped_by is not None:
-        name = result.stopped_by.name
-        log.output(f"stopped by {name} after step {result.step}. {where_to_resume(config)}")
+        stopped = f"stopped by {result.stopped_by.name}"
+        if host.count > 1:
+            stopped = f"{result.who_was_stopped}: all stop"
+        log.output(f"{stopped} after step {result.step}. {where_to_resume(config)}")
+    elif not host.leads:
+        early = f"stopped early (validation.patience is {config.validation.patience}) after"
+        how = early if result.step < config.train.steps else "trained to"
+        log.output(f"host {host.index}: {how} step {result.step}; the run is in {config.run_dir}")
     else:
         from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.validation import best_step

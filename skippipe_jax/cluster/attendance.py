@@ -100,6 +100,10 @@ class Attendance:
         """Where this host listens for the others."""
         return self._mesh.directory.hello.address
 
+    def address_of(self, host: int) -> str | None:
+        """Return where a host listens for the others, if that is known here."""
+        return self._mesh.directory.addresses.get(host)
+
     @property
     def missed(self) -> frozenset[int]:
         """The hosts that are gone or silent, or whose processes ask to be taken in."""

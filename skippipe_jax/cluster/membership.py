@@ -187,6 +187,14 @@ class Membership(Group):
         last = self.succession.entered
         return self.index == (0 if last is None else last.leader)
 
+    @property
+    def leader_named(self) -> str:
+        """Say which host leads, and where it listens, as far as this one knows."""
+        last = self.succession.entered
+        leader = 0 if last is None else last.leader
+        address = self._attendance.address_of(leader)
+        return f"host {leader}" + (f" ({address})" if address else "")
+
     def here(self) -> dict[str, Any]:
         """Describe this host to the others: its number in the run, its process, its address."""
         return {"host": self.index, "pid": os.getpid(), "address": self.control_address}

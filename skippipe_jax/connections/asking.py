@@ -13,10 +13,16 @@ from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import PROTOCOL, refusal_in
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import SENT_NONSENSE, WANTS_SECRET, Link, open_link
+from skippipe_jax.connections.waiting import why_unreachable
 
 T = TypeVar("T")
 
 GIVE_ANOTHER = "Give an address at which a host of the run listens: its membership.jsonl has them"
+
+GIVE_SECRET = (
+    "Name a file with the secret of the run by --set cluster.secret=FILE; or, if the run has none "
+    "and nobody else is in this network, write --set cluster.insecure=true"
+)
 
 
 class NobodyListens(TemporaryError):
@@ -72,8 +78,10 @@ async def asking(
     except ConnectionRefusedError as error:
         problem = "nobody listens there: the connection was refused"
         raise NobodyListens(field, address, problem, GIVE_ANOTHER) from error
-    except (OSError, TimeoutError) as error:
-        raise unanswered(str(error) or "no answer") from error
+    except OSError as error:
+        raise unanswered(why_unreachable(error)) from error
+    except InputError as error:
+        raise _with_own_remedy(error, keys) from error
     (who, versions), (kind, read) = question, answer
     try:
         link.send(who, PROTOCOL, dict(versions))
@@ -84,7 +92,8 @@ async def asking(
             case [found, content] if found == kind:
                 yield link, read(content)
             case None if link.ending == WANTS_SECRET:
-                raise keys.is_one_sided(parse_address("ADDRESS", address))
+                error = keys.is_one_sided(parse_address("ADDRESS", address))
+                raise _with_own_remedy(error, keys)
             case _:
                 raise ValueError(link.ending if said is None else SENT_NONSENSE)
     except InputError:
@@ -93,6 +102,13 @@ async def asking(
         raise unanswered(str(error)) from error
     finally:
         link.writer.close()
+
+
+def _with_own_remedy(error: InputError, keys: Keys) -> InputError:
+    """Return an error of a machine without a secret with what its user does about that."""
+    if keys.has_secret:
+        return error
+    return InputError(error.field, error.value, error.problem, GIVE_SECRET)
 
 
 async def heard(link: Link, timeout_s: float) -> Any:

@@ -5,7 +5,7 @@ Nothing here waits or sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +102,12 @@ class Directory:
             problem = f"{self.names[hello.host]} has joined with this id"
             return InputError(HOST_ID, hello.host, problem, "give every host its own id")
         return None
+
+    def waits_for(self, missing: Sequence[int]) -> str:
+        """Say for which of the other hosts this one waits, and how many have come."""
+        count = len(self.others)
+        hosts = f"host{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        return f"waiting for {hosts} ({count - len(missing)} of {count} have come)"
 
     def late(self, missing: Iterable[int], timeout_s: float) -> TemporaryError:
         """Make the error about hosts that have not come in time."""

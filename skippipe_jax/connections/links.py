@@ -14,6 +14,7 @@ from skippipe_sched.errors import TemporaryError
 from skippipe_jax.connections.addresses import join_address, parse_address
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.seal import ALERT, HANDSHAKE, Seal
+from skippipe_jax.connections.waiting import telling, why_unreachable
 from skippipe_jax.errors import TlsMismatch
 
 MESSAGE_CHARACTERS = 1 << 20
@@ -264,28 +265,30 @@ async def _require_allowed(address: tuple[str, int], keys: Keys) -> None:
 
 
 async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBACK_ONLY) -> Link:
-    """Connect to a host, which may start later than this one.
+    """Connect to a host, which may start later than this one; say so if it has not for long.
 
     Raises:
         InputError: see `open_link`.
         TemporaryError: if it does not answer.
     """
     clock = asyncio.get_running_loop()
-    deadline = clock.time() + timeout_s
-    while True:
-        remaining = deadline - clock.time()
-        try:
-            return await open_link(address, min(HELLO_S, max(remaining, 0.1)), keys)
-        except (OSError, TimeoutError) as error:
-            if remaining <= 0:
-                raise TemporaryError(
-                    "--coordinator",
-                    join_address(*address),
-                    f"no connection in {timeout_s:g} s (last: {str(error) or 'no answer'})",
-                    "check that this host is running with this address, that this machine can "
-                    "reach it, and that no firewall stops the port",
-                ) from error
-        await asyncio.sleep(min(0.5, max(remaining, 0)))
+    deadline, why, where = clock.time() + timeout_s, "no answer", join_address(*address)
+    with telling(lambda left_s: f"{where}: {why}; tried again for {left_s:.0f} s more", timeout_s):
+        while True:
+            remaining = deadline - clock.time()
+            try:
+                return await open_link(address, min(HELLO_S, max(remaining, 0.1)), keys)
+            except OSError as error:
+                why = why_unreachable(error)
+                if remaining <= 0:
+                    raise TemporaryError(
+                        "--coordinator",
+                        where,
+                        f"no connection in {timeout_s:g} s (last: {why})",
+                        "check that this host is running with this address, that this machine can "
+                        "reach it, and that no firewall stops the port",
+                    ) from error
+            await asyncio.sleep(min(0.5, max(remaining, 0)))
 
 
 async def answered(address: str, keys: Keys = LOOPBACK_ONLY) -> Link | None:

@@ -18,6 +18,7 @@ from skippipe_jax.connections.jax_relay import listen_for_jax
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import Link, answered, reach
 from skippipe_jax.connections.mesh import Mesh, let_in
+from skippipe_jax.connections.waiting import telling
 
 
 class Meeting:
@@ -75,9 +76,14 @@ class Meeting:
         Raises:
             InputError: if one of its hosts refuses this one.
         """
+        heartbeat_timeout_s = self._config.heartbeat_timeout_s
         for address in last_addresses:
-            if await let_in(partial(self._comes_back, address), self._config.heartbeat_timeout_s):
-                return True
+            told = (
+                f"{address}: host {self.mesh.directory.hello.host} still counts as connected there"
+            )
+            with telling(lambda _, told=told: f"{told}; asked again", 2 * heartbeat_timeout_s):
+                if await let_in(partial(self._comes_back, address), heartbeat_timeout_s):
+                    return True
         return False
 
     async def _comes_back(self, address: str) -> bool:

@@ -37,6 +37,7 @@ from skippipe_jax.connections.links import (
 )
 from skippipe_jax.connections.pulse import BEATS, Pulse
 from skippipe_jax.connections.reception import OBSERVER, Reception
+from skippipe_jax.connections.waiting import telling
 
 GONE = "its process is gone"
 
@@ -133,7 +134,13 @@ class Mesh:
             TemporaryError: if one of them does not answer.
         """
         self.directory.addresses[0] = join_address(*link.writer.get_extra_info("peername")[:2])
-        await self._greet(0, link, coordinator)
+
+        def told(left_s: float) -> str:
+            reached = f"host 0 is reached at {join_address(*coordinator)}"
+            return f"{reached}; waiting for the others to reach it, {left_s:.0f} s left"
+
+        with telling(told, self._connect_timeout_s):
+            await self._greet(0, link, coordinator)
         for host in range(1, self.directory.hello.host):
             address = self.directory.address(host)
             link = await reach(address, self._connect_timeout_s, self._keys)
@@ -223,11 +230,17 @@ class Mesh:
         return channel
 
     async def _wait_for_all(self) -> None:
+        def missing() -> list[int]:
+            return [host for host in self.directory.others if host not in self._links]
+
+        def told(left_s: float) -> str:
+            return f"{self.directory.waits_for(missing())}, {left_s:.0f} s left"
+
         try:
-            await asyncio.wait_for(self._everybody_came.wait(), self._connect_timeout_s)
+            with telling(told, self._connect_timeout_s):
+                await asyncio.wait_for(self._everybody_came.wait(), self._connect_timeout_s)
         except TimeoutError:
-            missing = [host for host in self.directory.others if host not in self._links]
-            raise self.directory.late(missing, self._connect_timeout_s) from None
+            raise self.directory.late(missing(), self._connect_timeout_s) from None
 
     async def _greet(
         self, host: int | None, link: Link, address: tuple[str, int], timeout_s: float | None = None

@@ -36,6 +36,9 @@ NEWCOMER, OBSERVER = "newcomer", "observer"
 GUESTS = {NEWCOMER: "a newcomer", OBSERVER: "an observer"}
 """How each of them begins what it says, and what it is called in a line that a host prints."""
 
+RUN_ENDED = "the run has ended: it is trained, or was stopped"
+"""Why newcomers are refused as the hosts part."""
+
 OBSERVED = ("skippipe-jax",)
 """The packages of which an observer needs the version of the run: it computes nothing."""
 
@@ -67,11 +70,13 @@ class Reception:
 
     Attributes:
         inviting: what the run has for newcomers; None before that.
+        has_ended: whether the run is at its end, and takes nobody in any more.
     """
 
     def __init__(self, status: Callable[[], RunStatus]):
         """Invite nobody yet; `status` makes what observers are told."""
         self.inviting: Inviting | None = None
+        self.has_ended = False
         self._status = status
         self._there: dict[Link, None] = {}
 
@@ -87,6 +92,9 @@ class Reception:
         if refusal is None and inviting is None:
             problem = "no run has begun here that goes on without lost hosts"
             refusal = TemporaryError(JOINING, directory.hello.name, problem, "Ask again later")
+        elif refusal is None and self.has_ended:
+            remedy = "Join again once it is resumed"
+            refusal = TemporaryError(JOINING, directory.hello.name, RUN_ENDED, remedy)
         if refusal is not None or inviting is None:
             return refusal
         if len(self._there) == MOST_NEWCOMERS:

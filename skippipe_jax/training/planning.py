@@ -65,18 +65,22 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
         return make_schedule(config.recipe_in_steps, own, *search, log.output)
 
 
-def tell_time(config: Config, schedule: Schedule) -> None:
-    """Tell the planned time of the whole run, and suggest a preset where all iterations skip.
+def tell_time(config: Config, schedule: Schedule, done: int = 0) -> None:
+    """Tell the planned time of the iterations that are left, `done` of them being over.
 
-    The time is told where nodes were measured: each has seconds of its own then. The lines are
-    comments: what is printed before them is the configuration, as YAML.
+    Suggest a preset where all of the run skip stages. The time is told where nodes were measured:
+    each has seconds of its own then. The lines are comments: what is printed before them is the
+    configuration, as YAML.
     """
     steps = config.train.steps
     last = schedule.plan(steps - 1)
     nodes = last.case.source["nodes"]
-    if isinstance(nodes, list) and all("forward_s" in node for node in nodes):
-        total_s = schedule.total_s(steps, config.averaging)
-        log.output(f"# by the timing model, all {steps} iterations take {duration_text(total_s)}")
+    is_measured = isinstance(nodes, list) and all("forward_s" in node for node in nodes)
+    if is_measured and done < steps:
+        left_s = schedule.total_s(steps, config.averaging)
+        left_s -= schedule.total_s(done, config.averaging)
+        which = f"the last {steps - done} of {steps}" if done else f"all {steps}"
+        log.output(f"# by the timing model, {which} iterations take {duration_text(left_s)}")
     skips = any(len(path) < len(last.stages) for path in last.microbatches)
     if skips and FULL not in schedule.plans:
         log.output(

@@ -6,6 +6,7 @@ Iteration i, counted from 0, leads to step i + 1: `step` is the number of iterat
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -130,6 +131,8 @@ class Session:
         step: the iterations that are done.
         unfinished: whether what follows the last one is yet to be done.
         saved: whether that is the last one, and its checkpoint is whole.
+        told_to_stop: the hosts that a signal has told to stop the run, once it is saved because of
+            that; else None.
         out_of_patience: whether the run ends here, as `validation.patience` says.
         group: this host among those that train.
         schedule: their plans, and which step takes which.
@@ -150,6 +153,7 @@ class Session:
         self._metrics_lag = config.averaging.iterations_apart
         self._saved_step, self._attempt = -1 if start.unfinished else state.step, 1
         self._copied_step: int | None = None
+        self.told_to_stop: dict[int, signal.Signals] | None = None
         self._validation: tuple[int, float | None] = (-1, None)
         self._squared_norms = state.remains.squared_norms
         # Others may still take these, until a step counts that was made without them.
@@ -304,6 +308,7 @@ class Session:
     def save_final(self) -> None:
         """Tell of all steps, and return when the last is saved, and copied if it shall be."""
         self._run.preemption.must_stay = True
+        self._run.membership.reception.has_ended = True
         step = self.step
         self.emit_metrics()
         if self._saved_step != step:
@@ -315,6 +320,14 @@ class Session:
             name, complete = f"copied/{step}", self._checkpointer.complete_copy
             from_host_0(self.group, name, complete, COPYING_S)
             self._copied_step = step  # A team can tell only once what has this name.
+        if self.stop_requested and self.told_to_stop is None:
+            group = self.group
+            by = gather(group, "stopped_by", lambda: self._run.preemption.received, group.timeout_s)
+            self.told_to_stop = {
+                group.hosts[place]: signal.Signals(number)
+                for place, number in by.items()
+                if number is not None
+            }
         self.saved = True
 
     def _save(self, step: int) -> None:

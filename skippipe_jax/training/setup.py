@@ -198,7 +198,8 @@ def setup_run(
         transfers.connect(setup.agreed.endpoints)
         if leads:
             search.clear(setup.checkpoint)
-            tell_time(config, schedule)
+            checkpoint = setup.checkpoint
+            tell_time(config, schedule, 0 if checkpoint is None else checkpoint.step)
         if leads and resume:
             _resume_run_dir(config, setup.checkpoint)
         if host.count > 1 and not host.is_distributed:
@@ -287,7 +288,7 @@ def _begin_run_dir(
         parent = weights.provenance() if isinstance(weights, RunWeights) else None
         RunDir(folder).write_parent(parent)
     elif needs_planning:
-        _archive_plan(folder, plan)
+        _archive_plan(folder, setup.schedule)
     if needs_planning:
         RunDir(folder).create(config, setup.schedule)
     if weights is not None and weights.matches_tokenizer(config.data):
@@ -645,19 +646,29 @@ def _warn_of_missing_links(folder: Path) -> None:
         )
 
 
-def _archive_plan(folder: Path, plan: Plan) -> None:
+def _archive_plan(folder: Path, schedule: Schedule) -> None:
     """Say that a run goes on under another plan, and draw what was recorded under its own."""
-    own = RunDir(folder).plan()
-    log.output(
-        f"the run goes on under another plan: from {_extent(own)} to {_extent(plan)}, after step "
-        f"{latest_step(folder) or 0}"
-    )
+    step = latest_step(folder) or 0
+    change = plan_change(RunDir(folder).schedule().plan(step), schedule.plan(step), step)
+    if change:
+        log.output(change)
     draw_recorded(folder)
     remove_recordings(folder, after=0)
 
 
-def _extent(plan: Plan) -> str:
-    return f"{len(plan.stages)} stages on {len(plan.case.nodes)} nodes"
+def plan_change(before: Plan, after: Plan, step: int) -> str:
+    """Say how a run's plan differs from the one before, after a step; nothing if it hardly does."""
+    extents = [
+        f"{len(plan.stages)} stages on {len(plan.case.nodes)} nodes" for plan in (before, after)
+    ]
+    seconds = [f"{plan.predicted.iteration_s:.3g}" for plan in (before, after)]
+    if extents[0] == extents[1] and seconds[0] == seconds[1]:
+        return ""
+    moved = f"from {extents[0]} to {extents[1]}, " if extents[0] != extents[1] else ""
+    return (
+        f"the run goes on under another plan: {moved}after step {step}; by the timing model an "
+        f"iteration takes {seconds[1]} s, before {seconds[0]} s"
+    )
 
 
 def _require_same_text(config: Config, host: Membership, agreed: SessionPlan) -> None:

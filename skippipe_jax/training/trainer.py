@@ -6,9 +6,9 @@ set up -> open a session -> train a step, finish it (validate, save), ... -> sav
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -38,17 +38,34 @@ from skippipe_jax.training.setup import HostSetup, setup_rejoining_host, setup_r
 class RunResult:
     """How a run ended: after which step, and which signal stopped it, if one did.
 
-    `left_run`: this host has left, and the others go on.
+    Attributes:
+        step: the last one.
+        stopped_by: the signal, that of another host where this one had none.
+        left_run: whether this host has left, and the others go on.
+        told_to_stop: the hosts that were told to stop, by their numbers in the run, and how.
     """
 
     step: int
     stopped_by: signal.Signals | None
     left_run: bool = False
+    told_to_stop: Mapping[int, signal.Signals] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
         """Return what a process that only trains ends with, as a shell has it of a signal."""
         return 0 if self.stopped_by is None else 128 + self.stopped_by
+
+    @property
+    def who_was_stopped(self) -> str:
+        """Say which hosts were told to stop, and by what."""
+        told = []
+        for number, how in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "told to stop")):
+            hosts = [str(host) for host, by in sorted(self.told_to_stop.items()) if by == number]
+            if hosts:
+                *others, last = hosts
+                who = f"hosts {', '.join(others)} and {last} were" if others else f"host {last} was"
+                told.append(f"{who} {how} ({number.name})")
+        return " and ".join(told) or "a host that has gone was told to stop"
 
 
 class Trainer:
@@ -167,8 +184,9 @@ class Trainer:
         # A run that is resumed after its last step has nothing left to do.
         if self.step >= self.config.train.steps or self.session.out_of_patience:
             return RunResult(self.step, None)
-        # All hosts stop when one is asked to; those that were not asked stop as if they had been.
-        return RunResult(self.step, self.preemption.received or signal.SIGTERM)
+        # All hosts stop when one is asked to; those that were not asked end by the code of SIGTERM.
+        number, told = self.preemption.received or signal.SIGTERM, self.session.told_to_stop
+        return RunResult(self.step, number, told_to_stop=told or {})
 
     def train_step(self) -> int:
         """Train one iteration, and validate and save if it is time; returns the steps done.

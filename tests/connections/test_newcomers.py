@@ -210,6 +210,9 @@ def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
         async with listening() as first:
             with pytest.raises(TemporaryError, match="no run has begun here that goes on"):
                 await Newcomer().ask([address_of(first)])
+            first.reception.inviting, first.reception.has_ended = Run({"config.yaml": b"1"}), True
+            with pytest.raises(TemporaryError, match="the run has ended: it is trained, or"):
+                await Newcomer().ask([address_of(first)])
             gone = address_of(first)
             first.end()
             with pytest.raises(TemporaryError, match="nobody listens there"):

@@ -163,7 +163,13 @@ def test_the_command_shows_the_status_to_those_alone_that_have_the_secret(
         told = capfd.readouterr()
         assert (told.out, "does not have this secret" in told.err) == ("", True)
         assert main(own[:2]) == 2
-        assert "has a secret, and this host none" in capfd.readouterr().err
+        told = capfd.readouterr().err
+        assert "has a secret, and this host none. Name a file with the secret of the run by" in told
+        assert main(["status", "10.77.0.1:8476"]) == 2
+        told = capfd.readouterr().err
+        assert "10.77.0.1 is no loopback address" in told
+        assert "by --set cluster.secret=FILE" in told
+        assert "keygen" not in told, "a secret that is made now is not the run's"
         assert main([*own, "--watch", "soon"]) == 2
         assert "error: --watch = 'soon': must be a time" in capfd.readouterr().err
     assert main(own) == 75

@@ -283,6 +283,8 @@ def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
     assert "takes the place of host 3, which serves the stages 1" in told
     assert "host 3 is in the run, at step" in told
     assert [line["cause"] for line in run.generations()][2] == "host 3 joined"
+    assert f"the run is trained to step {STEPS}; it is on host 0 (" in told
+    assert f"host 1: trained to step {STEPS}; the run is in {run.run_dir}" in run.output(1)
     assert run.members()[-1] == [0, 1, 3]
     assert (own / "config.yaml").read_bytes() == (run.run_dir / "config.yaml").read_bytes()
     assert not (own / "checkpoints").exists()
@@ -600,11 +602,25 @@ def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(run: Run, un
         assert "Traceback" not in run.output(host)
     assert run.members() == [[0, 1, 2, 3]], "nobody has left before the others"
     step = steps_done(run.run_dir)
+    said = f"told to stop (SIGTERM): all stop after step {step}. Start it again with --resume"
+    assert all(said in run.output(host) for host in range(HOSTS))
     assert 3 <= step < STEPS
     assert latest_step(run.run_dir) == step
     losses = [line["loss"] for line in sp.Run(run.run_dir).metrics]
     others = [line["loss"] for line in sp.Run(undisturbed).metrics]
     np.testing.assert_allclose(losses, others[:step], rtol=2e-5)
+
+
+@pytest.mark.nightly
+def test_ctrl_c_on_one_host_ends_the_run_and_each_host_says_who_was_interrupted(run: Run):
+    run.wait_until_step(3)
+    run.signal(1, signal.SIGINT)
+    codes = [run.processes.exit_code(run.process_of[host], PATIENCE_S) for host in range(HOSTS)]
+    signals = [signal.SIGTERM, signal.SIGINT, *[signal.SIGTERM] * (HOSTS - 2)]
+    assert codes == [128 + number for number in signals]
+    step = latest_step(run.run_dir)
+    said = f"host 1 was interrupted (SIGINT): all stop after step {step}. Start it again with"
+    assert all(said in run.output(host) for host in range(HOSTS)), run.processes.outputs()
 
 
 @pytest.mark.nightly

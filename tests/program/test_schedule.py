@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from skippipe_jax.program.schedule import OWN, Schedule, make_schedule, stage_sh
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.planning import make_plans, tell_time
+from skippipe_jax.training.setup import plan_change
 from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
@@ -379,6 +381,31 @@ def test_a_run_that_skips_to_the_end_is_told_of_the_preset(
     said = "".join(capsys.readouterr())
     assert "by the timing model" not in said, "nobody has measured what the case says"
     assert ("recipe.preset = quality" in said) == suggests
+
+
+def test_the_time_of_the_iterations_that_are_left_is_told(capsys: pytest.CaptureFixture[str]):
+    nodes = [{"location": "here", "forward_s": 1.0, "memory": 4}]
+    case = {"nodes": nodes, "locations": ["here"], "links": [], "stages": [1], "path_length": 1}
+    case |= {"microbatches_per_data_node": 2, "backward_ratio": 2.0}
+    config = parse_config({"plan": {"case": case, "method": "balanced"}, "train": {"steps": 60}})
+    schedule = make_plans(config, Path(), None)
+    for done in (0, 52, 60):
+        tell_time(config, schedule, done)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "# by the timing model, all 60 iterations take 6.5min"
+    assert second == "# by the timing model, the last 8 of 60 iterations take 52s"
+
+
+def test_what_another_plan_changes_is_said():
+    given = {"plan": {"case": dict(CASE), "method": "balanced", "budget_s": 0.1}}
+    before = make_plans(parse_config(given), Path(), None).plans[OWN]
+    predicted = replace(before.predicted, iteration_s=0.125)
+    after = replace(before, predicted=predicted)
+    assert plan_change(before, before, 52) == ""
+    assert plan_change(after, before, 52) == (
+        "the run goes on under another plan: after step 52; by the timing model an iteration takes "
+        f"{before.predicted.iteration_s:.3g} s, before 0.125 s"
+    )
 
 
 def test_redrawn_plans_take_turns():

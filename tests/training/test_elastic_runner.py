@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.recovery import RecoveryConfig
 from skippipe_jax.config.replan import ReplanConfig
+from skippipe_jax.connections import waiting
 from skippipe_jax.consensus.generations import Abandoned, Generation, Tick
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
 from skippipe_jax.storage.checkpoint import Checkpoint, CommitRecord
@@ -319,14 +321,21 @@ def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(
 def test_a_host_that_waits_for_long_says_for_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    monkeypatch.setattr(waiting, "FIRST_S", 0.0)
     monkeypatch.setattr(Membership, "misses", lambda self, hosts: 2 in hosts)
-    monkeypatch.setattr(Membership, "next_team", lambda *_: None)
+    said = threading.Event()
+    monkeypatch.setattr(waiting.log, "info", lambda line: (print(line), said.set()))
+
+    def next_team(*_: object) -> None:
+        assert said.wait(30.0)
+        said.clear()
+
+    monkeypatch.setattr(Membership, "next_team", next_team)
     openings: Any = Openings(tmp_path)
     openings._run.preemption = SimpleNamespace(has_left=lambda: False)
     openings._team = Team(openings._membership, generation(2))
     assert ElasticRunner._await(openings, 2, 1.0) == Signal.TIME_OVER
     assert ElasticRunner._await(openings, 0, 1.0) == Signal.TIME_OVER
-    first, second = capsys.readouterr().err.splitlines()
+    first, second = capsys.readouterr().out.splitlines()
     assert first == "host 1 waits for enough others to go on with; it does not hear host 2"
     assert second == "host 1 waits to be taken in; it does not hear host 2"

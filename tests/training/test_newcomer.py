@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.config import ClusterConfig, Config, DataConfig, to_yaml
 from skippipe_jax.config.resume import identity, settings
+from skippipe_jax.connections import waiting
 from skippipe_jax.connections.asking import NobodyListens
 from skippipe_jax.connections.invitation import Files, Invitation, Place
 from skippipe_jax.connections.newcomer import Newcomer
+from skippipe_jax.connections.reception import RUN_ENDED
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
@@ -222,6 +225,42 @@ def test_it_asks_again_until_a_host_answers_and_knows_where_the_others_are(hosts
     ):
         pass
     assert hosts.now_s > newcomer.FIND_S
+
+
+def test_it_says_whom_it_asks_in_vain_and_why(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    said = threading.Event()
+    monkeypatch.setattr(waiting, "FIRST_S", 0.0)
+    monkeypatch.setattr(waiting.log, "info", lambda line: (print(line), said.set()))
+    monkeypatch.setattr(waiting, "EACH_S", 0.01)
+    silent = TemporaryError("join", "10.0.0.1:1", "no host of a run answers there", "Ask again")
+    hosts.answers = [silent, [INNER]]
+
+    def sleep(seconds: float) -> None:
+        said.clear()
+        assert said.wait(30.0)
+
+    monkeypatch.setattr(hosts, "sleep", sleep)
+    with hosts.seeking(has_text).fetch():
+        pass
+    why = "10.0.0.1:1: no host of a run answers there; asked again for 30 s more"
+    assert why in capsys.readouterr().out
+
+
+def test_it_says_that_the_run_has_ended(hosts: Hosts):
+    ended = TemporaryError("join", "host 0", RUN_ENDED, "Join again once it is resumed")
+    gone = NobodyListens("join", "10.0.0.1:1", "nobody listens there", "Give another")
+    hosts.answers = [[INNER], [INNER], ended]
+    seeking = hosts.seeking(has_text)
+    with seeking.fetch():
+        with pytest.raises(TemporaryError, match="the run has ended: it is trained, or"):
+            seeking.is_free(INNER)
+        assert hosts.now_s == 0.0, "it asks nobody again"
+        # Or it asks when the hosts have gone.
+        hosts.answers = [gone]
+        with pytest.raises(TemporaryError, match="no host of the run listens any more: it has end"):
+            seeking.is_free(INNER)
 
 
 def test_an_address_at_which_nobody_listens_is_refused_at_once(hosts: Hosts, tmp_path: Path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from skippipe_jax.config import Config
+from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.training.callbacks import progress
 from skippipe_jax.training.callbacks.base import RunView
 from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
@@ -35,13 +37,18 @@ def test_a_host_that_does_not_lead_says_what_it_serves_and_how_far_the_run_is(
 ):
     topology = SimpleNamespace(stage_of={0: 0, 1: 1, 2: 3, 3: 2}, nodes=(1, 2))
     view: Any = SimpleNamespace(
-        group=SimpleNamespace(hosts=(2, 5, 7), index=1, count=3),
+        group=SimpleNamespace(
+            hosts=(2, 5, 7), index=1, count=3, generation=Generation(1, (2, 5, 7), (0, 0, 0), 2, 0)
+        ),
         runtime=SimpleNamespace(topology=topology),
     )
     status = HostStatus(100)
     status.on_train_begin(view)
     status.on_step_end(view, metrics_of(5))
     assert capsys.readouterr().err == "host 5 serves stages 1, 3; 3 hosts train, host 2 leads\n"
+    view.group.generation = replace(view.group.generation, cause="host 6 was lost")
+    status.on_train_begin(view)
+    assert capsys.readouterr().err.startswith("host 6 was lost: host 5 serves stages 1, 3; ")
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_STATUS", 0.0)
     status.on_step_end(view, metrics_of(6, 2.5))
     assert capsys.readouterr().err.startswith("host 5: step 6/100  loss 2.500  ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -49,13 +50,22 @@ class Opened(Session):
     def __init__(self, step: int, *untold: int, folder: Path = Path()):
         self.told, view = Told(), SimpleNamespace()
         callbacks: Any = CallbackList(view, [self.told])  # pyright: ignore[reportArgumentType]
-        preemption = SimpleNamespace(must_stay=False)
-        self._run: Any = SimpleNamespace(callbacks=callbacks, run_dir=folder, preemption=preemption)
+        self.preemption = SimpleNamespace(must_stay=False, received=None)
+        self.reception = SimpleNamespace(has_ended=False)
+        self._run: Any = SimpleNamespace(
+            callbacks=callbacks,
+            run_dir=folder,
+            preemption=self.preemption,
+            membership=SimpleNamespace(reception=self.reception),
+        )
         self._config, self.step, self.unfinished, self.saved = CONFIG, step, True, False
         self._metrics_lag, self._saved_step, self._copied_step = 1, -1, None
+        self.told_to_stop = None
         self._validator: Any = SimpleNamespace(evaluate=float)
         self._metrics: Any = SimpleNamespace(
-            completed=lambda lag: self._lines([*untold], lag), restart_clock=lambda: None
+            completed=lambda lag: self._lines([*untold], lag),
+            restart_clock=lambda: None,
+            asked_to_stop=False,
         )
 
     def _lines(self, steps: list[int], lag: int) -> Iterator[StepMetrics]:
@@ -156,3 +166,26 @@ def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(
     for _ in range(2):  # As it ends, a run comes here once more.
         session.save_final()
     assert (copied, completed, session.saved) == (["copied/20"] * 2, [1, 1], True)
+    assert session.reception.has_ended, "nobody joins it any more"
+    assert session.told_to_stop is None
+
+
+@pytest.mark.parametrize("here", [None, signal.SIGTERM])
+def test_all_hosts_know_who_was_told_to_stop(
+    here: signal.Signals | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Of hosts 2 and 5, of which this one leads, the other was interrupted."""
+
+    def gather(host: object, name: str, make: Callable[[], Any], _: float) -> dict[int, Any]:
+        return {0: make(), 1: int(signal.SIGINT)}
+
+    monkeypatch.setattr(session_module, "gather", gather)
+    session: Any = Opened(20)
+    membership = Membership(ClusterConfig(), 5, 6)
+    session.group = Team(membership, Generation(2, (2, 5), (0, 0), 5, 20))
+    session._saved_step, session._metrics.asked_to_stop = 20, True
+    session._checkpointer = SimpleNamespace(wait=lambda: True)
+    session.preemption.received = here
+    session.save_final()
+    own = {} if here is None else {5: here}
+    assert session.told_to_stop == {2: signal.SIGINT, **own}

@@ -92,12 +92,14 @@ class HostStatus(Callback):
         self._steps, self._last_line_s = steps, time.perf_counter()
 
     def on_train_begin(self, run: RunView) -> None:
-        """Say who this host is."""
+        """Say who this host is, and why the hosts that train are others than before."""
         group, topology = run.group, run.runtime.topology
         own, leader = group.hosts[group.index], group.hosts[0]
         stages = sorted({topology.stage_of[node] for node in topology.nodes})
         served = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        log.info(f"host {own} serves {served}; {group.count} hosts train, host {leader} leads")
+        cause = f"{group.generation.cause}: " if group.generation.cause else ""
+        trains = f"{group.count} host{'s train' if group.count > 1 else ' trains'}"
+        log.info(f"{cause}host {own} serves {served}; {trains}, host {leader} leads")
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
         """Say how far the run is, once a minute."""

@@ -29,7 +29,8 @@ from skippipe_jax.connections.invitation import Invitation, Place
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.newcomer import Newcomer
 from skippipe_jax.connections.pauses import LONGEST_S
-from skippipe_jax.connections.reception import JOINING
+from skippipe_jax.connections.reception import JOINING, RUN_ENDED
+from skippipe_jax.connections.waiting import telling
 from skippipe_jax.connections.ways import Way
 from skippipe_jax.storage.joined_folder import configurations, keep, known_before, name_of_run
 from skippipe_jax.storage.run_lock import RunLock
@@ -44,6 +45,8 @@ AGAIN_S = 2.0
 
 MEASURE_S = 4.0
 """So long the ways to all hosts are measured."""
+
+ALL_GONE = "no host of the run listens any more: it has ended, or all of its hosts are lost"
 
 FindText = Callable[[Config], str]
 """The fingerprint of the text that is here; it raises `InputError` where there is none."""
@@ -238,23 +241,31 @@ class Seeking:
         Raises:
             InputError: if this host is refused for good.
             TemporaryError: if none answers within `patience_s`; at once if nobody listens at the
-                addresses that were given, and no others are known.
+                addresses that were given, and no others are known, or if the run has ended.
         """
-        since_s = self._clock.now()
-        while True:
-            addresses = [*self._given, *self._known]
-            try:
-                asked = _run_interruptibly(self._newcomer.ask(addresses, wanted))
-            except TemporaryError as error:
-                # A host of a run that is known may come back; an address may just be wrong.
-                is_wrong = isinstance(error, NobodyListens) and not self._known
-                if is_wrong or self._clock.now() - since_s > patience_s:
-                    raise
-                self._clock.sleep(AGAIN_S)
-                continue
-            self.asked, self.invitation = asked
-            self._known = self._told_addresses
-            return
+        since_s, why = self._clock.now(), "no answer"
+        addresses = [*self._given, *self._known]
+        where = ", ".join(dict.fromkeys(addresses))
+        with telling(
+            lambda left_s: f"{where}: {why}; asked again for {left_s:.0f} s more", patience_s
+        ):
+            while True:
+                try:
+                    asked = _run_interruptibly(self._newcomer.ask(addresses, wanted))
+                    break
+                except TemporaryError as error:
+                    why = error.problem
+                    # A host of a run that is known may come back; an address may just be wrong.
+                    is_nobody = isinstance(error, NobodyListens)
+                    is_final = why == RUN_ENDED or (is_nobody and not self._known)
+                    if not is_final and self._clock.now() - since_s <= patience_s:
+                        self._clock.sleep(AGAIN_S)
+                    elif is_nobody and self._known:
+                        raise TemporaryError(JOINING, where, ALL_GONE, error.remedy) from error
+                    else:
+                        raise
+        self.asked, self.invitation = asked
+        self._known = self._told_addresses
 
     def _know(self, folder: Path) -> None:
         contents, addresses = known_before(folder)

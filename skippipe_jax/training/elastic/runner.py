@@ -22,6 +22,7 @@ from skippipe_jax.cluster.agreement import from_host_0
 from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
+from skippipe_jax.connections.waiting import telling
 from skippipe_jax.consensus.generations import Abandoned, TextMissing, Tick
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
 from skippipe_jax.program.schedule import OWN
@@ -90,8 +91,6 @@ from skippipe_jax.training.setup import (
 
 # How often a host checks whether another is lost.
 POLL_S = 0.1
-# After so long a host says that it waits for others.
-QUIET_S = 10.0
 
 
 class ElasticRunner:
@@ -248,10 +247,8 @@ class ElasticRunner:
     def _await(self, after: int, seconds: float) -> Entered | Signal:
         if self._run.preemption.has_left():
             return Signal.LEFT
-        following = self._membership.next_team(after, min(seconds, QUIET_S))
-        if following is None and seconds > QUIET_S:
-            log.info(self._what_is_waited_for(after))
-            following = self._membership.next_team(after, seconds - QUIET_S)
+        with telling(lambda _: self._what_is_waited_for(after), seconds):
+            following = self._membership.next_team(after, seconds)
         if following is None:
             # A checkpoint that the others would have to take part in is waited for no longer.
             self._membership.give_up()
@@ -260,7 +257,8 @@ class ElasticRunner:
         if after == 0:
             here, step = self._membership.index, following.generation.step
             is_in = "is in" if here in following.generation.apart else "is back in"
-            log.output(f"host {here} {is_in} the run, at step {step}")
+            where = self._membership.control_address
+            log.output(f"host {here} {is_in} the run, at step {step}; it listens at {where}")
         return Entered(following.generation)
 
     def _what_is_waited_for(self, after: int) -> str:
@@ -437,7 +435,8 @@ class ElasticRunner:
         """Let newcomers be told of a team from now on."""
         serves = partial(stages_for, self._rules, team.generation)
         self._inviting.entered(team.generation, serves, agreed.data_fingerprint)
-        self._membership.reception.inviting = self._inviting
+        reception = self._membership.reception
+        reception.inviting, reception.has_ended = self._inviting, False
 
     def _gone_back(self, team: Team, setup: RunSetup, state: HeldState) -> tuple[Team, HeldState]:
         """Return the team and what this host has, where some of it go back to a checkpoint.
