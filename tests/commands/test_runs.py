@@ -53,10 +53,11 @@ def test_training_tells_how_to_go_on(folder: Path, command: Command):
     result = command("train", "--config", "config.yaml")
     assert result.code == 0
     # What differs from the defaults, as a file that could be given again.
-    *shown_lines, last, of_page = result.out.splitlines()
+    *shown_lines, of_text, last, of_page = result.out.splitlines()
     shown = "\n".join(shown_lines)
     assert parse_config(yaml.safe_load(shown)) == load_config(Path("config.yaml"))
     assert "optimizer" not in shown
+    assert of_text.startswith("the text has ")
     assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["beta2"] == 0.95
     assert "skippipe evaluate --run run" in last
     assert of_page == "its curves and timelines: run/report.html"
@@ -151,7 +152,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, c
         (["model.ffn_width=32"], ["model.ffn_width = 32", "has 24", "Set model.ffn_width=24"]),
         (["seed=1"], ["seed = 1", "Set seed=0"]),
         (["data.held_out=0.1"], ["data.held_out = 0.1", "another run_dir"]),
-        (["run_dir=elsewhere"], ["run_dir = 'elsewhere'", "no config.yaml"]),
+        (["run_dir=elsewhere"], ["run_dir = 'elsewhere'", "there is no", "elsewhere/config.yaml"]),
     ],
 )
 def test_a_run_cannot_be_resumed_as_another(

@@ -110,7 +110,8 @@ ALL = (0, 1, 2)
 
 
 def harness(run: Path, *, stages: str | None = None, batch_size: int = 8) -> HarnessModel:
-    return HarnessModel(open_language_model(ModelSpec((run,), stage_order=stages)), batch_size)
+    model, _ = open_language_model(ModelSpec((run,), stage_order=stages))
+    return HarnessModel(model, batch_size)
 
 
 def encoded(text: str) -> list[int]:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import load_config
+from skippipe_jax.cluster.agreement import hear
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import Config, load_config
 from skippipe_jax.config.resume import settings
 from skippipe_jax.inference.run import Run
 from skippipe_jax.storage.checkpoint import step_folder
@@ -60,7 +62,12 @@ def test_a_host_with_another_configuration_names_the_key_and_both_values(
     plan: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Before anything is measured."""
-    monkeypatch.setattr(setup, "_measure_cluster", lambda *_: pytest.fail("measured"))
+
+    def measure(_: Config, host: Membership) -> None:
+        assert host.index == 0, "host 1 has refused"
+        hear(host, "measured", [1], PATIENCE_S)
+
+    monkeypatch.setattr(setup, "_measure_cluster", measure)
     config, network = configured(tmp_path), Network(2)
     rates = "optimizer.learning_rate=0.25", "optimizer.learning_rate=0.125"
     hosts = [Host(config, index, network, [own, *plan]) for index, own in enumerate(rates)]
