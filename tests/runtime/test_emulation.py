@@ -10,9 +10,9 @@ from tests.sched.examples import planned, routed_cases
 @given(routed_cases())
 @settings(max_examples=40)
 def test_hops_arrive_when_the_simulator_says(example):
-    """Activations and gradients, which may differ in bytes, one after another on a link."""
+    """Activations and gradients, which may differ in bytes, as they become ready."""
     plan, timeline = planned(*example)
     emulation = Emulation(plan, NetworkConfig(mode="emulate"), seed=0)
-    for transfer in timeline.transfers:
+    for transfer in sorted(timeline.transfers, key=lambda transfer: transfer.ready_s):
         end_s = emulation.hop_end_s(transfer.source, transfer.operation, transfer.ready_s)
         assert end_s == transfer.end_s
