@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.hops import Queues
 from skippipe_sched.timing.timeline import Averaging, Run
 
 from skippipe_jax.data.batches import Batch
@@ -56,12 +55,11 @@ class Iteration(ABC):
         *,
         ready_first: bool,
         emulation: Emulation | None = None,
-        connections: Queues | None = None,
         send_at: Callable[[float, Then], None] | None = None,
     ):
         """Keep every node to the plan's order, unless `ready_first`.
 
-        `connections` and `send_at` are as `Flow` takes them.
+        `send_at` is as `Flow` takes it.
         """
         self.exchange = exchange
         self.loop = exchange.loop
@@ -80,7 +78,7 @@ class Iteration(ABC):
             lambda node: plan.case.nodes[node].memory,
             ready_first=ready_first,
             emulation=emulation,
-            connections=connections,
+            connections=None if emulation else exchange.connections(plan.case),
             when_ended=self._operation_ended,
             send_at=send_at,
         )

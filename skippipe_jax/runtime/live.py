@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.hops import Queues
 from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.cluster.group import Group
@@ -45,7 +44,6 @@ class LiveIteration(Iteration):
         ready_first: bool,
         averaging_dtype: str | None = None,
         emulation: Emulation | None = None,
-        connections: Queues | None = None,
     ):
         """Keep every node to the plan's order, unless `ready_first`.
 
@@ -53,9 +51,7 @@ class LiveIteration(Iteration):
         of copies goes to `buddies` in this iteration.
         """
         given = exchange, operations, plan, program, iteration
-        super().__init__(
-            *given, ready_first=ready_first, emulation=emulation, connections=connections
-        )
+        super().__init__(*given, ready_first=ready_first, emulation=emulation)
         self.group = group
         self.buddies = buddies
         self.averaging = LiveAveraging(

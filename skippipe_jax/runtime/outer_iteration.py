@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.hops import Queues
 from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.program.compiler import Program
@@ -41,17 +40,10 @@ class OuterIteration(Iteration):
         behind: Behind,
         ready_first: bool,
         emulation: Emulation | None = None,
-        connections: Queues | None = None,
     ):
         """Keep every node to the plan's order, unless `ready_first`."""
         given = exchange, operations, plan, program, iteration
-        super().__init__(
-            *given,
-            ready_first=ready_first,
-            emulation=emulation,
-            connections=connections,
-            send_at=behind.at,
-        )
+        super().__init__(*given, ready_first=ready_first, emulation=emulation, send_at=behind.at)
         self.steps, self.behind = steps, behind
         self.step = iteration + 1
         self.norms: list[Totals] = []

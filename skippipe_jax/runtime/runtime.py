@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from skippipe_sched.timing.hops import Queues
-
 from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
@@ -127,11 +125,6 @@ class Runtime:
             for name, plan in schedule.plans.items()
             for is_exact, of_kind in ((True, with_exact_averaging(plan)), (False, plan))
             if config.network.mode == "emulate"
-        }
-        self.connections = {
-            name: Queues(plan.case)
-            for name, plan in schedule.plans.items()
-            if plan.case.shares_connections and config.network.mode != "emulate"
         }
         self.ready_first = config.execution == "ready-first"
         # On one host nothing is ever late, unless it is made so.
@@ -264,7 +257,6 @@ class Runtime:
                 behind=self._behind,
                 ready_first=self.ready_first,
                 emulation=emulation,
-                connections=self.connections.get(name),
             )
             return outer.run(batches, stop, clock)
         live = LiveIteration(
@@ -272,7 +264,6 @@ class Runtime:
             ready_first=self.ready_first,
             averaging_dtype=self.config.network.averaging_dtype,
             emulation=emulation,
-            connections=self.connections.get(name),
             group=self.group,
             buddies=self.buddies,
         )

@@ -132,10 +132,11 @@ class Case:
         if not self.shares_connections:
             return latency, bandwidth
         sending, receiving = self.connection_rates
-        location = self.location_matrices[0]
+        location = np.array([node.location for node in self.nodes])
         apart = location[:, None] != location
-        most = np.where(apart, np.minimum(sending[:, None], receiving), np.inf)
-        return latency, np.minimum(bandwidth, most)
+        return latency, np.where(
+            apart, np.minimum(bandwidth, np.minimum(sending[:, None], receiving)), bandwidth
+        )
 
     @cached_property
     def pair_matrices(
@@ -160,12 +161,8 @@ class Case:
         location = np.array([names.index(node.location) for node in self.nodes])
         latency, bandwidth = self.link_table.matrices(names)
         if self.shares_connections:
-            sending, receiving = (np.zeros(len(names)) for _ in range(2))
-            for quickest, rates in zip((sending, receiving), self.connection_rates, strict=True):
-                np.maximum.at(quickest, location, rates)
-            most = np.minimum(sending[:, None], receiving)
-            np.fill_diagonal(most, np.inf)
-            bandwidth = np.minimum(bandwidth, most)
+            bandwidth = np.zeros_like(bandwidth)
+            np.maximum.at(bandwidth, (location[:, None], location), self.link_matrices[1])
         return location, latency, bandwidth
 
     @property

@@ -114,7 +114,7 @@ def violations(
                 f"the case's {list(case.microbatches)}",
             )
         )
-    for stage in left[1:]:
+    for stage in left[1 : len(case.stages) - len(case.left_out)]:
         nodes = stages[stage]
         shares = fair_shares(case, stage, nodes, stage_visits[stage])
         for node, share in zip(nodes, shares, strict=True):

@@ -17,8 +17,9 @@ from skippipe_sched.problem.case import Case
 class Hops(NamedTuple):
     """What the hops of a case take [s], first those with an activation, then with a gradient.
 
-    `alone_s` is what one takes that meets no other. With `connections`, the parts of it follow:
-    the rest is not filled where nobody needs it. `follow`: whether hops on a link do.
+    `alone_s` is what one takes that meets no other. `follow` tells whether hops follow one another
+    on links, and `connections` whether on the connections of nodes, too: only then is the rest
+    more than one number of each kind.
     """
 
     alone_s: np.ndarray  # 2, nodes, nodes
@@ -32,7 +33,7 @@ class Hops(NamedTuple):
     location: np.ndarray  # nodes
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def hops_of(case: Case) -> Hops:
     """Reckon what hops take in a case; kept, as all that simulates asks."""
     sizes = np.array([case.activation_bytes, case.gradient_bytes])
@@ -56,9 +57,11 @@ def hops_of(case: Case) -> Hops:
 
 
 def hop_between(hops, backward, source, target):
-    """Return what a hop takes of what it passes (`passed`), `backward` (1) or not (0) [s].
+    """Return what a hop takes, with a gradient if `backward` is 1, else with an activation [s].
 
-    Minus infinity where it neither waits for what it passes, nor do others for it.
+    That is of its sender, of the sender's connection, of the link, of the slower one of link and
+    receiver, and on its way (`passed`). Of what it neither waits for, nor others for it, minus
+    infinity.
     """
     alone_s = hops.alone_s[backward, source, target]
     if not hops.connections:
