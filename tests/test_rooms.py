@@ -29,6 +29,7 @@ LONG_FUNCTIONS = {
     "skippipe_jax.runtime.runtime: open_runtime",
     "skippipe_jax.runtime.stage_functions: stage_functions",
     "skippipe_sched.search.evaluator: evaluate",
+    "skippipe_sched.search.evaluator: replay",
 }
 WIDE_SIGNATURES = {
     "skippipe_jax.cluster.joining: joined",

@@ -142,7 +142,7 @@ def _estimate(problem, candidate, busy_s):
     for slot in range(data_nodes):
         total += (busy_s[slot] / largest) ** POWER
     pipeline_s = largest * (total / data_nodes) ** (1.0 / POWER)
-    if problem.hops.connections:
+    if problem.connections:
         for stage in range(problem.ring_bytes.shape[0]):
             pipeline_s = max(pipeline_s, sending_s(problem, candidate, stage))
     averaging_s = candidate.averaging_s

@@ -23,7 +23,7 @@ from skippipe_sched.timing.averaging import (
     rings_of_iteration,
     settle_ring,
 )
-from skippipe_sched.timing.hops import Hops, hop_between, hops_of, passed
+from skippipe_sched.timing.hops import parts_of_hops, passed
 
 
 class Problem(NamedTuple):
@@ -31,8 +31,13 @@ class Problem(NamedTuple):
 
     forward_s: np.ndarray  # nodes
     memory: np.ndarray  # nodes
+    forward_hop_s: np.ndarray  # nodes, nodes
+    backward_hop_s: np.ndarray  # nodes, nodes
+    follow: bool  # hops on each directed link do
+    connections: bool  # of nodes are shared: only then `hops` are filled
+    hops: np.ndarray  # 2, nodes, nodes, 5: of activations and of gradients (timing.hops.Parts)
+    location: np.ndarray  # nodes
     visit_load_s: np.ndarray  # nodes: of their connections; 0 where these are not shared
-    hops: Hops
     latency_s: np.ndarray  # nodes, nodes
     bandwidth: np.ndarray  # nodes, nodes
     stage_of_slot: np.ndarray  # slots
@@ -98,8 +103,13 @@ def problem_of(case: Case) -> Problem:
     return Problem(
         forward_s=forward,
         memory=np.array([min(node.memory, sum(case.microbatches)) for node in case.nodes]),
+        forward_hop_s=np.ascontiguousarray(case.forward_hop_s),
+        backward_hop_s=np.ascontiguousarray(case.backward_hop_s),
+        follow=case.contention != "none",
+        connections=case.shares_connections,
+        hops=parts_of_hops(case) if case.shares_connections else np.zeros((2, 1, 1, 5)),
+        location=case.location_matrices[0],
         visit_load_s=case.visit_load_s,
-        hops=hops_of(case),
         latency_s=np.ascontiguousarray(latency),
         bandwidth=np.ascontiguousarray(bandwidth),
         stage_of_slot=np.repeat(np.arange(len(case.stages)), case.stages),
@@ -128,7 +138,7 @@ def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
     slots, stages = len(problem.stage_of_slot), len(problem.ring_bytes)
     # Of all nodes: slots may be fewer, where other nodes take part in another pipeline.
     nodes = len(problem.forward_s)
-    links = (nodes, nodes) if problem.hops.follow else (1, 1)
+    links = (nodes, nodes) if problem.follow else (1, 1)
     return Scratch(
         position=np.zeros(microbatches, np.int64),
         running=np.zeros(microbatches, np.bool_),
@@ -224,23 +234,28 @@ def operation_s(problem, node, stage, position, length):
 @kernel
 def hop_seconds(problem, source, target, position, length):
     """Return the seconds of the hop between nodes to the operation at a position of a chain."""
-    return problem.hops.alone_s[int(position > length), source, target]
+    if position > length:
+        return problem.backward_hop_s[source, target]
+    return problem.forward_hop_s[source, target]
 
 
 @kernel
-def send(problem, scratch, source, target, position, length, ready_s):
-    """Send what is ready to the operation at a position of a chain; return when it arrives [s]."""
-    hop = hop_between(problem.hops, int(position > length), source, target)
-    uplink_free_s, link_free_s = -np.inf, -np.inf
+def follow(link_free_s, source, target, ready_s, hop_s):
+    """Send a hop after those before it on its link; return when it arrives [s]."""
+    arrival_s = max(ready_s, link_free_s[source, target]) + hop_s
+    link_free_s[source, target] = arrival_s
+    return arrival_s
+
+
+@kernel
+def send(parts, uplink_free_s, link_free_s, source, target, ready_s):
+    """Send a hop of these `parts` over shared connections; return when it arrives [s]."""
+    hop = parts[0], parts[1], parts[2], parts[3], parts[4]
+    free_s = uplink_free_s[source] if hop[1] > -np.inf else -np.inf
+    _, left_s, through_s, arrival_s = passed(ready_s, free_s, link_free_s[source, target], hop)
     if hop[1] > -np.inf:
-        uplink_free_s = scratch.uplink_free_s[source]
-    if hop[2] > -np.inf:
-        link_free_s = scratch.link_free_s[source, target]
-    _, uplink_free_s, link_free_s, arrival_s = passed(ready_s, uplink_free_s, link_free_s, hop)
-    if hop[1] > -np.inf:
-        scratch.uplink_free_s[source] = uplink_free_s
-    if hop[2] > -np.inf:
-        scratch.link_free_s[source, target] = link_free_s
+        uplink_free_s[source] = left_s
+    link_free_s[source, target] = through_s
     return arrival_s
 
 
@@ -264,9 +279,9 @@ def sending_s(problem, candidate, stage):
 @kernel
 def leaves_location(problem, candidate, stage):
     """Tell whether a stage's ring takes connections, which are shared."""
-    if not problem.hops.connections:
+    if not problem.connections:
         return False
-    location, begin = problem.hops.location, problem.first_slot[stage]
+    location, begin = problem.location, problem.first_slot[stage]
     first = location[candidate.node_of_slot[begin]]
     for slot in range(begin + 1, problem.first_slot[stage + 1]):
         if location[candidate.node_of_slot[slot]] != first:

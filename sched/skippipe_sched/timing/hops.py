@@ -1,76 +1,51 @@
 """When hops arrive: they follow one another on links, and on the connections of nodes.
 
-A node's connection carries what it sends to other locations, whichever node that goes to. Plain
-code on arrays: it runs as it is, and also, compiled, within `skippipe_sched.search`.
+A node's connection carries what it sends to other locations, whichever node that goes to. The rule,
+`passed`, is plain code that runs as it is and also, compiled, within `skippipe_sched.search`.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from skippipe_sched.problem.case import Case
 
+Parts = tuple[float, float, float, float, float]
+"""What a hop takes [s]: of its sender, of its connection, of the link, of the slower one of
+link and receiver, and on its way. Of what it neither waits for, nor others for it, minus infinity.
+"""
 
-class Hops(NamedTuple):
-    """What the hops of a case take [s], first those with an activation, then with a gradient.
 
-    `alone_s` is what one takes that meets no other. `follow` tells whether hops follow one another
-    on links, and `connections` whether on the connections of nodes, too: only then is the rest
-    more than one number of each kind.
-    """
-
-    alone_s: np.ndarray  # 2, nodes, nodes
-    follow: bool
-    connections: bool
-    overhead_s: float
-    latency_s: np.ndarray  # nodes, nodes
-    uplink_s: np.ndarray  # 2, nodes
-    link_s: np.ndarray  # 2, nodes, nodes
-    downlink_s: np.ndarray  # 2, nodes
-    location: np.ndarray  # nodes
+def hop_parts(case: Case, kind: str, source: int, target: int) -> Parts:
+    """Return what the hop to an operation (F, L or B) takes of what it passes (`passed`)."""
+    if case.shares_connections:
+        return tuple(parts_of_hops(case)[int(kind == "B"), source, target].tolist())
+    alone_s = case.hop_duration(kind, source, target)
+    return 0.0, -np.inf, alone_s if case.contention == "link" else -np.inf, alone_s, 0.0
 
 
 @lru_cache(maxsize=8)
-def hops_of(case: Case) -> Hops:
-    """Reckon what hops take in a case; kept, as all that simulates asks."""
-    sizes = np.array([case.activation_bytes, case.gradient_bytes])
+def parts_of_hops(case: Case) -> Float[np.ndarray, "2 nodes nodes 5"]:
+    """Compute the parts of all hops of a case of shared connections; kept.
+
+    First those of hops with an activation, then with a gradient.
+    """
     latency, bandwidth = case.pair_matrices
     sending, receiving = case.connection_rates
-    location, _, _ = case.location_matrices
-    if not case.shares_connections:
-        latency, bandwidth, location = np.zeros((1, 1)), np.ones((1, 1)), np.zeros(1, np.int64)
-        sending = receiving = np.ones(1)
-    return Hops(
-        alone_s=np.stack([case.forward_hop_s, case.backward_hop_s]),
-        follow=case.contention != "none",
-        connections=case.shares_connections,
-        overhead_s=case.hop_overhead_s,
-        latency_s=latency,
-        uplink_s=sizes[:, None] / sending,
-        link_s=sizes[:, None, None] / bandwidth,
-        downlink_s=sizes[:, None] / receiving,
-        location=location,
-    )
-
-
-def hop_between(hops, backward, source, target):
-    """Return what a hop takes, with a gradient if `backward` is 1, else with an activation [s].
-
-    That is of its sender, of the sender's connection, of the link, of the slower one of link and
-    receiver, and on its way (`passed`). Of what it neither waits for, nor others for it, minus
-    infinity.
-    """
-    alone_s = hops.alone_s[backward, source, target]
-    if not hops.connections:
-        return 0.0, -np.inf, alone_s if hops.follow else -np.inf, alone_s, 0.0
-    latency_s, link_s = hops.latency_s[source, target], hops.link_s[backward, source, target]
-    if hops.location[source] == hops.location[target]:
-        return hops.overhead_s, -np.inf, link_s, link_s, latency_s
-    slower_s = max(link_s, hops.downlink_s[backward, target])
-    return hops.overhead_s, hops.uplink_s[backward, source], link_s, slower_s, latency_s
+    location, *_ = case.location_matrices
+    apart = location[:, None] != location
+    parts = np.empty((2, *latency.shape, 5))
+    for own, size in zip(parts, (case.activation_bytes, case.gradient_bytes), strict=True):
+        link_s = size / bandwidth
+        own[..., 0] = case.hop_overhead_s
+        own[..., 1] = np.where(apart, (size / sending)[:, None], -np.inf)
+        own[..., 2] = link_s
+        own[..., 3] = np.where(apart, np.maximum(link_s, size / receiving), link_s)
+        own[..., 4] = latency
+    return parts
 
 
 def passed(ready_s, uplink_free_s, link_free_s, hop):
@@ -93,7 +68,7 @@ class Queues:
 
     def __init__(self, case: Case):
         """Begin with all of them free."""
-        self.hops = hops_of(case)
+        self.case = case
         # By node and by pair of nodes; None for what no hop waits for.
         self.free_s: dict[int | tuple[int, int] | None, float] = {}
 
@@ -103,7 +78,7 @@ class Queues:
 
     def offer_s(self, kind: str, source: int, target: int, ready_s: float) -> float:
         """Send as `send`, and return when the connection of `source` begins with it [s]."""
-        hop = hop_between(self.hops, int(kind == "B"), source, target)
+        hop = hop_parts(self.case, kind, source, target)
         begin_s = self.all_left_s(source, ready_s) if hop[1] > -np.inf else ready_s
         self.send(kind, source, target, ready_s)
         return begin_s
@@ -115,13 +90,13 @@ class Queues:
 
         Returns when it is on the link and when it arrives [s], if all takes `factor` times as long.
         """
-        hop = hop_between(self.hops, int(kind == "B"), source, target)
+        hop = hop_parts(self.case, kind, source, target)
         uplink, link = source if hop[1] > -np.inf else None, (source, target)
         uplink_s, link_s = (self.free_s.get(key, -np.inf) for key in (uplink, link))
-        times = passed(ready_s, uplink_s, link_s, [factor * float(seconds) for seconds in hop])
+        times = passed(ready_s, uplink_s, link_s, [factor * seconds for seconds in hop])
         sent_s, self.free_s[uplink], self.free_s[link], arrival_s = times
         return sent_s, arrival_s
 
 
 # What is compiled together, where it is.
-ON_ARRAYS = (hop_between, passed)
+ON_ARRAYS = (passed,)

@@ -17,7 +17,7 @@ import numpy as np
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain, stage_of_nodes
-from skippipe_sched.timing.hops import hop_between, hops_of, passed
+from skippipe_sched.timing.hops import hop_parts, passed
 from skippipe_sched.timing.timeline import Run, Stretch, Transfer, no_stretch
 
 # What stays on a node is there at once, and passes nothing.
@@ -57,13 +57,13 @@ class Work:
         self.following = [place[target] for target in self.target]
         stage_of = stage_of_nodes(stages)
         self.planned_s, self.uplink, self.link = [], [], []
-        hops, planned_hops = hops_of(case), []
+        planned_hops = []
         queues: dict[int | tuple[int, int], int] = {}
         for (kind, _, node), target in zip(self.operations, self.target, strict=True):
             self.planned_s.append(case.duration(kind, node, stage_of[node]))
             hop = NO_HOP
             if target.node != node:
-                hop = hop_between(hops, int(target.kind == "B"), node, target.node)
+                hop = hop_parts(case, target.kind, node, target.node)
             planned_hops.append(hop)
             for of, key, seconds in (
                 (self.uplink, node, hop[1]),
