@@ -8,8 +8,10 @@ the nodes that it stands for.
 from __future__ import annotations
 
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
-from skippipe_sched.timing.averaging import quickest_averaging_s
+from skippipe_sched.timing.hops import Queues
 from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.replay import Work
+from skippipe_sched.timing.steady import beside_hops_s
 
 from skippipe_jax.config import NetworkConfig
 
@@ -22,7 +24,8 @@ class Emulation:
         self.plan = plan
         self.network = network
         self.seed = seed
-        self.link_free_s: dict[tuple[int, int], float] = {}
+        self.queues = Queues(plan.case)
+        self.work = Work(plan.case, plan.stages, plan.microbatches, plan.order)
         self.position = {
             operation: position
             for microbatch, path in enumerate(plan.microbatches)
@@ -53,16 +56,14 @@ class Emulation:
 
     def hop_end_s(self, source: int, following: Operation, ready_s: float) -> float:
         """Return when the input of the operation `following`, ready at `source`, arrives there."""
-        link = (source, following.node)
-        start_s = ready_s
-        if self.plan.case.contention == "link":
-            start_s = max(ready_s, self.link_free_s.get(link, 0.0))
         factor = self.stretch.hops.item(following.microbatch, self.position[following])
-        planned_s = self.plan.case.hop_duration(following.kind, *link)
-        self.link_free_s[link] = start_s + planned_s * factor
-        return self.link_free_s[link]
+        _, end_s = self.queues.send(following.kind, source, following.node, ready_s, factor)
+        return end_s
 
     def averaging_end_s(self, stage: int, end_s: float) -> float:
         """Return when the averaging of a stage ends, of which all replicas had come by `end_s`."""
-        planned_s = quickest_averaging_s(self.plan.case, stage, self.plan.stages[stage])
+        case, nodes = self.plan.case, self.plan.stages[stage]
+        if case.leaves_location(nodes) and not case.averaging.is_outer:
+            end_s = max(self.queues.all_left_s(node, end_s) for node in nodes)
+        planned_s = beside_hops_s(self.work, stage)
         return end_s + planned_s * self.stretch.averagings.item(stage)

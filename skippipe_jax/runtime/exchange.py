@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import jax
+from skippipe_sched.problem.case import Case
+from skippipe_sched.timing.hops import Queues
 
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.events import EventLoop
@@ -27,6 +29,13 @@ class Exchange:
         # Between nodes of this host: what was given before it was asked for, and the reverse.
         self.given: dict[tuple[int, Hop], jax.Array] = {}
         self.wanted: dict[tuple[int, Hop], Arrived] = {}
+        self._connections: dict[Case, Queues] = {}
+
+    def connections(self, case: Case) -> Queues | None:
+        """Return until when each node's connection is taken, if it is shared in this case."""
+        if not case.shares_connections:
+            return None
+        return self._connections.setdefault(case, Queues(case))
 
     def give(self, hop: Hop, iteration: int, array: jax.Array) -> None:
         """Send an array, or pass it on to a node of this host."""

@@ -1,7 +1,8 @@
 """The operations of a program as they happen: each starts when its input has arrived.
 
 What goes to another host is offered the moment it is asked to be computed, and leaves while the
-node goes on with its next operation.
+node goes on with its next operation. Where the hops of a node share its connection, each is offered
+when that has taken those before it, as planned: side by side, all of them would arrive late.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 
 import jax
 from skippipe_sched.problem.plan import Operation
+from skippipe_sched.timing.hops import Queues
 from skippipe_sched.timing.timeline import Run
 
 from skippipe_jax.data.batches import Batch
@@ -66,14 +68,16 @@ class Flow:
         *,
         ready_first: bool,
         emulation: Emulation | None = None,
+        connections: Queues | None = None,
         when_ended: Callable[[Operation], None] = lambda _: None,
         send_at: Callable[[float, Then], None] | None = None,
     ):
         """Begin with nothing; `memory(n)` microbatches may be in flight on node n.
 
         Without `ready_first` every node keeps to the program's order, whatever comes late.
-        `when_ended` is called after each operation. `send_at` has something done later that sends
-        what emulated links delay: by default the loop, which may be left before.
+        `when_ended` is called after each operation. `connections` tell when hops may be offered,
+        if they share some. `send_at` has something done later that sends what emulated links or
+        connections delay: by default the loop, which may be left before.
         """
         self.exchange = exchange
         self.loop = exchange.loop
@@ -81,6 +85,7 @@ class Flow:
         self.program = program
         self.iteration = iteration
         self.emulation = emulation
+        self.connections = connections
         self.when_ended = when_ended
         self.send_at = send_at or self.loop.at
         computes = [step for step in program.instructions if isinstance(step, Compute)]
@@ -177,7 +182,8 @@ class Flow:
 
     def _goes_at_once(self, hop: Hop) -> bool:
         """Tell whether a hop may be offered while its array is still being computed."""
-        return self.emulation is None and not self.exchange.topology.is_here(hop.target)
+        is_late = self.emulation is not None or self.connections is not None
+        return not is_late and not self.exchange.topology.is_here(hop.target)
 
     def _computed(self, run: Run, result: jax.Array | None) -> None:
         end_s = run.end_s
@@ -210,5 +216,9 @@ class Flow:
             # What stays on this host is taken up before the loop is left.
             at = self.loop.at if self.exchange.topology.is_here(leaves.target) else self.send_at
             at(arrival_s, lambda _: self.exchange.give(leaves, self.iteration, result))
+        elif self.connections is not None and not self.exchange.topology.is_here(leaves.target):
+            hop = following.kind, operation.node, following.node
+            offer_s = self.connections.offer_s(*hop, end_s)
+            self.send_at(offer_s, lambda _: self.exchange.give(leaves, self.iteration, result))
         elif not self._goes_at_once(leaves):
             self.exchange.give(leaves, self.iteration, result)

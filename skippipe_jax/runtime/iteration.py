@@ -78,6 +78,7 @@ class Iteration(ABC):
             lambda node: plan.case.nodes[node].memory,
             ready_first=ready_first,
             emulation=emulation,
+            connections=None if emulation else exchange.connections(plan.case),
             when_ended=self._operation_ended,
             send_at=send_at,
         )

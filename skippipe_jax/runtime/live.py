@@ -78,13 +78,16 @@ class LiveIteration(Iteration):
     def _begin_ring_of(self, node: int) -> None:
         """Begin the ring of a node's stage, unless others share the replica and are not done."""
         replica_of = self.topology.replica_of
-        sharing = [
-            progress
-            for other, progress in self.flow.nodes.items()
-            if replica_of[other] == replica_of[node]
-        ]
-        if all(progress.is_done for progress in sharing):
-            self.averaging.begin_ring(replica_of[node])
+        sharing = [other for other in self.flow.nodes if replica_of[other] == replica_of[node]]
+        if not all(self.flow.nodes[other].is_done for other in sharing):
+            return
+        replica, connections = replica_of[node], self.flow.connections
+        if connections is None:
+            self.averaging.begin_ring(replica)
+        else:  # When all that these nodes have sent has left.
+            now_s = self.loop.last_event_s
+            left_s = max(connections.all_left_s(other, now_s) for other in sharing)
+            self.loop.at(left_s, lambda _: self.averaging.begin_ring(replica))
 
     def _begin_collectives(self) -> None:
         """Begin the collectives before which nothing is left in this host's program.

@@ -22,6 +22,7 @@ from typing import Any
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import KINDS, Operation, Plan, load_plan, microbatch_chain
+from skippipe_sched.timing.hops import Queues
 from skippipe_sched.timing.timeline import Averaging, Run, Timeline, Transfer
 
 from skippipe_jax.storage.files import atomic_write
@@ -202,23 +203,28 @@ def _counted_from(zero_s: float, run: Run) -> Run:
 
 
 def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...]:
-    on_links: dict[tuple[int, int], list[tuple[float, float, Operation]]] = defaultdict(list)
+    sendings = []
     for microbatch, path in enumerate(plan.microbatches):
         for before, after in pairwise(microbatch_chain(microbatch, path)):
             if before.node != after.node:
                 ready_s = runs[before].end_s
                 # The clocks of two hosts differ by milliseconds: nothing arrives before it is sent.
                 end_s = max(ready_s, runs[after].arrived_s)
-                on_links[before.node, after.node].append((end_s, ready_s, after))
+                sendings.append((end_s, ready_s, after, before.node))
+    shares_connections, queues = plan.case.shares_connections, Queues(plan.case)
+    free_s: dict[tuple[int, int], float] = defaultdict(float)
     transfers = []
-    for (source, target), sendings in on_links.items():
-        free_s = 0.0
-        for end_s, ready_s, operation in sorted(sendings):
-            start_s = min(end_s, max(ready_s, free_s))
-            transfers.append(Transfer(source, target, operation, ready_s, start_s, end_s))
-            # Without contention transfers do not meet, in the measured timeline as in the planned.
-            if plan.case.contention == "link":
-                free_s = end_s
+    for end_s, ready_s, operation, source in sorted(
+        sendings, key=lambda sending: sending[1::-1] if shares_connections else sending
+    ):
+        link = (source, operation.node)
+        if shares_connections:  # Nobody sees when a connection is free: as planned, that is.
+            free_s[link], _ = queues.send(operation.kind, *link, ready_s)
+        start_s = min(end_s, max(ready_s, free_s[link]))
+        transfers.append(Transfer(*link, operation, ready_s, start_s, end_s))
+        # Without contention transfers do not meet, in the measured timeline as in the planned.
+        if plan.case.contention == "link":
+            free_s[link] = end_s
     return tuple(sorted(transfers, key=lambda transfer: transfer.start_s))
 
 

@@ -4,7 +4,7 @@ from itertools import accumulate
 from typing import Any
 
 from hypothesis import strategies as st
-from skippipe_sched.problem.case import Case, parse_case
+from skippipe_sched.problem.case import CONTENTIONS, Case, parse_case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
 from skippipe_sched.timing.simulate import forecast, simulate
 from skippipe_sched.timing.timeline import Timeline
@@ -29,7 +29,10 @@ TWO_NODES: dict[str, Any] = {
 }
 
 # What a case reckons from its fields when it is asked.
-RECKONED = {"forward_hop_s", "backward_hop_s", "round_trip_s", "link_matrices"}
+RECKONED = {
+    *("forward_hop_s", "backward_hop_s", "round_trip_s", "visit_load_s"),
+    *("link_matrices", "pair_matrices", "location_matrices", "connection_rates"),
+}
 
 
 def case_with(**changes: Any) -> Case:
@@ -115,7 +118,9 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, speeds=(0.25, 0.5, 1.0, 1.5), most_replicas: int = 3) -> Case:
+def cases(
+    draw: st.DrawFn, speeds=(0.25, 0.5, 1.0, 1.5), most_replicas: int = 3, contentions=CONTENTIONS
+) -> Case:
     sizes = draw(st.lists(st.integers(1, most_replicas), min_size=1, max_size=5))
     speed = st.sampled_from(speeds)
     if draw(st.booleans()):
@@ -140,7 +145,7 @@ def cases(draw: st.DrawFn, speeds=(0.25, 0.5, 1.0, 1.5), most_replicas: int = 3)
         "forward_s": 1,
         **draw(st.fixed_dictionaries({}, optional={"gradient_bytes": gradient_bytes})),
         "loss_ratio": draw(st.sampled_from([0, 0.25])),
-        "contention": draw(st.sampled_from(["none", "link"])),
+        "contention": draw(st.sampled_from(contentions)),
         "stages": sizes,
         "path_length": draw(st.integers(1, len(sizes))),
         "microbatches_per_data_node": draw(
@@ -149,7 +154,20 @@ def cases(draw: st.DrawFn, speeds=(0.25, 0.5, 1.0, 1.5), most_replicas: int = 3)
         "memory": 1,
         "rules": draw(st.fixed_dictionaries({}, optional=rules)),
     }
+    if given["contention"] == "node":
+        given["nodes"] = [node | draw(CONNECTIONS) for node in given["nodes"]]
+        given |= draw(CONNECTIONS)
     return parse_case(given)
+
+
+# Rates near those of links, or none.
+CONNECTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "uplink_GiB_per_s": st.sampled_from([0.015625, 0.0625, 0.25]),
+        "downlink_GiB_per_s": st.sampled_from([0.03125, 0.125, 2]),
+    },
+)
 
 
 def _links() -> list[list]:
@@ -163,9 +181,9 @@ def _links() -> list[list]:
 
 
 @st.composite
-def routed_cases(draw: st.DrawFn, swaps: bool = True):
+def routed_cases(draw: st.DrawFn, swaps: bool = True, contentions=CONTENTIONS):
     """A case, a placement, and paths of any stages, in any order where there are `swaps`."""
-    case = draw(cases())
+    case = draw(cases(contentions=contentions))
     nodes = iter(draw(st.permutations(range(len(case.nodes)))))
     stages = tuple(tuple(next(nodes) for _ in range(size)) for size in case.stages)
     paths = []

@@ -41,13 +41,19 @@ class Optimum:
 
 
 class _Transfer(NamedTuple):
-    """Which link a transfer takes, when its data are ready, when it leaves, how long it takes."""
+    """Which link a transfer takes, when its data are ready, when it leaves, how long it takes.
+
+    With shared connections, `leaves` is when it is on the link, `hop` how long that is taken, and
+    its node sends it from `begins` to `has_left`.
+    """
 
     microbatch: int
     links: dict[tuple[int, int], cp_model.IntVar]
     ready: cp_model.IntVar
     leaves: cp_model.IntVar
     hop: cp_model.IntVar
+    begins: cp_model.IntVar
+    has_left: cp_model.IntVar
 
 
 def optimum_s(case: Case) -> float:
@@ -186,7 +192,9 @@ class _Model:
             for number, counted in count.items():
                 model.add(sum(own) == number).only_enforce_if(counted)
                 for nodes, chosen in self.chosen[stage].items():
-                    for n, share in zip(nodes, fair_shares(self.case, nodes, number), strict=True):
+                    for n, share in zip(
+                        nodes, fair_shares(self.case, stage, nodes, number), strict=True
+                    ):
                         low = math.floor(share + SHARE_TOLERANCE)
                         high = math.ceil(share - SHARE_TOLERANCE)
                         model.add(own[n] >= low).only_enforce_if(chosen, counted)
@@ -245,7 +253,8 @@ class _Model:
                     self.one_transfer(m, "F", links, self.ends["F"][m][p], reached),
                     self.one_transfer(m, "B", back, returned, self.runs["B"][m][p]),
                 ]
-        if self.case.contention == "link":
+        self.transfers = transfers
+        if self.case.contention != "none":
             for one, other in combinations(transfers, 2):
                 if one.microbatch != other.microbatch:
                     self.follow(one, other)
@@ -268,16 +277,48 @@ class _Model:
         ready: cp_model.IntVar,
         needed: cp_model.IntVar,
     ) -> _Transfer:
-        duration = self.case.hop_duration
-        hop = self.moment()
-        seconds = ((duration(kind, *link), flag) for link, flag in links.items())
-        self.model.add(hop == sum(ticks(duration_s) * flag for duration_s, flag in seconds))
+        if self.case.contention == "node":
+            return self.one_of_connections(m, kind, links, ready, needed)
+        hop = self.taking(links, lambda *link: self.case.hop_duration(kind, *link))
         leaves = ready
         if self.case.contention == "link":
             leaves = self.moment()
             self.model.add(leaves >= ready)
         self.model.add(needed >= leaves + hop)
-        return _Transfer(m, links, ready, leaves, hop)
+        return _Transfer(m, links, ready, leaves, hop, leaves, leaves)
+
+    def taking(
+        self, links: dict[tuple[int, int], cp_model.IntVar], seconds: Callable[..., Any]
+    ) -> cp_model.IntVar:
+        """How long something takes on whichever link is chosen."""
+        taken = self.moment()
+        self.model.add(taken == sum(ticks(seconds(*link)) * flag for link, flag in links.items()))
+        return taken
+
+    def one_of_connections(
+        self,
+        m: int,
+        kind: str,
+        links: dict[tuple[int, int], cp_model.IntVar],
+        ready: cp_model.IntVar,
+        needed: cp_model.IntVar,
+    ) -> _Transfer:
+        """A transfer between nodes that are all elsewhere, so that it takes their connections."""
+        case, size = self.case, self.case.hop_bytes(kind)
+        latency_s, bandwidth = case.pair_matrices
+        sending, receiving = case.connection_rates
+        connection = self.taking(links, lambda a, _: size / sending[a])
+        link = self.taking(links, lambda a, b: size / bandwidth[a, b])
+        slower = self.taking(links, lambda a, b: size / min(bandwidth[a, b], receiving[b]))
+        latency = self.taking(links, lambda a, b: latency_s[a, b])
+        begins, has_left, leaves = self.moment(), self.moment(), self.moment()
+        overhead = ticks(case.hop_overhead_s)
+        self.model.add(begins >= ready)
+        self.model.add(has_left == begins + overhead + connection)
+        self.model.add(leaves >= begins + overhead)
+        self.model.add(needed >= has_left + latency)
+        self.model.add(needed >= leaves + slower + latency)
+        return _Transfer(m, links, ready, leaves, link, begins, has_left)
 
     def follow(self, one: _Transfer, other: _Transfer) -> None:
         """On the same link, what became ready first goes first, and the other after it."""
@@ -287,6 +328,17 @@ class _Model:
         for order, before, after in ((first, one, other), (~first, other, one)):
             self.model.add(before.ready <= after.ready).only_enforce_if(same, order)
             self.model.add(before.leaves + before.hop <= after.leaves).only_enforce_if(same, order)
+        if self.case.contention != "node":
+            return
+        # From the same node, over its connection.
+        same, first = self.flag(), self.flag()
+        for (source, _), flag in one.links.items():
+            for (node, _), taken in other.links.items():
+                if node == source:
+                    self.model.add_bool_or(~flag, ~taken, same)
+        for order, before, after in ((first, one, other), (~first, other, one)):
+            self.model.add(before.ready <= after.ready).only_enforce_if(same, order)
+            self.model.add(before.has_left <= after.begins).only_enforce_if(same, order)
 
     def average(self) -> None:
         """The iteration ends when the last stage has averaged, after its last backward."""
@@ -299,6 +351,15 @@ class _Model:
             for m, p in product(self.microbatches, self.positions):
                 end = self.iteration >= self.ends["B"][m][p] + averaging
                 self.model.add(end).only_enforce_if(self.stage_at[m][p][stage])
+            if self.case.stages[stage] < 2 or self.case.contention != "node":
+                continue
+            # A ring begins when the connections of its nodes are empty.
+            for sent, node in product(self.transfers, self.nodes):
+                going = [flag for (source, _), flag in sent.links.items() if source == node]
+                serving = [f for nodes, f in self.chosen[stage].items() if node in nodes]
+                for flag, chosen in product(going, serving):
+                    after = self.iteration >= sent.has_left + averaging
+                    self.model.add(after).only_enforce_if(flag, chosen)
 
     def solve(self) -> Optimum:
         solver = cp_model.CpSolver()
@@ -381,6 +442,19 @@ def random_small_case(seed: int) -> Case:
     if seed % 2 == 0:
         given["gradient_bytes"] = pick(0, 2**22, 2**25)
     return parse_case(given)
+
+
+def with_connections(case: Case, seed: int) -> Case:
+    """The case with connections that its nodes share, whose durations are whole ticks too."""
+    random = np.random.default_rng(seed)
+    rates = {"uplink_GiB_per_s": (0.0625, 0.125, 0.25), "downlink_GiB_per_s": (0.125, 0.5, 1.0)}
+    nodes = [
+        node | {key: float(random.choice(values)) for key, values in rates.items()}
+        for node in case.source["nodes"]
+    ]
+    overhead_s = float(random.choice([0.0, 0.125]))
+    changes = {"nodes": nodes, "contention": "node", "hop_overhead_s": overhead_s}
+    return parse_case({**case.source, **changes})
 
 
 _MICROBATCHES = {1: (1, 2, 3, 4), 2: (1, 2, [1, 2], [3, 1]), 3: (1, [2, 1, 1])}

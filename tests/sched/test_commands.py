@@ -124,6 +124,35 @@ def test_simulate(command, paper_plan):
     assert 0 < figures["idle_share"] < 1
 
 
+def test_a_plan_of_shared_connections_is_made_drawn_and_simulated(command, tmp_path):
+    home = {"contention": "node", "uplink_Mbit_per_s": 20, "downlink_Mbit_per_s": 100}
+    case = {
+        **TWO_NODES,
+        **home,
+        "nodes": 5,
+        "locations": ["here", "there", "there", "far", "far"],
+        "links": [["here", "there", 10, 0.1], ["there", "far", 20, 0.1], ["here", "far", 20, 0.1]],
+        "stages": [2, 3],
+        "activation_bytes": 10**7,
+        "stage_bytes": 10**7,
+        "microbatches_per_data_node": 4,
+    }
+    (tmp_path / "case.yaml").write_text(json.dumps(case))
+    path = tmp_path / "plan.json"
+    assert command("plan", tmp_path / "case.yaml", "--method", "balanced", "-o", path)[0] == 0
+    drawn = [tmp_path / f"{name}.svg" for name in ("gantt", "flows", "paths")]
+    options = zip(("-o", "--flows", "--paths"), drawn, strict=True)
+    assert command("plot", path, *(word for option in options for word in option))[0] == 0
+    assert all(drawing.stat().st_size for drawing in drawn)
+    seconds = {}
+    for contention in ("none", "link", "node"):
+        code, printed, errors = command("simulate", path, "--json", "--contention", contention)
+        assert (code, errors) == (0, "")
+        seconds[contention] = json.loads(printed)["iteration_s"]
+    assert seconds["none"] <= seconds["link"] < seconds["node"]
+    assert seconds["node"] == json.loads(printed)["predicted_iteration_s"]
+
+
 def test_simulate_names_broken_rules(command, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(_three_nodes()))
@@ -305,7 +334,7 @@ WRONG_CASES = {
         "0",
         "Write 1 or a greater",
     ),
-    "node key": ({"nodes": [{"loc": "x"}, {}]}, "case.nodes[0].loc", "'x'", "use one of: for"),
+    "node key": ({"nodes": [{"loc": "x"}, {}]}, "case.nodes[0].loc", "'x'", "use one of: downlink"),
     "node as text": ({"nodes": ["here", "there"]}, "case.nodes[0]", "'here'", "key: value"),
     "node memory": ({"nodes": [{}, {"memory": 0}]}, "case.nodes[1].memory", "0", "Write 1 or"),
     "nodes as text": ({"nodes": "two"}, "case.nodes", "'two'", "without fraction"),
@@ -370,7 +399,37 @@ WRONG_CASES = {
         "None",
         "Add bandwidth_GiB_per_s:",
     ),
-    "contention": ({"contention": "some"}, "case.contention", "'some'", "none, link"),
+    "contention": ({"contention": "some"}, "case.contention", "'some'", "none, link, node"),
+    "rate that nothing shares": (
+        {"uplink_GiB_per_s": 1},
+        "case.uplink_GiB_per_s",
+        "1",
+        "Write contention: node, or remove",
+    ),
+    "rate of a node that nothing shares": (
+        {"nodes": [{}, {"downlink_Mbit_per_s": 100}], "contention": "link"},
+        "case.nodes[1].downlink_Mbit_per_s",
+        "100",
+        "Write contention: node, or remove",
+    ),
+    "rate in two units": (
+        {"contention": "node", "uplink_GiB_per_s": 1, "uplink_Mbit_per_s": 100},
+        "case.uplink_Mbit_per_s",
+        "100",
+        "Remove one",
+    ),
+    "no rate": (
+        {"contention": "node", "uplink_Mbit_per_s": 0},
+        "case.uplink_Mbit_per_s",
+        "0",
+        "at least 1e-12",
+    ),
+    "a rate of another unit": (
+        {"contention": "node", "uplink_Gbit_per_s": 1},
+        "case.uplink_Gbit_per_s",
+        "1",
+        "Did you mean uplink_",
+    ),
     "rules as nothing": ({"rules": None}, "case.rules", "None", "key: value"),
     "unknown rule": ({"rules": {"jumps": 1}}, "case.rules.jumps", "1", "Remove it"),
     "negative jump": ({"rules": {"max_jump": -1}}, "case.rules.max_jump", "-1", "Write 0 or"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods.without_nodes import plan_without
@@ -116,7 +116,7 @@ def assert_same(found: Timeline, expected: Timeline) -> None:
 
 
 @settings(max_examples=50)
-@given(routed_cases(), st.data())
+@given(routed_cases(contentions=["none", "link"]), st.data())
 def test_recordings_of_all_hosts_together_are_the_iteration(routed, data):
     plan = planned(*routed)
     timeline = stretched(plan)
@@ -131,6 +131,19 @@ def test_recordings_of_all_hosts_together_are_the_iteration(routed, data):
             f"host_{host}.json" for host in set(host_of)
         }
         assert_same(measured_timeline(folder, plan, 12), timeline)
+
+
+@settings(max_examples=20)
+@given(routed_cases(contentions=["node"]))
+def test_hops_that_share_a_connection_start_when_it_is_free(routed):
+    plan = planned(*routed)
+    timeline = simulate_plan(plan)
+    # What is ready at the same moment may change places, as clocks are rounded.
+    assume(len({sent.ready_s for sent in timeline.transfers}) == len(timeline.transfers))
+    with tempfile.TemporaryDirectory() as name:
+        for host, recording in pieces(plan, timeline, range(timeline.nodes)).items():
+            recording.save(Path(name), 12, host)
+        assert_same(measured_timeline(Path(name), plan, 12), timeline)
 
 
 def test_a_recording_is_replaced_whole(tmp_path):

@@ -20,8 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("plan", type=Path, help="the plan, a JSON file")
     add(
-        "--contention", choices=("none", "link"),
-        help="whether transfers on one link follow one another (default: as the plan's case says)",
+        "--contention", choices=("none", "link", "node"),
+        help="whether transfers on one link follow one another, and with node also whatever a node "
+        "sends to other locations (default: as the plan's case says)",
     )  # fmt: skip
     add(
         "--jitter", type=float, metavar="SHARE",

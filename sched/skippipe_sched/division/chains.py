@@ -78,7 +78,7 @@ class Chains:
         paths[:, 0] = data_node_of_microbatches(case, stages)
         for stage, replicas in enumerate(stages[1:], start=1):
             visits = np.argwhere(on_stages == stage)
-            left = visits_of_replicas(case, replicas, len(visits))
+            left = visits_of_replicas(case, stage, replicas, len(visits))
             moved = []
             for m, i in random.permutation(visits).tolist():
                 node = int(paths[m, i])

@@ -49,7 +49,7 @@ def routes(case: Case, search: Search) -> Routes:
     visits_left: dict[int, int] = {}
     for stage, nodes in enumerate(stages[1:], start=1):
         visits = sum(count for chosen, count in sets_left.items() if stage in chosen)
-        visits_left |= visits_of_replicas(case, nodes, visits)
+        visits_left |= visits_of_replicas(case, stage, nodes, visits)
     paths: list[NodePath] = []
     candidates = _candidates_affordable(len(data_nodes), case.path_length)
     for data_node in data_nodes:

@@ -120,16 +120,9 @@ def _seated(case: Case, stage_of: np.ndarray) -> Placement:
 
 
 def _model(case: Case) -> _Model:
-    names = sorted({node.location for node in case.nodes})
-    location = np.array([names.index(node.location) for node in case.nodes])
-    table = case.link_table
-    links = [[(table.link(a, b), table.link(b, a)) for b in names] for a in names]
-    latency_s = np.array(
-        [[(there.latency_s + back.latency_s) / 2 for there, back in row] for row in links]
-    )
-    seconds_per_byte = np.array(
-        [[(1 / there.bandwidth + 1 / back.bandwidth) / 2 for there, back in row] for row in links]
-    )
+    location, latency, bandwidth = case.location_matrices
+    latency_s = (latency + latency.T) / 2
+    seconds_per_byte = (1 / bandwidth + 1 / bandwidth.T) / 2
     mean_bytes = (case.activation_bytes + case.gradient_bytes) / 2
     round_trip_s = 2 * (latency_s + mean_bytes * seconds_per_byte + case.hop_overhead_s)
     visits = sum(case.microbatches)

@@ -56,7 +56,7 @@ def random_paths(
     random.shuffle(sets)
     for stage, nodes in enumerate(stages[1:], start=1):
         visitors = [path for path, chosen in zip(paths, sets, strict=True) if stage in chosen]
-        visits = visits_of_replicas(case, nodes, len(visitors))
+        visits = visits_of_replicas(case, stage, nodes, len(visitors))
         places = random.permutation([n for n, count in visits.items() for _ in range(count)])
         for path, node in zip(visitors, places.tolist(), strict=True):
             path.append(node)

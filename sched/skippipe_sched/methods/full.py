@@ -45,8 +45,8 @@ def routes(case: Case, search: Search) -> Routes:
 def _first_paths(case: Case, stages: Placement) -> tuple[NodePath, ...]:
     """Lead paths through all stages, on the replicas in turn, each in proportion to its share."""
     columns = [data_node_of_microbatches(case, stages)]
-    for nodes in stages[1:]:
-        visits = visits_of_replicas(case, nodes, len(columns[0]))
+    for stage, nodes in enumerate(stages[1:], start=1):
+        visits = visits_of_replicas(case, stage, nodes, len(columns[0]))
         turns = sorted(((i + 0.5) / n, node) for node, n in visits.items() for i in range(n))
         columns.append(tuple(node for _, node in turns))
     return tuple(zip(*columns, strict=True))

@@ -43,9 +43,9 @@ def data_node_of_microbatches(case: Case, stages: Sequence[Sequence[int]]) -> tu
     )
 
 
-def visits_of_replicas(case: Case, nodes: Sequence[int], visits: int) -> dict[int, int]:
+def visits_of_replicas(case: Case, stage: int, nodes: Sequence[int], visits: int) -> dict[int, int]:
     """Share a stage's `visits` out to its replicas by TC1: shares rounded to whole ones."""
-    shares = np.array(fair_shares(case, nodes, visits))
+    shares = np.array(fair_shares(case, stage, nodes, visits))
     counts = np.floor(shares + 1e-9).astype(int)
     largest_remainders = np.argsort(counts - shares, kind="stable")[: visits - counts.sum()]
     counts[largest_remainders] += 1

@@ -245,7 +245,7 @@ class _PathSearch:
         return overfull
 
     def _shares(self, stage: int, visits: int) -> tuple[np.ndarray, np.ndarray]:
-        shares = np.array(fair_shares(self.case, self.stages[stage], visits))
+        shares = np.array(fair_shares(self.case, stage, self.stages[stage], visits))
         return np.floor(shares + SHARE_TOLERANCE), np.ceil(shares - SHARE_TOLERANCE)
 
     def _constrained(self, solution: _Solution) -> _Solution | None:

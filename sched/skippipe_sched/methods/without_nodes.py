@@ -145,7 +145,8 @@ def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
     if stage == 0:
         return _shared_as_before(plan.case, {node: now[node] for node in replicas}, visits)
     # TC1. Where shares are no whole numbers, who has more already keeps them.
-    shares = dict(zip(replicas, fair_shares(plan.case, replicas, visits), strict=True))
+    of_each = fair_shares(plan.case, stage, replicas, visits)
+    shares = dict(zip(replicas, of_each, strict=True))
     low = {node: int(np.floor(share + SHARE_TOLERANCE)) for node, share in shares.items()}
     high = {node: int(np.ceil(share - SHARE_TOLERANCE)) for node, share in shares.items()}
     targets = {node: min(max(now[node], low[node]), high[node]) for node in replicas}

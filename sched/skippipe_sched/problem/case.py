@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
 from skippipe_sched.problem.averaging import AveragingPolicy, parse_averaging
 
-Contention = Literal["none", "link"]
+Contention = Literal["none", "link", "node"]
+CONTENTIONS: tuple[Contention, ...] = ("none", "link", "node")
 
 REQUIRED = ("nodes", "links", "activation_bytes", "stage_bytes", "stages", "path_length")
 # Of the nodes that do not say it themselves.
@@ -27,6 +29,10 @@ OF_NODES = {"location": "locations", "forward_s": "forward_s", "memory": "memory
 MEMORY_BYTES = "memory_bytes"
 # So may a node, of its own mesh of devices: over how many it is cut along each axis.
 MESH, AXES = "mesh", ("fsdp", "tensor")
+# So may a node, of its own connection: the rate of each direction, in one of these units.
+RATE_UNITS = {unit: links.BANDWIDTHS[f"bandwidth_{unit}"] for unit in ("GiB_per_s", "Mbit_per_s")}
+DIRECTIONS = ("uplink", "downlink")
+RATES = tuple(f"{direction}_{unit}" for direction in DIRECTIONS for unit in RATE_UNITS)
 OPTIONAL = (
     *OF_NODES.values(),
     MEMORY_BYTES,
@@ -40,6 +46,7 @@ OPTIONAL = (
     "loss_ratio",
     "stage_cost",
     "contention",
+    *RATES,
     "rules",
     "averaging",
     "left_out",
@@ -57,7 +64,8 @@ class Node:
 
     `forward_s` is the time of one forward pass of one microbatch there; `memory` is how many may be
     in flight on it. Each of its devices has `memory_bytes`, if given, and lies in its `mesh`, which
-    the planner ignores.
+    the planner ignores. Its connection to other locations sends `uplink` and receives `downlink`
+    bytes per second, which count where the case's contention is "node".
     """
 
     location: str
@@ -65,6 +73,8 @@ class Node:
     memory: int
     memory_bytes: float | None = None
     mesh: tuple[int, int] | None = None
+    uplink: float = math.inf
+    downlink: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -114,8 +124,84 @@ class Case:
     def link_matrices(
         self,
     ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
-        """Latency [s] and bandwidth [bytes/s] between nodes, source first."""
+        """Latency [s] and bandwidth [bytes/s] between nodes, source first, of what goes alone.
+
+        With contention "node", what leaves a location is no quicker than the two connections.
+        """
+        latency, bandwidth = self.pair_matrices
+        if not self.shares_connections:
+            return latency, bandwidth
+        sending, receiving = self.connection_rates
+        location = np.array([node.location for node in self.nodes])
+        apart = location[:, None] != location
+        return latency, np.where(
+            apart, np.minimum(bandwidth, np.minimum(sending[:, None], receiving)), bandwidth
+        )
+
+    @cached_property
+    def pair_matrices(
+        self,
+    ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
+        """Latency [s] and bandwidth [bytes/s] of the link of each pair of nodes, source first."""
         return self.link_table.matrices([node.location for node in self.nodes])
+
+    @cached_property
+    def location_matrices(
+        self,
+    ) -> tuple[
+        Int[np.ndarray, " nodes"],
+        Float[np.ndarray, "locations locations"],
+        Float[np.ndarray, "locations locations"],
+    ]:
+        """The location of each node as a number; latency [s] and bandwidth [bytes/s] between them.
+
+        The bandwidth is that of the quickest pair of their nodes (`link_matrices`).
+        """
+        names = sorted({node.location for node in self.nodes})
+        location = np.array([names.index(node.location) for node in self.nodes])
+        latency, bandwidth = self.link_table.matrices(names)
+        if self.shares_connections:
+            bandwidth = np.zeros_like(bandwidth)
+            np.maximum.at(bandwidth, (location[:, None], location), self.link_matrices[1])
+        return location, latency, bandwidth
+
+    @property
+    def shares_connections(self) -> bool:
+        """Whether all that a node sends to other locations shares its connection."""
+        return self.contention == "node"
+
+    @cached_property
+    def connection_rates(self) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
+        """At which rate each node sends to other locations, and receives [bytes/s].
+
+        It has to receive as much as it sends, so it sends at the smaller one of its two rates.
+        """
+        downlink = np.array([node.downlink for node in self.nodes])
+        return np.minimum([node.uplink for node in self.nodes], downlink), downlink
+
+    @cached_property
+    def visit_load_s(self) -> Float[np.ndarray, " nodes"]:
+        """Seconds that a visit takes each node's connection, if it leaves the location.
+
+        0 where connections are not shared.
+        """
+        if not self.shares_connections:
+            return np.zeros(len(self.nodes))
+        both = self.activation_bytes + self.gradient_bytes
+        return both / self.connection_rates[0] + 2 * self.hop_overhead_s
+
+    def leaves_location(self, nodes: Sequence[int]) -> bool:
+        """Tell whether what goes round these nodes takes their connections, which are shared."""
+        return self.shares_connections and len({self.nodes[node].location for node in nodes}) > 1
+
+    def visit_s(self, stage: int) -> Float[np.ndarray, " nodes"]:
+        """Compute what a visit to `stage` would take each node, in terms of its `forward_s` [s].
+
+        More than that where its connection is busy for longer than the node.
+        """
+        of_stage = self.stage_cost[stage] * (1.0 + self.backward_ratio)
+        forward_s = [node.forward_s for node in self.nodes]
+        return np.maximum(forward_s, self.visit_load_s / of_stage)
 
     @cached_property
     def forward_hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
@@ -221,7 +307,7 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         ),
         loss_ratio=fields.number(given.get("loss_ratio", 0.25), "case.loss_ratio", 0.0),
         contention=fields.text(  # pyright: ignore[reportArgumentType]
-            given.get("contention", "link"), "case.contention", ("none", "link")
+            given.get("contention", "link"), "case.contention", CONTENTIONS
         ),
         averaging=parse_averaging(given.get("averaging", {}), "case.averaging"),
         left_out=left_out,
@@ -249,7 +335,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
         )
     described = given["nodes"] if isinstance(given["nodes"], list) else [{}] * count
     for index, node in enumerate(described):
-        fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES, MESH))
+        fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES, MESH, *RATES))
     shared = _of_all_nodes(given, described)
     nodes = []
     for index, node in enumerate(described):
@@ -262,6 +348,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
                 _memory(own, field),
                 _memory_bytes(own, field),
                 _mesh(own, field),
+                *(_rate(direction, given, node, field) for direction in DIRECTIONS),
             )
         )
     return tuple(nodes)
@@ -310,6 +397,28 @@ def _mesh(node: Mapping[str, Any], field: str) -> tuple[int, int] | None:
     own = fields.mapping(node[MESH], f"{field}.{MESH}", AXES)
     fsdp, tensor = (fields.integer(own.get(axis, 1), f"{field}.{MESH}.{axis}", 1) for axis in AXES)
     return fsdp, tensor
+
+
+def _rate(direction: str, given: Mapping[str, Any], node: Mapping[str, Any], field: str) -> float:
+    """Read the rate of one direction of a node's connection [bytes/s]; infinite if none is said."""
+    rate = math.inf
+    for of, values in (("case", given), (field, node)):
+        keys = [f"{direction}_{unit}" for unit in RATE_UNITS if f"{direction}_{unit}" in values]
+        for key in keys[1:]:
+            problem = f"{keys[0]} is given too, which says the same"
+            raise InputError(f"{of}.{key}", values[key], problem, "Remove one of them")
+        for key in keys:
+            if given.get("contention") != "node":
+                raise InputError(
+                    f"{of}.{key}",
+                    values[key],
+                    "is the rate of a connection that a node's links share, and they share none "
+                    "without contention: node",
+                    "Write contention: node, or remove this key",
+                )
+            rate = fields.number(values[key], f"{of}.{key}", links.LEAST_BANDWIDTH)
+            rate *= RATE_UNITS[key.removeprefix(f"{direction}_")] * links.GIBIBYTE
+    return rate
 
 
 def _of_each_stage(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from skippipe_sched.errors import InputError
@@ -12,12 +13,14 @@ from skippipe_sched.problem.case import (
     MEMORY_BYTES,
     MESH,
     OF_NODES,
+    RATES,
     Case,
     Node,
     parse_case,
 )
+from skippipe_sched.problem.links import GIBIBYTE
 
-REPLACED = (MEMORY_BYTES, "microbatches", "microbatches_per_data_node", "left_out")
+REPLACED = (MEMORY_BYTES, *RATES, "microbatches", "microbatches_per_data_node", "left_out")
 
 
 def with_nodes(
@@ -29,8 +32,8 @@ def with_nodes(
     no nodes are left out: paths are no longer than the stages that are left, and a step that is
     several of before passes over as many as those did. The nodes
     keep their order: node k of the new case is the k-th smallest of `nodes`. In the new case's
-    `source` every node says its own location, speed and memory, as what a case gives its nodes in
-    turn would fall on others. The links stay whole.
+    `source` every node says its own location, speed, memory and rates, as what a case gives its
+    nodes in turn would fall on others. The links stay whole.
 
     Raises:
         InputError: if one of the nodes is none of the case, or for what `parse_case` refuses.
@@ -76,7 +79,14 @@ def _described(node: Node) -> dict[str, Any]:
     said = {key: getattr(node, key) for key in (*OF_NODES, MEMORY_BYTES)}
     if node.mesh is not None:
         said[MESH] = dict(zip(AXES, node.mesh, strict=True))
+    said |= rates_told(node.uplink, node.downlink)
     return {key: value for key, value in said.items() if value is not None}
+
+
+def rates_told(uplink: float, downlink: float) -> dict[str, float]:
+    """Describe the rates of a connection [bytes/s] as a case does: those that are limited."""
+    rates = {"uplink_GiB_per_s": uplink, "downlink_GiB_per_s": downlink}
+    return {key: rate / GIBIBYTE for key, rate in rates.items() if isfinite(rate)}
 
 
 def sorted_nodes(case: Case, nodes: Collection[int]) -> tuple[int, ...]:

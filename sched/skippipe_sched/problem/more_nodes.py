@@ -1,7 +1,9 @@
 """A case with more nodes than it has: what is planned for when some have come.
 
 Each has a location of its own. Links that nobody has measured are like the others of the case in
-the mean: by the mean latency, and the bandwidth by which bytes take their mean time.
+the mean: by the mean latency, and the bandwidth by which bytes take their mean time. Where nodes
+have a connection that their links share, nobody has measured a new one: each of its directions has
+the bandwidth of the quickest link that goes there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from skippipe_sched.problem.case import DEFAULT_SAME_LOCATION, Case, parse_case
-from skippipe_sched.problem.fewer_nodes import with_nodes
+from skippipe_sched.problem.fewer_nodes import rates_told, with_nodes
 from skippipe_sched.problem.links import GIBIBYTE, Link
 
 
@@ -43,7 +45,7 @@ def mean_link(links: Sequence[Link]) -> Link:
 
 def usual_link(case: Case) -> Link:
     """Average the links between the nodes of a case."""
-    latency_s, bandwidth = case.link_matrices
+    latency_s, bandwidth = case.pair_matrices
     between = ~np.eye(len(case.nodes), dtype=bool)
     if not between.any():
         return case.link_table.same_location
@@ -83,10 +85,19 @@ def with_more_nodes(case: Case, new: Sequence[NewNode]) -> Case:
     memory = min(node.memory for node in case.nodes)
     source["nodes"] = source["nodes"] + [
         {"location": own.location, "forward_s": own.forward_s or forward_s, "memory": memory}
+        | (_connection(own.location, table) if case.shares_connections else {})
         for own in new
     ]
     source["stages"] = [*case.stages[:-1], case.stages[-1] + len(new)]
     return parse_case(source)
+
+
+def _connection(location: str, table: Mapping[tuple[str, str], Link]) -> dict[str, float]:
+    """Describe a connection by the quickest link from a location, and by the quickest to it."""
+    ways = [
+        [link.bandwidth for pair, link in table.items() if pair[end] == location] for end in (0, 1)
+    ]
+    return rates_told(*map(max, ways))
 
 
 def _told(link: Link) -> tuple[float, float]:

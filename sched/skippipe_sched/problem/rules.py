@@ -61,10 +61,14 @@ def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
     return None
 
 
-def fair_shares(case: Case, nodes: Sequence[int], visits: int) -> list[float]:
-    """Compute TC1's share of `visits` for each replica of a stage: in proportion to its speed."""
-    fastest_s = min(case.nodes[node].forward_s for node in nodes)
-    speeds = [fastest_s / case.nodes[node].forward_s for node in nodes]
+def fair_shares(case: Case, stage: int, nodes: Sequence[int], visits: int) -> list[float]:
+    """Compute TC1's share of `visits` for each replica of a stage: in proportion to its speed.
+
+    That is by the slower of computing and of a connection that is shared (`Case.visit_s`).
+    """
+    visit_s = case.visit_s(stage)[list(nodes)].tolist()
+    fastest_s = min(visit_s)
+    speeds = [fastest_s / seconds for seconds in visit_s]
     return [visits * speed / sum(speeds) for speed in speeds]
 
 
@@ -110,9 +114,10 @@ def violations(
                 f"the case's {list(case.microbatches)}",
             )
         )
-    for stage in left[1:]:
+    for stage in left[1 : len(case.stages) - len(case.left_out)]:
         nodes = stages[stage]
-        for node, share in zip(nodes, fair_shares(case, nodes, stage_visits[stage]), strict=True):
+        shares = fair_shares(case, stage, nodes, stage_visits[stage])
+        for node, share in zip(nodes, shares, strict=True):
             low = math.floor(share + SHARE_TOLERANCE)
             high = math.ceil(share - SHARE_TOLERANCE)
             if not low <= visits[node] <= high:

@@ -16,12 +16,14 @@ from skippipe_sched.search.arrays import (
     Candidate,
     Problem,
     Scratch,
+    beside_hops_s,
     copy,
     copy_of,
     hop_seconds,
     no_order,
     operation_s,
     scratch_for,
+    sending_s,
     slot_at,
 )
 from skippipe_sched.search.compiled import kernel
@@ -140,11 +142,16 @@ def _estimate(problem, candidate, busy_s):
     for slot in range(data_nodes):
         total += (busy_s[slot] / largest) ** POWER
     pipeline_s = largest * (total / data_nodes) ** (1.0 / POWER)
+    if problem.connections:
+        for stage in range(problem.ring_bytes.shape[0]):
+            pipeline_s = max(pipeline_s, sending_s(problem, candidate, stage))
     averaging_s = candidate.averaging_s
-    own_s = added_s(problem.rings, averaging_s[0], pipeline_s, pipeline_s)
-    greatest_s, total_s = 0.0, 0.0
+    own_s, greatest_s, total_s = 0.0, 0.0, 0.0
     for stage in range(averaging_s.shape[0]):
-        seconds = added_s(problem.rings, averaging_s[stage], pipeline_s, pipeline_s)
+        seconds = beside_hops_s(problem, candidate, stage)
+        seconds = added_s(problem.rings, seconds, pipeline_s, pipeline_s)
+        if stage == 0:
+            own_s = seconds
         greatest_s = max(greatest_s, seconds)
         total_s += seconds
     # Stages after the first end before the data stage, which hides much of their averaging.

@@ -23,6 +23,7 @@ from skippipe_sched.timing.averaging import (
     rings_of_iteration,
     settle_ring,
 )
+from skippipe_sched.timing.hops import parts_of_hops, passed
 
 
 class Problem(NamedTuple):
@@ -32,6 +33,11 @@ class Problem(NamedTuple):
     memory: np.ndarray  # nodes
     forward_hop_s: np.ndarray  # nodes, nodes
     backward_hop_s: np.ndarray  # nodes, nodes
+    follow: bool  # hops on each directed link do
+    connections: bool  # of nodes are shared: only then `hops` are filled
+    hops: np.ndarray  # 2, nodes, nodes, 5: of activations and of gradients (timing.hops.Parts)
+    location: np.ndarray  # nodes
+    visit_load_s: np.ndarray  # nodes: of their connections; 0 where these are not shared
     latency_s: np.ndarray  # nodes, nodes
     bandwidth: np.ndarray  # nodes, nodes
     stage_of_slot: np.ndarray  # slots
@@ -42,8 +48,7 @@ class Problem(NamedTuple):
     rules: np.ndarray  # max_swaps, max_swap_distance, max_jump
     backward_ratio: float
     loss_ratio: float
-    one_after_another: bool  # on each directed link (contention "link")
-    unequal: bool  # nodes differ in speed
+    unequal: bool  # nodes differ in speed, or in what a visit takes their connections
 
 
 class Candidate(NamedTuple):
@@ -85,6 +90,7 @@ class Scratch(NamedTuple):
     stage_end_s: np.ndarray
     slot_end_s: np.ndarray
     link_free_s: np.ndarray
+    uplink_free_s: np.ndarray
     next_in_order: np.ndarray
 
 
@@ -99,6 +105,11 @@ def problem_of(case: Case) -> Problem:
         memory=np.array([min(node.memory, sum(case.microbatches)) for node in case.nodes]),
         forward_hop_s=np.ascontiguousarray(case.forward_hop_s),
         backward_hop_s=np.ascontiguousarray(case.backward_hop_s),
+        follow=case.contention != "none",
+        connections=case.shares_connections,
+        hops=parts_of_hops(case) if case.shares_connections else np.zeros((2, 1, 1, 5)),
+        location=case.location_matrices[0],
+        visit_load_s=case.visit_load_s,
         latency_s=np.ascontiguousarray(latency),
         bandwidth=np.ascontiguousarray(bandwidth),
         stage_of_slot=np.repeat(np.arange(len(case.stages)), case.stages),
@@ -109,8 +120,7 @@ def problem_of(case: Case) -> Problem:
         rules=np.array([min(limit, len(case.stages)) for limit in rules]),
         backward_ratio=case.backward_ratio,
         loss_ratio=case.loss_ratio,
-        one_after_another=case.contention == "link",
-        unequal=bool((forward != forward[0]).any()),
+        unequal=any((each != each[0]).any() for each in (forward, case.visit_load_s)),
     )
 
 
@@ -127,7 +137,8 @@ def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
     """Make room for simulations of paths of `length` nodes."""
     slots, stages = len(problem.stage_of_slot), len(problem.ring_bytes)
     # Of all nodes: slots may be fewer, where other nodes take part in another pipeline.
-    links = problem.latency_s.shape if problem.one_after_another else (1, 1)
+    nodes = len(problem.forward_s)
+    links = (nodes, nodes) if problem.follow else (1, 1)
     return Scratch(
         position=np.zeros(microbatches, np.int64),
         running=np.zeros(microbatches, np.bool_),
@@ -146,6 +157,7 @@ def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
         stage_end_s=np.zeros(stages),
         slot_end_s=np.zeros(slots),
         link_free_s=np.zeros(links),
+        uplink_free_s=np.zeros(nodes),
         next_in_order=np.zeros(slots, np.int64),
     )
 
@@ -225,6 +237,65 @@ def hop_seconds(problem, source, target, position, length):
     if position > length:
         return problem.backward_hop_s[source, target]
     return problem.forward_hop_s[source, target]
+
+
+@kernel
+def follow(link_free_s, source, target, ready_s, hop_s):
+    """Send a hop after those before it on its link; return when it arrives [s]."""
+    arrival_s = max(ready_s, link_free_s[source, target]) + hop_s
+    link_free_s[source, target] = arrival_s
+    return arrival_s
+
+
+@kernel
+def send(parts, uplink_free_s, link_free_s, source, target, ready_s):
+    """Send a hop of these `parts` over shared connections; return when it arrives [s]."""
+    hop = parts[0], parts[1], parts[2], parts[3], parts[4]
+    free_s = uplink_free_s[source] if hop[1] > -np.inf else -np.inf
+    _, left_s, through_s, arrival_s = passed(ready_s, free_s, link_free_s[source, target], hop)
+    if hop[1] > -np.inf:
+        uplink_free_s[source] = left_s
+    link_free_s[source, target] = through_s
+    return arrival_s
+
+
+@kernel
+def visit_s(problem, node, stage):
+    """Compute what a visit takes a node that serves `stage`, as `Case.visit_s`."""
+    of_stage = problem.stage_cost[stage] * (1.0 + problem.backward_ratio)
+    return max(problem.forward_s[node], problem.visit_load_s[node] / of_stage)
+
+
+@kernel
+def sending_s(problem, candidate, stage):
+    """Compute how long the busiest connection of a stage's replicas is taken by their hops [s]."""
+    busiest_s = 0.0
+    for slot in range(problem.first_slot[stage], problem.first_slot[stage + 1]):
+        load_s = problem.visit_load_s[candidate.node_of_slot[slot]]
+        busiest_s = max(busiest_s, candidate.visits[slot] * load_s)
+    return busiest_s
+
+
+@kernel
+def leaves_location(problem, candidate, stage):
+    """Tell whether a stage's ring takes connections, which are shared."""
+    if not problem.connections:
+        return False
+    location, begin = problem.location, problem.first_slot[stage]
+    first = location[candidate.node_of_slot[begin]]
+    for slot in range(begin + 1, problem.first_slot[stage + 1]):
+        if location[candidate.node_of_slot[slot]] != first:
+            return True
+    return False
+
+
+@kernel
+def beside_hops_s(problem, candidate, stage):
+    """Compute what a stage's ring takes beside hops with which it shares connections [s]."""
+    seconds = candidate.averaging_s[stage]
+    if leaves_location(problem, candidate, stage):
+        seconds += problem.rings.delay * sending_s(problem, candidate, stage)
+    return seconds
 
 
 @kernel

@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from skippipe_sched.timing.averaging import ON_ARRAYS
+from skippipe_sched.timing import averaging, hops
 
 # The modules that compiled code is made of, besides all of this room.
-MODULES = ("methods/dtfm.py", "problem/rules.py", "timing/averaging.py")
+MODULES = ("methods/dtfm.py", "problem/rules.py", "timing/averaging.py", "timing/hops.py")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_not_registered: list[Callable[..., Any]] = [*ON_ARRAYS]
+_not_registered: list[Callable[..., Any]] = [*averaging.ON_ARRAYS, *hops.ON_ARRAYS]
 _lock = threading.Lock()
 _mode = threading.local()
 

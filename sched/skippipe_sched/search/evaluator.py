@@ -16,7 +16,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe_sched.search.arrays import hop_seconds, operation_s, slot_at
+from skippipe_sched.search.arrays import (
+    beside_hops_s,
+    follow,
+    hop_seconds,
+    leaves_location,
+    operation_s,
+    send,
+    slot_at,
+)
 from skippipe_sched.search.compiled import kernel
 from skippipe_sched.timing.averaging import added_s
 
@@ -89,7 +97,7 @@ def _set_remaining(problem, candidate, scratch, limit_s):
             if before != slot:
                 source = node_of_slot[before]
                 remaining_s += hop_seconds(problem, source, node, position, length)
-                if problem.one_after_another:
+                if problem.follow:
                     scratch.link_free_s[source, node] = 0.0
                 slot = before
         if remaining_s >= limit_s:
@@ -129,6 +137,7 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
     operations = order.operations
+    uplink_free_s, link_free_s = scratch.uplink_free_s, scratch.link_free_s
     microbatches, length = paths.shape
     last = 2 * length
     count = last + 1
@@ -166,14 +175,17 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
                 target_slot = slot_at(paths, m, position, length)
                 if target_slot != slot:
                     source, target = node_of_slot[slot], node_of_slot[target_slot]
-                    hop_s = hop_seconds(problem, source, target, position, length)
-                    start_s = now
-                    if problem.one_after_another:
-                        start_s = max(now, scratch.link_free_s[source, target])
-                        scratch.link_free_s[source, target] = start_s + hop_s
-                    if start_s + hop_s + scratch.remaining_s[m, position] >= limit_s:
+                    if problem.connections:
+                        parts = problem.hops[int(position > length), source, target]
+                        arrival_s = send(parts, uplink_free_s, link_free_s, source, target, now)
+                    else:
+                        hop_s = hop_seconds(problem, source, target, position, length)
+                        arrival_s = now + hop_s
+                        if problem.follow:
+                            arrival_s = follow(link_free_s, source, target, now, hop_s)
+                    if arrival_s + scratch.remaining_s[m, position] >= limit_s:
                         return np.inf
-                    push(scratch.event_s, scratch.event_of, size, start_s + hop_s, m)
+                    push(scratch.event_s, scratch.event_of, size, arrival_s, m)
                     size += 1
                     continue
             scratch.waiting[m] = True
@@ -227,6 +239,7 @@ def replay(problem, candidate, order, scratch, limit_s, mean_weight):
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
     operations, first = order.operations, order.first
+    uplink_free_s, link_free_s = scratch.uplink_free_s, scratch.link_free_s
     microbatches, length = paths.shape
     count = 2 * length + 1
     if not _set_remaining(problem, candidate, scratch, limit_s):
@@ -269,11 +282,14 @@ def replay(problem, candidate, order, scratch, limit_s, mean_weight):
             target_slot = slot_at(paths, m, position + 1, length)
             if target_slot != slot:
                 target = node_of_slot[target_slot]
-                if problem.one_after_another:
-                    now = max(now, scratch.link_free_s[node, target])
-                now += hop_seconds(problem, node, target, position + 1, length)
-                if problem.one_after_another:
-                    scratch.link_free_s[node, target] = now
+                hop_s = hop_seconds(problem, node, target, position + 1, length)
+                if problem.connections:
+                    parts = problem.hops[int(position + 1 > length), node, target]
+                    now = send(parts, uplink_free_s, link_free_s, node, target, now)
+                elif problem.follow:
+                    now = follow(link_free_s, node, target, now, hop_s)
+                else:
+                    now += hop_s
                 waits_for = scratch.next_in_order[target_slot]
                 if (
                     not scratch.is_touched[target_slot]
@@ -305,6 +321,7 @@ def _clear(problem, candidate, order, ordered, scratch):
         scratch.is_touched[q] = False
         scratch.free[q] = problem.memory[candidate.node_of_slot[q]]
         scratch.slot_end_s[q] = 0.0
+        scratch.uplink_free_s[candidate.node_of_slot[q]] = 0.0
         if ordered:
             scratch.next_in_order[q] = order.first[q]
     for stage in range(problem.ring_bytes.shape[0]):
@@ -321,9 +338,12 @@ def _cost(problem, candidate, scratch, limit_s, mean_weight):
         pipeline_s = max(pipeline_s, scratch.stage_end_s[stage])
     iteration_s, mean_s = 0.0, 0.0
     for stage in range(stages):
-        seconds = candidate.averaging_s[stage]
+        seconds = beside_hops_s(problem, candidate, stage)
         end_s = scratch.stage_end_s[stage]
         worked_s = max(0.0, end_s - scratch.stage_begin_s[stage])
+        if leaves_location(problem, candidate, stage):
+            for slot in range(problem.first_slot[stage], problem.first_slot[stage + 1]):
+                end_s = max(end_s, scratch.uplink_free_s[candidate.node_of_slot[slot]])
         seconds = added_s(problem.rings, seconds, pipeline_s, worked_s)
         if not problem.rings.waits:
             end_s = pipeline_s

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
-from skippipe_sched.search.arrays import Candidate, set_averaging
+from skippipe_sched.search.arrays import Candidate, set_averaging, visit_s
 from skippipe_sched.search.compiled import kernel
 
 NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE = range(7)
@@ -99,11 +99,12 @@ def keeps_shares(problem, candidate, stage):
     fastest_s = np.inf
     for slot in range(begin, end):
         total += candidate.visits[slot]
-        fastest_s = min(fastest_s, problem.forward_s[candidate.node_of_slot[slot]])
+        fastest_s = min(fastest_s, visit_s(problem, candidate.node_of_slot[slot], stage))
     for slot in range(begin, end):
-        speeds += fastest_s / problem.forward_s[candidate.node_of_slot[slot]]
+        speeds += fastest_s / visit_s(problem, candidate.node_of_slot[slot], stage)
     for slot in range(begin, end):
-        share = total * (fastest_s / problem.forward_s[candidate.node_of_slot[slot]]) / speeds
+        speed = fastest_s / visit_s(problem, candidate.node_of_slot[slot], stage)
+        share = total * speed / speeds
         if candidate.visits[slot] < np.floor(share + SHARE_TOLERANCE):
             return False
         if candidate.visits[slot] > np.ceil(share - SHARE_TOLERANCE):
@@ -132,10 +133,10 @@ def share_out(problem, candidate, stage, state):
     speeds = 0.0
     for slot in range(begin, end):
         total += candidate.visits[slot]
-        speeds += 1.0 / problem.forward_s[candidate.node_of_slot[slot]]
+        speeds += 1.0 / visit_s(problem, candidate.node_of_slot[slot], stage)
     share = np.zeros(end - begin)
     for slot in range(begin, end):
-        speed = 1.0 / problem.forward_s[candidate.node_of_slot[slot]]
+        speed = 1.0 / visit_s(problem, candidate.node_of_slot[slot], stage)
         share[slot - begin] = total * speed / speeds
     while True:
         # From the replica that is most above its share to the one most below.

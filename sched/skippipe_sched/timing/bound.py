@@ -35,7 +35,7 @@ def lower_bound_s(case: Case, path_length: int) -> float:
     """Bound [s] from below `iteration_s` of every plan whose paths all visit `path_length` stages.
 
     It holds for any placement, any paths that keep the rules (CC1, CC3 and TC1; CC2 is not used),
-    any order and either contention. The parts, each the least over what is left open:
+    any order and any contention. The parts, each the least over what is left open:
 
     - Slots (`_Bound.held_s`). A data node with memory for m microbatches holds at most m at a
       time, so all of its microbatches together are away for at most m times its pipeline time,
@@ -44,6 +44,9 @@ def lower_bound_s(case: Case, path_length: int) -> float:
       visited its share of times (CC3, TC1), so none can leave the far nodes out.
     - One node as a machine (`busy_s`): the data nodes, and the inner nodes (`_Bound.inner_s`) with
       the time before the first forward can be there and after the last backward.
+    - A node's connection as one more machine, where it is shared: it takes the hops of all visits,
+      from the first forward there on; of nodes that have others at their location it is not known
+      what leaves that.
     - Averaging (`rings_of`): a ring whose slowest link has bandwidth b joins nodes with two
       neighbours each by links of b or more.
 
@@ -177,7 +180,28 @@ class _Bound:
             for count in counts
             for node, group in zip(self.case.nodes, self.group, strict=True)
         ]  # fmt: skip
-        return dict(zip(counts, _busy_s(works).reshape(len(counts), -1), strict=True))
+        busy_s = _busy_s(works).reshape(len(counts), -1)
+        own_s = self.forward_s * cost * (1.0 + ratio)
+        sent_s = [own_s + self.sent_s(count, back_s[self.group]) for count in counts]
+        return dict(zip(counts, np.maximum(busy_s, sent_s), strict=True))
+
+    @cached_property
+    def load_s(self) -> Float[np.ndarray, " nodes"]:
+        """Seconds that a visit takes a node's connection, whichever nodes its path leads over."""
+        location, *_ = self.case.location_matrices
+        is_alone = np.bincount(location)[location] == 1
+        return np.where(is_alone & self.trips.visits.any(), self.case.visit_load_s, 0.0)
+
+    def sent_s(
+        self, visits: Float[np.ndarray, " nodes"] | int, after_s: Float[np.ndarray, " nodes"]
+    ) -> Float[np.ndarray, " nodes"]:
+        """Bound the time from a node's first hop to the end, `after_s` after the start of its last.
+
+        The last one carries a gradient.
+        """
+        case = self.case
+        last_s = case.gradient_bytes / case.connection_rates[0] + case.hop_overhead_s
+        return visits * self.load_s + np.maximum(0.0, after_s - last_s)
 
     @cached_property
     def shares(self) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
@@ -185,9 +209,11 @@ class _Bound:
         nodes = len(self.forward_s)
         if not self.inner or not self.visits:
             return np.zeros(nodes), np.zeros(nodes)
-        speed = self.forward_s.min() / self.forward_s
         low, high = [], []
-        for size in set(self.case.stages[1:]):
+        kinds = {(self.case.stages[s], self.case.stage_cost[s]): s for s in self.inner}
+        for (size, _), stage in kinds.items():
+            visit_s = self.case.visit_s(stage)
+            speed = visit_s.min() / visit_s
             least = self.visits // len(self.inner)
             most = -(-self.visits // len(self.inner))
             slow, fast = (_others(speed, size, sign) for sign in (1, -1))
@@ -229,8 +255,12 @@ class _Bound:
                 for node, count, away in zip(case.nodes, low.tolist(), away_s, strict=True)
             ]  # fmt: skip
             working_s = _busy_s(works)
-            last_s = np.where(low > 0, head_s + working_s, 0.0)
-            ended.append(np.where(low > 0, last_s + tail_s, 0.0))
+            first_s = 0.0 if self.overlapping else self.forward_s * cost
+            last_s = head_s + np.maximum(working_s, first_s + low * self.load_s)
+            sent_s = head_s + first_s + self.sent_s(low, tail_s)
+            end_s = np.maximum(head_s + working_s + tail_s, sent_s)
+            last_s, end_s = (np.where(low > 0, seconds, 0.0) for seconds in (last_s, end_s))
+            ended.append(end_s)
             averaged.append(self.averaged_s(last_s, ring_s[self.group], float(working_s.min())))
         return np.min(ended, axis=0), np.min(averaged, axis=0)
 

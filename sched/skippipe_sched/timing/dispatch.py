@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain, stage_of_nodes
+from skippipe_sched.timing.hops import Queues
 
 _ARRIVAL, _END = 0, 1
 
@@ -41,7 +42,7 @@ class _Dispatch:
         self.can_lock = any(
             self.stage_of[a] > self.stage_of[b] for path in paths for a, b in pairwise(path)
         )
-        self.link_free_s: dict[tuple[int, int], float] = {}
+        self.queues = Queues(case)
         self.events: list[tuple[float, int, int, Operation]] = []
         self.event_count = 0
         self.order: list[list[Operation]] = [[] for _ in case.nodes]
@@ -128,9 +129,5 @@ class _Dispatch:
             return
         following = chain[self.position[microbatch]]
         if following.node != operation.node:
-            link = (operation.node, following.node)
-            if self.case.contention == "link":
-                now = max(now, self.link_free_s.get(link, 0.0))
-            now += self.case.hop_duration(following.kind, *link)
-            self.link_free_s[link] = now
+            _, now = self.queues.send(following.kind, operation.node, following.node, now)
         self.push(now, _ARRIVAL, following)

@@ -36,9 +36,7 @@ class Groups:
 
 def groups_of(case: Case, path_length: int) -> Groups:
     """Group a case's nodes, with few enough groups that their round trips can be listed."""
-    names = sorted({node.location for node in case.nodes})
-    location = np.array([names.index(node.location) for node in case.nodes])
-    latency, bandwidth = case.link_table.matrices(names)
+    location, latency, bandwidth = (matrix.copy() for matrix in case.location_matrices)
     forward_hop_s, backward_hop_s = (
         latency + size / bandwidth + case.hop_overhead_s
         for size in (case.activation_bytes, case.gradient_bytes)
@@ -49,9 +47,9 @@ def groups_of(case: Case, path_length: int) -> Groups:
     bandwidth[alone, alone] = 0.0
     bandwidth = np.maximum(bandwidth, bandwidth.T)
     there_and_back_s = forward_hop_s + backward_hop_s.T
-    group = np.arange(len(names))
+    group = np.arange(len(latency))
     most = _most_groups(path_length)
-    if len(names) > most:
+    if len(latency) > most:
         # Slow to import, and needed here only.
         from scipy.cluster.hierarchy import fcluster, linkage
         from scipy.spatial.distance import squareform

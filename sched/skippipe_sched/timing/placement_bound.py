@@ -41,11 +41,13 @@ def placement_bound_s(case: Case, path_length: int, most_s: float, limit_s: floa
 
     The greatest time below `most_s`, what a plan is known to take, of which it is proved within
     about `limit_s` that no plan is quicker: at least `lower_bound_s`. How great it is may depend on
-    the machine, that it holds does not. In a case of too many placements it is `lower_bound_s`.
+    the machine, that it holds does not. In a case of too many placements, or with contention
+    "node", it is `lower_bound_s`.
     """
     least_s = lower_bound_s(case, path_length)
     case = with_stages_left(case)
-    if path_length == 1 or not _few_enough(case, path_length):
+    # What connections take decides shares too where nodes share them, and is not listed here.
+    if path_length == 1 or case.shares_connections or not _few_enough(case, path_length):
         return least_s
     end_s = time.monotonic() + limit_s
     search = _Search(case, path_length)

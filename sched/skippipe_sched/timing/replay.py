@@ -1,8 +1,9 @@
 """When everything happens that nodes do in given orders, in one iteration or in many in a row.
 
 With an order no choice is left: everything starts at the latest of few times before it. A directed
-link has one source, which runs one operation at a time, so transfers follow one another there in
-the order of its operations. So operations are gone through once, each after all that it waits for.
+link has one source, which runs one operation at a time, and so has a node's connection: transfers
+follow one another there in the order of its operations. So operations are gone through once, each
+after all that it waits for.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain, stage_of_nodes
+from skippipe_sched.timing.hops import hop_parts, passed
 from skippipe_sched.timing.timeline import Run, Stretch, Transfer, no_stretch
+
+# What stays on a node is there at once, and passes nothing.
+NO_HOP = (0.0, -math.inf, -math.inf, 0.0, 0.0)
 
 
 class Work:
     """The operations of an iteration, each after all that it waits for, and what follows it.
 
     `following` is the place of the operation that needs the result, or its own place for the last
-    of a chain; `link` is the number of the link on which that waits its turn, -1 if on none. Hops
-    without a link of their own take their time all the same.
+    of a chain; `uplink` and `link` are the numbers of the connection and the link on which that
+    waits its turn, among all `queues`, -1 if on none.
     """
 
     def __init__(
@@ -49,16 +56,28 @@ class Work:
         self.target = [self.after.get(operation, operation) for operation in self.operations]
         self.following = [place[target] for target in self.target]
         stage_of = stage_of_nodes(stages)
-        self.planned_s, self.planned_hop_s, self.link = [], [], []
-        links: dict[tuple[int, int], int] = {}
+        self.planned_s, self.uplink, self.link = [], [], []
+        planned_hops = []
+        queues: dict[int | tuple[int, int], int] = {}
         for (kind, _, node), target in zip(self.operations, self.target, strict=True):
             self.planned_s.append(case.duration(kind, node, stage_of[node]))
-            is_hop = target.node != node
-            hop_s = case.hop_duration(target.kind, node, target.node) if is_hop else 0.0
-            self.planned_hop_s.append(hop_s)
-            queued = is_hop and case.contention == "link"
-            self.link.append(links.setdefault((node, target.node), len(links)) if queued else -1)
-        self.links = len(links)
+            hop = NO_HOP
+            if target.node != node:
+                hop = hop_parts(case, target.kind, node, target.node)
+            planned_hops.append(hop)
+            for of, key, seconds in (
+                (self.uplink, node, hop[1]),
+                (self.link, (node, target.node), hop[2]),
+            ):
+                queued = seconds > -math.inf
+                of.append(queues.setdefault(key, len(queues)) if queued else -1)
+        self.planned_hops = np.array(planned_hops)
+        self.queues = len(queues)
+        self.uplink_of = {key: number for key, number in queues.items() if isinstance(key, int)}
+        # For how long an iteration's hops occupy each node's connection.
+        self.sending_s = [0.0] * len(case.nodes)
+        for node, (overhead_s, uplink_s, *_) in zip(self.node, planned_hops, strict=True):
+            self.sending_s[node] += max(0.0, overhead_s + uplink_s)
         # Where a `Stretch` has the factors of operations, and of hops to those after them.
         microbatch = [operation.microbatch for operation in self.operations]
         self.own_factor = microbatch, [position[operation] for operation in self.operations]
@@ -97,11 +116,11 @@ class Work:
 class Replay:
     """Iterations of some work one after another, as far as they have come, from a start at 0 s.
 
-    `free_s` is when each node has ended its last iteration, `link_free_s` when each link was
-    through with it. Of the last iteration, `arrived_s`, `start_s` and `sent_s` tell when the input
-    of each operation was there, when it started, and when its result was on the link.
-    `free_from` and the like name what that waited for: the nodes and links as they were at the last
-    `mark`, by their numbers, nodes first.
+    `free_s` is when each node has ended its last iteration, `queue_free_s` when each connection and
+    link was through with it. Of the last iteration, `arrived_s`, `start_s` and `sent_s` tell when
+    the input of each operation was there, when it started, and when its result was on the link.
+    `free_from` and the like name what that waited for: nodes, then connections and links, as they
+    were at the last `mark`, by their numbers.
     """
 
     def __init__(self, work: Work, stretch: Stretch | None = None):
@@ -109,7 +128,8 @@ class Replay:
         operations = len(work.operations)
         self.work = work
         self.free_s = [0.0] * len(work.case.nodes)
-        self.link_free_s = [-math.inf] * work.links
+        # The last is of all that never waits.
+        self.queue_free_s = [-math.inf] * (work.queues + 1)
         self.arrived_s, self.start_s, self.sent_s = ([0.0] * operations for _ in range(3))
         self.arrived_from = [0] * operations
         self.began_s: list[float] = []
@@ -120,23 +140,25 @@ class Replay:
         """Let everything take so much longer than planned from now on."""
         work = self.work
         self.seconds = (stretch.operations[work.own_factor] * work.planned_s).tolist()
-        self.hop_s = (stretch.hops[work.hop_factor] * work.planned_hop_s).tolist()
+        hops = stretch.hops[work.hop_factor][:, None] * work.planned_hops
+        self.hops = list(map(tuple, hops.tolist()))
         self.ring_factor = stretch.averagings
 
     def mark(self) -> None:
         """Name what nodes and links wait for by how they are now."""
         nodes = len(self.free_s)
         self.free_from = list(range(nodes))
-        self.link_from = list(range(nodes, nodes + len(self.link_free_s)))
+        self.queue_from = list(range(nodes, nodes + len(self.queue_free_s)))
 
     def run(self) -> None:
         """Run one iteration more."""
-        # The innermost loop of all planning in mode `outer`: lists of its own, and no calls.
+        # The innermost loop of all planning in mode `outer`: lists of its own, and few calls.
         self.began_s = [*self.free_s]
         work, free_s, free_from = self.work, self.free_s, self.free_from
         arrived_s, arrived_from = self.arrived_s, self.arrived_from
-        starts, sent_s, hops = self.start_s, self.sent_s, self.hop_s
-        link_free_s, link_from, links = self.link_free_s, self.link_from, work.link
+        starts, sent_s, hops = self.start_s, self.sent_s, self.hops
+        queue_free_s, queue_from = self.queue_free_s, self.queue_from
+        uplinks, links = work.uplink, work.link
         arrived_s[:] = [-math.inf] * len(arrived_s)
         for place, (node, seconds, following) in enumerate(
             zip(work.node, self.seconds, work.following, strict=True)
@@ -149,14 +171,22 @@ class Replay:
             free_s[node], free_from[node] = time_s, origin
             if following == place:
                 continue
-            link = links[place]
-            if link >= 0 and link_free_s[link] > time_s:
-                time_s, origin = link_free_s[link], link_from[link]
-            sent_s[place] = time_s
-            time_s += hops[place]
-            if link >= 0:
-                link_free_s[link], link_from[link] = time_s, origin
-            arrived_s[following], arrived_from[following] = time_s, origin
+            uplink, link, hop = uplinks[place], links[place], hops[place]
+            uplink_s, link_s = queue_free_s[uplink], queue_free_s[link]
+            sent_s[place], queue_free_s[uplink], queue_free_s[link], arrived_s[following] = passed(
+                time_s, uplink_s, link_s, hop
+            )
+            if uplink_s > time_s:
+                origin = queue_from[uplink]
+            sent_from = queue_from[link] if time_s < link_s == sent_s[place] else origin
+            queue_from[uplink], queue_from[link] = origin, sent_from
+            # The slower one of what the connection and the link take decides.
+            is_later = sent_s[place] + hop[3] > queue_free_s[uplink]
+            arrived_from[following] = sent_from if is_later else origin
+
+    def uplink_free_s(self, node: int) -> float:
+        """Return when all is sent that shares a node's connection [s]."""
+        return self.queue_free_s[self.work.uplink_of.get(node, -1)]
 
     def runs(self, zero_s: float = 0.0) -> tuple[Run, ...]:
         """List the operations of the last iteration as they started, counted from `zero_s`.

@@ -1,9 +1,8 @@
 """The timing model: when everything happens in one iteration of a plan, exactly.
 
 As docs/timing.md has it, a node runs one operation at a time; a transfer takes the hop time of its
-link, and with contention `link` transfers on one directed link follow one another, whole hop after
-whole hop, in the order in which their data became ready; a microbatch is in flight on a node from
-the start of its forward to the end of its backward there.
+link, and may have to follow others (`skippipe_sched.timing.hops`); a microbatch is in flight on a
+node from the start of its forward to the end of its backward there.
 
 Where iterations do not wait for averaging, what a plan takes is that of many of them in their order
 (`skippipe_sched.timing.steady`); an iteration by itself, which averages nothing, is where that
@@ -87,6 +86,8 @@ def _alone(replay: Replay) -> Timeline:
         if not nodes:
             continue  # It is left out.
         start_s = max(ends_s[node] for node in nodes)
+        if case.leaves_location(nodes):
+            start_s = max(start_s, *(replay.uplink_free_s(node) for node in nodes))
         planned_s = 0.0
         if not case.averaging.is_outer:
             planned_s = quickest_averaging_s(case, stage, tuple(nodes))

@@ -5,11 +5,11 @@ operations, and the fragment that it has to apply then. A ring goes on behind, a
 apply what it brings waits for it. As every node keeps its order, no choice is left (`replay`).
 
 Such a system becomes steady. What happens in a cycle follows from the state in which it begins:
-when each node, each link and the ring of each fragment is through. If a cycle makes none of them
-later by more than some time, no later cycle takes longer in the mean. And where what a thing waits
-for, traced back through a cycle, leads round in a circle, the cycle takes the circle's mean at
-least. Once both are the same, that is the mean for ever, and nothing has to be waited for that
-would only come right after thousands of iterations.
+when each node, connection and link, and the ring of each fragment, is through. If a cycle makes
+none of them later by more than some time, no later cycle takes longer in the mean. And where what
+a thing waits for, traced back through a cycle, leads round in a circle, the cycle takes the
+circle's mean at least. Once both are the same, that is the mean for ever, and nothing has to be
+waited for that would only come right after thousands of iterations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_sched.problem.averaging import AveragingPolicy
-from skippipe_sched.timing.averaging import quickest_averaging_s
+from skippipe_sched.timing.averaging import quickest_averaging_s, rings_of_iteration
 from skippipe_sched.timing.replay import Replay, Work
 from skippipe_sched.timing.timeline import Averaging, SteadyState, Stretch, Timeline
 
@@ -67,6 +67,19 @@ def successive_s(work: Work, stretches: Iterable[Stretch]) -> list[float]:
     return [after - before for before, after in pairwise(ends)]
 
 
+def beside_hops_s(work: Work, stage: int) -> float:
+    """Compute what a ring of a stage takes beside hops with which it shares connections [s].
+
+    Hops go first. Where iterations wait for rings, there are none beside them.
+    """
+    case, nodes = work.case, work.stages[stage]
+    seconds = quickest_averaging_s(case, stage, tuple(nodes))
+    if not case.leaves_location(nodes):
+        return seconds
+    busiest_s = max(work.sending_s[node] for node in nodes)
+    return seconds + rings_of_iteration(case.averaging).delay * busiest_s
+
+
 @dataclass
 class _Ring:
     """The rings of a stage: what one takes, and of each fragment when the last one was.
@@ -96,7 +109,7 @@ class _Iterations(Replay):
             _Ring(
                 stage,
                 tuple(nodes),
-                0.0 if without_rings else quickest_averaging_s(case, stage, tuple(nodes)),
+                0.0 if without_rings else beside_hops_s(work, stage),
                 needed_s=[-math.inf] * count,
                 start_s=[-math.inf] * count,
                 end_s=[-math.inf] * count,
@@ -114,21 +127,22 @@ class _Iterations(Replay):
         return ring.seconds * self.ring_factor.item(ring.stage)
 
     def mark(self) -> None:
-        """Begin a cycle: name what nodes, links and rings wait for by how they are now."""
+        """Begin a cycle: name what nodes, queues and rings wait for by how they are now."""
         super().mark()
         self.late_s = 0.0
         for place, ring in enumerate(self.rings):
-            first = len(self.free_s) + len(self.link_free_s) + place * len(ring.origin)
+            first = len(self.free_s) + self.work.queues + place * len(ring.origin)
             ring.origin[:] = range(first, first + len(ring.origin))
 
     def state(self) -> Float[np.ndarray, " things"]:
-        """Tell when each node, each link, and each ring's last one of each fragment is through."""
+        """Tell when each node, each queue, and each ring's last one of each fragment is through."""
         ends = [end_s for ring in self.rings for end_s in ring.end_s]
-        return np.array([*self.free_s, *self.link_free_s, *ends])
+        return np.array([*self.free_s, *self.queue_free_s[:-1], *ends])
 
     def origins(self) -> list[int]:
         """Tell for each of the `state` what of it at the last `mark` it has waited for last."""
-        return [*self.free_from, *self.link_from, *(o for ring in self.rings for o in ring.origin)]
+        rings = (origin for ring in self.rings for origin in ring.origin)
+        return [*self.free_from, *self.queue_from[:-1], *rings]
 
     def iterate(self) -> None:
         """Run one iteration more."""

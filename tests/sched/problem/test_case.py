@@ -1,6 +1,7 @@
 """Reading cases: what every field means, links from each kind of table, cases whole in plans."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import Node, Rules, load_case, parse_case
 from skippipe_sched.problem.fewer_nodes import with_nodes
 from skippipe_sched.problem.links import BUILT_IN, COLUMNS, GIBIBYTE, Link, LinkTable, table
+from skippipe_sched.problem.rules import fair_shares
 
 from tests.sched.examples import PAPER, TWO_NODES, case_with
 
@@ -109,6 +111,54 @@ def test_nodes_override_what_the_case_gives_for_all():
     # Locations are cycled by the index of the node, also past nodes that have their own.
     assert case.nodes == (Node("there", 1, 5), Node("there", 1, 2), Node("here", 3, 2))
     assert case.microbatches == (4, 1)
+
+
+# Connections that are shared.
+
+
+def test_a_node_may_say_its_own_connection_and_the_case_that_of_the_others():
+    case = case_with(
+        nodes=[{}, {"uplink_GiB_per_s": 0.5, "downlink_Mbit_per_s": 80}],
+        contention="node",
+        uplink_Mbit_per_s=200,
+    )
+    assert [node.uplink for node in case.nodes] == [25e6, GIBIBYTE / 2]
+    assert [node.downlink for node in case.nodes] == [np.inf, 10e6]
+    assert parse_case(dict(case.source)).nodes == case.nodes
+    # A node sends no quicker than it receives.
+    sending, receiving = case.connection_rates
+    assert (sending.tolist(), receiving.tolist()) == ([25e6, 10e6], [np.inf, 10e6])
+
+
+def test_links_between_locations_are_no_quicker_than_connections():
+    case = case_with(
+        nodes=[{"uplink_Mbit_per_s": 80}, {"downlink_Mbit_per_s": 40}, {}],
+        locations=["here", "there", "here"],
+        stages=[1, 2],
+        contention="node",
+        activation_bytes=10e6,
+        hop_overhead_s=0.5,
+    )
+    there, back, near = (float(case.forward_hop_s[pair]) for pair in ((0, 1), (1, 0), (0, 2)))
+    assert (there, back) == (0.5 + 1 + 2, 0.5 + 1 + 2)
+    assert near == pytest.approx(0.5 + 0.001 + 10e6 / 2**31)
+    assert replace(case, contention="link").link_matrices[1][0, 1] == GIBIBYTE
+
+
+def test_slow_connections_lessen_the_share_of_visits():
+    """Of 1.5 s of a visit a connection takes as much, and another one three times as much."""
+    case = case_with(
+        nodes=[{}, {"uplink_Mbit_per_s": 80}, {"uplink_Mbit_per_s": 80 / 3}],
+        stages=[1, 2],
+        locations=["a", "b", "c"],
+        links=[["a", "b", 0, 1], ["b", "c", 0, 1], ["c", "a", 0, 1]],
+        forward_s=0.5,
+        activation_bytes=7.5e6,
+        contention="node",
+    )
+    assert case.visit_load_s[1:].tolist() == pytest.approx([1.5, 4.5])
+    assert fair_shares(case, 1, [1, 2], 8) == pytest.approx([6, 2])
+    assert fair_shares(replace(case, contention="link"), 1, [1, 2], 8) == [4, 4]
 
 
 def test_numbers_may_be_written_as_yaml_reads_text():

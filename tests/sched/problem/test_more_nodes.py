@@ -75,6 +75,15 @@ def test_what_was_measured_counts_and_where_several_nodes_are_their_mean():
         assert close(link(more, 3, node), usual_link(case))
 
 
+def test_a_connection_is_that_of_the_quickest_links_and_others_stay():
+    nodes = [node | {"uplink_Mbit_per_s": 80} for node in SOURCE["nodes"]]
+    case = parse_case(SOURCE | {"nodes": nodes, "contention": "node"})
+    links_to = {0: Link(0.1, 100.0), 1: Link(0.1, 300.0)}
+    more = with_more_nodes(case, [NewNode("place 3", 0.05, links_to, {2: Link(0.2, 1e9)})])
+    assert [node.uplink for node in more.nodes] == [10e6, 10e6, 10e6, pytest.approx(300.0)]
+    assert [node.downlink for node in more.nodes] == [np.inf] * 3 + [pytest.approx(1e9)]
+
+
 def test_a_node_alone_has_links_like_those_within_a_place():
     case = parse_case(SOURCE | {"nodes": SOURCE["nodes"][:1], "stages": [1], "path_length": 1})
     assert usual_link(case) == case.link_table.same_location

@@ -163,7 +163,7 @@ def test_a_candidate_that_locks_or_is_too_slow_costs_infinity(case, seed, moves)
 # Averaging behind the iterations.
 
 
-def rings_add(case, stages, timeline):
+def rings_add(case, stages, paths, timeline):
     """What the rings of each stage add to an iteration that is like one by itself."""
     rings, added = rings_of_iteration(case.averaging), []
     for stage, nodes in enumerate(stages):
@@ -171,6 +171,10 @@ def rings_add(case, stages, timeline):
         worked_s = max((run.end_s for run in runs), default=0.0)
         worked_s -= min((run.start_s for run in runs), default=0.0)
         seconds = quickest_averaging_s(case, stage, tuple(nodes))
+        if case.leaves_location(nodes):
+            visits = [sum(node in path for path in paths) for node in nodes]
+            loads_s = case.visit_load_s[list(nodes)]
+            seconds += rings.delay * max(loads_s * visits)
         added.append(added_s(rings, seconds, timeline.pipeline_s, worked_s))
     return added
 
@@ -185,7 +189,7 @@ def test_an_iteration_by_itself_and_what_rings_add_are_as_in_python(case, policy
     stages, paths = stages_and_paths(case, candidate)
     iteration_s, order, operations = recorded(case, candidate)
     timeline = simulate(case, stages, paths, operations)
-    expected_s = timeline.pipeline_s + max(rings_add(case, stages, timeline))
+    expected_s = timeline.pipeline_s + max(rings_add(case, stages, paths, timeline))
     assert iteration_s == pytest.approx(expected_s)
     assert evaluated(case, candidate, order) == pytest.approx(expected_s)
     assert evaluated(case, candidate, limit=1.01 * iteration_s) == iteration_s

@@ -246,7 +246,7 @@ def reference(case, paths, order):
     return None
 
 
-@given(routed_cases(), st.randoms(use_true_random=False))
+@given(routed_cases(contentions=["none", "link"]), st.randoms(use_true_random=False))
 @settings(max_examples=80)
 def test_start_times_are_those_of_the_reference(example, chance):
     """Any order that extends the chains can run, and starts everything as early as it can."""
@@ -263,7 +263,7 @@ def test_start_times_are_those_of_the_reference(example, chance):
     assert {run.operation: (run.arrived_s, run.start_s) for run in timeline.runs} == expected
 
 
-@given(routed_cases(), st.randoms(use_true_random=False))
+@given(routed_cases(contentions=["none", "link"]), st.randoms(use_true_random=False))
 @settings(max_examples=80)
 def test_a_random_order_runs_as_the_reference_or_is_refused_as_it_locks(example, chance):
     case, stages, paths = example
@@ -314,7 +314,8 @@ def test_what_must_hold_of_every_dispatch(example):
             assert (transfer.source, transfer.target) == (source.node, target.node)
             assert transfer.ready_s == runs[source].end_s
             seconds = case.backward_hop_s if target.kind == "B" else case.forward_hop_s
-            assert transfer.end_s == transfer.start_s + seconds[source.node, target.node]
+            if case.contention != "node":
+                assert transfer.end_s == transfer.start_s + seconds[source.node, target.node]
             assert transfer.end_s == runs[target].arrived_s
             if case.contention == "none":
                 assert transfer.start_s == transfer.ready_s
@@ -336,7 +337,9 @@ def test_what_must_hold_of_every_dispatch(example):
     assert timeline.pipeline_s == max(run.end_s for run in timeline.runs)
     for averaging in timeline.averagings:
         ends = [run.end_s for run in timeline.runs if run.operation.node in stages[averaging.stage]]
-        assert averaging.start_s == max(ends, default=0)
+        assert averaging.start_s >= max(ends, default=0)
+        if case.contention != "node":
+            assert averaging.start_s == max(ends, default=0)
     assert timeline.iteration_s == max(averaging.end_s for averaging in timeline.averagings)
 
 
