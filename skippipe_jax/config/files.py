@@ -13,6 +13,8 @@ from typing import Any
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config.plan import PlanConfig
+
 EXTENDS = "extends"
 """The key of a file, at its top, that names another one: relative to itself."""
 
@@ -123,6 +125,9 @@ def set_key(tree: dict[str, Any], override: str) -> None:
     if not equals or not name:
         raise InputError(SET, override, "is not key.sub=value", "Write --set train.steps=200")
     *parents, last = name.split(".")
+    if parents[:1] == ["plan"] and isinstance(tree.get("plan"), str):
+        # Of what `auto` stands for a key can be set.
+        tree["plan"] = dict(PlanConfig.SHORTHAND.get(tree["plan"], {})) or tree["plan"]
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):

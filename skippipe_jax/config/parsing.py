@@ -27,6 +27,18 @@ T = TypeVar("T")
 CONFIG = "config.yaml"
 """Where a run keeps its configuration in full."""
 
+KEYS_ELSEWHERE = {
+    "lr": "optimizer.learning_rate",
+    "batch_size": "data.microbatch_size",
+    "seq_len": "data.sequence_length",
+    "max_seq_len": "data.sequence_length",
+    "epochs": "train.steps",
+    "num_train_epochs": "train.steps",
+    "max_steps": "train.steps",
+    "output_dir": "run_dir",
+}
+"""Keys of other trainers, and those that are meant here."""
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a config file, with what it extends, and apply overrides ``key.sub=value``.
@@ -191,8 +203,12 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         if isinstance(value, str) and value in shorthand:
             value = shorthand[value]
         current = without_former_keys(value, name)
-        given = fields.mapping(current, name or "config", hints)
         prefix = f"{name}." if name else ""
+        for key in KEYS_ELSEWHERE.keys() & {*current} if isinstance(current, dict) else ():
+            if key not in hints:
+                remedy = f"Write {KEYS_ELSEWHERE[key]} instead"
+                raise InputError(f"{prefix}{key}", current[key], "unknown key", remedy)
+        given = fields.mapping(current, name or "config", hints)
         return typing.cast(Any, kind)(
             **{key: _parse(hints[key], entry, prefix + key) for key, entry in given.items()}
         )

@@ -17,6 +17,7 @@ from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, load_config, parse_config, to_tree
 from skippipe_jax.config.differences import differences, summary
 from skippipe_jax.config.keys import described, keys_in_words, sections
+from skippipe_jax.config.parsing import KEYS_ELSEWHERE
 from skippipe_jax.config.schema import CASE_KEYS, schema
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -153,6 +154,21 @@ def test_what_is_as_by_default_is_not_shown():
 def test_what_was_meant_is_guessed(tree: Any, overrides: list[str], meant: str):
     with pytest.raises(InputError, match=rf"Did you mean {meant}\? .*[Uu]se one of: "):
         parse_config(tree, overrides)
+
+
+def test_keys_of_other_trainers_are_known():
+    with pytest.raises(InputError, match=r"optimizer\.lr .*Write optimizer\.learning_rate instead"):
+        parse_config({"optimizer": {"lr": 1e-3}})
+    assert {*KEYS_ELSEWHERE.values()} <= {
+        key.path for section in sections() for key in section.keys
+    }
+
+
+def test_a_key_is_set_of_what_auto_stands_for():
+    config = parse_config({"plan": "auto"}, ["plan.budget_s=1"])
+    assert (config.plan.measure, config.plan.budget_s) == (True, 1.0)
+    with pytest.raises(InputError, match="plan holds no keys"):
+        parse_config({"plan": "manual"}, ["plan.budget_s=1"])
 
 
 def test_what_could_mean_anything_is_not_guessed():
