@@ -67,7 +67,7 @@ class DocumentSource:
 
     @property
     def told(self) -> str:
-        """What the text is, for readers."""
+        """Name the text, for readers."""
         return self.path or "Python's standard library"
 
 

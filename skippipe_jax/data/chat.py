@@ -117,10 +117,10 @@ def learns_answers(config: DataConfig) -> bool:
 
     Of tokens that are not here any more that is not known, and the answer is no.
     """
-    return any(one.kind == "chat" or _holds_conversations(one) for one in config.sources())
+    return any(one.kind == "chat" or _is_tokenized_chat(one) for one in config.sources())
 
 
-def _holds_conversations(source: DocumentSource) -> bool:
+def _is_tokenized_chat(source: DocumentSource) -> bool:
     if source.kind != "tokens":
         return False
     try:

@@ -19,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DocumentSource
+from skippipe_jax.config.data import CONVERSATIONS
 from skippipe_jax.config.extras import require
 
 _SUFFIXES = {
@@ -268,7 +269,7 @@ def _rows(source: DocumentSource, system: Any, name: str, file: str) -> Iterator
 
 def _without(source: DocumentSource, where: str, names: list[str]) -> InputError:
     remedy = "Name the one that holds the text"
-    if source.kind == "jsonl" and not {"messages", "conversations"}.isdisjoint(names):
+    if source.kind == "jsonl" and not CONVERSATIONS.isdisjoint(names):
         remedy += ", or let the source be chat (data.source), if these are conversations"
     return InputError(
         f"{source.field}.text_field",

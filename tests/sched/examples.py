@@ -201,5 +201,16 @@ def chains_of(paths) -> list[list[Operation]]:
     return [microbatch_chain(microbatch, path) for microbatch, path in enumerate(paths)]
 
 
+def drawn_order(case: Case, paths, chance) -> list[list[Operation]]:
+    """Any orders of the nodes that extend the chains of all microbatches."""
+    turns = [m for m, chain in enumerate(chains_of(paths)) for _ in chain]
+    chance.shuffle(turns)
+    chains = [iter(chain) for chain in chains_of(paths)]
+    order = [[] for _ in case.nodes]
+    for operation in (next(chains[microbatch]) for microbatch in turns):
+        order[operation.node].append(operation)
+    return order
+
+
 def operations(chains) -> list[Operation]:
     return [operation for chain in chains for operation in chain]

@@ -167,7 +167,7 @@ class Case:
 
     @property
     def shares_connections(self) -> bool:
-        """Whether all that a node sends to other locations shares its connection."""
+        """Tell whether all that a node sends to other locations shares its connection."""
         return self.contention == "node"
 
     @cached_property

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from skippipe_sched.problem.case import Case
 
 Parts = tuple[float, float, float, float, float]
-"""What a hop takes [s]: of its sender, of its connection, of the link, of the slower one of
+"""Seconds that a hop takes of its sender, of its connection, of the link, of the slower one of
 link and receiver, and on its way. Of what it neither waits for, nor others for it, minus infinity.
 """
 

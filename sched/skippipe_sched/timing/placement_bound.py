@@ -86,7 +86,7 @@ class _Sets(NamedTuple):
 
     @property
     def of_stage(self) -> Int[np.ndarray, "sets classes"]:
-        """How many nodes of each class are in the stage."""
+        """Count the nodes of each class in the stage."""
         return self.nodes.sum(axis=1)
 
 

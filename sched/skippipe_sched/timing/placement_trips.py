@@ -87,7 +87,7 @@ def stage_kinds(case: Case) -> list[tuple[int, float, float]]:
 
 @dataclass(frozen=True)
 class Box:
-    """What is known of a placement.
+    """Bounds on what a placement has, as far as it is known.
 
     `low` and `high` bound the nodes of each class in each place; `visits_low` and `visits_high` the
     visits of each of them; `delay_s[s]` passes at least between the last backward of stage s and

@@ -12,7 +12,7 @@ from skippipe_sched.timing.averaging import quickest_averaging_s
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.simulate import forecast, simulate
 
-from tests.sched.examples import case_with, chains_of, in_order, outer, routed_cases
+from tests.sched.examples import case_with, chains_of, drawn_order, in_order, outer, routed_cases
 
 GIBIBYTE = 2**30
 
@@ -136,12 +136,7 @@ class Events:
 def test_everything_happens_when_the_events_do(example, chance):
     """In any order that can run, not only that of dispatch."""
     case, stages, paths = example
-    turns = [m for m, chain in enumerate(chains_of(paths)) for _ in chain]
-    chance.shuffle(turns)
-    chains = [iter(chain) for chain in chains_of(paths)]
-    order = [[] for _ in case.nodes]
-    for operation in (next(chains[microbatch]) for microbatch in turns):
-        order[operation.node].append(operation)
+    order = drawn_order(case, paths, chance)
     timeline = simulate(case, stages, paths, order)
     expected = Events(case, stages, paths, order)
     expected.run()

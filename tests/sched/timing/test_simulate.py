@@ -20,6 +20,7 @@ from tests.sched.examples import (
     PAPER,
     case_with,
     chains_of,
+    drawn_order,
     in_order,
     operations,
     routed_cases,
@@ -251,12 +252,7 @@ def reference(case, paths, order):
 def test_start_times_are_those_of_the_reference(example, chance):
     """Any order that extends the chains can run, and starts everything as early as it can."""
     case, stages, paths = example
-    turns = [m for m, chain in enumerate(chains_of(paths)) for _ in chain]
-    chance.shuffle(turns)
-    chains = [iter(chain) for chain in chains_of(paths)]
-    order = [[] for _ in case.nodes]
-    for operation in (next(chains[microbatch]) for microbatch in turns):
-        order[operation.node].append(operation)
+    order = drawn_order(case, paths, chance)
     timeline = simulate(case, stages, paths, order)
     expected = reference(case, paths, order)
     assert expected is not None
