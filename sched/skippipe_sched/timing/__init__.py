@@ -1,4 +1,4 @@
-"""The time that a plan takes: simulation, averaging, jitter, traffic, and bounds that no plan beats.
+"""Compute the time that a plan takes: simulation, averaging, jitter, traffic and bounds.
 
-Others use `simulate` first of all; bounds alone need SciPy, and are loaded where one is asked for.
+Bounds need SciPy, which is imported when a bound is asked for.
 """
