@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from skippipe_jax.cli.main import parser, parsers
-from skippipe_jax.config import Config, schema
-from skippipe_jax.config.keys import Section, sections
+from skippipe_jax.config import Config
+from skippipe_jax.config.describe import Section, sections, to_text
 from skippipe_jax.experts.config import ExpertsConfig
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def written() -> dict[Path, str]:
         ROOT / "docs" / "commands.md": commands,
         ROOT / "docs" / "experts.md": functools.partial(configuration, ExpertsConfig),
     }
-    found = {SCHEMA: schema.to_text()}
+    found = {SCHEMA: to_text()}
     for page, below in pages.items():
         above, mark, _ = page.read_text(encoding="utf-8").partition(MARK)
         found[page] = f"{above}{mark}\n{below()}"

@@ -39,8 +39,9 @@ from docs.follow import (
 from skippipe_jax import Run
 from skippipe_jax.cli.main import parser, parsers
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from skippipe_jax.config import Config, keys, load_config, parse_config
-from skippipe_jax.config.files import EXTENDS
+from skippipe_jax.config import Config, load_config, parse_config
+from skippipe_jax.config.describe import sections
+from skippipe_jax.config.parsing import EXTENDS
 from skippipe_jax.connections.status import (
     HostPresence,
     HostState,
@@ -284,7 +285,7 @@ def test_what_is_written_from_the_code_is_up_to_date(name: str):
 
 def test_every_key_of_the_configuration_is_told_of():
     page = read("configuration.md")
-    for section in keys.sections():
+    for section in sections():
         assert not section.name or f"## `{section.name}`" in page
         assert all(key.about and f"| `{key.name}` |" in page for key in section.keys)
 

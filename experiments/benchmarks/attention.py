@@ -29,8 +29,8 @@ from skippipe_sched.errors import run_command
 from experiments.benchmarks import reporting
 from experiments.benchmarks.turns import Taken, ratio
 from skippipe_jax.config import ModelConfig
-from skippipe_jax.config.attention import BLOCKWISE, PLATFORM_OF, XLA
 from skippipe_jax.config.choices import DTYPES
+from skippipe_jax.config.model import BLOCKWISE, PLATFORM_OF, XLA
 from skippipe_jax.models.attention import attend
 
 DOCUMENT = 300

@@ -33,7 +33,7 @@ from experiments.benchmarks import reporting
 from skippipe_jax import Run
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig, DocumentSource, load_config
-from skippipe_jax.config.tokenizer import BYTES
+from skippipe_jax.config.data import BYTES
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.corpus import groups
 from skippipe_jax.data.documents import read_documents

@@ -49,9 +49,8 @@ from experiments.benchmarks.gpu_training import StageWorkload
 from experiments.benchmarks.one_process import Workload
 from experiments.benchmarks.turns import OutOfMemory, within_memory
 from skippipe_jax.config import PRESETS, ModelConfig
-from skippipe_jax.config.attention import ATTENTION, XLA
 from skippipe_jax.config.choices import DTYPES
-from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.config.model import ATTENTION, RECOMPUTE, XLA
 
 # 8 forwards, 4 losses and 8 backwards: few enough for a device's queue to hold all of them.
 DISPATCHED = {

@@ -49,7 +49,7 @@ import skippipe_jax as sp
 from experiments.benchmarks import machine
 from experiments.benchmarks.wan import Hosts
 from skippipe_jax.config.cluster import AUTO, RUNTIMES
-from skippipe_jax.config.network import HOPS
+from skippipe_jax.config.hardware import HOPS
 from skippipe_jax.storage.recording import measured_timeline, recorded_steps
 from skippipe_jax.storage.run_dir import CASE, RunDir
 

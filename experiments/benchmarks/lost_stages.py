@@ -52,7 +52,7 @@ from experiments.benchmarks.churn_records import read_lines
 from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
-from skippipe_jax.config.recovery import LOST_STAGE, STOP
+from skippipe_jax.config.cluster import LOST_STAGE, STOP
 from skippipe_jax.local.hosts import free_port
 from skippipe_jax.storage.run_dir import METRICS, RECOVERIES
 

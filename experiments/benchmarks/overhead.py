@@ -39,9 +39,8 @@ from experiments.benchmarks import machine, reporting
 from experiments.benchmarks.one_process import SEED, Workload, one_device, pipeline
 from experiments.benchmarks.turns import Iteration, in_turns, ratio, require_alike
 from skippipe_jax.config import PRESETS, ModelConfig
-from skippipe_jax.config.attention import ATTENTION
 from skippipe_jax.config.choices import DTYPES
-from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.config.model import ATTENTION, RECOMPUTE
 
 TIMES, NOTHING = "times", "nothing"
 PIPELINE = "pipeline"

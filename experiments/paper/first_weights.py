@@ -20,7 +20,7 @@ from skippipe_sched.errors import run_command
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config, ModelConfig, load_config
-from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
+from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.interop import huggingface
 from skippipe_jax.runtime.stage_functions import Parameters, functions_of_stages
 from skippipe_jax.storage.files import new_directory

@@ -32,7 +32,7 @@ from skippipe_sched.errors import run_command
 
 from experiments.paper import provenance, study_text
 from skippipe_jax.config import ModelConfig, OptimizerConfig
-from skippipe_jax.config.attention import BLOCKWISE
+from skippipe_jax.config.model import BLOCKWISE
 from skippipe_jax.models.llama import DataStage, parameter_count
 from skippipe_jax.optim.update_rule import learning_rate_schedule, update_rule
 from skippipe_jax.storage.files import PARTIAL, atomic_write

@@ -30,9 +30,8 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
 
 from skippipe_jax.config import Config, load_config
-from skippipe_jax.config.attention import AUTO, XLA
 from skippipe_jax.config.extras import require
-from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.config.model import AUTO, RECOMPUTE, XLA
 from skippipe_jax.models.block_footprint import blocks_at_once, offloadable_bytes, passing_bytes
 from skippipe_jax.models.estimate import what_is_planned
 from skippipe_jax.models.footprint import OFFLOADS, bytes_of_loss, memory_of_node, traffic

@@ -32,16 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what is asked for; return the exit code."""
     if arguments.keys or arguments.action == KEYS:
-        from skippipe_jax.config.keys import keys_in_words
+        from skippipe_jax.config.describe import keys_in_words
 
         print(keys_in_words())
     elif arguments.schema or arguments.action == SCHEMA:
-        from skippipe_jax.config.schema import to_text
+        from skippipe_jax.config.describe import to_text
 
         print(to_text(), end="")
     else:
-        from skippipe_jax.config.files import read_files
-        from skippipe_jax.config.parsing import parse_config, to_yaml
+        from skippipe_jax.config.parsing import parse_config, read_files, to_yaml
 
         files = read_files(named_path("--config", arguments.config, []), "--config", arguments.set)
         with files.naming():

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _tell_cut(arguments: argparse.Namespace) -> int:
     """Print whether a model fits on devices; return the exit code."""
     from skippipe_jax.config import Config, parse_config
-    from skippipe_jax.config.files import ConfigFiles, read_files
+    from skippipe_jax.config.parsing import ConfigFiles, read_files
 
     for option, given in (("--devices", arguments.devices), ("--json", not arguments.json)):
         if not given:

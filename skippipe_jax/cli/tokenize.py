@@ -15,8 +15,7 @@ from skippipe_sched.errors import InputError, loading
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import accept_former
 from skippipe_jax.config import DocumentSource
-from skippipe_jax.config.data import kind_of, require_day
-from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER
+from skippipe_jax.config.data import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER, kind_of, require_day
 
 if TYPE_CHECKING:
     from skippipe_jax.data.tokenizer import Tokenizer

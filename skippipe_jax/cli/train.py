@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train as one host; return the exit code."""
-    from skippipe_jax.config.differences import summary
+    from skippipe_jax.config.describe import summary
 
     # What is wrong there is said before anything is loaded that takes seconds.
     config = config_of(arguments, _overrides(arguments))
@@ -129,7 +129,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
     """
     with loading():
         from skippipe_jax.config import require_same_run
-        from skippipe_jax.config.differences import summary
+        from skippipe_jax.config.describe import summary
         from skippipe_jax.models.estimate import table
         from skippipe_jax.models.footprint import traffic
         from skippipe_jax.models.in_flight import short_of_memory

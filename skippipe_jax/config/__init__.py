@@ -1,18 +1,23 @@
 """What a run is told: frozen sections, how they are parsed, what may change on resume. No JAX."""
 
-from skippipe_jax.config.averaging import AveragingConfig
-from skippipe_jax.config.checkpoint import CheckpointConfig
 from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig, DocumentSource, MixtureConfig
+from skippipe_jax.config.hardware import NetworkConfig, NodeConfig, NodeMesh
 from skippipe_jax.config.model import PRESETS, ModelConfig, RopeScaling, StageCut
-from skippipe_jax.config.network import NetworkConfig
-from skippipe_jax.config.node import NodeConfig, NodeMesh
-from skippipe_jax.config.optimizer import OptimizerConfig
+from skippipe_jax.config.optimizer import AveragingConfig, OptimizerConfig
 from skippipe_jax.config.parsing import load_config, parse_config, to_tree, to_yaml
-from skippipe_jax.config.plan import PlanConfig
-from skippipe_jax.config.recipe import NO_RECIPE, Phase, RecipeConfig
 from skippipe_jax.config.resume import require_same_run
-from skippipe_jax.config.run import Config, LogConfig, TrainConfig, ValidationConfig
+from skippipe_jax.config.run import (
+    NO_RECIPE,
+    CheckpointConfig,
+    Config,
+    LogConfig,
+    Phase,
+    PlanConfig,
+    RecipeConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 
 __all__ = [
     "NO_RECIPE",

@@ -1,4 +1,4 @@
-"""The section `cluster`: which host serves which node, how hosts run JAX, where they listen."""
+"""The sections `cluster`, `join`, `recovery` and `replan`: the hosts of a run, and their loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Annotated
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+from skippipe_sched.methods import DEFAULT_METHOD, METHODS
+from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
 from skippipe_jax.config.choices import Choice, require_choices
 
@@ -126,3 +128,93 @@ def require_one_interface(address: str, field: str) -> None:
         raise InputError(field, address, "not an IP address", remedy) from error
     if stands_for_all:
         raise InputError(field, address, "no other host can reach such an address", remedy)
+
+
+MOST_PLACES = 1 << 10
+
+
+@dataclass(frozen=True)
+class JoinConfig:
+    """Which hosts may come to a run of independent hosts while it lives.
+
+    Attributes:
+        places: so many hosts more than the run begins with may be in it; each serves a replica of a
+            stage. They cost nothing as long as nobody comes.
+        horizon: in so many seconds such a host has to save more time by shorter iterations than the
+            others wait for while it gets the state of its stage; else it does not come, unless a
+            single host serves the stage.
+    """
+
+    places: int = 4
+    horizon: float = 3600.0
+
+    def __post_init__(self):
+        """Refuse what is no number of hosts, and a time below 0."""
+        fields.integer(self.places, "join.places", 0, MOST_PLACES)
+        fields.number(self.horizon, "join.horizon", 0.0)
+
+
+REWIND, BUDDY, AVERAGE, SKIP, STOP = LOST_STAGE = Choice(
+    ("rewind", "buddy", "average", "skip", "stop")
+)
+
+
+@dataclass(frozen=True)
+class RecoveryConfig:
+    """How a run of independent hosts goes on when some are lost.
+
+    Where a replica of every stage is left, the others take over the paths of what is lost at once.
+
+    Attributes:
+        lost_stage: what happens when no replica of a stage is left. `rewind`: every stage goes back
+            to the last checkpoint, on the hosts that are left. `buddy`: the lost stage goes on with
+            a copy that a host of another stage keeps of it, some steps old; the others stay where
+            they are. `average`: it gets the mean of the stages before and after it, weighted by the
+            norms of their gradients. `skip`: paths lead past it until a host serves it again, which
+            reads it from the last checkpoint. `stop`: the run ends. Only `rewind` is exact; it also
+            takes the place of `buddy` where the copy is lost too, of `average` for the first stage,
+            the last one, and one with another number of blocks than those beside it, and of `skip`
+            for the first stage, and before the first checkpoint. With `averaging.mode: outer` there
+            are `rewind` and `stop` alone.
+        buddy_every: with `buddy`, copies are made of the states after every so many iterations,
+            and are on their way during as many: each iteration sends this part of them.
+    """
+
+    lost_stage: Annotated[str, LOST_STAGE] = REWIND
+    buddy_every: int = 10
+
+    def __post_init__(self):
+        """Refuse what is no way to go on, and copies that are never made."""
+        require_choices(self, "recovery")
+        fields.integer(self.buddy_every, "recovery.buddy_every", 1)
+
+
+@dataclass(frozen=True)
+class ReplanConfig:
+    """How a run of independent hosts gets a better plan when its hosts have changed.
+
+    At once it goes on by a quick plan. In the background, one host searches for a better one, which
+    is taken after a step, and stages move to the nodes where that has them.
+
+    Attributes:
+        method: the planner's method.
+        budget_s: seconds that a search may take, besides compiling it once on a machine. 0: never.
+        gain: a plan is taken by which an iteration is shorter by more than this share, and only if
+            that saves more time, in what is left of the run, than moving the states takes.
+        drift: the search is made too where the seconds of iterations, in the median over a few,
+            differ from those of the plan by more than this share of them; for it the seconds of
+            nodes are corrected by what they were measured to compute. null: never.
+    """
+
+    method: Annotated[str, Choice(METHODS)] = DEFAULT_METHOD
+    budget_s: float = DEFAULT_BUDGET_S
+    gain: float = 0.03
+    drift: float | None = None
+
+    def __post_init__(self):
+        """Refuse what is no method, and times and shares below 0."""
+        require_choices(self, "replan")
+        fields.number(self.budget_s, "replan.budget_s", 0.0)
+        fields.number(self.gain, "replan.gain", 0.0)
+        if self.drift is not None:
+            fields.number(self.drift, "replan.drift", 0.0, above=True)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from skippipe_jax.config.recovery import SKIP
+from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.apart import DATA_STAGE
 from skippipe_jax.consensus.generations import Generation, Promise, Remade, Rules
 from skippipe_jax.consensus.holders import Held, covers, holders_of, serving_under

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from skippipe_jax.config.recovery import AVERAGE, BUDDY, SKIP
+from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP
 from skippipe_jax.consensus.generations import (
     Ask,
     Decided,

@@ -22,8 +22,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, DocumentSource
-from skippipe_jax.config.data import HELD_OUT_PARTS
-from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
+from skippipe_jax.config.data import BYTES, HELD_OUT_PARTS, TOKENIZER_FOLDER
 from skippipe_jax.data.corpus import KEPT_SOURCES, Corpus, read_corpus
 from skippipe_jax.data.documents import local_path, require_apart
 from skippipe_jax.data.held_out_parts import part_of

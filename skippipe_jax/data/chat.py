@@ -25,7 +25,7 @@ from jinja2 import TemplateError
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, DocumentSource
-from skippipe_jax.config.tokenizer import BYTES
+from skippipe_jax.config.data import BYTES
 from skippipe_jax.data.chat_template import MARK, TEMPLATES, TODAY, ChatTemplate, template_text
 from skippipe_jax.data.documents import Document, local_path
 from skippipe_jax.data.token_shards import read_index

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64, Integer
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DocumentSource
-from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
+from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.data import token_shards
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document, local_path, read_documents

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int64, Integer
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.tokenizer import TOKENS_INDEX
+from skippipe_jax.config.data import TOKENS_INDEX
 from skippipe_jax.data.learnt import Learnt
 from skippipe_jax.data.rows import TokenizedDocuments
 

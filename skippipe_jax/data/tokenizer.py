@@ -18,15 +18,15 @@ from jaxtyping import Int64, Integer, UInt16
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.extras import require
-from skippipe_jax.config.huggingface import how_to_fetch
-from skippipe_jax.config.tokenizer import (
+from skippipe_jax.config.data import (
     BYTES,
     CHAT_TEMPLATE,
     HUGGING_FACE,
     SENTENCE_PIECE,
     tokenizer_files,
 )
+from skippipe_jax.config.extras import require
+from skippipe_jax.config.pretrained import how_to_fetch
 
 CONFIG = "tokenizer_config.json"
 SETTINGS = (CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)

@@ -14,8 +14,8 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import MixtureConfig
 from skippipe_jax.config.choices import Choice, require_choices
-from skippipe_jax.config.init_from import SHAPES
 from skippipe_jax.config.parsing import load_as
+from skippipe_jax.config.pretrained import SHAPES
 
 LANES = ("easy", "medium", "hard")
 """What lanes are called that a probe or chance makes."""

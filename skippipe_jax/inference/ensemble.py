@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.init_from import SHAPES
+from skippipe_jax.config.pretrained import SHAPES
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts
 from skippipe_jax.data.tokenizer import Tokenizer

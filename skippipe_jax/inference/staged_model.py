@@ -22,11 +22,10 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, parse_config, to_tree
-from skippipe_jax.config.attention import AUTO, PLATFORM_OF
-from skippipe_jax.config.huggingface import require_no_window
-from skippipe_jax.config.model import MOST_STAGES, StageCut
+from skippipe_jax.config.data import BYTES, has_tokenizer
+from skippipe_jax.config.model import AUTO, MOST_STAGES, PLATFORM_OF, StageCut
+from skippipe_jax.config.pretrained import require_no_window
 from skippipe_jax.config.sampling import Sampling
-from skippipe_jax.config.tokenizer import BYTES, has_tokenizer
 from skippipe_jax.data.batches import (
     NOT_COUNTED,
     Batch,

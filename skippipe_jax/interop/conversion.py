@@ -12,10 +12,10 @@ from skippipe_sched import fields
 from tqdm import tqdm
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, to_yaml
-from skippipe_jax.config.huggingface import require_no_window
+from skippipe_jax.config.data import TOKENIZER_FOLDER, has_tokenizer
 from skippipe_jax.config.model import LAYERS_OF_STAGE, StageCut
 from skippipe_jax.config.parsing import CONFIG
-from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER, has_tokenizer
+from skippipe_jax.config.pretrained import require_no_window
 from skippipe_jax.data.chat import end_of_turn
 from skippipe_jax.data.tokenizer import load_tokenizer, write_byte_tokenizer
 from skippipe_jax.interop import huggingface

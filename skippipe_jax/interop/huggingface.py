@@ -27,16 +27,16 @@ from skippipe_sched.problem.links import GIBIBYTE
 from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig, ModelConfig
+from skippipe_jax.config.data import BYTES, CHAT_TEMPLATE
 from skippipe_jax.config.extras import require
-from skippipe_jax.config.huggingface import (
+from skippipe_jax.config.pretrained import (
     EXPRESSIBLE,
     FAMILIES,
     LLAMA3_ROPE,
     read_model,
     require_no_window,
+    require_shapes,
 )
-from skippipe_jax.config.init_from import require_shapes
-from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE
 from skippipe_jax.data.batches import tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.llama import stage_shapes

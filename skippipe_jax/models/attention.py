@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
 from skippipe_jax.config import ModelConfig
-from skippipe_jax.config.attention import (
+from skippipe_jax.config.model import (
     AUTO,
     BLOCK,
     BLOCKWISE,

@@ -6,7 +6,7 @@ docs/memory_formulas.md derives every formula. What is kept is exact.
 from __future__ import annotations
 
 from skippipe_jax.config import DataConfig, ModelConfig
-from skippipe_jax.config.attention import CPU_BLOCK, holds_all_scores, turns_by_constants
+from skippipe_jax.config.model import CPU_BLOCK, holds_all_scores, turns_by_constants
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Of a number in each of the dtypes that a configuration may name."""

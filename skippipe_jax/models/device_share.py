@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NodeMesh
-from skippipe_jax.config.attention import holds_all_scores
-from skippipe_jax.config.node import ONE_DEVICE
+from skippipe_jax.config.hardware import ONE_DEVICE
+from skippipe_jax.config.model import holds_all_scores
 from skippipe_jax.models.block_footprint import (
     DTYPE_BYTES,
     TOKEN_BYTES,

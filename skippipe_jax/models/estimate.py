@@ -14,7 +14,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config
-from skippipe_jax.config.recovery import BUDDY
+from skippipe_jax.config.cluster import BUDDY
 from skippipe_jax.models.footprint import (
     COPIES_OF_BUDDY,
     NodeMemory,

@@ -14,8 +14,8 @@ from skippipe_sched.figures.amounts import size_text
 from skippipe_sched.problem.case import AUTO, Case
 
 from skippipe_jax.config import Config, NodeMesh
+from skippipe_jax.config.hardware import ITERATION, MICROBATCH, ONE_DEVICE
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.config.node import ITERATION, MICROBATCH, ONE_DEVICE
 from skippipe_jax.models.footprint import NodeMemory
 from skippipe_jax.models.node_memory import USABLE_SHARE, memory_of_stages, mesh_of_node
 

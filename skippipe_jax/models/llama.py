@@ -26,7 +26,7 @@ from jax.extend.core.primitives import (
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Real
 
 from skippipe_jax.config import ModelConfig
-from skippipe_jax.config.attention import turns_by_constants
+from skippipe_jax.config.model import turns_by_constants
 from skippipe_jax.models.attention import ATTENDED, attend, implementation_of
 from skippipe_jax.models.cross_entropy import Head, cross_entropy, scores
 from skippipe_jax.models.document_mask import (

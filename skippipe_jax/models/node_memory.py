@@ -5,7 +5,7 @@ from __future__ import annotations
 from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config, NodeMesh
-from skippipe_jax.config.node import AUTO, ITERATION
+from skippipe_jax.config.hardware import AUTO, ITERATION
 from skippipe_jax.models.device_share import of_each_device
 from skippipe_jax.models.footprint import NodeMemory, memory_of_node
 

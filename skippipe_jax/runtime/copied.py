@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree, UInt8
 
 from skippipe_jax.config import Config
-from skippipe_jax.config.recovery import BUDDY
+from skippipe_jax.config.cluster import BUDDY
 from skippipe_jax.models.footprint import copied_bytes
 
 Bytes = UInt8[np.ndarray, " bytes"]

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from skippipe_jax.cluster.group import Group
-from skippipe_jax.config.recovery import AVERAGE
+from skippipe_jax.config.cluster import AVERAGE
 from skippipe_jax.consensus.generations import Remade
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.copied import Copy, pieces, unpacked

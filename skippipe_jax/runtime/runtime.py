@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
-from skippipe_jax.config.recovery import AVERAGE, BUDDY
+from skippipe_jax.config.cluster import AVERAGE, BUDDY
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.models.node_memory import gathers_once

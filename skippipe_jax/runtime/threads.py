@@ -7,7 +7,7 @@ import os
 from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config
-from skippipe_jax.config.node import ONE_DEVICE
+from skippipe_jax.config.hardware import ONE_DEVICE
 
 # Of a host whose nodes have all the devices that there are, which are not counted yet.
 MANY_DEVICES = 64

@@ -22,7 +22,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.averaging import best_ring
 
 from skippipe_jax.config import Config, NetworkConfig, NodeConfig, NodeMesh
-from skippipe_jax.config.node import ONE_DEVICE
+from skippipe_jax.config.hardware import ONE_DEVICE
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.optim.outer import longest_message
 from skippipe_jax.program.hops import HopNumbers

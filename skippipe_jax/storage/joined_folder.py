@@ -20,9 +20,9 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.cluster import INDEPENDENT
+from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
 from skippipe_jax.config.resume import identity, require_same_for_all
-from skippipe_jax.config.tokenizer import TOKENIZER_FOLDER
 from skippipe_jax.storage.files import atomic_write, os_errors_as, safe_join
 from skippipe_jax.storage.run_dir import PLAN, PLANS
 

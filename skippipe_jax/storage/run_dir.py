@@ -23,8 +23,8 @@ from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.timing.simulate import simulate_plan
 
 from skippipe_jax.config import NO_RECIPE, Config, DataConfig, to_yaml
+from skippipe_jax.config.data import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER, has_tokenizer
 from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
-from skippipe_jax.config.tokenizer import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER, has_tokenizer
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.consensus.wire import generation_to_json, parse_generation
 from skippipe_jax.errors import GenerationEnded

@@ -16,7 +16,7 @@ import jax
 
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
-from skippipe_jax.config.recovery import SKIP
+from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.runtime.copied import Copy, packed
 from skippipe_jax.runtime.given_stages import beside

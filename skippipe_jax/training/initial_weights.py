@@ -25,14 +25,14 @@ from jaxtyping import PyTree
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, StageCut
-from skippipe_jax.config.init_from import RUN, origin_of, require_shapes
-from skippipe_jax.config.parsing import CONFIG, saved_config
-from skippipe_jax.config.tokenizer import (
+from skippipe_jax.config.data import (
     BYTES,
     TOKENIZER_FOLDER,
     TOKENS_INDEX,
     has_tokenizer,
 )
+from skippipe_jax.config.parsing import CONFIG, saved_config
+from skippipe_jax.config.pretrained import RUN, origin_of, require_shapes
 from skippipe_jax.data.batches import tokenizer_of
 from skippipe_jax.data.documents import local_path
 from skippipe_jax.data.token_shards import read_index

@@ -20,7 +20,7 @@ from skippipe_jax.cluster.agreement import from_host_0, gather
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
-from skippipe_jax.config.recovery import AVERAGE, BUDDY, SKIP
+from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.data.read_ahead import ReadAhead
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded

@@ -29,9 +29,9 @@ from skippipe_jax.config import (
     StageCut,
     require_same_run,
 )
-from skippipe_jax.config.attention import PLATFORM_OF
+from skippipe_jax.config.data import BYTES, TOKENIZER_FOLDER
+from skippipe_jax.config.model import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
-from skippipe_jax.config.tokenizer import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.data.batches import (
     Batch,
     TrainingBatches,

@@ -25,7 +25,7 @@ from skippipe_jax.cluster.board import Board
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.succession import Succession
 from skippipe_jax.config import ClusterConfig
-from skippipe_jax.config.recovery import AVERAGE, BUDDY, REWIND, SKIP, STOP
+from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.connections import door, meeting
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (

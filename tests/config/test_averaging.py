@@ -20,8 +20,8 @@ from skippipe_jax.config import (
     to_tree,
     to_yaml,
 )
-from skippipe_jax.config.former_keys import FORMER_KEYS
-from skippipe_jax.config.keys import sections
+from skippipe_jax.config.describe import sections
+from skippipe_jax.config.parsing import FORMER_KEYS
 
 OUTER: dict[str, Any] = {"mode": "outer", "every": 10, "fragments": 3, "delay": 2}
 properties = settings(max_examples=50)

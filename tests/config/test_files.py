@@ -13,8 +13,8 @@ from skippipe_sched.problem.links import COLUMNS, rows_of
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import load_config, parse_config
-from skippipe_jax.config.files import read_files
-from skippipe_jax.config.schema import schema
+from skippipe_jax.config.describe import schema
+from skippipe_jax.config.parsing import read_files
 from skippipe_jax.experts.config import load_experts
 
 BASE = """\

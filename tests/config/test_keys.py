@@ -15,10 +15,16 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, load_config, parse_config, to_tree
-from skippipe_jax.config.differences import differences, summary
-from skippipe_jax.config.keys import described, keys_in_words, sections
+from skippipe_jax.config.describe import (
+    CASE_KEYS,
+    described,
+    differences,
+    keys_in_words,
+    schema,
+    sections,
+    summary,
+)
 from skippipe_jax.config.parsing import KEYS_ELSEWHERE
-from skippipe_jax.config.schema import CASE_KEYS, schema
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 CONFIGS = [EXPERIMENTS / "quickstart.yaml", *sorted(EXPERIMENTS.glob("paper/configs/*.yaml"))]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from skippipe_jax.config.recovery import BUDDY, SKIP
+from skippipe_jax.config.cluster import BUDDY, SKIP
 from skippipe_jax.consensus.apart import can_decide, is_readable
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe_jax.config import Config, ModelConfig
-from skippipe_jax.config.recovery import AVERAGE, BUDDY, SKIP, RecoveryConfig
+from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP, RecoveryConfig
 from skippipe_jax.consensus.generations import Generation, Remade
 from skippipe_jax.training.elastic.lost_stages import how_remade, remakes_of
 from tests.consensus.simulation import (

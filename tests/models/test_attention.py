@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import ModelConfig, parse_config
-from skippipe_jax.config.attention import SHORT
+from skippipe_jax.config.model import SHORT
 from skippipe_jax.models.attention import attend, block_of, blockwise, implementation_of, splash
 
 LONG = 2048

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from skippipe_jax.config import Config, ModelConfig
-from skippipe_jax.config.recovery import BUDDY, RecoveryConfig
+from skippipe_jax.config.cluster import BUDDY, RecoveryConfig
 from skippipe_jax.models.footprint import copied_bytes
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime import buddies, copied

@@ -17,8 +17,7 @@ from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import AveragingConfig, ClusterConfig
-from skippipe_jax.config.recovery import RecoveryConfig
-from skippipe_jax.config.replan import ReplanConfig
+from skippipe_jax.config.cluster import RecoveryConfig, ReplanConfig
 from skippipe_jax.connections import waiting
 from skippipe_jax.consensus.generations import Abandoned, Generation, Tick
 from skippipe_jax.errors import GenerationEnded, PeerTimeout

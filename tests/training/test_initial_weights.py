@@ -18,7 +18,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.cli.main import main
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config, parse_config, require_same_run, to_tree
-from skippipe_jax.config.huggingface import read_model
+from skippipe_jax.config.pretrained import read_model
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.interop.huggingface import WEIGHTS

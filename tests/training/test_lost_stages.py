@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skippipe_jax.config.recovery import AVERAGE, BUDDY, REWIND, SKIP, STOP
+from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.training.elastic.lost_stages import how_rewound, warning_of_single
 

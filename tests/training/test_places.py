@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skippipe_jax.config import ClusterConfig, Config
-from skippipe_jax.config.join import JoinConfig
+from skippipe_jax.config.cluster import JoinConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.consensus.holders import covers
 from skippipe_jax.training.elastic.places import (

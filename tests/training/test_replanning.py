@@ -15,7 +15,7 @@ from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, TrainConfig
-from skippipe_jax.config.replan import ReplanConfig
+from skippipe_jax.config.cluster import ReplanConfig
 from skippipe_jax.consensus.generations import Generation, Wish
 from skippipe_jax.training.replan import planner_process
 from skippipe_jax.training.replan.planner_process import WarmPlanner

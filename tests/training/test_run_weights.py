@@ -21,7 +21,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax import Run
 from skippipe_jax.config import Config, load_config, parse_config
-from skippipe_jax.config.init_from import origin_of
+from skippipe_jax.config.pretrained import origin_of
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
 from skippipe_jax.inference.staged_model import StagedModel, read_run

@@ -14,8 +14,7 @@ import pytest
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig, Config
-from skippipe_jax.config.checkpoint import CheckpointConfig
-from skippipe_jax.config.run import ValidationConfig
+from skippipe_jax.config.run import CheckpointConfig, ValidationConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.storage.checkpoint import COMMITTED, step_folder

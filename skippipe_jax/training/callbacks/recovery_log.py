@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from skippipe_jax.config.recovery import REWIND, SKIP
+from skippipe_jax.config.cluster import REWIND, SKIP
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.files import retry
 from skippipe_jax.storage.records import RecoveryRecord, StepMetrics

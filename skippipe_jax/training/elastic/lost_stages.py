@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from skippipe_jax.config import Config
-from skippipe_jax.config.recovery import AVERAGE, BUDDY, REWIND, SKIP, STOP
+from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.consensus.generations import Copies, Generation, Remade, Remakes
 from skippipe_jax.consensus.holders import Held
 from skippipe_jax.errors import RebuildImpossible

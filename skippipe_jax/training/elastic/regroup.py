@@ -15,7 +15,7 @@ from skippipe_sched.search.budget import Placement
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.succession import Totals
 from skippipe_jax.config import Config
-from skippipe_jax.config.recovery import SKIP, STOP
+from skippipe_jax.config.cluster import SKIP, STOP
 from skippipe_jax.consensus.generations import Rules
 from skippipe_jax.program.compiler import compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule

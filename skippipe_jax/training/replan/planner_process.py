@@ -25,7 +25,7 @@ from skippipe_sched.problem.plan import Plan, load_plan
 
 from skippipe_jax import log
 from skippipe_jax.clock import SYSTEM_CLOCK, Clock
-from skippipe_jax.config.replan import ReplanConfig
+from skippipe_jax.config.cluster import ReplanConfig
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 

@@ -1,19 +1,102 @@
-"""config.json of a Hugging Face model: the shapes that weights bring along."""
+"""Given weights: what `init_from` names, and the shapes in config.json of Hugging Face models."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.config.model import ModelConfig, RopeScaling
 
-CONFIG = "config.json"
+HUGGING_FACE, RUN = "hf", "run"
+
+SHAPES = (
+    "vocabulary_size",
+    "width",
+    "layers",
+    "heads",
+    "kv_heads",
+    "ffn_width",
+    "context",
+    "rope_theta",
+    "rope_scaling",
+    "tied_head",
+    "norm_epsilon",
+)
+"""The keys of the section `model` that weights decide."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where first weights come from.
+
+    Attributes:
+        kind: `hf` or `run`.
+        folder: of a Hugging Face model, or of a run.
+        step: of the run's checkpoint. None: of the newest that is whole.
+    """
+
+    kind: str
+    folder: Path
+    step: int | None = None
+
+    @property
+    def tokenizer(self) -> Path:
+        """Where the tokenizer lies that comes with the weights, if one does."""
+        return self.folder / TOKENIZER_FOLDER if self.kind == RUN else self.folder
+
+
+def origin_of(init_from: str) -> Origin:
+    """Return what `init_from: hf:DIR`, `run:DIR` or `run:DIR@STEP` names.
+
+    Raises:
+        InputError: if it has another form.
+    """
+    kind, _, path = init_from.partition(":")
+    step = None
+    if kind == RUN:
+        folder, at, last = path.rpartition("@")
+        if at and "/" not in last:  # Else it belongs to the name of a folder.
+            if not re.fullmatch("[0-9]{1,15}", last):
+                remedy = "Write run:DIR@200, or run:DIR for the newest checkpoint"
+                raise InputError("init_from", init_from, f"{last!r} is no step", remedy)
+            path, step = folder, int(last)
+    if kind not in (HUGGING_FACE, RUN) or not path:
+        raise InputError(
+            "init_from",
+            init_from,
+            "names no weights",
+            "Write hf:DIR, where DIR holds config.json and safetensors files; or run:DIR, the "
+            "folder of a run, or run:DIR@STEP",
+        )
+    return Origin(kind, Path(path).expanduser(), step)
+
+
+def require_shapes(file: Path, of_weights: ModelConfig, given: Mapping[str, Any]) -> None:
+    """Refuse keys of `model` that differ from those of the weights; the context may be shorter.
+
+    `file` is the one that tells the shapes of the weights.
+    """
+    for key in SHAPES:
+        theirs = getattr(of_weights, key)
+        own = given.get(key, theirs)
+        if own != theirs and not (key == "context" and own < theirs):
+            raise InputError(
+                f"model.{key}",
+                own,
+                f"{file} says {theirs!r}",
+                "Leave it out: with init_from, shapes come from there",
+            )
+
+
+MODEL_CONFIG = "config.json"
 
 # By model_type: what is one and the same network under two names, and what config.json may leave
 # out because transformers knows it by the name.
@@ -70,7 +153,7 @@ def how_to_fetch(name: str, *patterns: str) -> str:
     )
 
 
-def read_model(folder: Path, field: str = CONFIG) -> ModelConfig:
+def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
     """Return the shapes that config.json in `folder` gives, everything else by default.
 
     Whoever uses the model calls `require_no_window` for the longest sequence that it takes.
@@ -79,10 +162,10 @@ def read_model(folder: Path, field: str = CONFIG) -> ModelConfig:
         InputError: naming `field`, if there is no such folder; naming config.json, if there is
             none, or it describes what our model cannot be.
     """
-    path = folder / CONFIG
+    path = folder / MODEL_CONFIG
     if not folder.is_dir():
         problem = "there is no such folder here, and nothing is downloaded"
-        remedy = f"Name a local folder with {CONFIG} and safetensors files"
+        remedy = f"Name a local folder with {MODEL_CONFIG} and safetensors files"
         raise InputError(field, str(folder), problem, remedy + how_to_fetch(str(folder)))
     given = _load(folder)
     known = FAMILIES[given["model_type"]]
@@ -128,7 +211,7 @@ def read_model(folder: Path, field: str = CONFIG) -> ModelConfig:
 
 def require_no_window(folder: Path, context: int) -> None:
     """Refuse a model whose tokens do not see all before them, in sequences of this length."""
-    given, name = _load(folder), f"{folder / CONFIG}: sliding_window"
+    given, name = _load(folder), f"{folder / MODEL_CONFIG}: sliding_window"
     # What is missing is what transformers takes for the family, and null is no window.
     known = FAMILIES[given["model_type"]].get("sliding_window")
     window = None if known is None else given.get("sliding_window", known)
@@ -145,10 +228,10 @@ def require_no_window(folder: Path, context: int) -> None:
 
 def _load(folder: Path) -> dict[str, Any]:
     """Return what config.json says; its model_type is one of those that our model can be."""
-    path = folder / CONFIG
-    given = fields.load_json(path, CONFIG)
+    path = folder / MODEL_CONFIG
+    given = fields.load_json(path, MODEL_CONFIG)
     if not isinstance(given, dict):
-        raise InputError(CONFIG, str(path), "is not a mapping", "Name the folder of a model")
+        raise InputError(MODEL_CONFIG, str(path), "is not a mapping", "Name the folder of a model")
     family = given.get("model_type")
     if family is not None and family not in list(FAMILIES):
         raise _not_supported(path, "model_type", family, *FAMILIES)

@@ -1,4 +1,4 @@
-"""Every key of a configuration, with its meaning from the docstrings, its type and its default."""
+"""All keys of a configuration, told from docstrings: as text, as JSON schema, and what differs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import yaml
+from skippipe_sched.problem.case import OPTIONAL, REQUIRED
+
 from skippipe_jax.config.choices import Choice, choices_of
-from skippipe_jax.config.parsing import to_tree
+from skippipe_jax.config.model import PRESETS
+from skippipe_jax.config.parsing import EXTENDS, to_tree
 from skippipe_jax.config.run import Config
 
 # One attribute in a docstring: its name, and what is told of it on this line and the ones below.
@@ -120,3 +124,83 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return to_tree(field.default_factory())
     return to_tree(field.default)
+
+
+# The last two are of a case that leaves stages or path lengths open.
+CASE_KEYS = (*REQUIRED, *OPTIONAL, "stage_count", "skip_ratio")
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
+
+
+def schema() -> dict[str, Any]:
+    """Return the schema of the whole configuration, in draft 2020-12."""
+    told = {section.name: section for section in sections()}
+
+    def of_section(kind: Any, place: str) -> dict[str, Any]:
+        found = {
+            "type": "object",
+            "description": told[place].about,
+            "properties": {key.name: of_key(key) for key in told[place].keys},
+            "additionalProperties": False,
+        }
+        shorthands = list(getattr(kind, "SHORTHAND", ()))
+        return {"anyOf": [{"enum": shorthands}, found]} if shorthands else found
+
+    def of_key(key: Key) -> dict[str, Any]:
+        default = {} if key.is_section else {"default": key.default}
+        return {"description": key.about} | default | of_type(key.hint, key.path, key.choices)
+
+    def of_type(hint: Any, path: str, choices: Choice | None) -> dict[str, Any]:
+        if dataclasses.is_dataclass(hint):
+            return of_section(hint, path)
+        if hint is str and choices is not None:
+            return {"enum": list(choices)}
+        if hint is dict:
+            return {"type": "object", "propertyNames": {"enum": list(CASE_KEYS)}}
+        inner = [of_type(part, path, choices) for part in parts(hint)]
+        if typing.get_origin(hint) is tuple:
+            return {"type": "array", "items": inner[0]}
+        if hint is float and path.endswith("_s"):
+            return {"type": ["number", "string"]}
+        return {"anyOf": inner} if inner else {"type": TYPES[hint]}
+
+    whole = of_section(Config, "")
+    about = "another file, beside this one: it says what this one does not"
+    whole["properties"][EXTENDS] = {"description": about, "type": "string"}
+    return {"$schema": DRAFT, "title": "Configuration of a run"} | whole
+
+
+def to_text() -> str:
+    """Return the schema as the text of its file."""
+    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def differences(config: Config) -> dict[str, Any]:
+    """The keys of a configuration that are not as by default, as a mapping that gives it again.
+
+    Shapes that a model preset gives are left out.
+    """
+    default = to_tree(Config())
+    if config.model.preset is not None:
+        default["model"] |= PRESETS[config.model.preset]
+    return _different(to_tree(config), default)
+
+
+def summary(config: Config) -> str:
+    """Return the differences from the defaults as YAML, and where the whole configuration is."""
+    shown = yaml.safe_dump(
+        differences(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
+    )
+    return f"# What is not as by default; in full it is in {config.run_dir}/config.yaml.\n{shown}"
+
+
+def _different(tree: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in tree.items():
+        other = default[key]
+        if isinstance(value, dict) and isinstance(other, dict):
+            if inner := _different(value, other):
+                found[key] = inner
+        elif value != other:
+            found[key] = value
+    return found
